@@ -1,0 +1,208 @@
+"""Log-probs and entropy of target tokens straight from hidden states.
+
+Invariant: the [T, V] matrix of logits never exists. Rows go through in chunks, forward keeps two numbers per row (the
+log-normaliser and, when asked for, the entropy), backward computes each chunk's logits again. Logits and everything
+derived from them are float32; the matrix products read the parameter dtype and accumulate in float32.
+
+    u = scale * (hidden @ weight.T + bias);  v = softcap * tanh(u / softcap);  z = v / temperature
+    log p(y) = z_y - logsumexp(z);           H = logsumexp(z) - sum_j p_j z_j
+    dL/dz_j = g_logp * (1[j = y] - p_j) - g_H * p_j * (z_j - logsumexp(z) + H)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_LOGITS_CUDA = 3072 * 151936  # entries; about 1.9 GB of float32
+CHUNK_LOGITS_CPU = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What happens between the raw projection and the softmax."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        if self.softcap is None:
+            factor = self.scale / self.temperature
+            return logits if factor == 1.0 else logits.mul_(factor)
+        return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        """dz / d(raw projection), from z itself."""
+        factor = self.scale / self.temperature
+        if self.softcap is None:
+            return factor
+        return (1.0 - (z * (self.temperature / self.softcap)).square_()).mul_(factor)
+
+
+def rows_per_chunk(vocab: int, device: torch.device, chunk_rows: int) -> int:
+    if chunk_rows > 0:
+        return chunk_rows
+    budget = CHUNK_LOGITS_CUDA if device.type == "cuda" else CHUNK_LOGITS_CPU
+    return max(1, budget // vocab)
+
+
+def matmul_f32(left: Tensor, right: Tensor) -> Tensor:
+    """A float32 product; half-precision factors stay half precision where the device accumulates in float32."""
+    if left.dtype in (torch.float32, torch.float64):
+        return torch.mm(left, right.to(left.dtype))
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left.float(), right.float())
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        transform: LogitTransform,
+        rows: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        normaliser = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+        picked = torch.empty_like(normaliser)
+        entropy = torch.empty_like(normaliser) if with_entropy else None
+        factor = _prepared_weight(weight)
+        for begin in range(0, len(hidden), rows):
+            span = slice(begin, begin + rows)
+            z = _chunk_logits(hidden[span], factor, bias, transform)
+            picked[span] = z.gather(1, targets[span, None]).squeeze(1)
+            if entropy is None:
+                normaliser[span] = _normaliser_(z)
+            else:
+                normaliser[span], entropy[span] = _normaliser_and_entropy(z)
+            del z
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
+        ctx.transform, ctx.rows = transform, rows
+        return picked.sub_(normaliser), entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_log_probs, grad_entropy = grads
+        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        accumulate = normaliser.dtype
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=accumulate, device=weight.device) if need_weight else None
+        grad_bias = torch.zeros(bias.shape, dtype=accumulate, device=bias.device) if need_bias else None
+        factor = _prepared_weight(weight)
+        for begin in range(0, len(hidden), ctx.rows):
+            span = slice(begin, begin + ctx.rows)
+            z = _chunk_logits(hidden[span], factor, bias, ctx.transform)
+            d_logits = _grad_of_chunk(
+                z,
+                targets[span],
+                normaliser[span],
+                grad_log_probs[span] if grad_log_probs is not None else None,
+                (grad_entropy[span], entropy[span]) if grad_entropy is not None else None,
+                ctx.transform,
+                out_dtype=factor.dtype,
+            )
+            del z
+            if grad_hidden is not None:
+                grad_hidden[span] = torch.mm(d_logits, factor).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight.add_(matmul_f32(d_logits.t(), hidden[span].to(d_logits.dtype)))
+            if grad_bias is not None:
+                grad_bias.add_(d_logits.sum(dim=0, dtype=accumulate))
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype) if grad_weight is not None else None,
+            grad_bias.to(bias.dtype) if grad_bias is not None else None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _normaliser_(z: Tensor) -> Tensor:
+    """logsumexp of each row; overwrites `z`."""
+    top = z.amax(dim=1, keepdim=True)
+    return z.sub_(top).exp_().sum(dim=1).log_().add_(top.squeeze(1))
+
+
+def _normaliser_and_entropy(z: Tensor) -> tuple[Tensor, Tensor]:
+    top = z.amax(dim=1, keepdim=True)
+    exponentials = torch.sub(z, top).exp_()
+    total = exponentials.sum(dim=1)
+    mean_logit = torch.linalg.vecdot(exponentials, z).div_(total)
+    normaliser = total.log_().add_(top.squeeze(1))
+    return normaliser, normaliser - mean_logit
+
+
+def _prepared_weight(weight: Tensor) -> Tensor:
+    """On the CPU half-precision weights are widened once per call instead of once per chunk."""
+    return weight.float() if weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_cuda else weight
+
+
+def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+    logits = matmul_f32(hidden.to(weight.dtype), weight.t())
+    if bias is not None:
+        logits.add_(bias)
+    return transform.apply_(logits)
+
+
+def _grad_of_chunk(
+    z: Tensor,
+    targets: Tensor,
+    normaliser: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: tuple[Tensor, Tensor] | None,
+    transform: LogitTransform,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dL/d(raw projection) of one chunk; overwrites `z`."""
+    slope = transform.slope(z)
+    if grad_entropy is None:
+        if grad_log_probs is None:
+            return torch.zeros_like(z, dtype=out_dtype)
+        probabilities = z.sub_(normaliser[:, None]).exp_()
+        probabilities.scatter_add_(1, targets[:, None], torch.full_like(targets[:, None], -1, dtype=z.dtype))
+        if isinstance(slope, float):
+            result = z if z.dtype == out_dtype else torch.empty_like(z, dtype=out_dtype)
+            return torch.mul(probabilities, (grad_log_probs * -slope)[:, None], out=result)
+        return probabilities.mul_(-grad_log_probs[:, None]).mul_(slope).to(out_dtype)
+    upstream, entropy = grad_entropy
+    log_p = z.sub_(normaliser[:, None])
+    probabilities = log_p.exp()
+    weighting = log_p.add_(entropy[:, None]).mul_(upstream[:, None])
+    if grad_log_probs is not None:
+        weighting.add_(grad_log_probs[:, None])
+    result = probabilities.mul_(weighting).neg_()
+    if grad_log_probs is not None:
+        result.scatter_add_(1, targets[:, None], grad_log_probs[:, None].to(result.dtype))
+    return result.mul_(slope).to(out_dtype)
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    chunk_rows: int = -1,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [T] of `targets` [T] under softmax(z), and the entropy [T] of that softmax when asked for."""
+    transform = LogitTransform(scale=scale, softcap=softcap, temperature=temperature)
+    rows = rows_per_chunk(weight.shape[0], hidden.device, chunk_rows)
+    return _LinearLogProbs.apply(hidden, weight, bias, targets, transform, rows, with_entropy)

@@ -1,0 +1,112 @@
+"""The `slime` command. Help, bad flags and plans answer at once: torch is imported only when something really runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from slime.errors import UserError
+
+_USAGE = """\
+usage: slime COMMAND ...
+
+  train     train a model; the same as python train.py (slime train --help lists the flags)
+  plan      say what a training run would do, and stop; the same as slime train --dry-run
+  serve     start the embedded inference engine alone (slime serve --help)
+  flags     list all flags of train; --markdown makes the table of the documentation
+  version   print the version
+"""
+
+EXIT_OK, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; a user's mistake is one line on stderr and exit code 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in ("-h", "--help", "help"):
+        print(_USAGE, end="")
+        return EXIT_OK
+    try:
+        return _command(words)(words[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except SystemExit as leave:  # the help of train and serve
+        return leave.code if isinstance(leave.code, int) else EXIT_OK if leave.code is None else 1
+
+
+def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
+    from slime.config.suggest import did_you_mean
+
+    commands: dict[str, Callable[[Sequence[str]], int]] = {
+        "train": _train,
+        "plan": _plan,
+        "serve": _serve,
+        "flags": _flags,
+        "version": _version,
+        "--version": _version,
+    }
+    if not words:
+        raise UserError(f"a command is missing: one of {', '.join(commands)[: -len(', --version')]}")
+    if words[0] not in commands:
+        hint = did_you_mean(words[0], commands) or ": slime --help lists the commands"
+        raise UserError(f"unknown command {words[0]}{hint}")
+    return commands[words[0]]
+
+
+def _train(words: Sequence[str]) -> int:
+    from slime.config import parse_args
+
+    config = parse_args(words)
+    if config.dry_run:
+        from slime.plan import detect_device, make_plan
+
+        device, gpus = detect_device(config.device)
+        print(make_plan(config, device=device, gpu_count=gpus).render(), end="")
+        return EXIT_OK
+    from slime.driver import train
+
+    result = train(config)
+    return result if isinstance(result, int) else EXIT_OK
+
+
+def _plan(words: Sequence[str]) -> int:
+    return _train([*words, "--dry-run"])
+
+
+def _serve(words: Sequence[str]) -> int:
+    from slime.engine.embedded.__main__ import main as serve
+
+    result = serve(list(words))
+    return result if isinstance(result, int) else EXIT_OK
+
+
+def _flags(words: Sequence[str]) -> int:
+    if list(words) == ["--markdown"]:
+        from slime.config.reference import format_markdown
+
+        print(format_markdown(), end="")
+        return EXIT_OK
+    if words:
+        raise UserError(f"slime flags takes only --markdown, not {words[0]}")
+    from slime.config.help import format_help
+
+    print(format_help(), end="")
+    return EXIT_OK
+
+
+def _version(words: Sequence[str]) -> int:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        print(f"slime {version('slime')}")
+    except PackageNotFoundError:
+        print("slime (not installed as a package)")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""What this machine can compute on, and the precision that goes with it. Torch is imported only when asked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from slime.errors import UserError
+
+
+def gpu_count() -> int:
+    """The number of CUDA devices visible to this process."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def resolve_device(device: str) -> str:
+    """`--device` as "cpu" or "cuda"."""
+    if device == "cpu":
+        return "cpu"
+    if device not in ("auto", "cuda"):
+        raise UserError(f"--device {device} is unknown: choose auto, cpu or cuda")
+    if gpu_count() > 0:
+        return "cuda"
+    if device == "auto":
+        return "cpu"
+    raise UserError("--device cuda was asked for but this machine shows no CUDA device: use --device cpu or auto")
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """`--dtype` as "float32" or "bfloat16": auto is bfloat16 on CUDA and float32 on the CPU."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+def resolve_rollout_dtype(rollout_dtype: str, dtype: str, device: str) -> str:
+    """`--rollout-dtype` as "float32" or "bfloat16": auto is the same as `--dtype`."""
+    return resolve_dtype(dtype if rollout_dtype == "auto" else rollout_dtype, device)
+
+
+def visible_gpus(indices: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for a child that may use these of the driver's own visible GPUs."""
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = None if own is None else [name.strip() for name in own.split(",") if name.strip()]
+    available = gpu_count() if names is None else len(names)
+    if indices and max(indices) >= available:
+        raise UserError(
+            f"GPU number {max(indices)} is needed but only {available} are visible: "
+            "lower --rollout-num-gpus or --actor-num-gpus-per-node, or share the GPUs with --colocate"
+        )
+    return ",".join(str(index) if names is None else names[index] for index in indices)
+
+
+def cpu_cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_per_process(processes: int) -> dict[str, str]:
+    """The environment that splits the cores evenly among `processes`; empty if the user has set OMP_NUM_THREADS."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, cpu_cores() // max(1, processes)))}

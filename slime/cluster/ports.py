@@ -1,0 +1,59 @@
+"""Ports for servers on this machine.
+
+Automatic ports lie below the range the system uses for outgoing connections, so that no connection can take one between
+the moment it was found free and the moment the server binds it.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+
+from slime.errors import UserError
+
+_FIRST_AUTOMATIC = 15000
+_LAST_AUTOMATIC = 31999
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port nobody listens on now."""
+    return free_ports(1, host)[0]
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """`count` different ports nobody listens on now."""
+    candidates = list(range(_FIRST_AUTOMATIC, _LAST_AUTOMATIC + 1))
+    random.SystemRandom().shuffle(candidates)
+    found: list[int] = []
+    for port in candidates:
+        if len(found) == count:
+            return found
+        if _bind_error(host, port) is None:
+            found.append(port)
+    raise UserError(f"there are no {count} free ports between {_FIRST_AUTOMATIC} and {_LAST_AUTOMATIC} on {host}")
+
+
+def require_free_port(port: int, host: str = "127.0.0.1", *, flag: str) -> int:
+    """`port` itself, if a server can listen on it; otherwise a UserError that names the flag it came from."""
+    error = _bind_error(host, port)
+    if error is None:
+        return port
+    if error.errno == errno.EADDRINUSE:
+        raise UserError(f"port {port} on {host} is in use: choose another one with {flag}, or stop who listens there")
+    raise UserError(f"a server can't listen on {host}:{port} ({error.strerror}): choose another port with {flag}")
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise UserError(f"--host {host} is not an address of this machine ({error.strerror})") from error
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            return error
+    return None

@@ -1,0 +1,220 @@
+"""Child processes that die with the driver, on every kind of exit.
+
+The invariant: a process started here, and everything it starts itself, is gone a few seconds after the driver is,
+whether the driver returned, raised, was terminated or was killed with SIGKILL. A guard (guard.py) between the driver
+and the child sees to it; the driver's only duty is to keep the write end of the guard's control pipe to itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from slime.cluster import guard
+
+_POLL_S = 0.02
+_KILL_WAIT_S = 3.0
+_TAIL_BYTES = 64 * 1024
+
+
+class ChildProcess:
+    """One named child: `argv` with stdout and stderr appended to `log_path`.
+
+    `env` is laid over the driver's environment. `pass_fds` keep their numbers in the child; the caller closes its own
+    copies after `start`, so that the other end reads end of file when the child is gone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        log_path: str | os.PathLike[str],
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.name = name
+        self.argv = [os.fspath(arg) for arg in argv]
+        self.log_path = Path(log_path)
+        self._env = dict(env or {})
+        self._pass_fds = tuple(pass_fds)
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._control_fd = -1
+        self._returncode: int | None = None
+        self._lock = threading.RLock()
+
+    def start(self) -> Self:
+        """Start the child; returns self so that starting and keeping it is one expression."""
+        if self._popen is not None:
+            raise RuntimeError(f"process {self.name} was already started")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        read_fd, self._control_fd = os.pipe()
+        command = [sys.executable, "-I", "-S", guard.__file__, str(read_fd), str(os.getpid()), "--", *self.argv]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env}
+        try:
+            with self.log_path.open("ab") as log:
+                self._popen = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(read_fd, *self._pass_fds),
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._close_control()
+            raise
+        finally:
+            os.close(read_fd)
+        return self
+
+    @property
+    def pid(self) -> int:
+        """The guard's pid: also the process group, and the root of all processes this child consists of."""
+        return self._running().pid
+
+    def pids(self) -> list[int]:
+        """The pids of the guard, the child and whatever the child started, as far as they are alive now."""
+        return [] if self.poll() is not None else process_tree(self.pid)
+
+    def poll(self) -> int | None:
+        """The exit code (minus the signal number if a signal ended it), or None while the child runs."""
+        with self._lock:
+            if self._returncode is None:
+                popen = self._running()
+                if not _has_exited(popen.pid):
+                    return None
+                # Not reaped yet, so the group id is still ours: nothing foreign can be hit here.
+                _kill_group(popen.pid)
+                self._returncode = popen.wait()
+                self._close_control()
+            return self._returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for the end; the exit code, or None if the child still runs after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+            time.sleep(_POLL_S)
+        return code
+
+    def stop(self, grace_s: float = 5.0) -> int | None:
+        """SIGTERM to the whole group, SIGKILL to what is left after `grace_s`; the exit code. Safe to call again."""
+        if self._popen is None:
+            return None
+        for command, patience_s in ((guard.TERMINATE, grace_s), (guard.KILL, _KILL_WAIT_S)):
+            if self.poll() is None:
+                self._tell_guard(command)
+            if (code := self.wait(patience_s)) is not None:
+                return code
+        with self._lock:
+            if self._returncode is None:
+                _kill_group(self.pid)
+        return self.wait()
+
+    def tail(self, n: int = 20) -> str:
+        """The last n lines of the log, without trailing blanks; empty if there is no log yet."""
+        try:
+            with self.log_path.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(0, size - _TAIL_BYTES))
+                text = log.read().decode("utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
+        return "\n".join(text.rstrip().splitlines()[-n:])
+
+    def __enter__(self) -> Self:
+        return self if self._popen is not None else self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._popen is None:
+            raise RuntimeError(f"process {self.name} was not started")
+        return self._popen
+
+    def _tell_guard(self, command: bytes) -> None:
+        with self._lock:
+            if self._control_fd >= 0:
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(self._control_fd, command)
+
+    def _close_control(self) -> None:
+        if self._control_fd >= 0:
+            os.close(self._control_fd)
+            self._control_fd = -1
+
+
+class ProcessSet:
+    """The processes of one run, stopped in the reverse order of their start: on `stop`, on leaving the context, or when
+    the interpreter exits, whichever comes first."""
+
+    def __init__(self) -> None:
+        self._processes: list[ChildProcess] = []
+
+    def start(self, process: ChildProcess) -> ChildProcess:
+        """Start `process` and take over the duty to stop it."""
+        process.start()
+        if not self._processes:
+            atexit.register(self.stop)
+        self._processes.append(process)
+        return process
+
+    def __iter__(self) -> Iterator[ChildProcess]:
+        return iter(tuple(self._processes))
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    def died(self) -> ChildProcess | None:
+        """The first process that has ended, or None while all run."""
+        return next((process for process in self._processes if process.poll() is not None), None)
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """Stop all, last started first; a failure to stop one does not keep the others alive."""
+        atexit.unregister(self.stop)
+        with contextlib.ExitStack() as stack:
+            for process in self._processes:
+                stack.callback(process.stop, grace_s)
+            self._processes = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def process_tree(root_pid: int) -> list[int]:
+    """`root_pid` and everything below it, as alive now: all processes of a run, seen from its driver."""
+    return [root_pid, *guard.descendants(root_pid)]
+
+
+def _has_exited(pid: int) -> bool:
+    """Whether our child has exited, leaving it a zombie for `Popen.wait` to collect."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def _kill_group(pgid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pgid, signal.SIGKILL)

@@ -1,0 +1,8 @@
+"""The typed configuration: flags, files, derived values and checks. Imports neither torch nor anything above it."""
+
+from slime.config.config import Config
+from slime.config.files import load_config, save_config
+from slime.config.parser import parse_args, parse_flags
+from slime.config.resolve import derive, resolve
+
+__all__ = ["Config", "derive", "load_config", "parse_args", "parse_flags", "resolve", "save_config"]

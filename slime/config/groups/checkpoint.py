@@ -1,0 +1,22 @@
+"""What is saved, and where a run continues from."""
+
+from dataclasses import dataclass
+
+from slime.config.flag import at_least, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFlags:
+    """Checkpoints"""
+
+    save: str | None = flag(None, "folder for checkpoints", metavar="DIR")
+    load: str | None = flag(
+        None, "checkpoint folder to continue from; the same as --save makes a run resumable", metavar="DIR"
+    )
+    save_interval: int | None = flag(None, "save every so many rollout steps, and at the end", check=at_least(1))
+    save_hf: str | None = flag(
+        None, "also save a Hugging Face folder; {rollout_id} in the name is filled in", metavar="DIR"
+    )
+    no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
+    ckpt_keep: int | None = flag(None, "keep only the last so many checkpoints", check=at_least(1), derived="all")
+    seed: int = flag(1234, "seed of everything random in training")

@@ -1,0 +1,34 @@
+"""Where processes run and how many there are; on a CPU the "GPU" counts are process counts."""
+
+from dataclasses import dataclass
+
+from slime.config.flag import at_least, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlags:
+    """Cluster: processes and devices"""
+
+    actor_num_nodes: int = flag(1, "training nodes", check=at_least(1))
+    actor_num_gpus_per_node: int = flag(
+        1, "training processes per node (one GPU each; on a CPU: processes)", check=at_least(1)
+    )
+    rollout_num_gpus: int = flag(
+        None,
+        "GPUs for inference engines (on a CPU: engine processes)",
+        check=at_least(0),
+        derived="the trainers' GPUs, shared with them (implies --colocate)",
+    )
+    rollout_num_gpus_per_engine: int = flag(1, "GPUs of one inference engine", check=at_least(1))
+    num_gpus_per_node: int = flag(8, "GPUs a node has", check=at_least(1))
+    colocate: bool = flag(False, "engines and trainers share the same GPUs; on when --rollout-num-gpus is not given")
+    offload_rollout: bool = flag(
+        None,
+        "engines release their GPU memory while the trainers work",
+        derived="on when colocated on CUDA, else off",
+    )
+    device: str = flag("auto", "where tensors live; auto: CUDA if there is a GPU", choices=("auto", "cpu", "cuda"))
+    distributed_timeout_minutes: int = flag(
+        10, "deadline of every collective and of every call to a trainer", check=at_least(1)
+    )
+    host: str = flag("127.0.0.1", "address that servers bind to; loopback unless told otherwise")

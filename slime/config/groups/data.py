@@ -1,0 +1,62 @@
+"""Which prompts are read, and how many samples make one rollout and one optimizer step."""
+
+# ruff: noqa: RUF009 (`flag` declares a dataclass field)
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config.flag import at_least, flag
+
+DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFlags:
+    """Data: prompts, batches and the length of the run"""
+
+    prompt_data: str | None = flag(None, "prompts as .jsonl or .parquet; PATH@[a:b] takes a slice", metavar="PATH")
+    input_key: str = flag("input", "column that holds the prompt (text or chat messages)")
+    label_key: str | None = flag(None, "column that holds the reference answer")
+    metadata_key: str = flag("metadata", "column that holds a dict for reward and generate functions")
+    tool_key: str = flag("tools", "column that holds tool schemas for the chat template")
+    apply_chat_template: bool = flag(False, "render chat messages with the tokenizer's template")
+    apply_chat_template_kwargs: dict[str, Any] = flag({}, "extra arguments of the chat template", metavar="JSON")
+    rollout_shuffle: bool = flag(False, "shuffle the prompts, anew in each epoch")
+    rollout_seed: int = flag(42, "seed of the shuffle and of sampling")
+    num_data_workers: int = flag(
+        0, "processes that template and tokenise prompts; 0: in the driver itself", check=at_least(0)
+    )
+    streaming_data: bool = flag(False, "read prompts lazily, for files larger than memory")
+    rollout_max_prompt_len: int | None = flag(
+        None,
+        "longer prompts (tokens) are dropped from the data",
+        check=at_least(1),
+        derived="--rollout-max-context-len minus 1 when that is given",
+    )
+    rollout_max_context_len: int | None = flag(None, "most tokens of prompt and response together", check=at_least(2))
+    num_rollout: int | None = flag(None, "rollout steps of the whole run", check=at_least(0))
+    num_epoch: int | None = flag(None, "passes over the prompts, where --num-rollout is not given", check=at_least(1))
+    start_rollout_id: int | None = flag(None, "number of the first rollout step", check=at_least(0))
+    rollout_batch_size: int = flag(None, "prompts per rollout step", check=at_least(1), required=True)
+    n_samples_per_prompt: int = flag(1, "responses sampled for each prompt", check=at_least(1))
+    global_batch_size: int = flag(
+        None,
+        "rollouts per optimizer step",
+        check=at_least(1),
+        derived="rollout_batch_size x n_samples_per_prompt / num_steps_per_rollout",
+    )
+    num_steps_per_rollout: int = flag(
+        None, "optimizer steps per rollout step", check=at_least(1), derived="from --global-batch-size, else 1"
+    )
+    micro_batch_size: int = flag(1, "samples per forward pass, without --use-dynamic-batch-size", check=at_least(1))
+    use_dynamic_batch_size: bool = flag(False, "fill each forward pass up to --max-tokens-per-gpu")
+    max_tokens_per_gpu: int | None = flag(None, "tokens per forward pass and process", check=at_least(1))
+    data_source_path: str = flag(
+        DEFAULT_DATA_SOURCE, "class that hands out prompts: f(args) with get_samples, add_samples, save, load"
+    )
+    buffer_filter_path: str | None = flag(
+        None, "function (args, rollout_id, buffer, num_samples) that picks groups from the buffer"
+    )
+    disable_rollout_global_dataset: bool = flag(
+        False, "no prompt file: the data source or generate function makes prompts"
+    )

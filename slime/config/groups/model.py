@@ -1,0 +1,30 @@
+"""Which model is trained, in which precision, and which of its parameters."""
+
+# ruff: noqa: RUF009 (`flag` declares a dataclass field)
+
+from dataclasses import dataclass
+
+from slime.config.flag import flag
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Model: what is trained"""
+
+    hf_checkpoint: str = flag(
+        None, "Hugging Face model folder: weights, config and tokenizer to start from", metavar="DIR", required=True
+    )
+    dtype: str = flag("auto", "compute precision of training; auto: bfloat16 on CUDA, float32 on CPU", choices=DTYPES)
+    rollout_dtype: str = flag("auto", "precision of the inference engines; auto: same as --dtype", choices=DTYPES)
+    recompute_activations: bool = flag(
+        False, "recompute activations in the backward pass: less memory, about a third more work"
+    )
+    trust_remote_code: bool = flag(False, "run model code that ships inside the model folder")
+    freeze_params_name_list: list[str] | None = flag(
+        None, "regular expressions of parameter names that are not trained", metavar="REGEX"
+    )
+    only_train_params_name_list: list[str] | None = flag(
+        None, "regular expressions of the only parameter names that are trained", metavar="REGEX"
+    )

@@ -1,0 +1,31 @@
+"""How a response is scored."""
+
+from dataclasses import dataclass
+
+from slime.config.flag import flag
+
+RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")
+
+
+def known_rm_type(value: str) -> str | None:
+    """A built-in verifier, with or without the boxed_ prefix."""
+    return None if value.removeprefix("boxed_") in RM_TYPES else f"must be one of {', '.join(RM_TYPES)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFlags:
+    """Reward: scoring responses"""
+
+    rm_type: str | None = flag(
+        None,
+        f"built-in verifier: {', '.join(RM_TYPES)}; the prefix boxed_ extracts the boxed answer first",
+        check=known_rm_type,
+    )
+    rm_url: str | None = flag(None, "address of the reward service, for --rm-type remote_rm", metavar="URL")
+    custom_rm_path: str | None = flag(None, "function (args, sample) that returns the reward")
+    reward_key: str | None = flag(None, "entry to train on where rewards are dicts")
+    eval_reward_key: str | None = flag(None, "entry to report in evaluation", derived="--reward-key")
+    group_rm: bool = flag(False, "score all samples of a prompt in one call: custom function gets (args, samples)")
+    custom_reward_post_process_path: str | None = flag(
+        None, "function (args, samples) -> (raw_rewards, rewards) instead of group normalisation"
+    )

@@ -1,0 +1,39 @@
+"""How responses are sampled, and which functions of the user take part."""
+
+# ruff: noqa: RUF009 (`flag` declares a dataclass field)
+
+from dataclasses import dataclass
+
+from slime.config.flag import above, at_least, between, flag, minus_one_or_at_least
+
+DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
+SFT_ROLLOUT_FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFlags:
+    """Rollout: sampling responses"""
+
+    rollout_function_path: str = flag(
+        DEFAULT_ROLLOUT_FUNCTION,
+        "function (args, rollout_id, data_source, evaluation=False) that makes one rollout step; "
+        "with --loss-type sft_loss the default reads answers instead of sampling them",
+    )
+    custom_generate_function_path: str | None = flag(
+        None, "async function (args, sample, sampling_params) that makes one sample: tools, several turns"
+    )
+    rollout_temperature: float = flag(1.0, "sampling temperature; also divides the logits in training", check=above(0))
+    rollout_top_p: float = flag(1.0, "nucleus sampling", check=between(0, 1, low_open=True))
+    rollout_top_k: int = flag(-1, "sample from the k likeliest tokens; -1: all", check=minus_one_or_at_least(1))
+    rollout_max_response_len: int | None = flag(None, "most new tokens of one response", check=at_least(1))
+    rollout_stop: list[str] | None = flag(None, "strings that end a response", metavar="TEXT")
+    rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response", metavar="ID")
+    rollout_skip_special_tokens: bool = flag(False, "leave special tokens out of the response text")
+    max_turns: int | None = flag(None, "most turns of a multi-turn generate function", check=at_least(1))
+    rollout_sample_filter_path: str | None = flag(
+        None, "function (args, groups) that marks samples to leave out of training"
+    )
+    rollout_sample_hook_path: list[str] = flag(
+        [], "function (args, sample) called after generation, before the reward; may be repeated", repeat=True
+    )
+    sglang_server_concurrency: int = flag(512, "requests in flight per engine", check=at_least(1))

@@ -1,0 +1,71 @@
+"""The help text: all flags by group, with type, default and meaning."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+
+from slime.config.config import FLAG_SPECS
+from slime.config.spec import FlagSpec
+
+_USAGE = """\
+usage: slime train [--config FILE] --FLAG VALUE ...
+
+Trains a language model by reinforcement learning. Switches take no value; --no-<switch> turns one off.
+--sglang-*, --router-* and Megatron-LM flags are carried through to whoever reads them.
+"""
+
+FILE_FLAGS: tuple[tuple[str, str, str], ...] = (
+    ("--config", "FILE", "TOML or YAML file with the same names; the command line wins; may be repeated"),
+    (
+        "--custom-config-path",
+        "FILE",
+        "YAML file whose entries override everything; unknown ones reach plugins as args.<name>",
+    ),
+    ("--help", "", "show this text"),
+)
+
+
+def format_help(width: int | None = None) -> str:
+    """The whole help text, wrapped to the terminal."""
+    width = width or min(shutil.get_terminal_size((100, 24)).columns, 120)
+    blocks = [_USAGE]
+    group = None
+    for spec in FLAG_SPECS.values():
+        if spec.group != group:
+            group = spec.group
+            blocks.append(f"\n{group}\n")
+        blocks.append(_entry(f"{spec.flag} {spec.metavar}".rstrip(), description(spec), width))
+    blocks.append("\nFiles and help\n")
+    blocks += [_entry(f"{name} {metavar}".rstrip(), text, width) for name, metavar, text in FILE_FLAGS]
+    return "".join(blocks)
+
+
+def description(spec: FlagSpec) -> str:
+    """Help and default in one line."""
+    return f"{spec.info.help} ({default_text(spec)})" if default_text(spec) else spec.info.help
+
+
+def default_text(spec: FlagSpec) -> str:
+    """What the value is when the flag is not given."""
+    if spec.info.required:
+        return "required"
+    if spec.info.derived:
+        return f"default: {spec.info.derived}"
+    if spec.kind == "bool":
+        return "default: on" if spec.default else ""
+    if spec.default in (None, [], {}):
+        return ""
+    return f"default: {spec.default}"
+
+
+def _entry(head: str, text: str, width: int) -> str:
+    indent = 34
+    lines = textwrap.wrap(text, max(width - indent, 30))
+    head = f"  {head}"
+    if len(head) < indent - 1:
+        first = head.ljust(indent) + lines[0] + "\n"
+        lines = lines[1:]
+    else:
+        first = head + "\n"
+    return first + "".join(" " * indent + line + "\n" for line in lines)

@@ -1,0 +1,267 @@
+"""From words on the command line to a Config.
+
+Invariant: every word is accounted for. A flag is a field, a carried-through one (sglang-*, router-*, Megatron's, the
+user's own), a known one this version lacks, or an error that suggests the nearest name. Precedence, lowest first:
+defaults, --config files in order, the command line, --custom-config-path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from slime.config.config import FLAG_SPECS, Config
+from slime.config.files import read_config_file
+from slime.config.help import FILE_FLAGS, format_help
+from slime.config.megatron_flags import FLOAT, INT, MEGATRON_FLAGS, NUMBER, SWITCH, TEXTS
+from slime.config.not_yet import NOT_YET, refusal
+from slime.config.resolve import resolve
+from slime.config.spec import FlagSpec
+from slime.config.suggest import nearest
+from slime.config.values import coerce, guess, parse_text, plain_value
+from slime.errors import UserError
+
+AddCustomArguments = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
+
+_FLAG = re.compile(r"--[A-Za-z]")
+_CARRIED_PREFIXES = ("sglang-", "router-")
+_FILE_FLAGS = tuple(name[2:] for name, metavar, _ in FILE_FLAGS if metavar)
+
+
+@dataclasses.dataclass(frozen=True)
+class Occurrence:
+    """One flag as it was written, with the words that belong to it."""
+
+    name: str
+    """Without the dashes in front, words joined by dashes."""
+    words: tuple[str, ...]
+
+    @property
+    def shown(self) -> str:
+        return f"--{self.name}"
+
+
+def parse_args(argv: Sequence[str] | None = None, add_custom_arguments: AddCustomArguments | None = None) -> Config:
+    """The resolved and checked config of a command line (default: sys.argv[1:])."""
+    return resolve(parse_flags(argv, add_custom_arguments))
+
+
+def parse_flags(argv: Sequence[str] | None = None, add_custom_arguments: AddCustomArguments | None = None) -> Config:
+    """The config as written, before anything is derived or checked."""
+    occurrences = scan(sys.argv[1:] if argv is None else argv)
+    custom = _custom_parser(add_custom_arguments)
+    if any(occurrence.name == "help" for occurrence in occurrences):
+        print(format_help(), end="")
+        if custom is not None:
+            print(f"\nFlags of this driver\n{custom.format_help()}", end="")
+        raise SystemExit(0)
+    values: dict[str, Any] = {}
+    carried: dict[str, Any] = {}
+    for occurrence in occurrences:
+        if occurrence.name == "config":
+            _take_file(_single_word(occurrence), values, carried, what="--config", custom=custom)
+    _take_command_line(occurrences, custom, values, carried)
+    for occurrence in occurrences:
+        if occurrence.name == "custom-config-path":
+            _take_file(_single_word(occurrence), values, carried, what="--custom-config-path", keep_unknown=True)
+    return Config(**values, carried=carried)
+
+
+def scan(argv: Sequence[str]) -> list[Occurrence]:
+    """Cut a command line into flags and their words; `--flag=value` and `--flag value` mean the same."""
+    occurrences: list[Occurrence] = []
+    for word in argv:
+        if word in ("-h", "--help"):
+            occurrences.append(Occurrence("help", ()))
+        elif _FLAG.match(word):
+            name, equals, value = word[2:].partition("=")
+            occurrences.append(Occurrence(name.replace("_", "-"), (value,) if equals else ()))
+        elif not occurrences:
+            raise UserError(f"unexpected argument {word!r}: flags start with two dashes")
+        else:
+            last = occurrences.pop()
+            occurrences.append(Occurrence(last.name, (*last.words, word)))
+    return occurrences
+
+
+def _take_command_line(
+    occurrences: Iterable[Occurrence],
+    custom: _CustomParser | None,
+    values: dict[str, Any],
+    carried: dict[str, Any],
+) -> None:
+    repeated: dict[str, list[Any]] = {}
+    custom_words: list[str] = []
+    for occurrence in occurrences:
+        spec, negated = _field(occurrence.name)
+        if custom is not None and custom.owns(occurrence.name):
+            custom_words += [custom.spelling(occurrence.name), *occurrence.words]
+        elif spec is not None:
+            value = _field_value(spec, occurrence, negated)
+            if spec.info.repeat:
+                repeated.setdefault(spec.name, []).extend(value)
+                value = repeated[spec.name]
+            values[spec.name] = value
+        elif occurrence.name not in _FILE_FLAGS:
+            carried[occurrence.name.replace("-", "_")] = _carried_value(occurrence, custom)
+    if custom is not None:
+        carried.update(custom.parse(custom_words, from_files=carried))
+
+
+def _field(name: str) -> tuple[FlagSpec | None, bool]:
+    """The field a flag sets, and whether it is written as --no-<switch>."""
+    spec = _BY_FLAG.get(name)
+    if spec is None and name.startswith("no-"):
+        positive = _BY_FLAG.get(name[3:])
+        return (positive, True) if positive is not None and positive.kind == "bool" else (None, False)
+    return spec, False
+
+
+def _field_value(spec: FlagSpec, occurrence: Occurrence, negated: bool) -> Any:
+    if spec.kind == "bool":
+        if not occurrence.words:
+            return not negated
+        if negated or len(occurrence.words) > 1 or occurrence.words[0].lower() not in ("true", "false"):
+            _unexpected(occurrence, occurrence.words[0])
+        return coerce(spec, occurrence.words[0], occurrence.shown)
+    if len(occurrence.words) > 1 and spec.kind not in ("strs", "ints", "pairs"):
+        _unexpected(occurrence, occurrence.words[1])
+    return parse_text(spec, occurrence.words, occurrence.shown)
+
+
+def _carried_value(occurrence: Occurrence, custom: _CustomParser | None) -> Any:
+    kind = MEGATRON_FLAGS.get(occurrence.name)
+    if kind is not None:
+        return _megatron_value(occurrence, kind)
+    sentence = refusal(occurrence.name)
+    if sentence is not None:
+        raise UserError(sentence)
+    if not occurrence.name.startswith(_CARRIED_PREFIXES):
+        own_flags = custom.names if custom is not None else ()
+        raise UserError(unknown_flag(occurrence.name, own_flags))
+    guesses = [guess(word) for word in occurrence.words]
+    if not guesses:
+        return True
+    return guesses[0] if len(guesses) == 1 else guesses
+
+
+def _megatron_value(occurrence: Occurrence, kind: str) -> Any:
+    words = occurrence.words
+    if kind == SWITCH:
+        return True if not words else _unexpected(occurrence, words[0])
+    if not words:
+        raise UserError(f"{occurrence.shown} needs a value")
+    if kind == TEXTS:
+        return list(words)
+    if len(words) > 1:
+        _unexpected(occurrence, words[1])
+    if kind not in (INT, FLOAT, NUMBER):
+        return words[0]
+    number = guess(words[0])
+    if isinstance(number, bool) or not isinstance(number, int | float) or (kind == INT and isinstance(number, float)):
+        raise UserError(f"{occurrence.shown} must be a {'whole ' if kind == INT else ''}number, not {words[0]!r}")
+    return float(number) if kind == FLOAT else number
+
+
+def unknown_flag(name: str, own_flags: Iterable[str] = ()) -> str:
+    """The sentence for a flag nobody knows, with the nearest one that somebody does."""
+    known = [*_BY_FLAG, *_FILE_FLAGS, *own_flags]
+    match = nearest(name, known) or nearest(name, [*MEGATRON_FLAGS, *NOT_YET])
+    hint = f": did you mean --{match}?" if match else " (slime flags lists all)"
+    return f"unknown flag --{name}{hint}"
+
+
+def _take_file(
+    path: str,
+    values: dict[str, Any],
+    carried: dict[str, Any],
+    *,
+    what: str,
+    custom: _CustomParser | None = None,
+    keep_unknown: bool = False,
+) -> None:
+    own_flags = custom.names if custom is not None else {}
+    for key, value in read_config_file(path, what=what).items():
+        flag = key.replace("_", "-")
+        spec = _BY_FLAG.get(flag)
+        where = f"{key} in {path}"
+        if key == "carried" and isinstance(value, Mapping):
+            carried.update(plain_value(value, where))
+        elif spec is not None:
+            if value is not None:
+                values[spec.name] = coerce(spec, value, where)
+        elif keep_unknown or flag in own_flags or _is_carried(flag):
+            carried[flag.replace("-", "_")] = plain_value(value, where)
+        else:
+            _refuse_key(key, flag, path)
+
+
+def _is_carried(flag: str) -> bool:
+    return flag in MEGATRON_FLAGS or (flag.startswith(_CARRIED_PREFIXES) and refusal(flag) is None)
+
+
+def _refuse_key(key: str, flag: str, path: str) -> NoReturn:
+    sentence = refusal(flag)
+    if sentence is not None:
+        raise UserError(f"{path}: {sentence}")
+    match = nearest(key.replace("-", "_"), FLAG_SPECS)
+    raise UserError(f"unknown key {key} in {path}" + (f": did you mean {match}?" if match else ""))
+
+
+def _single_word(occurrence: Occurrence) -> str:
+    if not occurrence.words:
+        raise UserError(f"{occurrence.shown} needs a file")
+    if len(occurrence.words) > 1:
+        _unexpected(occurrence, occurrence.words[1])
+    return occurrence.words[0]
+
+
+def _unexpected(occurrence: Occurrence, word: str) -> NoReturn:
+    raise UserError(f"unexpected argument {word!r} after {occurrence.shown}")
+
+
+class _CustomParser(argparse.ArgumentParser):
+    """The flags of a user's own driver; its defaults and values end up in `carried`."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {option.lstrip("-").replace("_", "-"): option for option in self._option_string_actions}
+
+    def owns(self, name: str) -> bool:
+        return name in self.names
+
+    def spelling(self, name: str) -> str:
+        return self.names[name]
+
+    def parse(self, words: Sequence[str], *, from_files: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of the custom flags; those read from files take the place of their defaults."""
+        own = {action.dest for action in self._actions}
+        self.set_defaults(**{name: value for name, value in from_files.items() if name in own})
+        found = vars(self.parse_args(list(words)))
+        return {name: plain_value(value, f"custom flag {name}") for name, value in found.items()}
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"custom flags: {message}")
+
+
+def _custom_parser(add_custom_arguments: AddCustomArguments | None) -> _CustomParser | None:
+    if add_custom_arguments is None:
+        return None
+    parser = _CustomParser()
+    add_custom_arguments(parser)
+    for name in parser.names:
+        if name in _BY_FLAG:
+            raise UserError(f"custom flag --{name} exists already in slime: give it another name")
+    return parser
+
+
+_BY_FLAG: dict[str, FlagSpec] = {
+    spelling.replace("_", "-"): spec for spec in FLAG_SPECS.values() for spelling in (spec.name, *spec.info.aliases)
+}

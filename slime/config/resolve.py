@@ -1,0 +1,111 @@
+"""Fill in what follows from what was given, then check everything.
+
+Invariant: `resolve` is idempotent, and a config that leaves it holds no None in a field whose annotation has no None.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from slime.config.batch import derive_batch_sizes
+from slime.config.checks import check_files, check_flags_fit, check_plugins
+from slime.config.config import FLAG_SPECS, Config
+from slime.config.gpus import nvidia_gpu_count
+from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.config.shape_flags import check_shape_flags
+from slime.config.values import coerce
+from slime.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+def resolve(config: Config) -> Config:
+    """The config a run works with; raises UserError when the flags do not make a run."""
+    config = _checked_values(config)
+    config = derive(config)
+    check_flags_fit(config)
+    check_files(config)
+    check_shape_flags(config)
+    check_plugins(config)
+    return config
+
+
+def derive(config: Config) -> Config:
+    """Fill in derived values only; nothing outside the config is looked at but the presence of a GPU."""
+    for step in (_derive_rollout_function, _derive_placement, derive_batch_sizes, _derive_eval, _derive_rest):
+        config = step(config)
+    return config
+
+
+def _checked_values(config: Config) -> Config:
+    """Every value has its field's type and lies in its range, also when the config was made in Python."""
+    values: dict[str, Any] = {}
+    for spec in FLAG_SPECS.values():
+        value = getattr(config, spec.name)
+        if value is None:
+            if spec.info.required:
+                raise UserError(f"{spec.flag} is missing: give it the {spec.info.help}")
+            if spec.default is not None:
+                raise UserError(f"{spec.flag} must have a value")
+            continue
+        value = coerce(spec, value, spec.flag)
+        complaint = spec.info.check(value) if spec.info.check else None
+        if complaint:
+            raise UserError(f"{spec.flag} {complaint}, not {value}")
+        values[spec.name] = value
+    return config.replace(**values)
+
+
+def _derive_rollout_function(config: Config) -> Config:
+    if config.loss_type == "sft_loss" and config.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION:
+        return config.replace(rollout_function_path=SFT_ROLLOUT_FUNCTION)
+    return config
+
+
+def _derive_placement(config: Config) -> Config:
+    colocate, rollout_gpus = config.colocate, config.rollout_num_gpus
+    if rollout_gpus is None:
+        colocate, rollout_gpus = True, config.actor_num_nodes * config.actor_num_gpus_per_node
+    offload = config.offload_rollout
+    if offload is None:
+        on_cuda = config.device == "cuda" or (config.device == "auto" and nvidia_gpu_count() > 0)
+        offload = colocate and on_cuda
+    return config.replace(colocate=colocate, rollout_num_gpus=rollout_gpus, offload_rollout=offload)
+
+
+def _derive_eval(config: Config) -> Config:
+    samples_answers = config.rollout_function_path == SFT_ROLLOUT_FUNCTION
+    prompt_len = config.rollout_max_prompt_len
+    if prompt_len is None and config.rollout_max_context_len is not None:
+        prompt_len = config.rollout_max_context_len - 1
+    fallbacks = {
+        "eval_function_path": DEFAULT_ROLLOUT_FUNCTION if samples_answers else config.rollout_function_path,
+        "eval_input_key": config.input_key,
+        "eval_label_key": config.label_key,
+        "eval_tool_key": config.tool_key,
+        "eval_temperature": config.rollout_temperature,
+        "eval_top_p": config.rollout_top_p,
+        "eval_top_k": config.rollout_top_k,
+        "eval_max_response_len": config.rollout_max_response_len,
+        "eval_max_prompt_len": prompt_len,
+        "eval_reward_key": config.reward_key,
+    }
+    missing = {name: value for name, value in fallbacks.items() if getattr(config, name) is None}
+    return config.replace(rollout_max_prompt_len=prompt_len, **missing)
+
+
+def _derive_rest(config: Config) -> Config:
+    changes: dict[str, Any] = {}
+    if config.eps_clip_high is None:
+        changes["eps_clip_high"] = config.eps_clip
+    if config.output_dir is None:
+        changes["output_dir"] = config.save or str(Path("outputs") / time.strftime("%Y%m%d-%H%M%S"))
+    if config.update_weight_transport == "nccl":
+        _log.warning("--update-weight-transport nccl is read as auto: weights stay on one machine in this version")
+        changes["update_weight_transport"] = "auto"
+    if "recompute_granularity" in config.carried:
+        changes["recompute_activations"] = True  # Megatron's way to ask for the same
+    return config.replace(**changes)

@@ -1,0 +1,187 @@
+"""`PromptDataset`: a file of prompts as a sequence of `Sample` prototypes.
+
+Invariant: with and without streaming, inline or with workers, the same file and flags give the same prototypes in the
+same order. Read whole, over-long prompts are gone before the first index; streamed, they are found on access.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from slime.data.prototype import Built, Located, PrototypeBuilder
+from slime.data.rows import Rows, file_bytes, open_rows
+from slime.data.sample import Sample
+from slime.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_ROWS_PER_CHUNK = 512
+
+
+class PromptTooLong(UserError):
+    """A streamed prompt turned out longer than the limit; the data source skips and counts it."""
+
+
+class PromptDataset:
+    """Prompts from a JSONL or Parquet file, `path@[a:b]` included.
+
+    `max_prompt_len` drops longer prompts; `max_context` is the model's limit, and a prompt that leaves no room for a
+    response within it is an error unless `max_prompt_len` has dropped it.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        tokenizer: Any = None,
+        input_key: str = "input",
+        label_key: str | None = None,
+        metadata_key: str | None = "metadata",
+        tool_key: str | None = "tools",
+        apply_chat_template: bool = False,
+        apply_chat_template_kwargs: dict[str, Any] | None = None,
+        max_prompt_len: int | None = None,
+        max_context: int | None = None,
+        num_workers: int = 0,
+        streaming: bool = False,
+    ) -> None:
+        self.path = path
+        self.max_prompt_len = max_prompt_len
+        self.max_context = max_context
+        self.streaming = streaming
+        limits = [limit for limit in (max_prompt_len, max_context) if limit is not None]
+        self._builder = PrototypeBuilder(
+            tokenizer=tokenizer,
+            input_key=input_key,
+            label_key=label_key,
+            metadata_key=metadata_key,
+            tool_key=tool_key,
+            apply_chat_template=apply_chat_template,
+            apply_chat_template_kwargs=dict(apply_chat_template_kwargs or {}),
+            shortest_limit=min(limits, default=None),
+        )
+        self._rows = open_rows(path, columns=self._builder.columns)
+        self._kept: list[Sample] = []
+        self._position_of_row: np.ndarray | None = None
+        if streaming:
+            self._builder.build(Located(self._rows.where(0), self._rows[0]))
+        else:
+            self._read_whole(num_workers)
+
+    def __len__(self) -> int:
+        return len(self._rows) if self.streaming else len(self._kept)
+
+    def __getitem__(self, index: int) -> Sample:
+        """The prototype at `index`: shared when read whole, so copy it before changing it."""
+        if not self.streaming:
+            return self._kept[index]
+        built = self._builder.build_all([Located(self._rows.where(index), self._rows[index])])[0]
+        if not self._fits(built):
+            raise PromptTooLong(
+                f"{built.where}: the prompt has {built.prompt_tokens} tokens, more than {self.max_prompt_len}"
+            )
+        return built.sample
+
+    def __iter__(self) -> Iterator[Sample]:
+        """All prototypes in file order, over-long ones left out."""
+        for index in range(len(self)):
+            try:
+                yield self[index]
+            except PromptTooLong:
+                continue
+
+    def epoch_order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+        """The indices of one epoch: file order, or a permutation that `seed + epoch` determines."""
+        row_count = len(self._rows)
+        order = np.random.default_rng(seed + epoch).permutation(row_count) if shuffle else np.arange(row_count)
+        if self._position_of_row is None:
+            return order
+        positions = self._position_of_row[order]
+        return positions[positions >= 0]
+
+    def identity(self) -> dict[str, Any]:
+        """What a saved position in this dataset depends on."""
+        return {"path": self.path, "length": len(self), "file_bytes": file_bytes(self.path)}
+
+    def _read_whole(self, num_workers: int) -> None:
+        positions = np.full(len(self._rows), -1, dtype=np.int64)
+        for row, built in enumerate(self._build_all(num_workers)):
+            if self._fits(built):
+                positions[row] = len(self._kept)
+                self._kept.append(built.sample)
+        dropped = len(positions) - len(self._kept)
+        if dropped == len(positions):
+            raise UserError(
+                f"prompt data {self.path}: all {dropped} prompts are longer than {self.max_prompt_len} tokens; "
+                "raise --rollout-max-prompt-len"
+            )
+        if dropped:
+            self._position_of_row = positions
+            log_dropped(dropped, len(positions), self.max_prompt_len)
+
+    def _build_all(self, num_workers: int) -> Iterator[Built]:
+        chunks = _chunks(self._rows)
+        if num_workers <= 0:
+            for chunk in chunks:
+                yield from self._builder.build_all(chunk)
+            return
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(
+            num_workers, mp_context=context, initializer=_start_worker, initargs=(self._builder,)
+        ) as pool:
+            for built in pool.map(_build_in_worker, chunks):
+                yield from built
+
+    def _fits(self, built: Built) -> bool:
+        count = built.prompt_tokens
+        if count is None:
+            return True
+        if self.max_prompt_len is not None and count > self.max_prompt_len:
+            return False
+        if self.max_context is not None and count >= self.max_context:
+            raise UserError(
+                f"{built.where}: the prompt has {count} tokens and leaves no room for a response in the model's "
+                f"context of {self.max_context}; shorten it, or drop such prompts with --rollout-max-prompt-len"
+            )
+        return True
+
+
+def log_dropped(dropped: int, total: int, limit: int | None) -> None:
+    """The one line that says how many prompts a length limit cost."""
+    logger.warning("dropped %d of %d prompts longer than %s tokens", dropped, total, limit)
+
+
+def _chunks(rows: Rows) -> Iterator[list[Located]]:
+    located = (Located(rows.where(index), row) for index, row in enumerate(rows))
+    return _batches(located, _ROWS_PER_CHUNK)
+
+
+def _batches(items: Iterable[Located], size: int) -> Iterator[list[Located]]:
+    batch: list[Located] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+# The builder of a worker process, set once when the process starts: sending the tokenizer with every chunk costs more
+# than the work itself.
+_worker_builder: PrototypeBuilder
+
+
+def _start_worker(builder: PrototypeBuilder) -> None:
+    global _worker_builder
+    _worker_builder = builder
+
+
+def _build_in_worker(chunk: list[Located]) -> list[Built]:
+    return _worker_builder.build_all(chunk)

@@ -1,0 +1,174 @@
+"""From a dataset row to a `Sample` prototype.
+
+Invariant: a prototype holds the prompt exactly as generation will see it (a string, or messages when no chat template
+was asked for), and a row that cannot give one is refused with its place in the file. The builder is a plain picklable
+value, so that worker processes make the same prototypes as the main one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+
+from slime.data.rows import Row
+from slime.data.sample import Sample
+from slime.errors import UserError
+
+# No tokenizer makes more tokens of an ASCII text than this many per character, plus a few at its edges.
+_MOST_TOKENS_PER_CHARACTER = 4
+_MOST_EDGE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Located:
+    """A row and where it came from."""
+
+    where: str
+    row: Row
+
+
+@dataclass(frozen=True)
+class Built:
+    """A prototype and, where a limit made it worth counting, the number of its prompt tokens."""
+
+    where: str
+    sample: Sample
+    prompt_tokens: int | None
+
+
+@dataclass(frozen=True)
+class PrototypeBuilder:
+    """How rows are read: which keys, which template, which lengths matter."""
+
+    tokenizer: Any
+    input_key: str
+    label_key: str | None = None
+    metadata_key: str | None = None
+    tool_key: str | None = None
+    apply_chat_template: bool = False
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    shortest_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.apply_chat_template and not self._has_template():
+            name = "no tokenizer was given" if self.tokenizer is None else f"{self.tokenizer.name_or_path!r} has none"
+            raise UserError(f"--apply-chat-template needs a tokenizer with a chat template; {name}")
+
+    @property
+    def columns(self) -> set[str]:
+        """The keys a row is asked for."""
+        return {key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key) if key}
+
+    def build_all(self, rows: Sequence[Located]) -> list[Built]:
+        """Prototypes in the order of the rows, prompts counted together."""
+        samples = [self.build(located) for located in rows]
+        counts = self._count_tokens(rows, samples)
+        return [
+            Built(located.where, sample, count) for located, sample, count in zip(rows, samples, counts, strict=True)
+        ]
+
+    def build(self, located: Located) -> Sample:
+        """The prototype of one row."""
+        where, row = located.where, located.row
+        prompt = _checked_prompt(_required(row, self.input_key, "--input-key", where), where)
+        label = _required(row, self.label_key, "--label-key", where) if self.label_key else None
+        metadata = self._metadata(row, where)
+        if self.apply_chat_template:
+            prompt = self._render(_as_messages(prompt), metadata.get("tools"), where)
+        return Sample(
+            prompt=prompt,
+            label=label,
+            metadata=metadata,
+            apply_chat_template_kwargs=dict(self.apply_chat_template_kwargs),
+        )
+
+    def _metadata(self, row: Row, where: str) -> dict[str, Any]:
+        metadata = _parsed(row.get(self.metadata_key) if self.metadata_key else None, self.metadata_key, where)
+        if metadata is None:
+            metadata = {}
+        if not isinstance(metadata, dict):
+            raise UserError(f"{where}: {self.metadata_key!r} must be a JSON object, not {type(metadata).__name__}")
+        tools = _parsed(row.get(self.tool_key) if self.tool_key else None, self.tool_key, where)
+        if tools is None:
+            return dict(metadata)
+        if not isinstance(tools, list):
+            raise UserError(f"{where}: {self.tool_key!r} must be a list of tool schemas, not {type(tools).__name__}")
+        return {**metadata, "tools": tools}
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> str:
+        options = {"add_generation_prompt": True, **self.apply_chat_template_kwargs, "tokenize": False}
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=tools or None, **options)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise UserError(f"{where}: the chat template refuses this prompt ({error})") from error
+
+    def _has_template(self) -> bool:
+        return self.tokenizer is not None and bool(self.tokenizer.chat_template)
+
+    def _count_tokens(self, rows: Sequence[Located], samples: Sequence[Sample]) -> list[int | None]:
+        counts: list[int | None] = [None] * len(samples)
+        if self.shortest_limit is None or self.tokenizer is None:
+            return counts
+        texts: dict[int, str] = {}
+        for position, sample in enumerate(samples):
+            text = self._text(sample, rows[position].where)
+            if text is not None and not _surely_shorter(text, self.shortest_limit):
+                texts[position] = text
+        if texts:
+            encoded = self.tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"]
+            for position, token_ids in zip(texts, encoded, strict=True):
+                counts[position] = len(token_ids)
+        return counts
+
+    def _text(self, sample: Sample, where: str) -> str | None:
+        """What will be tokenised for this prompt; None for messages that no template can render here."""
+        if isinstance(sample.prompt, str):
+            return sample.prompt
+        return self._render(sample.prompt, sample.metadata.get("tools"), where) if self._has_template() else None
+
+
+def _surely_shorter(text: str, limit: int) -> bool:
+    return text.isascii() and len(text) * _MOST_TOKENS_PER_CHARACTER + _MOST_EDGE_TOKENS < limit
+
+
+def _required(row: Row, key: str, flag: str, where: str) -> Any:
+    if key not in row:
+        raise UserError(f"{where}: no key {key!r}; this row has {sorted(row)}; choose one with {flag}")
+    return row[key]
+
+
+def _checked_prompt(prompt: Any, where: str) -> str | list[dict[str, Any]]:
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt:
+        return [_checked_message(message, where) for message in prompt]
+    if prompt in ("", []):
+        raise UserError(f"{where}: the prompt is empty")
+    raise UserError(f"{where}: a prompt must be a string or a list of messages, not {type(prompt).__name__}")
+
+
+def _checked_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UserError(f"{where}: a chat message must be an object with a 'role' and a 'content', not {message!r:.80}")
+    # Parquet gives every message the keys of all messages; an absent key and a null one mean the same.
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def _as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _parsed(value: Any, key: str | None, where: str) -> Any:
+    """Metadata and tools may come as JSON text, which is how Parquet files often hold them."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: {key!r} is text but not valid JSON ({error.msg})") from error

@@ -1,0 +1,291 @@
+"""`Sample`: the one record that travels from the prompt to the gradient.
+
+Invariant: everything counted per response token (loss mask, log-probs, top-p spans) has exactly `response_length`
+entries, and the response is the tail of `tokens`. `append_response_tokens` keeps it: it checks first and changes the
+sample only when everything fits, so a refused call leaves the sample as it was.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from slime.data import counters
+from slime.data.counters import PrefixCacheInfo, SpecInfo
+from slime.errors import UserError
+
+__all__ = ["PrefixCacheInfo", "Reward", "Sample", "SampleStatus", "SpecInfo"]
+
+Reward = float | dict[str, Any]
+
+
+class SampleStatus(Enum):
+    """Where a sample is in its life."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+_STATUS_OF_FINISH_REASON = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
+
+
+@dataclass(eq=False)
+class Sample:
+    """One prompt with one response, and all that is known about how it came about."""
+
+    Status = SampleStatus
+    SpecInfo = counters.SpecInfo
+    PrefixCacheInfo = counters.PrefixCacheInfo
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: Reward | None = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: list[int] | None = None
+    rollout_top_p_token_offsets: list[int] | None = None
+    rollout_routed_experts: np.ndarray | None = None
+    remove_sample: bool = False
+    teacher_log_probs: list[float] | None = None
+    status: SampleStatus = SampleStatus.PENDING
+    failure: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+    spec_info: counters.SpecInfo = field(default_factory=counters.SpecInfo)
+    prefix_cache_info: counters.PrefixCacheInfo = field(default_factory=counters.PrefixCacheInfo)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sample):
+            return NotImplemented
+        mine, theirs = self.__dict__, other.__dict__
+        return mine.keys() == theirs.keys() and all(_equal(mine[key], theirs[key]) for key in mine)
+
+    __hash__ = None  # type: ignore[assignment]  # mutable, like any dataclass with value equality
+
+    @property
+    def effective_response_length(self) -> int:
+        """Response tokens that are trained on."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the response."""
+        return len(self.tokens) - self.response_length
+
+    def get_reward_value(self, args: Any, *, evaluation: bool = False) -> float:
+        """The reward as one number; a dict is read at `--reward-key` (`--eval-reward-key` first in evaluation)."""
+        key = (args.eval_reward_key if evaluation else None) or args.reward_key
+        if isinstance(self.reward, dict):
+            if not key:
+                raise UserError(f"the reward is a dict with keys {sorted(self.reward)}; name one with --reward-key")
+            if key not in self.reward:
+                raise UserError(f"--reward-key {key!r} is not in the reward, which has keys {sorted(self.reward)}")
+            return self.reward[key]
+        if self.reward is None:
+            raise ValueError(f"sample {self.index} has no reward yet (status {self.status.value})")
+        return self.reward
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and extra attributes as plain values; arrays and containers are shared, not copied."""
+        data = dict(self.__dict__)
+        data["status"] = self.status.value
+        data["spec_info"] = self.spec_info.to_dict()
+        data["prefix_cache_info"] = self.prefix_cache_info.to_dict()
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
+        """The inverse of `to_dict`; keys that are no fields become attributes and survive the next `to_dict`."""
+        fields = cls.__dataclass_fields__
+        known = {key: value for key, value in data.items() if key in fields}
+        if "status" in known:
+            known["status"] = SampleStatus(known["status"])
+        if "spec_info" in known:
+            known["spec_info"] = SpecInfo.from_dict(known["spec_info"])
+        if "prefix_cache_info" in known:
+            known["prefix_cache_info"] = PrefixCacheInfo.from_dict(known["prefix_cache_info"])
+        sample = cls(**known)
+        for key, value in data.items():
+            if key not in fields:
+                setattr(sample, key, value)
+        return sample
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Extend the response: the one supported way.
+
+        Trainable (sampled) tokens need `log_probs` of equal length; others (tool output, templates) must have none.
+        `meta_info` is the engine's answer: top-p spans and routed experts are taken from it, and, once it carries a
+        `finish_reason` and `update_terminal_info` is on, also counters, weight version and status. `args` is needed
+        only for routed experts (`num_layers`, `moe_router_topk`).
+        """
+        new_tokens = [int(token) for token in tokens] if tokens is not None else []
+        meta_info = meta_info or {}
+        new_log_probs = _checked_log_probs(new_tokens, log_probs, trainable)
+        mask, old_log_probs = self._response_columns()
+        top_p = self._grown_top_p(len(new_tokens), mask, trainable, meta_info)
+        experts = self._spliced_experts(args, len(self.tokens) + len(new_tokens), meta_info)
+
+        if new_tokens:
+            self.tokens = [*self.tokens, *new_tokens]
+            self.response_length += len(new_tokens)
+            self.loss_mask = mask + [1 if trainable else 0] * len(new_tokens)
+            self.rollout_log_probs = old_log_probs + new_log_probs
+        if top_p is not None:
+            self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = top_p
+        if experts is not None:
+            self.rollout_routed_experts = experts
+        if text:
+            self.response += text
+        if update_terminal_info and meta_info.get("finish_reason"):
+            self._record_finished_call(meta_info)
+
+    def _response_columns(self) -> tuple[list[int], list[float]]:
+        """Loss mask and log-probs of the response so far, complete and checked."""
+        length = self.response_length
+        if length > len(self.tokens):
+            raise ValueError(f"sample has {len(self.tokens)} tokens but response_length {length}")
+        mask = [1] * length if self.loss_mask is None else list(self.loss_mask)
+        if len(mask) != length:
+            raise ValueError(f"loss_mask has {len(mask)} entries for {length} response tokens")
+        if self.rollout_log_probs is None:
+            if any(mask):
+                raise ValueError(f"{sum(mask)} earlier trainable response tokens have no rollout_log_probs")
+            return mask, [0.0] * length
+        if len(self.rollout_log_probs) != length:
+            raise ValueError(f"rollout_log_probs has {len(self.rollout_log_probs)} entries for {length} tokens")
+        return mask, list(self.rollout_log_probs)
+
+    def _grown_top_p(
+        self, count: int, mask: list[int], trainable: bool, meta_info: Mapping[str, Any]
+    ) -> tuple[list[int], list[int]] | None:
+        """Top-p spans after `count` more tokens, or None when this sample carries none."""
+        new_ids = _int32_field(meta_info, "top_p_token_ids", "top_p_kept_token_ids")
+        new_offsets = _int32_field(meta_info, "top_p_token_offsets", "top_p_kept_token_offsets")
+        if (new_ids is None) != (new_offsets is None):
+            raise ValueError("meta_info has only one of top_p_token_ids and top_p_token_offsets")
+        ids, offsets = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
+        if (ids is None) != (offsets is None):
+            raise ValueError("sample has only one of rollout_top_p_token_ids and rollout_top_p_token_offsets")
+        if new_ids is None and ids is None:
+            return None
+        if ids is None or offsets is None:
+            if any(mask):
+                raise ValueError("top-p spans arrived, but earlier trainable response tokens have none")
+            ids, offsets = [], [0] * (len(mask) + 1)
+        if len(offsets) != len(mask) + 1 or offsets[-1] != len(ids):
+            raise ValueError(f"top-p offsets do not span {len(mask)} response tokens and {len(ids)} ids")
+        if new_ids is None or new_offsets is None:
+            if count and trainable:
+                raise ValueError("this sample carries top-p spans, but the new trainable tokens come without")
+            return list(ids), list(offsets) + [offsets[-1]] * count
+        if not trainable:
+            raise ValueError("non-trainable tokens must not carry top-p spans")
+        _check_spans(new_ids, new_offsets, count)
+        return ids + new_ids.tolist(), offsets + (new_offsets[1:].astype(np.int64) + offsets[-1]).tolist()
+
+    def _spliced_experts(self, args: Any, total_tokens: int, meta_info: Mapping[str, Any]) -> np.ndarray | None:
+        """Routed experts `[total_tokens - 1, layers, topk]` after this engine call, or None when it reports none."""
+        flat = _int32_field(meta_info, "routed_experts")
+        if flat is None:
+            return None
+        if args is None:
+            raise ValueError("routed experts need args with num_layers and moe_router_topk")
+        layers, topk = int(args.num_layers), int(args.moe_router_topk)
+        if flat.size % (layers * topk):
+            raise ValueError(
+                f"{flat.size} routed-expert entries are not a multiple of {layers} layers x {topk} experts"
+            )
+        rows = flat.reshape(-1, layers, topk)
+        start = int(meta_info.get("routed_experts_start_len") or 0)
+        if start:
+            known = 0 if self.rollout_routed_experts is None else len(self.rollout_routed_experts)
+            if self.rollout_routed_experts is None or start > known:
+                raise ValueError(f"routed experts start at row {start}, but only {known} rows are known")
+            rows = np.concatenate([self.rollout_routed_experts[:start], rows])
+        if len(rows) != total_tokens - 1:
+            raise ValueError(f"routed experts have {len(rows)} rows for {total_tokens} tokens, not {total_tokens - 1}")
+        return rows
+
+    def _record_finished_call(self, meta_info: Mapping[str, Any]) -> None:
+        self.spec_info.add(meta_info)
+        self.prefix_cache_info.add(meta_info)
+        if meta_info.get("weight_version") is not None:
+            self.weight_versions.append(str(meta_info["weight_version"]))
+        reason = meta_info["finish_reason"]
+        kind = reason.get("type") if isinstance(reason, Mapping) else reason
+        self.status = _STATUS_OF_FINISH_REASON.get(str(kind), self.status)
+
+
+def _checked_log_probs(tokens: list[int], log_probs: Sequence[float] | None, trainable: bool) -> list[float]:
+    if not trainable:
+        if log_probs is not None:
+            raise ValueError("non-trainable tokens must not carry log_probs (their mask is 0)")
+        return [0.0] * len(tokens)
+    if log_probs is None:
+        if tokens:
+            raise ValueError(f"{len(tokens)} trainable tokens need log_probs of the same length")
+        return []
+    if len(log_probs) != len(tokens):
+        raise ValueError(f"{len(tokens)} trainable tokens came with {len(log_probs)} log_probs")
+    return [float(value) for value in log_probs]
+
+
+def _check_spans(ids: np.ndarray, offsets: np.ndarray, count: int) -> None:
+    if len(offsets) != count + 1:
+        raise ValueError(f"top-p offsets have {len(offsets)} entries for {count} new tokens, not {count + 1}")
+    if offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
+        raise ValueError(f"top-p offsets must rise from 0 to the number of ids ({len(ids)})")
+
+
+def _int32_field(meta_info: Mapping[str, Any], *names: str) -> np.ndarray | None:
+    """The first of `names` that is present, as a flat int32 array; the wire form is base64 of int32 bytes."""
+    for name in names:
+        value = meta_info.get(name)
+        if isinstance(value, str):
+            return np.frombuffer(base64.b64decode(value), dtype=np.int32)
+        if value is not None:
+            return np.asarray(value, dtype=np.int32).reshape(-1)
+    return None
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return left is not None and right is not None and np.array_equal(left, right)
+    return bool(left == right)

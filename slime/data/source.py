@@ -1,0 +1,256 @@
+"""Data sources: where rollout gets prompt groups from, and where unfinished groups go back to.
+
+Invariant: within an epoch every prompt is handed out once, in an order that `--rollout-seed` and the epoch determine;
+`state_dict` holds all that is needed to go on from the same place, buffered groups included.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime.data.jsonable import from_json, sample_from_json, sample_to_json, to_json
+from slime.data.prompts import PromptDataset, PromptTooLong, log_dropped
+from slime.data.rows import split_slice
+from slime.data.sample import Sample
+from slime.data.state_file import latest_state_path, read_state, state_path, write_state
+from slime.data.tokenizer import load_tokenizer, model_context_length
+from slime.errors import UserError
+from slime.plugins import load_function
+
+logger = logging.getLogger(__name__)
+
+Group = list[Sample]
+BufferFilter = Callable[[Any, int | None, list[Group], int], list[Group]]
+
+
+class RolloutDataSource:
+    """Hands out prompt groups from `--prompt-data`, epoch after epoch."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.epoch_id = 0
+        self.sample_offset = 0
+        self.sample_group_index = 0
+        self.sample_index = 0
+        self.metadata: dict[str, Any] = {}
+        self.dataset = None if args.disable_rollout_global_dataset else _open_dataset(args)
+        self._order = np.empty(0, dtype=np.int64)
+        self._order_epoch: int | None = None
+        self._dropped_in_epoch = 0
+
+    def __len__(self) -> int:
+        """Prompts per epoch; 0 without a dataset."""
+        return 0 if self.dataset is None else len(self.dataset)
+
+    @property
+    def num_rollout_per_epoch(self) -> int:
+        """Rollouts that one pass over the prompts takes, at least 1."""
+        return max(1, len(self) // self.args.rollout_batch_size)
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """The next `num_samples` groups of `n_samples_per_prompt` fresh samples each."""
+        return [self._next_group() for _ in range(num_samples)]
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Only sources with a buffer take groups back."""
+        raise UserError(
+            f"{type(self).__name__} has no buffer to put samples back into; use RolloutDataSourceWithBuffer"
+        )
+
+    def save(self, rollout_id: int) -> None:
+        """Save the position under `--save`; without that flag there is nowhere to save to."""
+        if self.args.save is not None:
+            write_state(state_path(self.args.save, rollout_id), self.state_dict())
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Go on from the position saved under `--load` for `rollout_id` (None: the latest; -1: a fresh start)."""
+        if self.args.load is None or rollout_id == -1:
+            return
+        path = latest_state_path(self.args.load) if rollout_id is None else state_path(self.args.load, rollout_id)
+        if path is None or not path.is_file():
+            logger.warning(
+                "no saved data position for rollout %s under %s: prompts start over", rollout_id, self.args.load
+            )
+            return
+        self.load_state_dict(read_state(path), origin=str(path))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as JSON values."""
+        return {
+            "epoch_id": self.epoch_id,
+            "sample_offset": self.sample_offset,
+            "sample_group_index": self.sample_group_index,
+            "sample_index": self.sample_index,
+            "metadata": to_json(self.metadata, "data source metadata"),
+            "dataset": None if self.dataset is None else self.dataset.identity(),
+            "order": {"rollout_seed": self.args.rollout_seed, "rollout_shuffle": self.args.rollout_shuffle},
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, origin: str = "the saved data position") -> None:
+        """Take over a position; a `UserError` when it belongs to other data."""
+        try:
+            self._check_same_dataset(state["dataset"], origin)
+            if state["order"] != self.state_dict()["order"]:
+                logger.warning("%s was saved with %s: prompts now come in another order", origin, state["order"])
+            self.epoch_id = int(state["epoch_id"])
+            self.sample_offset = int(state["sample_offset"])
+            self.sample_group_index = int(state["sample_group_index"])
+            self.sample_index = int(state["sample_index"])
+            self.metadata = dict(from_json(state["metadata"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{origin}: is no position of this kind of data source ({error!r})") from error
+        self._order_epoch = None
+
+    def _next_group(self) -> Group:
+        prototype = Sample() if self.dataset is None else self._next_prototype(self.dataset)
+        group = []
+        for _ in range(self.args.n_samples_per_prompt):
+            sample = copy.deepcopy(prototype)
+            sample.group_index = self.sample_group_index
+            sample.index = self.sample_index
+            self.sample_index += 1
+            group.append(sample)
+        self.sample_group_index += 1
+        return group
+
+    def _next_prototype(self, dataset: PromptDataset) -> Sample:
+        for _ in range(2 * len(dataset)):
+            if self.sample_offset >= len(self._current_order(dataset)):
+                self._start_next_epoch(dataset)
+            index = int(self._current_order(dataset)[self.sample_offset])
+            self.sample_offset += 1
+            try:
+                return dataset[index]
+            except PromptTooLong:
+                self._dropped_in_epoch += 1
+        raise UserError(
+            f"prompt data {dataset.path}: every prompt is longer than {dataset.max_prompt_len} tokens; "
+            "raise --rollout-max-prompt-len"
+        )
+
+    def _current_order(self, dataset: PromptDataset) -> np.ndarray:
+        if self._order_epoch != self.epoch_id:
+            self._order = dataset.epoch_order(self.args.rollout_seed, self.epoch_id, self.args.rollout_shuffle)
+            self._order_epoch = self.epoch_id
+        return self._order
+
+    def _start_next_epoch(self, dataset: PromptDataset) -> None:
+        if self._dropped_in_epoch:
+            log_dropped(self._dropped_in_epoch, len(dataset), dataset.max_prompt_len)
+        self._dropped_in_epoch = 0
+        self.epoch_id += 1
+        self.sample_offset = 0
+
+    def _check_same_dataset(self, saved: dict[str, Any] | None, origin: str) -> None:
+        current = None if self.dataset is None else self.dataset.identity()
+        if (saved is None) != (current is None):
+            raise UserError(
+                f"{origin}: was saved {'without' if saved is None else 'with'} a prompt dataset, unlike this run"
+            )
+        if saved is None or current is None:
+            return
+        if _name_and_slice(saved["path"]) != _name_and_slice(current["path"]):
+            raise UserError(
+                f"{origin}: is a position in {saved['path']}, but --prompt-data is {current['path']}; "
+                "resume with the same data or start without --load"
+            )
+        for fact, words in (("length", "prompts"), ("file_bytes", "bytes")):
+            if saved[fact] != current[fact]:
+                raise UserError(
+                    f"{origin}: {current['path']} had {saved[fact]} {words} when this was saved, now "
+                    f"{current[fact]}; resume with the same data and prompt limits or start without --load"
+                )
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """Serves groups that were put back first, as `--buffer-filter-path` chooses them, then fresh ones."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.buffer: list[Group] = []
+        self.buffer_filter: BufferFilter = pop_first
+        if args.buffer_filter_path is not None:
+            self.buffer_filter = load_function(
+                args.buffer_filter_path,
+                what="--buffer-filter-path",
+                params=("args", "rollout_id", "buffer", "num_samples"),
+            )
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """The next groups, buffered ones first."""
+        buffered = self._take_from_buffer(num_samples)
+        return buffered + super().get_samples(num_samples - len(buffered))
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Put groups back; they are served again before new prompts."""
+        for group in samples:
+            if not isinstance(group, list) or not group or not all(isinstance(sample, Sample) for sample in group):
+                raise TypeError("add_samples takes a list of groups, each a non-empty list of Sample")
+        self.buffer.extend(samples)
+
+    def get_buffer_length(self) -> int:
+        """Groups waiting in the buffer."""
+        return len(self.buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and the buffered groups as JSON values."""
+        return {
+            **super().state_dict(),
+            "buffer": [[sample_to_json(sample) for sample in group] for group in self.buffer],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, origin: str = "the saved data position") -> None:
+        """Take over a position and its buffered groups."""
+        super().load_state_dict(state, origin=origin)
+        self.buffer = [[sample_from_json(sample) for sample in group] for group in state.get("buffer", [])]
+
+    def _take_from_buffer(self, num_samples: int) -> list[Group]:
+        if not self.buffer or num_samples <= 0:
+            return []
+        groups = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        if len(groups) > num_samples:
+            raise UserError(
+                f"--buffer-filter-path {self.args.buffer_filter_path}: returned {len(groups)} groups when asked for at "
+                f"most {num_samples}"
+            )
+        return groups
+
+
+def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+    """The default buffer filter: oldest groups first, removed from the buffer."""
+    taken = buffer[:num_samples]
+    del buffer[:num_samples]
+    return taken
+
+
+def _open_dataset(args: Any) -> PromptDataset:
+    if args.prompt_data is None:
+        raise UserError("no prompts to roll out; name a .jsonl or .parquet file with --prompt-data")
+    max_prompt_len = args.rollout_max_prompt_len
+    if max_prompt_len is None and args.rollout_max_context_len is not None:
+        max_prompt_len = args.rollout_max_context_len - 1
+    return PromptDataset(
+        args.prompt_data,
+        tokenizer=load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code),
+        input_key=args.input_key,
+        label_key=args.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.tool_key,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+        max_prompt_len=max_prompt_len,
+        max_context=model_context_length(args.hf_checkpoint),
+        num_workers=args.num_data_workers,
+        streaming=args.streaming_data,
+    )
+
+
+def _name_and_slice(path: str) -> tuple[str, str]:
+    file, chosen = split_slice(path)
+    return Path(file).name, str(chosen)

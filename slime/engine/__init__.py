@@ -1,0 +1,1 @@
+"""The engine contract (SGLang's HTTP dialect) and everything that speaks it."""

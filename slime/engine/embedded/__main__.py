@@ -1,0 +1,131 @@
+"""`python -m slime.engine.embedded` and `slime serve`: bind, load, serve until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future as ThreadFuture
+from typing import Any, TypeVar
+
+from aiohttp import web
+from transformers.utils.logging import disable_progress_bar
+
+from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.options import EngineOptions, parse_options
+from slime.engine.embedded.requests import ModelFacts
+from slime.engine.embedded.server import EngineServer
+from slime.errors import UserError
+
+log = logging.getLogger("slime.engine.embedded")
+
+T = TypeVar("T")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse_options(argv)
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    disable_progress_bar()
+    try:
+        return asyncio.run(serve(options))
+    except UserError as mistake:
+        print(f"error: {mistake}", file=sys.stderr, flush=True)
+        return 2
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket, taken before the model is loaded so that a busy port is known at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as cause:
+        sock.close()
+        raise UserError(
+            f"cannot listen on {host}:{port} ({cause.strerror or cause}): stop the other process or choose another port"
+        ) from cause
+    sock.listen(1024)
+    return sock
+
+
+async def serve(options: EngineOptions) -> int:
+    sock = bind(options.host, options.port)
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[BaseException | None] = loop.create_future()
+
+    def end(cause: BaseException | None) -> None:
+        if not stop.done():
+            stop.set_result(cause)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end, None)
+    core = EngineCore(options, on_death=lambda error: loop.call_soon_threadsafe(end, error))
+    server = EngineServer(core)
+    runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+    await runner.setup()
+    await web.SockSite(runner, sock).start()
+    address = f"http://{options.host}:{sock.getsockname()[1]}"
+    log.info("listening on %s, loading %s", address, options.model_path)
+    try:
+        loading = in_daemon_thread(lambda: load(core))
+        awaited: list[asyncio.Future[Any]] = [loading, stop]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            return 0
+        server.facts = loading.result()
+        core.start()
+        log.info("ready on %s: %s tokens of KV cache, %s of context", address, core.capacity, core.context_len)
+        return 0 if await stop is None else 1
+    finally:
+        if server.facts is not None:
+            core.stop()
+        await runner.cleanup()
+
+
+def in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Like `asyncio.to_thread`, but a process that is told to stop does not wait for it."""
+    result: ThreadFuture[T] = ThreadFuture()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return asyncio.wrap_future(result)
+
+
+def load(core: EngineCore) -> ModelFacts:
+    """Load tokenizer and model; everything wrong with the folder is a `UserError`."""
+    from slime.cluster.devices import resolve_device
+    from slime.data.tokenizer import load_tokenizer
+
+    options = core.options
+    tokenizer = load_tokenizer(options.model_path, trust_remote_code=options.trust_remote_code)
+    core.load(resolve_device(options.device))
+    return ModelFacts(tokenizer, core.vocab_size, core.context_len, eos_ids(core, tokenizer))
+
+
+def eos_ids(core: EngineCore, tokenizer: object) -> frozenset[int]:
+    """What ends a response: the tokenizer's end token and those of the model's configs."""
+    model = core.runner.model
+    found: set[int] = set()
+    for source in (tokenizer, model.config.get_text_config(), model.generation_config):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            found |= set(value) if isinstance(value, list | tuple) else {int(value)}
+    return frozenset(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Attention over the KV slots, in the place that transformers' attention interface leaves for it.
+
+Every layer's keys and values live in tensors `[kv_heads, slots, head_dim]`. A forward pass carries tokens of many
+sequences in one row; the context says which slots each token may see. Invariant: a query at position p of its
+sequence sees exactly the positions <= p (or the last `window` of them), whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+_names = itertools.count()
+
+
+class Rules(NamedTuple):
+    """How a layer weighs what it sees: softmax(cap(scale q k)) over a window, with an optional sink logit per head."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass
+class SpanGroup:
+    """Sequences with the same number of query tokens, keys padded to the longest: one attention call."""
+
+    query_index: torch.Tensor  # [b * m] positions in the row of tokens
+    slots: torch.Tensor  # [b * n] slots of the keys, padded with slot 0
+    b: int
+    m: int
+    n: int
+    key_len: torch.Tensor  # [b]
+    _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """`[b, 1, m, n]`, True where a key is visible; None when every key is."""
+        if window not in self._masks:
+            self._masks[window] = self._build_mask(window)
+        return self._masks[window]
+
+    def _build_mask(self, window: int | None) -> torch.Tensor | None:
+        if window is None and self.m == 1 and bool((self.key_len == self.n).all()):
+            return None
+        key = torch.arange(self.n)
+        query = (self.key_len - self.m)[:, None] + torch.arange(self.m)  # [b, m] position of each query
+        seen = key <= query[:, :, None]
+        if window is not None:
+            seen &= key > query[:, :, None] - window
+        return seen[:, None]
+
+
+def group_spans(
+    query_lens: Sequence[int], key_slots: Sequence[np.ndarray], max_cells: int = 1 << 24
+) -> list[SpanGroup]:
+    """Batch sequences of equal query length and similar key length, so that padding stays small."""
+    starts = np.concatenate([[0], np.cumsum(query_lens)])
+    order = sorted(range(len(query_lens)), key=lambda i: (query_lens[i], len(key_slots[i])))
+    groups: list[list[int]] = []
+    for i in order:
+        last = groups[-1] if groups else None
+        if last is not None and _fits(last, i, query_lens, key_slots, max_cells):
+            last.append(i)
+        else:
+            groups.append([i])
+    return [_make_group(members, starts, query_lens, key_slots) for members in groups]
+
+
+def _fits(
+    members: list[int], i: int, query_lens: Sequence[int], key_slots: Sequence[np.ndarray], max_cells: int
+) -> bool:
+    m, shortest, longest = query_lens[i], len(key_slots[members[0]]), len(key_slots[i])
+    same = query_lens[members[0]] == m
+    return same and longest <= 1.25 * shortest + 16 and (len(members) + 1) * m * longest <= max_cells
+
+
+def _make_group(
+    members: list[int], starts: np.ndarray, query_lens: Sequence[int], key_slots: Sequence[np.ndarray]
+) -> SpanGroup:
+    m = query_lens[members[0]]
+    lens = np.array([len(key_slots[i]) for i in members])
+    n = int(lens.max())
+    slots = np.zeros((len(members), n), dtype=np.int64)
+    for row, i in enumerate(members):
+        slots[row, : lens[row]] = key_slots[i]
+    query = (starts[members][:, None] + np.arange(m)).reshape(-1)
+    return SpanGroup(
+        torch.from_numpy(query), torch.from_numpy(slots.reshape(-1)), len(members), m, n, torch.from_numpy(lens)
+    )
+
+
+class AttentionContext:
+    """What the attention of one engine needs to know about the batch in flight. One per model runner."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.shapes: dict[int, LayerShape] = {}
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.attend: Callable[..., torch.Tensor] = self._probe
+        self.slots: torch.Tensor = torch.empty(0, dtype=torch.int64, device=device)  # where each new token is kept
+        self.groups: list[SpanGroup] = []  # CPU
+        self.tiles: Any = None  # CUDA, prefill: see kernels.ExtendTiles
+        self.table: torch.Tensor = torch.empty(0, dtype=torch.int32, device=device)  # CUDA: slots by [row, position]
+        self.rows: torch.Tensor = self.slots  # CUDA, decode: table row of each sequence
+        self.lens: torch.Tensor = self.table  # CUDA, decode: length of each sequence with its new token
+
+    def allocate(self, slots: int, dtype: torch.dtype) -> None:
+        """Room for `slots` tokens (and the padding slot 0) in every layer."""
+        self.keys, self.values = [], []
+        for layer in range(len(self.shapes)):
+            shape = self.shapes[layer]
+            for store, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
+                store.append(torch.zeros(shape.kv_heads, slots + 1, dim, dtype=dtype, device=self.device))
+
+    def free(self) -> None:
+        self.keys, self.values = [], []
+
+    def _probe(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
+        """Learn the shapes of each layer from one forward pass."""
+        self.shapes[layer] = LayerShape(k.shape[1], k.shape[3], v.shape[3])
+        return q.new_zeros(q.shape[2], q.shape[1], v.shape[3])
+
+    def attend_cpu(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
+        """q `[1, H, T, D]`, k and v `[1, KV, T, D]`; returns `[T, H, Dv]`."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys.index_copy_(1, self.slots, k[0])
+        values.index_copy_(1, self.slots, v[0])
+        out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
+        heads, kv_heads = q.shape[1], keys.shape[0]
+        for group in self.groups:
+            kg = keys.index_select(1, group.slots).view(kv_heads, group.b, group.n, -1).transpose(0, 1)
+            vg = values.index_select(1, group.slots).view(kv_heads, group.b, group.n, -1).transpose(0, 1)
+            qg = q[0].index_select(1, group.query_index).view(heads, group.b, group.m, -1).transpose(0, 1)
+            mixed = _attention(qg, kg, vg, group.mask(rules.window), rules)
+            out.index_copy_(0, group.query_index, mixed.transpose(1, 2).reshape(group.b * group.m, heads, -1))
+        return out
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rules: Rules
+) -> torch.Tensor:
+    b, heads, m, _ = q.shape
+    kv_heads = k.shape[1]
+    if rules.softcap is not None or rules.sinks is not None:
+        return _attention_spelled_out(q, k, v, mask, rules)
+    if m == 1:  # the query heads of one kv head become query positions: no key is repeated
+        grouped = q.reshape(b, kv_heads, heads // kv_heads, -1)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=rules.scale).reshape(b, heads, 1, -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rules.scale, enable_gqa=heads != kv_heads)
+
+
+def _attention_spelled_out(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rules: Rules
+) -> torch.Tensor:
+    """The same in plain operations, for what the fused one cannot do; a sink takes probability and gives nothing."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = torch.matmul(q, k.transpose(2, 3)).float() * rules.scale
+    if rules.softcap is not None:
+        scores = rules.softcap * torch.tanh(scores / rules.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if rules.sinks is not None:
+        sink = rules.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.matmul(weights.to(v.dtype), v)
+
+
+def register_attention(context: AttentionContext) -> str:
+    """Make `context` reachable from transformers' model code; returns the name of the implementation."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def paged_attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        rules = Rules(scale, sliding_window, softcap, s_aux)
+        return context.attend(layer, query, key, value, rules)[None], None
+
+    name = f"slime_paged_{next(_names)}"
+    AttentionInterface.register(name, paged_attention)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    return name

@@ -1,0 +1,200 @@
+"""KV slots and the prefixes they can share.
+
+A slot holds the keys and values of one token in every layer; a page is one slot, so that prefixes are shared to the
+token. Invariant: `refs[slot]` counts the running sequences that use the slot plus one if the prefix tree holds it; a
+slot is in the free list exactly when its count is zero. Slot 0 is never handed out: padding rows write there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+SlotArray = np.ndarray
+
+# An eviction walks all leaves, so it frees at least this share of the pool at once.
+_EVICTION_SHARE = 32
+
+
+class SlotPool:
+    """Reference-counted slots with a stack of free ones."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.refs = np.zeros(capacity + 1, dtype=np.int32)
+        self._free = np.arange(capacity, 0, -1, dtype=np.int64)
+        self._top = capacity
+
+    @property
+    def free(self) -> int:
+        return self._top
+
+    def take(self, count: int) -> SlotArray:
+        """`count` slots with one reference each; the caller has made sure that they are free."""
+        if count > self._top:
+            raise RuntimeError(f"{count} KV slots wanted, {self._top} free")
+        self._top -= count
+        slots = self._free[self._top : self._top + count].copy()
+        self.refs[slots] = 1
+        return slots
+
+    def share(self, slots: SlotArray) -> None:
+        self.refs[slots] += 1
+
+    def release(self, slots: SlotArray) -> None:
+        """Drop one reference of each (distinct) slot."""
+        left = self.refs[slots] - 1
+        self.refs[slots] = left
+        dead = slots[left == 0]
+        self._free[self._top : self._top + len(dead)] = dead
+        self._top += len(dead)
+
+
+@dataclass(eq=False)
+class _Node:
+    tokens: np.ndarray
+    slots: SlotArray
+    parent: _Node | None
+    last_used: int
+    children: dict[int, _Node] = field(default_factory=dict)
+
+
+class PrefixTree:
+    """A radix tree from token prefixes to the slots that hold their keys and values."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        self._pool = pool
+        self._root = self._new_root()
+        self._clock = 0
+        self.held = 0
+
+    @staticmethod
+    def _new_root() -> _Node:
+        return _Node(np.empty(0, np.int64), np.empty(0, np.int64), None, 0)
+
+    def match(self, tokens: np.ndarray) -> SlotArray:
+        """Slots of the longest known prefix of `tokens`, without taking references."""
+        self._clock += 1
+        node, found, at = self._root, [], 0
+        while at < len(tokens):
+            child = node.children.get(int(tokens[at]))
+            if child is None:
+                break
+            same = _common(child.tokens, tokens[at:])
+            child.last_used = self._clock
+            found.append(child.slots[:same])
+            at += same
+            if same < len(child.tokens):
+                break
+            node = child
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def insert(self, tokens: np.ndarray, slots: SlotArray) -> None:
+        """Remember the prefix; the tree takes a reference of each slot that it did not know a token for."""
+        self._clock += 1
+        node, at = self._root, 0
+        while at < len(tokens):
+            child = node.children.get(int(tokens[at]))
+            if child is None:
+                fresh = _Node(tokens[at:].copy(), slots[at:].copy(), node, self._clock)
+                self._pool.share(fresh.slots)
+                self.held += len(fresh.slots)
+                node.children[int(tokens[at])] = fresh
+                return
+            same = _common(child.tokens, tokens[at:])
+            child.last_used = self._clock
+            if same < len(child.tokens):
+                child = self._split(child, same)
+            node, at = child, at + same
+
+    def _split(self, node: _Node, at: int) -> _Node:
+        """Cut `node` after `at` tokens; return the upper half, which keeps the place in the parent."""
+        assert node.parent is not None
+        upper = _Node(node.tokens[:at], node.slots[:at], node.parent, node.last_used, {int(node.tokens[at]): node})
+        node.parent.children[int(upper.tokens[0])] = upper
+        node.tokens, node.slots, node.parent = node.tokens[at:], node.slots[at:], upper
+        return upper
+
+    def evict(self, wanted: int) -> None:
+        """Forget least recently used leaves until `wanted` slots became free, or nothing unused is left."""
+        target = self._pool.free + wanted
+        heap = [(n.last_used, id(n), n) for n in self._leaves()]
+        heapq.heapify(heap)
+        while heap and self._pool.free < target:
+            _, _, node = heapq.heappop(heap)
+            if int(self._pool.refs[node.slots].max(initial=1)) > 1:
+                continue
+            parent = self._forget(node)
+            if parent is not self._root and not parent.children:
+                heapq.heappush(heap, (parent.last_used, id(parent), parent))
+
+    def _forget(self, node: _Node) -> _Node:
+        assert node.parent is not None
+        self._pool.release(node.slots)
+        self.held -= len(node.slots)
+        del node.parent.children[int(node.tokens[0])]
+        return node.parent
+
+    def _leaves(self) -> list[_Node]:
+        stack, leaves = list(self._root.children.values()), []
+        while stack:
+            node = stack.pop()
+            if node.children:
+                stack.extend(node.children.values())
+            else:
+                leaves.append(node)
+        return leaves
+
+    def clear(self) -> None:
+        """Forget everything; slots that running sequences use stay theirs."""
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            self._pool.release(node.slots)
+        self._root = self._new_root()
+        self.held = 0
+
+
+def _common(known: np.ndarray, wanted: np.ndarray) -> int:
+    """Length of the common prefix."""
+    n = min(len(known), len(wanted))
+    different = np.flatnonzero(known[:n] != wanted[:n])
+    return int(different[0]) if len(different) else n
+
+
+class KVCache:
+    """The pool and the tree together: what a scheduler asks for."""
+
+    def __init__(self, capacity: int, *, share_prefixes: bool = True) -> None:
+        self.pool = SlotPool(capacity)
+        self.tree = PrefixTree(self.pool)
+        self._share = share_prefixes
+
+    @property
+    def available(self) -> int:
+        """An upper bound of what `take` can give: free slots and those that only the tree holds."""
+        return self.pool.free + self.tree.held
+
+    def reuse(self, tokens: Sequence[int]) -> SlotArray:
+        """Referenced slots of the longest cached prefix that leaves at least one token to compute."""
+        if not self._share:
+            return np.empty(0, np.int64)
+        slots = self.tree.match(np.asarray(tokens[:-1], dtype=np.int64))
+        self.pool.share(slots)
+        return slots
+
+    def take(self, count: int) -> SlotArray | None:
+        if count > self.pool.free:
+            self.tree.evict(max(count - self.pool.free, self.pool.capacity // _EVICTION_SHARE))
+        return self.pool.take(count) if count <= self.pool.free else None
+
+    def remember(self, tokens: Sequence[int], slots: SlotArray) -> None:
+        if self._share and len(slots):
+            self.tree.insert(np.asarray(tokens[: len(slots)], dtype=np.int64), slots)
+
+    def release(self, slots: SlotArray) -> None:
+        self.pool.release(slots)

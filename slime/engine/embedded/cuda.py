@@ -1,0 +1,146 @@
+"""Decoding on CUDA: one captured graph per batch size, replayed for every token.
+
+Invariant: everything a graph reads lives at a fixed address (the input buffers, the KV slots, the weights, which are
+updated in place), so a replay sees the present values. Batches are padded to the next captured size with rows that
+write to slot 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from slime.engine.embedded import kernels
+from slime.engine.embedded.attention import AttentionContext, Rules
+from slime.engine.embedded.runner import ModelRunner, Sampled, record_top
+from slime.engine.embedded.sampler import draw, draw_each, temperature_of, uniforms
+from slime.engine.embedded.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+Attend = Callable[..., torch.Tensor]
+
+
+def attend_extend(context: AttentionContext) -> Attend:
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
+        return kernels.paged_extend(
+            q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1),
+            context.slots, context.keys[layer], context.values[layer], context.table, context.tiles,
+            rules.sinks, rules.scale, rules.softcap or 0.0, rules.window or 0,
+        )  # fmt: skip
+
+    return attend
+
+
+def attend_decode(context: AttentionContext) -> Attend:
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
+        return kernels.paged_decode(
+            q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1),
+            context.slots, context.keys[layer], context.values[layer], context.table, context.rows, context.lens,
+            rules.sinks, rules.scale, rules.softcap or 0.0, rules.window or 0,
+        )  # fmt: skip
+
+    return attend
+
+
+class CudaDecoder:
+    """Takes the place of `ModelRunner.decode` on CUDA."""
+
+    def __init__(self, runner: ModelRunner, *, max_running: int, compile_model: bool) -> None:
+        self._runner = runner
+        self._context = runner.context
+        self._attend = attend_decode(runner.context)
+        self._body = torch.compile(runner.body, dynamic=True) if compile_model else runner.body
+        self._compiled = compile_model
+        self._dummy_row = max_running
+        device = runner.device
+        self._inputs = torch.zeros(4, max_running, dtype=torch.int64, device=device)  # rows, lens, slots, last tokens
+        self._lens = torch.zeros(max_running, dtype=torch.int32, device=device)
+        self._temperature = torch.ones(max_running, device=device)
+        self._greedy = torch.zeros(max_running, dtype=torch.bool, device=device)
+        self._uniform = torch.zeros(max_running, device=device)
+        self._host = torch.zeros(4, max_running, dtype=torch.int64, pin_memory=True)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._sizes = _batch_sizes(max_running)
+        self._sampling: tuple[int, ...] = ()
+
+    def capture(self) -> None:
+        """Capture every batch size, largest first so that the smaller ones fit into its memory."""
+        started = time.perf_counter()
+        pool = torch.cuda.graph_pool_handle()
+        self._set_padding(0)
+        with torch.inference_mode():
+            for size in reversed(self._sizes):
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    for _ in range(2):
+                        self._step(size)
+                torch.cuda.current_stream().wait_stream(stream)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    outputs = self._step(size)
+                self._graphs[size] = (graph, *outputs)
+        log.info("captured %d decode graphs in %.1f s", len(self._sizes), time.perf_counter() - started)
+
+    def _step(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, lens, slots, tokens = self._inputs[:, :size].unbind(0)
+        self._lens[:size].copy_(lens)
+        self._context.table[rows, lens - 1] = slots.int()
+        self._context.rows, self._context.lens, self._context.slots = rows, self._lens[:size], slots
+        self._context.attend = self._attend
+        ids, positions = tokens[None], (lens - 1)[None]
+        hidden = self._body(input_ids=ids, position_ids=positions, use_cache=False)[0][0]
+        logits = self._runner.logits(hidden)
+        drawn, logprobs = draw(logits, self._temperature[:size], self._uniform[:size], self._greedy[:size])
+        return drawn, logprobs, logits
+
+    def _set_padding(self, used: int) -> None:
+        """Rows behind the batch write to slot 0 of the dummy row, at position 0."""
+        self._host[0, used:] = self._dummy_row
+        self._host[1, used:] = 1
+        self._host[2:, used:] = 0
+        self._inputs.copy_(self._host, non_blocking=True)
+
+    @torch.inference_mode()
+    def decode(self, running: SequenceOf[Sequence], slots: np.ndarray) -> Sampled:
+        count = len(running)
+        size = next(s for s in self._sizes if s >= count)
+        host = self._host.numpy()
+        host[0, :count] = [s.row for s in running]
+        host[1, :count] = [s.length for s in running]
+        host[2, :count] = slots
+        host[3, :count] = [s.output_ids[-1] if s.output_ids else s.prompt_ids[-1] for s in running]
+        self._runner.set_table(host[0, :count], host[1, :count] - 1, slots)
+        self._set_padding(count)
+        self._set_sampling(running)
+        self._uniform[:count].copy_(torch.from_numpy(uniforms(running)))
+        graph, drawn, logprobs, logits = self._graphs[size]
+        graph.replay()
+        if all(s.plain for s in running):
+            both = torch.stack([drawn[:count].double(), logprobs[:count].double()]).cpu()
+            return both[0].long().tolist(), both[1].tolist()
+        tokens, scores = draw_each(logits[:count], running, self._uniform[:count], self._greedy[:count])
+        record_top(logits[:count], running)
+        return tokens.tolist(), scores.tolist()
+
+    def _set_sampling(self, running: SequenceOf[Sequence]) -> None:
+        key = tuple(map(id, running))
+        if key == self._sampling:
+            return
+        self._sampling = key
+        count = len(running)
+        self._temperature[:count] = torch.tensor([temperature_of(s) for s in running]).to(self._temperature.device)
+        self._greedy[:count] = torch.tensor([s.params.greedy for s in running]).to(self._greedy.device)
+
+
+def _batch_sizes(most: int) -> list[int]:
+    """2, 4, 8, then multiples that keep padding below a quarter; size 1 is padded, compilers specialise on it."""
+    sizes = [2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
+    sizes += list(range(320, most + 1, 64))
+    return [s for s in sizes if s < most] + [most]

@@ -1,0 +1,57 @@
+"""The engine process's own command line: SGLang's names where SGLang has the option."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    model_path: str
+    host: str
+    port: int
+    device: str
+    dtype: str
+    context_length: int | None
+    max_running_requests: int
+    max_total_tokens: int | None
+    chunked_prefill_size: int
+    mem_fraction: float
+    compile: bool | None
+    share_prefixes: bool
+    served_model_name: str
+    weight_version: str
+    trust_remote_code: bool
+    log_level: str
+
+
+def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
+    parser = argparse.ArgumentParser(
+        prog="slime serve", description="Serve a Hugging Face model folder over SGLang's HTTP dialect."
+    )
+    add = parser.add_argument
+    add("--model-path", "--hf-checkpoint", required=True, help="Hugging Face model folder")
+    add("--host", default="127.0.0.1", help="address to bind; loopback unless told otherwise")
+    add("--port", type=int, default=30000, help="port to bind; 0 picks a free one")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
+        help="auto: bfloat16 on cuda, float32 on cpu")  # fmt: skip
+    add("--context-length", type=int, help="longest sequence; default: the model's")
+    add("--max-running-requests", type=int, default=256, help="sequences decoded at once")
+    add("--max-total-tokens", type=int, help="KV cache capacity in tokens; default: from --mem-fraction")
+    add("--chunked-prefill-size", type=int, default=8192, help="prompt tokens computed in one step")
+    add("--mem-fraction", "--mem-fraction-static", type=float, default=0.3,
+        help="share of the free memory (GPU, or RAM up to 2 GiB) for the KV cache")  # fmt: skip
+    add("--compile", action=argparse.BooleanOptionalAction, default=None,
+        help="torch.compile the decode step; default: on cuda")  # fmt: skip
+    add("--share-prefixes", action=argparse.BooleanOptionalAction, default=True,
+        help="keep computed prefixes and share them between requests")  # fmt: skip
+    add("--served-model-name", help="name in /v1/models; default: the folder's")
+    add("--weight-version", default="default", help="version reported until the first weight update")
+    add("--trust-remote-code", action="store_true")
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    given = parser.parse_args(argv)
+    given.served_model_name = given.served_model_name or given.model_path.rstrip("/").rsplit("/", 1)[-1]
+    return EngineOptions(**vars(given))

@@ -1,0 +1,210 @@
+"""`POST /generate` as SGLang writes it: from JSON to sequences, and from finished sequences to JSON.
+
+Invariant: a request that parses can be served: its tokens are in the vocabulary, it fits the context with room for
+one more token, and every field it sets means something here. Anything else is a `BadRequest` that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.engine.embedded.sampler import stream_seed
+from slime.engine.embedded.sampling_params import BadRequest, SamplingParams, parse_sampling_params
+from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.text import TextStream, final_text
+
+_KNOWN = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "rid",
+          "stream", "return_text_in_logprobs", "background", "priority"}  # fmt: skip
+_UNSUPPORTED = {"image_data", "audio_data", "video_data", "lora_path", "input_embeds", "token_ids_logprob",
+                "return_hidden_states", "return_routed_experts", "session_params", "custom_logit_processor",
+                "bootstrap_host", "bootstrap_port", "bootstrap_room"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the parser must know about the model being served."""
+
+    tokenizer: Any
+    vocab_size: int
+    context_len: int
+    eos_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    rid: str
+    input_ids: list[int]
+    params: SamplingParams
+    return_logprob: bool
+    logprob_start: int | None
+    top_logprobs: int
+    stream: bool
+
+    def sequences(self, facts: ModelFacts, notify: Callable[[Sequence], object]) -> list[Sequence]:
+        """One sequence for each of the `n` samples."""
+        p = self.params
+        stops = p.stop_token_ids if p.ignore_eos else p.stop_token_ids | facts.eos_ids
+        room = facts.context_len - len(self.input_ids)
+        made = []
+        for choice in range(p.n):
+            text = None
+            if self.stream or p.stop:
+                text = TextStream(facts.tokenizer, p.stop, skip_special_tokens=p.skip_special_tokens)
+            made.append(
+                Sequence(
+                    self.rid,
+                    self.input_ids,
+                    p,
+                    stops,
+                    min(p.max_new_tokens, room),
+                    notify,
+                    choice,
+                    secrets.randbits(64) if p.sampling_seed is None else stream_seed(p.sampling_seed, choice),
+                    self.stream,
+                    text,
+                    self.logprob_start,
+                    self.top_logprobs,
+                )
+            )
+        return made
+
+
+def parse_generate(body: object, facts: ModelFacts) -> tuple[list[GenerateRequest], bool]:
+    """The requests in a body, and whether the answer is a list (a batch was sent)."""
+    if not isinstance(body, Mapping):
+        raise BadRequest("the body must be a JSON object")
+    for name in body:
+        if name in _UNSUPPORTED and body[name] not in (None, False, []):
+            raise BadRequest(f"{name} is not supported by the embedded engine")
+        if name not in _KNOWN | _UNSUPPORTED:
+            raise BadRequest(f"unknown field {name!r}; known are {', '.join(sorted(_KNOWN))}")
+    if (body.get("text") is None) == (body.get("input_ids") is None):
+        raise BadRequest("give exactly one of text and input_ids")
+    prompts, batched = _prompts(body, facts.tokenizer)
+    each = [
+        {k: _nth(body.get(k), i, len(prompts), batched, k) for k in _KNOWN - {"text", "input_ids"}}
+        for i in range(len(prompts))
+    ]
+    return [_one(ids, fields, facts) for ids, fields in zip(prompts, each, strict=True)], batched
+
+
+def _prompts(body: Mapping[str, Any], tokenizer: Any) -> tuple[list[list[int]], bool]:
+    text, ids = body.get("text"), body.get("input_ids")
+    if text is not None:
+        batched = isinstance(text, list)
+        texts = text if batched else [text]
+        if not texts or not all(isinstance(t, str) for t in texts):
+            raise BadRequest("text must be a string or a non-empty list of strings")
+        return [tokenizer.encode(t) for t in texts], batched
+    if not isinstance(ids, list):
+        raise BadRequest("input_ids must be a list of token ids, or a list of such lists")
+    batched = bool(ids) and isinstance(ids[0], list)
+    return (ids if batched else [ids]), batched
+
+
+def _nth(value: Any, i: int, count: int, batched: bool, name: str) -> Any:
+    """Batch requests may give a field once or once per prompt."""
+    if not batched or not isinstance(value, list):
+        if batched and name == "rid" and value is not None and count > 1:
+            raise BadRequest("a batch needs a list of rids, one per prompt")
+        return value
+    if len(value) != count:
+        raise BadRequest(f"{name} has {len(value)} entries for {count} prompts")
+    return value[i]
+
+
+def _one(ids: Any, fields: Mapping[str, Any], facts: ModelFacts) -> GenerateRequest:
+    if not isinstance(ids, list) or not ids:
+        raise BadRequest("the prompt has no tokens")
+    if not all(isinstance(t, int) and not isinstance(t, bool) for t in ids):
+        raise BadRequest("input_ids must hold integers only")
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= facts.vocab_size:
+        wrong = low if low < 0 else high
+        raise BadRequest(f"token id {wrong} is outside the vocabulary of {facts.vocab_size}")
+    params = parse_sampling_params(fields["sampling_params"], vocab_size=facts.vocab_size)
+    if len(ids) >= facts.context_len and (params.max_new_tokens > 0 or len(ids) > facts.context_len):
+        raise BadRequest(f"the prompt has {len(ids)} tokens, the context holds {facts.context_len}")
+    return_logprob = _flag(fields, "return_logprob")
+    start = _integer(fields, "logprob_start_len", -1)
+    top = _integer(fields, "top_logprobs_num", 0)
+    if not 0 <= top <= 128:
+        raise BadRequest(f"top_logprobs_num must lie between 0 and 128, not {top}")
+    if start >= len(ids):
+        raise BadRequest(f"logprob_start_len {start} lies behind the prompt of {len(ids)} tokens")
+    rid = fields["rid"]
+    if rid is not None and not isinstance(rid, str):
+        raise BadRequest(f"rid must be a string, not {rid!r}")
+    return GenerateRequest(
+        rid=rid or uuid.uuid4().hex,
+        input_ids=ids,
+        params=params,
+        return_logprob=return_logprob,
+        logprob_start=start if return_logprob and start >= 0 else None,
+        top_logprobs=top if return_logprob else 0,
+        stream=_flag(fields, "stream"),
+    )
+
+
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise BadRequest(f"{name} must be true or false, not {value!r}")
+    return bool(value)
+
+
+def _integer(fields: Mapping[str, Any], name: str, default: int) -> int:
+    value = fields.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadRequest(f"{name} must be an integer, not {value!r}")
+    return value
+
+
+def answer(seq: Sequence, request: GenerateRequest, facts: ModelFacts, version: str) -> dict[str, Any]:
+    """The JSON of one sample, finished or (in a stream) so far."""
+    p = seq.params
+    if seq.finish is None:
+        text = seq.text.text if seq.text is not None else ""
+    else:
+        text = final_text(
+            facts.tokenizer,
+            seq.output_ids,
+            seq.finish.get("matched"),
+            skip_special_tokens=p.skip_special_tokens,
+            keep_stop=p.no_stop_trim,
+        )
+    return {"text": text, "output_ids": list(seq.output_ids), "meta_info": _meta_info(seq, request, version)}
+
+
+def _meta_info(seq: Sequence, request: GenerateRequest, version: str) -> dict[str, Any]:
+    meta: dict[str, Any] = {
+        "id": seq.rid,
+        "finish_reason": seq.finish,
+        "prompt_tokens": len(seq.prompt_ids),
+        "completion_tokens": len(seq.output_ids),
+        "cached_tokens": seq.cached_tokens,
+        "weight_version": seq.versions[-1][0] if seq.versions else version,
+    }
+    if len(seq.versions) > 1:
+        ends = [start for _, start in seq.versions[1:]] + [len(seq.output_ids)]
+        meta["weight_versions"] = [
+            {"weight_version": v, "start": start, "end": end}
+            for (v, start), end in zip(seq.versions, ends, strict=True)
+        ]
+    if seq.finished is not None:
+        meta["e2e_latency"] = seq.finished - seq.arrived
+    if request.return_logprob:
+        meta["output_token_logprobs"] = [[lp, t, None] for lp, t in zip(seq.logprobs, seq.output_ids, strict=True)]
+        if seq.top_logprobs:
+            meta["output_top_logprobs"] = [[[lp, t, None] for lp, t in best] for best in seq.output_top]
+        if seq.logprob_start is not None:
+            start = seq.logprob_start
+            scores = [None, *seq.input_logprobs]
+            meta["input_token_logprobs"] = [[lp, t, None] for lp, t in zip(scores, seq.prompt_ids[start:], strict=True)]
+    return meta

@@ -1,0 +1,176 @@
+"""From scheduled tokens to sampled ones, through transformers' own model code.
+
+Invariant: what a sequence computes does not depend on what else is in the batch, beyond floating-point rounding.
+Logits are fp32 before anything is done to them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from slime.engine.embedded.attention import AttentionContext, group_spans, register_attention
+from slime.engine.embedded.sampler import draw, draw_each, temperature_of, uniforms
+from slime.engine.embedded.scheduler import Extend
+from slime.engine.embedded.sequence import Sequence
+from slime.errors import UserError
+from slime.models.head import OutputHead, output_projection
+
+log = logging.getLogger(__name__)
+
+Sampled = tuple[list[int], list[float]]
+
+_LOGPROB_ROWS = 512  # prompt positions scored at once
+
+
+class ModelRunner:
+    def __init__(self, model: PreTrainedModel, table: np.ndarray) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self.context = AttentionContext(self.device)
+        self.body = model.get_decoder()
+        self._projection = output_projection(model)
+        self._head = OutputHead.from_config(model.config)
+        self._table = table
+        self._probe()
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _probe(self) -> None:
+        """One forward pass that tells each layer's KV shape; refuses models that keep state elsewhere."""
+        self.model.set_attn_implementation(register_attention(self.context))
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            self.hidden(ids, torch.arange(2, device=self.device)[None])
+        layers = self.model.config.get_text_config().num_hidden_layers
+        if sorted(self.context.shapes) != list(range(layers)):
+            raise UserError(
+                f"{type(self.model).__name__} keeps state outside transformers' attention interface "
+                f"({len(self.context.shapes)} of {layers} layers use it): serve it with SGLang instead"
+            )
+
+    def kv_bytes_per_token(self) -> int:
+        values = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in self.context.shapes.values())
+        return values * self.dtype.itemsize
+
+    def allocate_kv(self, slots: int) -> None:
+        self.context.allocate(slots, self.dtype)
+        if self.cuda:
+            self.context.table = torch.zeros(self._table.shape, dtype=torch.int32, device=self.device)
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Last hidden states `[T, H]` of one row of tokens."""
+        return self.body(input_ids=ids, position_ids=positions, use_cache=False)[0][0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._projection(hidden).float()
+        if self._head.scale != 1.0:
+            logits = logits * self._head.scale
+        if self._head.softcap is not None:
+            logits = self._head.softcap * torch.tanh(logits / self._head.softcap)
+        return logits
+
+    # extend
+
+    @torch.inference_mode()
+    def extend(self, extends: list[Extend]) -> Sampled:
+        """Compute the pieces; sample one token for every sequence that is now complete (in order)."""
+        pieces = [e.sequence.tokens[e.start : e.end] for e in extends]
+        ids = torch.tensor([t for piece in pieces for t in piece], device=self.device)
+        positions = torch.from_numpy(np.concatenate([np.arange(e.start, e.end) for e in extends])).to(self.device)
+        self.context.slots = torch.from_numpy(np.concatenate([e.slots for e in extends])).to(self.device)
+        self._place_extend(extends)
+        hidden = self.hidden(ids[None], positions[None])
+        ends = np.cumsum([len(piece) for piece in pieces])
+        self._score_prompts(extends, hidden, ends)
+        complete = [(i, e.sequence) for i, e in enumerate(extends) if e.end == e.sequence.length]
+        wanted = [(i, s) for i, s in complete if s.max_new_tokens > 0]
+        if not wanted:
+            return [], []
+        last = torch.from_numpy(ends[[i for i, _ in wanted]] - 1).to(self.device)
+        return self._sample(self.logits(hidden[last]), [s for _, s in wanted])
+
+    def _place_extend(self, extends: list[Extend]) -> None:
+        rows = [e.sequence.row for e in extends]
+        query_lens = [e.end - e.start for e in extends]
+        if not self.cuda:
+            self.context.attend = self.context.attend_cpu
+            self.context.groups = group_spans(
+                query_lens, [self._table[r, : e.end] for r, e in zip(rows, extends, strict=True)]
+            )
+            return
+        from slime.engine.embedded.cuda import attend_extend
+        from slime.engine.embedded.kernels import ExtendTiles
+
+        self.upload_rows(rows, [e.end for e in extends])
+        self.context.tiles = ExtendTiles.build(rows, query_lens, [e.end for e in extends], self.device)
+        self.context.attend = attend_extend(self.context)
+
+    def set_table(self, rows: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
+        """The host's copy of the table; the device's is written by the decode graph."""
+        self._table[rows, positions] = slots
+
+    def upload_rows(self, rows: list[int], ends: list[int]) -> None:
+        """Copy the first `end` entries of each table row to the device."""
+        row = np.concatenate([np.full(n, r) for r, n in zip(rows, ends, strict=True)])
+        column = np.concatenate([np.arange(n) for n in ends])
+        packed = torch.from_numpy(np.stack([row, column, self._table[row, column]])).to(self.device)
+        self.context.table[packed[0], packed[1]] = packed[2].int()
+
+    def _score_prompts(self, extends: list[Extend], hidden: torch.Tensor, ends: np.ndarray) -> None:
+        """Log-probs of prompt tokens for the requests that asked; position i scores token i + 1, at temperature 1."""
+        for e, stop in zip(extends, ends, strict=True):
+            seq = e.sequence
+            if seq.logprob_start is None:
+                continue
+            first = max(e.start, seq.logprob_start)
+            targets = seq.prompt_ids[first + 1 : e.end + 1]
+            begin = stop - (e.end - first)
+            rows = hidden[begin : begin + len(targets)]
+            for at in range(0, len(targets), _LOGPROB_ROWS):
+                logprobs = self.logits(rows[at : at + _LOGPROB_ROWS]).log_softmax(-1)
+                chosen = torch.tensor(targets[at : at + _LOGPROB_ROWS], device=self.device)
+                seq.input_logprobs.extend(logprobs.gather(1, chosen[:, None])[:, 0].tolist())
+
+    # decode
+
+    @torch.inference_mode()
+    def decode(self, running: SequenceOf[Sequence], slots: np.ndarray) -> Sampled:
+        """One token for every running sequence; `slots` keep the tokens that were sampled last."""
+        rows = [s.row for s in running]
+        lens = np.array([s.length for s in running])
+        self.set_table(np.array(rows), lens - 1, slots)
+        ids = torch.tensor([s.output_ids[-1] if s.output_ids else s.prompt_ids[-1] for s in running])
+        self.context.attend = self.context.attend_cpu
+        self.context.slots = torch.from_numpy(slots)
+        self.context.groups = group_spans(
+            [1] * len(rows), [self._table[r, :n] for r, n in zip(rows, lens, strict=True)]
+        )
+        hidden = self.hidden(ids[None], torch.from_numpy(lens - 1)[None])
+        return self._sample(self.logits(hidden), running)
+
+    def _sample(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
+        uniform = torch.from_numpy(uniforms(sequences)).to(self.device)
+        greedy = torch.tensor([s.params.greedy for s in sequences], device=self.device)
+        if all(s.plain for s in sequences):
+            temperature = torch.tensor([temperature_of(s) for s in sequences], device=self.device)
+            tokens, logprobs = draw(logits, temperature, uniform, greedy)
+        else:
+            tokens, logprobs = draw_each(logits, sequences, uniform, greedy)
+            record_top(logits, sequences)
+        return tokens.tolist(), logprobs.tolist()
+
+
+def record_top(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
+    """The most likely tokens at this position, for the sequences that asked."""
+    for row, seq in zip(logits, sequences, strict=True):
+        if seq.top_logprobs:
+            best = (row / temperature_of(seq)).log_softmax(-1).topk(seq.top_logprobs)
+            seq.output_top.append(list(zip(best.values.tolist(), best.indices.tolist(), strict=True)))

@@ -1,0 +1,130 @@
+"""What a request may ask of the sampler: SGLang's names, defaults and limits, checked once at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+class BadRequest(ValueError):
+    """The request cannot be served as written; its text goes back to the client with status 400."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[str, float] | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    n: int = 1
+    sampling_seed: int | None = None
+    custom_params: Mapping[str, Any] | None = field(default=None, compare=False)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def plain(self) -> bool:
+        """Only temperature matters (or the arg-max): the fast path of the sampler."""
+        return self.greedy_or_full_support and not self.edits_logits
+
+    @property
+    def greedy_or_full_support(self) -> bool:
+        return self.greedy or (self.top_p >= 1.0 and self.top_k <= 0 and self.min_p <= 0.0)
+
+    @property
+    def edits_logits(self) -> bool:
+        return bool(
+            self.frequency_penalty
+            or self.presence_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.min_new_tokens
+        )
+
+
+_FIELDS = {f.name for f in fields(SamplingParams)}
+_INTS = {"max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed"}
+_FLOATS = {"temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
+_BOOLS = {"ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"}
+_RANGES = {
+    "temperature": (0.0, float("inf")),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 2.0),
+    "max_new_tokens": (0, 1 << 31),
+    "min_new_tokens": (0, 1 << 31),
+    "n": (1, 4096),
+    "top_k": (-1, 1 << 31),
+}
+
+
+def parse_sampling_params(raw: object, *, vocab_size: int) -> SamplingParams:
+    """Check a request's `sampling_params`; raises `BadRequest` with the offending name and value."""
+    if raw is None:
+        return SamplingParams()
+    if not isinstance(raw, Mapping):
+        raise BadRequest(f"sampling_params must be an object, not {type(raw).__name__}")
+    unknown = sorted(set(raw) - _FIELDS)
+    if unknown:
+        raise BadRequest(f"unknown sampling parameter {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}")
+    params = SamplingParams(**{name: _checked(name, v, vocab_size) for name, v in raw.items() if v is not None})
+    if params.min_new_tokens > params.max_new_tokens:
+        raise BadRequest(f"min_new_tokens {params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}")
+    if params.top_p == 0.0:
+        raise BadRequest("top_p must lie in (0, 1]")
+    return params
+
+
+def _checked(name: str, value: Any, vocab_size: int) -> Any:
+    if name in _BOOLS:
+        if not isinstance(value, bool):
+            raise BadRequest(f"{name} must be true or false, not {value!r}")
+        return value
+    if name in _INTS or name in _FLOATS:
+        return _number(name, value)
+    if name == "stop":
+        strings = [value] if isinstance(value, str) else value
+        if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
+            raise BadRequest(f"stop must be a non-empty string or a list of them, not {value!r}")
+        return tuple(strings)
+    if name == "stop_token_ids":
+        ids = [value] if isinstance(value, int) else value
+        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+            raise BadRequest(f"stop_token_ids must be a list of integers, not {value!r}")
+        return frozenset(ids)
+    if name == "logit_bias":
+        if not isinstance(value, Mapping):
+            raise BadRequest(f"logit_bias must map token ids to numbers, not {value!r}")
+        for key, bias in value.items():
+            if not str(key).isdigit() or int(key) >= vocab_size or not isinstance(bias, int | float):
+                raise BadRequest(
+                    f"logit_bias entry {key!r}: {bias!r} is not a token id below {vocab_size} and a number"
+                )
+    return value
+
+
+def _number(name: str, value: Any) -> int | float:
+    wanted = int if name in _INTS else (int, float)
+    if isinstance(value, bool) or not isinstance(value, wanted):
+        raise BadRequest(f"{name} must be {'an integer' if name in _INTS else 'a number'}, not {value!r}")
+    low, high = _RANGES.get(name, (float("-inf"), float("inf")))
+    if not low <= value <= high:
+        raise BadRequest(f"{name} must lie between {low} and {high}, not {value}")
+    return value

@@ -1,0 +1,92 @@
+"""New weights for the model that is being served, in place.
+
+Invariant: an update is applied whole or not at all: names and shapes of every tensor are checked before the first one
+is copied. Tensors come as safetensors (files or bytes) under the model's Hugging Face names; pickles are never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from slime.engine.embedded.sampling_params import BadRequest
+from slime.errors import UserError
+from slime.models.loading import load_causal_lm
+
+
+def targets_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Every tensor that an update may name; tied weights under each of their names."""
+    return model.state_dict()
+
+
+def load_from_files(model: PreTrainedModel, paths: Sequence[str]) -> int:
+    """Copy the tensors of safetensors files into the model; returns the bytes copied."""
+    targets = targets_of(model)
+    with _readable(paths) as files:
+        for path, tensors in files:
+            for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+                _check(targets, name, tuple(tensors.get_slice(name).get_shape()), str(path))
+        return sum(_copy(targets[name], tensors.get_tensor(name)) for _, tensors in files for name in tensors.keys())  # noqa: SIM118
+
+
+@contextmanager
+def _readable(paths: Sequence[str]) -> Iterator[list[tuple[Path, safe_open]]]:
+    try:
+        opened = [(Path(p), safe_open(p, framework="pt")) for p in paths]
+    except (OSError, SafetensorError) as cause:
+        raise BadRequest(f"cannot read weights from {', '.join(paths)}: {cause}") from cause
+    yield opened
+
+
+def load_from_bytes(model: PreTrainedModel, body: bytes) -> int:
+    """The same for one safetensors blob, as it came over HTTP."""
+    try:
+        tensors = safetensors.torch.load(body)
+    except SafetensorError as cause:
+        raise BadRequest(f"the body is not a safetensors blob: {cause}") from cause
+    targets = targets_of(model)
+    for name, tensor in tensors.items():
+        _check(targets, name, tuple(tensor.shape), "the request body")
+    return sum(_copy(targets[name], tensor) for name, tensor in tensors.items())
+
+
+def load_from_folder(model: PreTrainedModel, folder: str, *, trust_remote_code: bool) -> int:
+    """A Hugging Face folder; one whose names differ from the model's own goes through transformers' loader."""
+    paths = sorted(str(p) for p in Path(folder).glob("*.safetensors"))
+    if not paths:
+        raise BadRequest(f"{folder} has no *.safetensors files")
+    targets = targets_of(model)
+    with _readable(paths) as files:
+        names = {name for _, tensors in files for name in tensors.keys()}  # noqa: SIM118
+    if names <= targets.keys():
+        return load_from_files(model, paths)
+    dtype = next(model.parameters()).dtype
+    try:
+        fresh = load_causal_lm(
+            folder, dtype=dtype, device="cpu", attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+    except UserError as cause:
+        raise BadRequest(str(cause)) from cause
+    loaded = fresh.state_dict()
+    for name, tensor in loaded.items():
+        _check(targets, name, tuple(tensor.shape), folder)
+    return sum(_copy(targets[name], tensor) for name, tensor in loaded.items())
+
+
+def _check(targets: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], source: str) -> None:
+    if name not in targets:
+        raise BadRequest(f"{source} has a tensor {name!r} that this model does not have")
+    if tuple(targets[name].shape) != shape:
+        raise BadRequest(f"{name} has shape {shape} in {source} but {tuple(targets[name].shape)} in this model")
+
+
+@torch.no_grad()
+def _copy(target: torch.Tensor, tensor: torch.Tensor) -> int:
+    target.copy_(tensor, non_blocking=False)
+    return tensor.nbytes

@@ -1,0 +1,178 @@
+"""The pieces of SGLang's HTTP dialect that rollout uses, typed.
+
+Token ids and log-probs of a generation come from ``meta_info.output_token_logprobs`` and from nowhere else, so the
+ids that are trained on are the ids that were sampled. An answer that does not have the promised shape becomes an
+`EngineProtocolError` that quotes it, at this boundary and not three modules later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypedDict
+
+from slime.engine.errors import EngineProtocolError
+
+PauseMode = Literal["abort", "in_place", "retract"]
+QUOTED_CHARS = 400
+
+
+class SamplingParams(TypedDict, total=False):
+    """The sampling parameters slime sends; engines know more, and custom generate functions may add them."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    min_new_tokens: int
+    stop: list[str] | None
+    stop_token_ids: list[int] | None
+    skip_special_tokens: bool
+    no_stop_trim: bool
+    spaces_between_special_tokens: bool
+    sampling_seed: int
+
+
+class RolloutSamplingFlags(Protocol):
+    """The flags `rollout_sampling_params` reads."""
+
+    @property
+    def rollout_temperature(self) -> float: ...
+    @property
+    def rollout_top_p(self) -> float: ...
+    @property
+    def rollout_top_k(self) -> int: ...
+    @property
+    def rollout_max_response_len(self) -> int | None: ...
+    @property
+    def rollout_stop(self) -> list[str] | None: ...
+    @property
+    def rollout_stop_token_ids(self) -> list[int] | None: ...
+    @property
+    def rollout_skip_special_tokens(self) -> bool: ...
+
+
+def rollout_sampling_params(flags: RolloutSamplingFlags) -> dict[str, Any]:
+    """Sampling parameters of training rollouts, as a plain dict that custom generate functions may edit."""
+    params: dict[str, Any] = {
+        "temperature": flags.rollout_temperature,
+        "top_p": flags.rollout_top_p,
+        "top_k": flags.rollout_top_k,
+        "stop": flags.rollout_stop,
+        "stop_token_ids": flags.rollout_stop_token_ids,
+        "skip_special_tokens": flags.rollout_skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+    if flags.rollout_max_response_len is not None:
+        params["max_new_tokens"] = flags.rollout_max_response_len
+    return params
+
+
+def sampling_seed(*parts: int | str) -> int:
+    """A 31-bit seed that depends on all ``parts`` and on nothing else, so a resumed run draws the same tokens."""
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") & 0x7FFFFFFF
+
+
+def generate_payload(input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Body of ``POST /generate`` for one token-exact request."""
+    return {"input_ids": list(input_ids), "sampling_params": dict(sampling_params), "return_logprob": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateResult:
+    """One finished ``/generate`` answer; ``token_ids`` and ``log_probs`` have the same length."""
+
+    text: str
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_type: str
+    weight_version: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    meta_info: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def from_json(cls, answer: object, *, url: str, call: str = "/generate") -> GenerateResult:
+        """Check and parse the answer of an engine; raises `EngineProtocolError`."""
+
+        def malformed(what: str) -> EngineProtocolError:
+            return EngineProtocolError(url, call, f"gave an answer {what}: {quote(answer)}")
+
+        if not isinstance(answer, dict):
+            raise malformed("that is not an object")
+        meta_info = answer.get("meta_info")
+        if not isinstance(meta_info, dict):
+            raise malformed("without meta_info")
+        finish_reason = meta_info.get("finish_reason")
+        if not isinstance(finish_reason, dict) or not isinstance(finish_reason.get("type"), str):
+            raise malformed("without meta_info.finish_reason.type")
+        entries = meta_info.get("output_token_logprobs")
+        if entries is None and _count(meta_info, "completion_tokens") == 0:
+            entries = []  # aborted while still waiting: nothing was sampled
+        pairs = _logprob_pairs(entries)
+        if pairs is None:
+            raise malformed("whose meta_info.output_token_logprobs is not a list of [finite log-prob, token id, ...]")
+        output_ids = answer.get("output_ids")
+        if isinstance(output_ids, list) and output_ids != [token_id for _, token_id in pairs]:
+            raise malformed("whose output_ids differ from the ids in output_token_logprobs")
+        text = answer.get("text", "")
+        version = meta_info.get("weight_version")
+        return cls(
+            text=text if isinstance(text, str) else "",
+            token_ids=[token_id for _, token_id in pairs],
+            log_probs=[log_prob for log_prob, _ in pairs],
+            finish_type=finish_reason["type"],
+            weight_version=None if version is None else str(version),
+            prompt_tokens=_count(meta_info, "prompt_tokens"),
+            completion_tokens=_count(meta_info, "completion_tokens"),
+            cached_tokens=_count(meta_info, "cached_tokens"),
+            meta_info=meta_info,
+        )
+
+
+def quote(answer: object) -> str:
+    """The answer as shown in error messages: JSON where possible, cut to a readable length."""
+    text = answer if isinstance(answer, str) else json.dumps(answer, default=repr, ensure_ascii=False)
+    return text if len(text) <= QUOTED_CHARS else f"{text[:QUOTED_CHARS]}... ({len(text)} characters)"
+
+
+def error_message(body: str) -> str:
+    """The sentence inside an error body, in any of the forms SGLang uses, or the body itself."""
+    try:
+        parsed = json.loads(body)
+    except json.JSONDecodeError:
+        return quote(body.strip() or "(empty answer)")
+    if isinstance(parsed, dict):
+        error = parsed.get("error", parsed)
+        if isinstance(error, str):
+            return error
+        if isinstance(error, dict) and isinstance(error.get("message"), str):
+            return error["message"]
+    return quote(parsed)
+
+
+def _logprob_pairs(entries: object) -> list[tuple[float, int]] | None:
+    if not isinstance(entries, list):
+        return None
+    pairs: list[tuple[float, int]] = []
+    for entry in entries:
+        if not isinstance(entry, list | tuple) or len(entry) < 2:
+            return None
+        log_prob, token_id = entry[0], entry[1]
+        if isinstance(log_prob, bool) or not isinstance(log_prob, int | float) or not math.isfinite(log_prob):
+            return None
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            return None
+        pairs.append((float(log_prob), token_id))
+    return pairs
+
+
+def _count(meta_info: Mapping[str, Any], key: str) -> int:
+    value = meta_info.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -1,0 +1,1 @@
+"""Facts per model family: names, shapes, loading and saving."""

@@ -1,0 +1,43 @@
+"""What a model does to its logits after the output projection.
+
+Invariant: `logits = softcap * tanh((scale * (hidden @ weight.T + bias)) / softcap)` for every family, with the identity
+where a family does nothing. Code that computes log-probs from hidden states needs these facts and no others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from slime.errors import UserError
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """`scale` multiplies the projected logits, `softcap` bounds them afterwards."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig) -> OutputHead:
+        facts = config.get_text_config().to_dict()
+        scale = 1.0
+        for multiplier in ("logit_scale", "lm_head_multiplier"):  # Cohere; Falcon-H1
+            scale *= float(facts.get(multiplier) or 1.0)
+        scale /= float(facts.get("logits_scaling") or 1.0)  # Granite divides
+        softcap = facts.get("final_logit_softcapping")  # Gemma 2 and its relatives
+        return cls(scale=scale, softcap=float(softcap) if softcap else None)
+
+
+def output_projection(model: PreTrainedModel) -> nn.Linear:
+    """The module holding the output weight [V, H] (and perhaps a bias)."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise UserError(
+            f"{type(model).__name__} has no plain linear output layer (found {type(head).__name__}): choose a model "
+            "folder of a causal language model"
+        )
+    return head

@@ -1,0 +1,119 @@
+"""Load a causal language model from a Hugging Face folder, and save one.
+
+Invariant: a model that is returned has every weight read from the folder (nothing left at random initialisation) and a
+vocabulary that covers its tokenizer. Whatever is wrong with the folder is one `UserError` naming the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from slime.errors import UserError
+from slime.models.saving import save_hf_folder
+
+__all__ = ["load_causal_lm", "load_config", "read_config_json", "save_hf_folder"]
+
+
+def read_config_json(folder: str | Path) -> dict[str, Any]:
+    """The raw config.json of a model folder."""
+    path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise UserError(f"model folder {folder} does not exist: give the path of a Hugging Face model folder")
+    if not path.is_file():
+        raise UserError(f"model folder {folder} has no config.json: give the path of a Hugging Face model folder")
+    try:
+        facts = json.loads(path.read_text())
+    except (OSError, ValueError) as cause:
+        raise UserError(f"{path} cannot be read as JSON ({cause}): download the model folder again") from cause
+    if not isinstance(facts, dict):
+        raise UserError(f"{path} does not hold a JSON object: download the model folder again")
+    return facts
+
+
+def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The transformers config of a causal language model folder."""
+    facts = read_config_json(folder)
+    model_type = facts.get("model_type")
+    if not (trust_remote_code and "auto_map" in facts) and model_type not in CONFIG_MAPPING:
+        remedy = "pass --trust-remote-code" if "auto_map" in facts else "use a model that transformers knows"
+        raise UserError(f"model folder {folder} has unknown model_type {model_type!r} in its config.json: {remedy}")
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as cause:
+        raise UserError(f"{folder}/config.json is not a valid {model_type} config: {first_line(cause)}") from cause
+    if "auto_map" not in facts and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"model folder {folder} holds a {model_type} model, which is no causal language model: choose another model"
+        )
+    return config
+
+
+def load_causal_lm(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    attn_implementation: str,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load the model of `folder` in `dtype` on `device`, in eval mode."""
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    if not any(Path(folder).glob("*.safetensors")):
+        raise UserError(f"model folder {folder} has no *.safetensors weights: download them, or convert the folder")
+    check_tokenizer_fits(folder, config.get_text_config().vocab_size)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as cause:
+        raise UserError(f"the weights in {folder} cannot be loaded: {first_line(cause)}") from cause
+    missing = sorted(report["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"the weights in {folder} lack {missing[0]}{more}: download the model folder again")
+    if report["mismatched_keys"]:
+        name, found, wanted = sorted(report["mismatched_keys"])[0]
+        raise UserError(
+            f"{name} in {folder} has shape {tuple(found)} but its config.json asks for {tuple(wanted)}: "
+            "the weights belong to another model"
+        )
+    return model.to(device).eval()
+
+
+def check_tokenizer_fits(folder: str | Path, vocab_size: int) -> None:
+    """A tokenizer that can emit ids the embedding does not have is refused before training starts."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        return
+    try:
+        facts = json.loads(path.read_text())
+        vocab = facts["model"]["vocab"]
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        largest = max([-1, *ids, *(token["id"] for token in facts.get("added_tokens") or [])])
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise UserError(f"{path} is not a readable tokenizer file ({first_line(cause)})") from cause
+    if largest >= vocab_size:
+        raise UserError(
+            f"the tokenizer in {folder} has ids up to {largest} but the model's vocab_size is {vocab_size}: "
+            "tokenizer and model do not belong together"
+        )
+
+
+def first_line(cause: BaseException) -> str:
+    text = str(cause).strip()
+    return text.splitlines()[0] if text else type(cause).__name__

@@ -1,0 +1,89 @@
+"""Write a Hugging Face model folder.
+
+Invariant: the folder at the target path is either the old one or the complete new one, never a half-written mixture;
+a folder that does not look like a model is never replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from slime.errors import UserError
+from slime.models.shards import NamedTensors, ShardWriter, fsync_path, iter_named, write_index
+
+MAX_SHARD_BYTES = 5 * 1000**3
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
+COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+
+
+def copy_model_files(source_folder: str | Path, target: Path) -> None:
+    """Config, generation config, tokenizer files and remote code: everything small that is not a weight."""
+    for file in sorted(Path(source_folder).iterdir()):
+        if file.is_file() and file.name.endswith(COPIED_SUFFIXES) and not file.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copy2(file, target / file.name)
+
+
+def write_config_dtype(folder: Path, dtype: torch.dtype) -> None:
+    path = folder / "config.json"
+    facts = json.loads(path.read_text())
+    facts.pop("torch_dtype", None)
+    facts["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def replace_folder(finished: Path, target: Path) -> None:
+    """Put `finished` at `target` by renames; a previous `target` is removed only afterwards."""
+    aside = target.with_name(f".{target.name}.old-{os.getpid()}")
+    if target.exists():
+        os.rename(target, aside)
+    os.rename(finished, target)
+    fsync_path(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def save_hf_folder(
+    state_dict: NamedTensors,
+    source_folder: str | Path,
+    out: str | Path,
+    dtype: torch.dtype,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Save HF-named tensors (a mapping or a stream of pairs) with the small files of `source_folder` to `out`."""
+    target = Path(out).absolute()
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())):
+        raise UserError(f"{target} exists and is not a model folder: choose another path for the saved model")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        copy_model_files(source_folder, staging)
+        write_config_dtype(staging, dtype)
+        _write_weights(state_dict, staging, dtype, max_shard_bytes)
+        fsync_path(staging)
+        replace_folder(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return target
+
+
+def _write_weights(state_dict: NamedTensors, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    writer = ShardWriter(folder, prefix="part", max_bytes=max_shard_bytes, dtype=dtype)
+    for name, tensor in iter_named(state_dict):
+        writer.add(name, tensor)
+    paths = writer.finish()
+    if len(paths) == 1:
+        paths[0].rename(folder / "model.safetensors")
+        return
+    renamed = {path.name: f"model-{i:05d}-of-{len(paths):05d}.safetensors" for i, path in enumerate(paths, start=1)}
+    for path in paths:
+        path.rename(folder / renamed[path.name])
+    writer.weight_map = {name: renamed[file] for name, file in writer.weight_map.items()}
+    write_index(writer, folder / "model.safetensors.index.json")

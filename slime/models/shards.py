@@ -1,0 +1,82 @@
+"""Stream named tensors into size-bounded safetensors files.
+
+Invariant: at most one shard of tensors is held in memory, every name is written exactly once, and a file is complete
+on disk (fsynced) before its path is returned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+def iter_named(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(tensors.items()) if isinstance(tensors, Mapping) else iter(tensors)
+
+
+def fsync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class ShardWriter:
+    """Collects tensors and writes `{prefix}-{i:05d}.safetensors` whenever `max_bytes` would be passed."""
+
+    def __init__(
+        self, folder: Path, *, prefix: str, max_bytes: int, dtype: torch.dtype | None, sync: bool = True
+    ) -> None:
+        self.folder = folder
+        self.prefix = prefix
+        self.max_bytes = max_bytes
+        self.dtype = dtype
+        self.sync = sync
+        self.paths: list[Path] = []
+        self.weight_map: dict[str, str] = {}
+        self.total_bytes = 0
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self.weight_map or name in self._pending:
+            raise ValueError(f"tensor {name} was given twice")
+        target = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+        ready = tensor.detach().to(target).to("cpu").contiguous()
+        if ready.untyped_storage().nbytes() != ready.nbytes or ready.data_ptr() == tensor.data_ptr():
+            ready = ready.clone()
+        if self._pending and self._pending_bytes + ready.nbytes > self.max_bytes:
+            self._write()
+        self._pending[name] = ready
+        self._pending_bytes += ready.nbytes
+
+    def finish(self) -> list[Path]:
+        if self._pending or not self.paths:
+            self._write()
+        return self.paths
+
+    def _write(self) -> None:
+        path = self.folder / f"{self.prefix}-{len(self.paths) + 1:05d}.safetensors"
+        save_file(self._pending, path, metadata={"format": "pt"})
+        if self.sync:
+            fsync_path(path)
+        self.weight_map.update(dict.fromkeys(self._pending, path.name))
+        self.total_bytes += self._pending_bytes
+        self.paths.append(path)
+        self._pending = {}
+        self._pending_bytes = 0
+
+
+def write_index(writer: ShardWriter, path: Path) -> None:
+    """The `model.safetensors.index.json` that Hugging Face readers expect beside several shards."""
+    index = {"metadata": {"total_size": writer.total_bytes}, "weight_map": dict(sorted(writer.weight_map.items()))}
+    path.write_text(json.dumps(index, indent=2))
+    fsync_path(path)

@@ -1,0 +1,63 @@
+"""Logging of one process. The invariant: everything goes to the process's own log; the terminal sees only warnings.
+
+A child's stdout and stderr are its log file already, so it logs to stderr; the driver writes `logs/<name>.log` itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.highlighter import NullHighlighter
+from rich.logging import RichHandler
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_OURS = "slime-"
+_TALKATIVE = ("aiohttp.access", "asyncio", "matplotlib", "urllib3", "httpx", "filelock", "PIL")
+
+
+def configure_logging(
+    run_dir: str | os.PathLike[str] | None,
+    process_name: str,
+    level: str = "info",
+    *,
+    console: Console | None = None,
+) -> Path | None:
+    """Set up the root logger; returns the log file.
+
+    Without `run_dir` (a child) all goes to stderr. With it (the driver) all goes to `<run_dir>/logs/<name>.log`, and
+    warnings also to `console`, above the live display if there is one. Calling it again replaces the earlier setup.
+    """
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if (handler.name or "").startswith(_OURS)]:
+        root.removeHandler(handler)
+        handler.close()
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    root.setLevel(threshold)
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(max(threshold, logging.WARNING))
+    logging.captureWarnings(True)
+    if run_dir is None:
+        _add(root, logging.StreamHandler(sys.stderr), "stderr", _FORMAT)
+        return None
+    log_path = Path(run_dir) / "logs" / f"{process_name}.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    _add(root, logging.FileHandler(log_path, encoding="utf-8"), "file", _FORMAT)
+    if console is not None and console.is_terminal:
+        terminal: logging.Handler = RichHandler(
+            console=console, show_path=False, show_time=False, markup=False, highlighter=NullHighlighter()
+        )
+        _add(root, terminal, "console", "%(message)s", logging.WARNING)
+    else:
+        _add(root, logging.StreamHandler(sys.stderr), "console", "%(levelname)s: %(message)s", logging.WARNING)
+    return log_path
+
+
+def _add(root: logging.Logger, handler: logging.Handler, name: str, layout: str, level: int = logging.NOTSET) -> None:
+    handler.set_name(_OURS + name)
+    handler.setFormatter(logging.Formatter(layout))
+    handler.setLevel(level)
+    root.addHandler(handler)

@@ -1,0 +1,132 @@
+"""Metrics of a run: `metrics.jsonl` is the record, TensorBoard and W&B are views of it.
+
+The invariants: one line is one whole JSON object without NaN; the lines of a resumed run are those an uninterrupted run
+would have written (records of rollouts that are done again are dropped first); the file of an earlier, unrelated run in
+the same folder is set aside, never overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from slime.config import Config
+from slime.observe.trackers import TensorBoardTracker, WandbTracker
+
+Scalar = float | int | str | None
+
+
+class Tracker(Protocol):
+    """A view that is fed record by record."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """Writes records `{"kind", "step", "rollout_id", "time", <name>: <value>, ...}`.
+
+    `start_rollout_id` is the first rollout of this process: 0 for a new run, otherwise earlier records are kept and
+    continued. A value that is not finite becomes null, is counted in `nonfinite` and in the record's
+    `nonfinite_values`.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], config: Config, *, start_rollout_id: int = 0) -> None:
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        self.nonfinite = 0
+        kept = _keep_records(self.path, start_rollout_id)
+        self._trackers: list[Tracker] = []
+        if config.use_tensorboard:
+            names = [name for name in (config.tb_project_name, config.tb_experiment_name) if name]
+            self._trackers.append(TensorBoardTracker(Path(folder, "tensorboard", *names), kept))
+        if config.use_wandb:
+            self._trackers.append(WandbTracker(config))
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log(
+        self, metrics: Mapping[str, Any], step: int, kind: str = "rollout", *, rollout_id: int | None = None
+    ) -> dict[str, Any]:
+        """Write one record. `step` counts what `kind` counts: rollouts for "rollout", "eval" and "perf", optimizer
+        steps for "train", for which `rollout_id` says to which rollout the step belongs."""
+        record: dict[str, Any] = {"kind": kind, "step": step, "rollout_id": step if rollout_id is None else rollout_id}
+        record["time"] = round(time.time(), 3)
+        values = {name: _scalar(name, value) for name, value in metrics.items()}
+        bad = sum(isinstance(value, float) and not math.isfinite(value) for value in values.values())
+        record |= {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        if bad:
+            self.nonfinite += bad
+            record["nonfinite_values"] = bad
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        for tracker in self._trackers:
+            tracker.write(record)
+        return record
+
+    def close(self) -> None:
+        """Close the file and all views. Safe to call again."""
+        self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All whole records of a metrics file; a last line torn by a crash is left out."""
+    records = []
+    with Path(path).open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                records.append(json.loads(line))
+    return records
+
+
+def _keep_records(path: Path, start_rollout_id: int) -> list[dict[str, Any]]:
+    """Prepare the file for appending: keep the records before `start_rollout_id`, or set the whole file aside."""
+    if not path.exists():
+        return []
+    if start_rollout_id == 0:
+        path.rename(_unused_name(path))
+        return []
+    kept = [record for record in read_metrics(path) if record["rollout_id"] < start_rollout_id]
+    rewritten = path.with_name(path.name + ".tmp")
+    with rewritten.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    rewritten.replace(path)
+    return kept
+
+
+def _unused_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return aside
+
+
+def _scalar(name: str, value: Any) -> Scalar:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic) or getattr(value, "ndim", None) == 0:
+        item: Scalar = value.item()
+        return item
+    raise TypeError(f"metric {name} is a {type(value).__name__}: only single numbers and texts can be logged")

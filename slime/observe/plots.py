@@ -1,0 +1,86 @@
+"""Pictures of a run, drawn from its metrics file."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.observe.metrics import read_metrics
+
+REWARD = "rollout/raw_reward"
+_EVAL_DETAIL = re.compile(r"eval/(.*/.*|.*-truncated_ratio|.*-pass@\d+|step)")
+_INK = "#334155"
+_TRAIN = "#2563eb"
+_EVALS = ("#ea580c", "#059669", "#9333ea", "#be123c")
+
+Points = list[tuple[int, float]]
+
+
+def reward_points(records: Sequence[Mapping[str, Any]]) -> Points:
+    """(rollout, mean reward) of the training rollouts."""
+    return sorted((record["rollout_id"], record[REWARD]) for record in records if record.get(REWARD) is not None)
+
+
+def eval_points(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+    """(step, score) per evaluation dataset."""
+    points: dict[str, Points] = defaultdict(list)
+    for record in records:
+        for name, value in record.items():
+            if name.startswith("eval/") and value is not None and not _EVAL_DETAIL.fullmatch(name):
+                points[name.removeprefix("eval/")].append((record["step"], value))
+    return {name: sorted(values) for name, values in points.items()}
+
+
+def smooth(values: Sequence[float], *, half_life: float) -> list[float]:
+    """Exponential moving average without the pull towards the start (weights sum to one from the first value on)."""
+    decay = 0.5 ** (1.0 / half_life)
+    total = weight = 0.0
+    smoothed = []
+    for value in values:
+        total = decay * total + value
+        weight = decay * weight + 1.0
+        smoothed.append(total / weight)
+    return smoothed
+
+
+def plot_rewards(
+    metrics_jsonl: str | os.PathLike[str], out_png: str | os.PathLike[str], title: str = "Reward"
+) -> Path | None:
+    """Draw training reward (raw and smoothed) and evaluation scores; None if the file holds neither."""
+    records = read_metrics(metrics_jsonl)
+    train, evals = reward_points(records), eval_points(records)
+    if not train and not evals:
+        return None
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    if train:
+        steps, rewards = zip(*train, strict=True)
+        axes.plot(steps, rewards, color=_TRAIN, alpha=0.25, linewidth=1, label="training reward")
+        curve = smooth(rewards, half_life=max(1.0, math.sqrt(len(rewards)) / 2))
+        axes.plot(steps, curve, color=_TRAIN, linewidth=2, label="training reward, smoothed")
+    for index, (name, points) in enumerate(evals.items()):
+        steps, scores = zip(*points, strict=True)
+        color = _EVALS[index % len(_EVALS)]
+        axes.plot(steps, scores, color=color, marker="o", markersize=5, linewidth=1.2, label=f"eval: {name}")
+        axes.annotate(
+            f"{scores[-1]:.3g}", (steps[-1], scores[-1]), textcoords="offset points", xytext=(6, 4), color=color
+        )
+    axes.set_title(title, loc="left", color=_INK, fontweight="bold")
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel("mean reward", color=_INK)
+    axes.grid(axis="y", color="#e2e8f0")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, loc="best", fontsize=9)
+    out = Path(out_png)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=150, format="png")
+    return out

@@ -1,0 +1,285 @@
+"""What a run is going to do, said before it does it: processes, batches, memory, files.
+
+Invariant: making a plan starts nothing, writes nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from slime.config import Config
+from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
+from slime.config.groups.rollout import SFT_ROLLOUT_FUNCTION
+from slime.config.megatron_flags import MEGATRON_FLAGS
+from slime.engine.sglang import choose_backend
+from slime.errors import UserError
+from slime.models.shape import ModelShape
+from slime.plan_memory import MemoryEstimate, available_memory, engine_memory, longest_sample, trainer_memory
+from slime.weights.transport import choose_transport
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessPlan:
+    """Processes of one kind."""
+
+    name: str
+    count: int
+    where: str
+    memory: MemoryEstimate | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The decisions of a run as data (`processes`, the choices) and as text (`sections`, `notes`)."""
+
+    device: str
+    gpus_needed: int
+    processes: tuple[ProcessPlan, ...]
+    rollout_backend: str
+    weight_transport: str
+    optimizer_steps: int | None
+    """Of the whole run; None when only the length of the data can tell."""
+    sections: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+    notes: tuple[str, ...]
+
+    def render(self) -> str:
+        """The plan as text for a terminal."""
+        width = max(len(label) for _, rows in self.sections for label, _ in rows)
+        lines: list[str] = []
+        for title, rows in self.sections:
+            lines += ["", title, "-" * len(title)]
+            lines += [f"  {label:<{width}}  {text}" for label, text in rows]
+        if self.notes:
+            lines += ["", "Notes", "-----", *(f"  * {note}" for note in self.notes)]
+        return "\n".join(lines[1:]) + "\n"
+
+
+def make_plan(config: Config, *, device: str, gpu_count: int) -> Plan:
+    """The plan of a resolved config on a machine with `gpu_count` GPUs; refuses what cannot be placed."""
+    trainers = config.actor_num_nodes * config.actor_num_gpus_per_node
+    engines = config.rollout_num_gpus // config.rollout_num_gpus_per_engine if needs_engines(config) else 0
+    gpus_needed = _check_gpus(config, device, gpu_count, trainers, engines)
+    shape = ModelShape.from_folder(config.hf_checkpoint)
+    backend, backend_reason = choose_rollout_backend(config, device) if engines else ("none", "nothing is generated")
+    transport, transport_reason = choose_transport(config, device) if engines else ("none", "there is no engine")
+    available = nvidia_gpu_memory() if device == "cuda" else available_memory()
+    processes = _processes(config, shape, device, trainers, engines, available)
+    steps = _optimizer_steps(config)
+    sections = (
+        ("Model", _model_rows(config, shape)),
+        ("Processes", _process_rows(processes, (backend, backend_reason), (transport, transport_reason))),
+        ("Batches", _batch_rows(config, trainers)),
+        ("Length", _length_rows(config, steps)),
+        (f"Memory (estimate, {device})", _memory_rows(processes, available, device)),
+        ("Files", _file_rows(config)),
+    )
+    notes = _notes(config, backend) + _memory_notes(config, processes, available, device)
+    return Plan(device, gpus_needed, processes, backend, transport, steps, sections, tuple(notes))
+
+
+def detect_device(device: str) -> tuple[str, int]:
+    """`--device` and the number of GPUs, as far as that can be told without torch."""
+    gpus = nvidia_gpu_count()
+    if device == "auto":
+        return ("cuda" if gpus else "cpu"), gpus
+    return device, gpus
+
+
+def choose_rollout_backend(config: Config, device: str) -> tuple[str, str]:
+    """Which engine generates, and why."""
+    if config.rollout_backend != "auto":
+        return config.rollout_backend, "asked for"
+    if device != "cuda":
+        return "embedded", "there is no GPU for SGLang"
+    return choose_backend(config.rollout_backend)
+
+
+def needs_engines(config: Config) -> bool:
+    """Whether anything is generated: SFT without evaluation only reads answers."""
+    return config.rollout_function_path != SFT_ROLLOUT_FUNCTION or bool(config.eval_prompt_data)
+
+
+def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, engines: int) -> int:
+    if device != "cuda":
+        return 0
+    rollout = config.rollout_num_gpus if engines else 0
+    needed = max(trainers, rollout) if config.colocate else trainers + rollout
+    if gpu_count == 0:
+        raise UserError("--device cuda, but this machine has no NVIDIA GPU: use --device cpu")
+    if needed > gpu_count:
+        how = "shared" if config.colocate else f"{trainers} for training and {rollout} for rollout"
+        shared = "" if config.colocate or max(trainers, rollout) > gpu_count else "add --colocate, or "
+        raise UserError(
+            f"this run needs {needed} GPUs ({how}), but there {'is' if gpu_count == 1 else 'are'} {gpu_count}: "
+            f"{shared}lower --actor-num-gpus-per-node or --rollout-num-gpus"
+        )
+    return needed
+
+
+def _processes(
+    config: Config, shape: ModelShape, device: str, trainers: int, engines: int, available: int | None
+) -> tuple[ProcessPlan, ...]:
+    processes = [ProcessPlan("driver", 1, "cpu", None)]
+    if engines:
+        first = 0 if config.colocate else trainers
+        memory = engine_memory(config, shape, device=device, available=available)
+        processes.append(ProcessPlan("engine", engines, _where(device, first, config.rollout_num_gpus), memory))
+    memory = trainer_memory(config, shape, device=device, trainers=trainers)
+    processes.append(ProcessPlan("trainer", trainers, _where(device, 0, trainers), memory))
+    return tuple(processes)
+
+
+def _where(device: str, first: int, count: int) -> str:
+    if device != "cuda":
+        return "cpu"
+    return f"GPU {first}" if count == 1 else f"GPUs {first}-{first + count - 1}"
+
+
+def _model_rows(config: Config, shape: ModelShape) -> tuple[tuple[str, str], ...]:
+    count = shape.num_parameters
+    size = "size unknown" if count is None else f"{_short_number(count)} parameters"
+    rows = [("folder", config.hf_checkpoint), ("kind", f"{shape.model_type}, {size}")]
+    if shape.num_layers and shape.hidden_size:
+        experts = f", {shape.num_experts} experts" if shape.num_experts else ""
+        rows.append(
+            ("shape", f"{shape.num_layers} layers x {shape.hidden_size}{experts}, vocabulary {shape.vocab_size}")
+        )
+    flops = shape.flops_per_token(longest_sample(config) // 2)
+    if flops is not None:
+        rows.append(("work", f"{flops / 1e9:.3g} GFLOP per token forward, three times that in training"))
+    return tuple(rows)
+
+
+def _process_rows(
+    processes: tuple[ProcessPlan, ...], backend: tuple[str, str], transport: tuple[str, str]
+) -> tuple[tuple[str, str], ...]:
+    rows = [(process.name, f"{process.count} on {process.where}") for process in processes]
+    rows.append(("rollout backend", f"{backend[0]} ({backend[1]})"))
+    rows.append(("weight transport", f"{transport[0]} ({transport[1]})"))
+    return tuple(rows)
+
+
+def _batch_rows(config: Config, trainers: int) -> tuple[tuple[str, str], ...]:
+    prompts, per_prompt = config.rollout_batch_size, config.n_samples_per_prompt
+    batch, steps = config.global_batch_size, config.num_steps_per_rollout
+    share = f"{batch // trainers}" if batch % trainers == 0 else f"{batch // trainers} to {batch // trainers + 1}"
+    forward = f"{config.micro_batch_size} per forward pass"
+    if config.use_dynamic_batch_size:
+        forward = f"up to {config.max_tokens_per_gpu} tokens per forward pass"
+    return (
+        ("rollout step", f"{prompts} prompts x {per_prompt} samples = {prompts * per_prompt} samples"),
+        ("training", f"{steps} optimizer step{'s' * (steps > 1)} of {batch} samples"),
+        ("per trainer", f"{share} samples, {forward}"),
+    )
+
+
+def _length_rows(config: Config, steps: int | None) -> tuple[tuple[str, str], ...]:
+    if config.num_rollout is not None:
+        length = f"{config.num_rollout} rollout steps, {steps} optimizer steps"
+        if config.num_rollout == 0:
+            length = "no training, evaluation only"
+    else:
+        length = f"{config.num_epoch} x (prompts / {config.rollout_batch_size}) rollout steps"
+    horizon = config.lr_decay_iters or steps or "all"
+    rate = f"{config.lr:g} constant"
+    if config.lr_decay_style != "constant":
+        rate = f"{config.lr:g} to {config.min_lr:g}, {config.lr_decay_style} over {horizon} optimizer steps"
+    if config.lr_warmup_iters:
+        rate += f", after {config.lr_warmup_iters} steps of warm-up"
+    rows = [("run", length), ("learning rate", rate)]
+    if config.eval_interval is not None:
+        names = ", ".join(name for name, _ in config.eval_prompt_data)
+        before = "" if config.skip_eval_before_train else "before training and "
+        rows.append(("evaluation", f"{before}every {config.eval_interval} rollout steps on {names}"))
+    return tuple(rows)
+
+
+def _optimizer_steps(config: Config) -> int | None:
+    return None if config.num_rollout is None else config.num_rollout * config.num_steps_per_rollout
+
+
+def _memory_rows(processes: tuple[ProcessPlan, ...], available: int | None, device: str) -> tuple[tuple[str, str], ...]:
+    rows = []
+    for process in processes:
+        if process.memory is not None:
+            parts = ", ".join(f"{name} {_gib(size)}" for name, size in process.memory.parts.items())
+            rows.append((f"each {process.name}", f"{_gib(process.memory.total)}: {parts}"))
+    what = "each GPU has" if device == "cuda" else "available"
+    rows.append((what, "unknown" if available is None else _gib(available)))
+    return tuple(rows)
+
+
+def _memory_notes(config: Config, processes: tuple[ProcessPlan, ...], available: int | None, device: str) -> list[str]:
+    if available is None:
+        return []
+    estimates = {process.name: process for process in processes if process.memory is not None}
+    if device != "cuda":
+        needed = sum(process.count * process.memory.total for process in estimates.values() if process.memory)
+        over = needed > available
+    else:
+        sizes = [process.memory.total for process in estimates.values() if process.memory]
+        needed = sum(sizes) if config.colocate and not config.offload_rollout else max(sizes)
+        over = needed > available
+    if not over:
+        return []
+    return [
+        f"the estimate of {_gib(needed)} is more than the {_gib(available)} there are: lower --micro-batch-size or "
+        "--max-tokens-per-gpu, add --recompute-activations, or use more processes"
+    ]
+
+
+def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
+    run = Path(config.output_dir)
+    rows = [("run folder", f"{run}{os.sep} with config.yaml, metrics.jsonl, logs{os.sep}")]
+    if config.use_tensorboard:
+        rows.append(("TensorBoard", str(run / "tensorboard")))
+    every = f"every {config.save_interval} rollout steps and at the end" if config.save_interval else "at the end"
+    if config.save is not None:
+        rows.append(("checkpoints", f"{config.save}, {every}"))
+    if config.save_hf is not None:
+        rows.append(("model folders", f"{config.save_hf}, {every}"))
+    if config.load is not None:
+        found = Path(config.load).is_dir() and any(Path(config.load).iterdir())
+        rows.append(("continues from", config.load if found else f"{config.load} (empty: a fresh start)"))
+    return tuple(rows)
+
+
+def _notes(config: Config, backend: str) -> list[str]:
+    notes = []
+    if config.eval_prompt_data and config.eval_interval is None:
+        notes.append("--eval-prompt-data without --eval-interval: there is no periodic evaluation")
+    own_reward = config.custom_generate_function_path or config.loss_type == "sft_loss"
+    if config.rm_type is None and config.custom_rm_path is None and not own_reward:
+        notes.append("neither --rm-type nor --custom-rm-path: each row's metadata must name its rm_type")
+    if config.save is None and config.save_hf is None:
+        notes.append("neither --save nor --save-hf: the trained model is not kept")
+    normalised = not config.disable_rewards_normalization and config.custom_reward_post_process_path is None
+    if config.loss_type == "policy_loss" and config.n_samples_per_prompt == 1 and normalised:
+        notes.append("--n-samples-per-prompt 1: a group of one always has advantage 0, so nothing is learned")
+    used = ("recompute_granularity",)
+    megatron = [name for name in config.carried if name.replace("_", "-") in MEGATRON_FLAGS and name not in used]
+    if megatron:
+        notes.append(f"Megatron flags without effect on the FSDP trainer: {_flags(megatron)}")
+    sglang = [name for name in config.carried if name.startswith(("sglang_", "router_"))]
+    if sglang and backend == "embedded":
+        notes.append(f"SGLang flags without effect on the embedded engine: {_flags(sglang)}")
+    return notes
+
+
+def _flags(names: list[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB" if size >= 0.1 * _GIB else f"{size / 2**20:.1f} MiB"
+
+
+def _short_number(count: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)

@@ -1,0 +1,122 @@
+"""Finding the user's functions by name.
+
+Invariant: `load_function` returns a callable that accepts the positional arguments it will get, or raises a UserError
+that names the flag, the path and the remedy; a plugin file is executed once per process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slime.errors import UserError
+
+
+def load_function(path: str, *, what: str, params: Sequence[str] | None = None) -> Callable[..., Any]:
+    """The callable behind `pkg.module.name`, `pkg.module:name`, `file.py:name` or `file.py` (the function `file`).
+
+    `what` names the flag or field for error messages; `params` are the positional arguments it will be called with.
+    """
+    module_name, attribute = _split(path, what)
+    if module_name.endswith(".py"):
+        module = _load_file(Path(module_name), what)
+    else:
+        module = _import_module(module_name, path, what)
+    found = _attribute(module, attribute, path, what)
+    if not callable(found):
+        raise UserError(f"{what} {path} is a {type(found).__name__}, not a function: name a callable")
+    if params is not None:
+        _check_parameters(found, params, path, what)
+    return found
+
+
+def _split(path: str, what: str) -> tuple[str, str]:
+    module_name, colon, attribute = path.rpartition(":")
+    if not colon and path.endswith(".py"):
+        return path, Path(path).stem
+    if not colon:
+        module_name, _, attribute = path.rpartition(".")
+    if not module_name or not attribute:
+        raise UserError(f"{what} {path} names no function: write it as package.module.function or file.py:function")
+    return module_name, attribute
+
+
+def _load_file(file: Path, what: str) -> ModuleType:
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        raise UserError(f"{what}: there is no file {file}")
+    name = f"slime_plugin_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{what}: {file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    _make_importable(str(file.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UserError(f"{what}: {file} does not import ({_cause(error)})") from error
+    return module
+
+
+def _import_module(module_name: str, path: str, what: str) -> ModuleType:
+    _make_importable(os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        hint = ": is it installed, or next to where you start the run?" if _is_missing(error, module_name) else ""
+        raise UserError(f"{what} {path}: module {module_name} does not import ({_cause(error)}){hint}") from error
+
+
+def _make_importable(folder: str) -> None:
+    """A plugin may import its neighbours, as a script may; appended, so that it shadows nothing."""
+    if folder not in sys.path and not (folder == os.getcwd() and "" in sys.path):
+        sys.path.append(folder)
+
+
+def _is_missing(error: Exception, module_name: str) -> bool:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    return missing is not None and (module_name == missing or module_name.startswith(missing + "."))
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _attribute(module: ModuleType, attribute: str, path: str, what: str) -> Any:
+    namespace = vars(module)
+    if attribute in namespace:
+        return namespace[attribute]
+    if hasattr(module, attribute):
+        return getattr(module, attribute)
+    functions = [name for name, value in namespace.items() if callable(value) and not name.startswith("__")]
+    close = difflib.get_close_matches(attribute, functions, n=1, cutoff=0.6)
+    own = [name for name in functions if getattr(namespace[name], "__module__", None) == module.__name__]
+    where = module.__file__ if path.partition(":")[0].endswith(".py") else module.__name__
+    hint = f"did you mean {close[0]}?" if close else f"it defines {', '.join(own) or 'no functions'}"
+    raise UserError(f"{what} {path}: {where} has no {attribute}: {hint}")
+
+
+def _check_parameters(function: Callable[..., Any], params: Sequence[str], path: str, what: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a builtin without a signature: only the call itself can tell
+    try:
+        signature.bind(*params)
+    except TypeError:
+        call = f"({', '.join(params)})"
+        shown = signature.replace(return_annotation=inspect.Signature.empty)
+        raise UserError(f"{what} {path} is called with {call}, but its signature is {shown}: change it") from None

@@ -1,0 +1,1 @@
+"""Rollout: from prompts to finished, scored samples."""

@@ -1,0 +1,85 @@
+"""The default generate: one sample, one engine call (more only to resume), exact in its tokens.
+
+Invariant: what is sent is `sample.tokens`, what is appended are the ids the engine says it sampled, with their
+log-probs; text is never tokenised again. A sample that already holds part of a response is continued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from slime.config import Config
+from slime.data.sample import Sample
+from slime.engine.client import EngineError, GenerateResult
+from slime.engine.protocol import generate_payload, sampling_seed
+from slime.rollout.runtime import RolloutRuntime, runtime_for
+from slime.rollout.tokenization import prompt_token_ids
+
+TRANSIENT_RETRIES = 3
+FIRST_BACKOFF_S = 0.5
+MOST_RESUMES = 16
+
+
+class PromptTooLong(Exception):
+    """The prompt leaves no room for a response."""
+
+
+class AbortedTooOften(Exception):
+    """The engine kept aborting a request that nobody here had given up."""
+
+
+async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Fill `sample` with a response; returns the same object.
+
+    A request aborted by the engine (a weight update, say) is resumed from its tokens, unless the rollout itself was
+    aborted: then the partial sample is returned as ABORTED.
+    """
+    runtime = runtime_for(args)
+    if not sample.tokens:
+        sample.tokens = prompt_token_ids(runtime.tokenizer, sample)
+    for _ in range(MOST_RESUMES):
+        budget = new_token_budget(args, sample, sampling_params)
+        if budget == 0:
+            sample.status = Sample.Status.TRUNCATED
+            return sample
+        result = await _call_engine(runtime, sample, sampling_params, budget)
+        sample.append_response_tokens(
+            args, tokens=result.token_ids, log_probs=result.log_probs, meta_info=result.meta_info, text=result.text
+        )
+        if sample.status is not Sample.Status.ABORTED or runtime.state.aborted:
+            return sample
+    raise AbortedTooOften(f"the engine aborted this request {MOST_RESUMES} times")
+
+
+def new_token_budget(args: Config, sample: Sample, sampling_params: Mapping[str, Any]) -> int:
+    """How many more tokens `sample` may get, by the response limit and the context; 0 when it is full."""
+    context = args.rollout_max_context_len
+    prompt_length = len(sample.tokens) - sample.response_length
+    if context is not None and prompt_length >= context:
+        raise PromptTooLong(f"the prompt has {prompt_length} tokens, the context (rollout_max_context_len) {context}")
+    budget = sampling_params["max_new_tokens"] - sample.response_length
+    if context is not None:
+        budget = min(budget, context - len(sample.tokens))
+    return max(0, budget)
+
+
+async def _call_engine(
+    runtime: RolloutRuntime, sample: Sample, sampling_params: Mapping[str, Any], budget: int
+) -> GenerateResult:
+    params = {**sampling_params, "max_new_tokens": budget}
+    if params.get("min_new_tokens"):
+        params["min_new_tokens"] = min(budget, max(0, params["min_new_tokens"] - sample.response_length))
+    if sample.response_length and params.get("sampling_seed") is not None:
+        params["sampling_seed"] = sampling_seed(params["sampling_seed"], sample.response_length)
+    payload = generate_payload(sample.tokens, params)
+    affinity_key = sample.session_id if sample.group_index is None else sample.group_index
+    for attempt in range(TRANSIENT_RETRIES):
+        try:
+            return await runtime.pool.generate_result(payload, affinity_key)
+        except EngineError as error:
+            if not error.transient:
+                raise
+        await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
+    return await runtime.pool.generate_result(payload, affinity_key)

@@ -1,0 +1,173 @@
+"""One sample, and one group of samples, from prompt to reward.
+
+Invariant: every dispatched sample comes back exactly once, as data, as ABORTED (to be resumed), or as a failure with
+its cause. What a generate function, hook or reward function raises ends here; only a `UserError` (no sample of the
+run could succeed) and cancellation pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import uuid
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+from slime.config import Config
+from slime.data.sample import Sample
+from slime.engine.protocol import sampling_seed
+from slime.errors import UserError
+from slime.rollout.base_types import Group, Produced, leaves
+from slime.rollout.failures import forget_response, mark_failed
+from slime.rollout.generate import generate
+from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
+from slime.rollout.scoring import score_one, score_together
+
+T = TypeVar("T")
+
+
+async def generate_and_rm_group(
+    args: Config, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+) -> Group:
+    """Generate and score all samples of one prompt."""
+    runtime = runtime_for(args)
+    for sample in group:
+        if sample.session_id is None:
+            sample.session_id = str(uuid.uuid4())
+    results: Group = await gather_or_cancel(
+        generate_and_rm(args, sample, _own_params(args, sample, sampling_params, evaluation), evaluation)
+        for sample in group
+    )
+    if args.group_rm:
+        await score_together(runtime, list(leaves(results)))
+    return results
+
+
+async def generate_and_rm(
+    args: Config, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Produced:
+    """Generate one sample, run the hooks, and score it (group rewards come later, from the group)."""
+    runtime = runtime_for(args)
+    produced: Produced = sample
+    if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+        if sample.status is Sample.Status.FAILED:
+            _start_over(sample)
+        async with runtime.semaphore:
+            if runtime.state.aborted:
+                sample.status = Sample.Status.ABORTED
+                return sample
+            produced = await _generated(runtime, sample, sampling_params, evaluation)
+        produced = await _hooked(runtime, produced, evaluation)
+    if not args.group_rm:
+        if isinstance(produced, Sample):
+            await score_one(runtime, produced)
+        else:
+            await score_together(runtime, produced)
+    return produced
+
+
+async def gather_or_cancel(coros: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; when one raises, the others are cancelled and awaited before the error goes on."""
+    tasks = [asyncio.ensure_future(coro) for coro in coros]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _generated(
+    runtime: RolloutRuntime, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Produced:
+    try:
+        return _checked(sample, await _call_generate(runtime, sample, sampling_params, evaluation))
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a generate function raises is this sample's outcome
+        forget_response(sample)
+        mark_failed([sample], runtime.failures.record("generate", error))
+        return sample
+
+
+async def _call_generate(
+    runtime: RolloutRuntime, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Any:
+    path = sample.generate_function_path or runtime.args.custom_generate_function_path
+    if path is None:
+        return await generate(runtime.args, sample, sampling_params)
+    custom = runtime.function(
+        path, flag="--custom-generate-function-path", params=("args", "sample", "sampling_params")
+    )
+    extra = {"evaluation": evaluation} if accepts(custom, "evaluation") else {}
+    result = custom(runtime.args, sample, sampling_params, **extra)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _checked(sample: Sample, result: Any) -> Produced:
+    """What a generate function returned, if it is what it may return; siblings of a fan-out share a rollout id."""
+    if isinstance(result, Sample):
+        siblings = [result]
+    elif isinstance(result, list) and result and all(isinstance(item, Sample) for item in result):
+        siblings = result
+    else:
+        raise TypeError(f"a generate function must return a Sample or a list of them, not {result!r:.200}")
+    if len(siblings) > 1:
+        ids = {sibling.rollout_id for sibling in siblings}
+        if ids == {None}:
+            for sibling in siblings:
+                sibling.rollout_id = sample.index
+        elif len(ids) > 1:
+            raise ValueError(f"samples of one fan-out must share one rollout_id, not {sorted(map(str, ids))}")
+    for sibling in siblings:
+        if sibling.status is Sample.Status.FAILED:
+            mark_failed([sibling], sibling.failure or "generate: the generate function gave this sample up")
+    return result
+
+
+async def _hooked(runtime: RolloutRuntime, produced: Produced, evaluation: bool) -> Produced:
+    paths = runtime.args.rollout_sample_hook_path
+    if not paths:
+        return produced
+    if isinstance(produced, Sample):
+        return await _hook_one(runtime, produced, paths, evaluation)
+    return [await _hook_one(runtime, sample, paths, evaluation) for sample in produced]
+
+
+async def _hook_one(runtime: RolloutRuntime, sample: Sample, paths: list[str], evaluation: bool) -> Sample:
+    if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
+        return sample
+    offered = {"rollout_id": runtime.state.rollout_id, "evaluation": evaluation}
+    try:
+        for path in paths:
+            hook = runtime.function(path, flag="--rollout-sample-hook-path", params=("args", "sample"))
+            wanted = {name: value for name, value in offered.items() if accepts(hook, name)}
+            result = hook(runtime.args, sample, **wanted)
+            result = await result if inspect.isawaitable(result) else result
+            if result is not None and not isinstance(result, Sample):
+                raise TypeError(f"a sample hook must return a Sample or None, not {type(result).__name__}")
+            sample = result or sample
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a hook raises is this sample's outcome
+        mark_failed([sample], runtime.failures.record("hook", error))
+    return sample
+
+
+def _own_params(args: Config, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> dict[str, Any]:
+    """A copy for one sample, with a seed that depends only on the run's seed and the sample's index."""
+    params = dict(sampling_params)
+    if sample.index is not None:
+        params.setdefault(
+            "sampling_seed", sampling_seed(args.rollout_seed, "eval" if evaluation else "train", sample.index)
+        )
+    return params
+
+
+def _start_over(sample: Sample) -> None:
+    """A failed sample that was handed out again is a fresh prompt."""
+    forget_response(sample)
+    sample.status = Sample.Status.PENDING
+    sample.failure = None
+    sample.remove_sample = False

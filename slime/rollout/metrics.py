@@ -1,0 +1,147 @@
+"""Numbers about samples, under upstream's names. Pure functions of the samples.
+
+Failed samples are counted and otherwise left out: no length, reward or ratio below includes them.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from slime.config import Config
+from slime.data.sample import Sample
+
+Metrics = dict[str, float]
+
+REPETITION_TAIL_CHARS = 10_000
+REPETITION_COMPRESSION = 10.0
+
+
+def rollout_metrics(args: Config, samples: Sequence[Sample], rollout_time: float) -> Metrics:
+    """Everything logged about one training rollout: ``rollout/*`` and ``perf/*``."""
+    metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples).items()}
+    metrics |= {f"rollout/{name}": value for name, value in _reward_metrics(args, _usable(samples)).items()}
+    return metrics | {f"perf/{name}": value for name, value in _perf_metrics(args, samples, rollout_time).items()}
+
+
+def eval_metrics(args: Config, data: Mapping[str, Mapping[str, Any]]) -> Metrics:
+    """``eval/{name}`` (mean reward), ``-truncated_ratio``, ``-pass@k`` and sample metrics of each dataset."""
+    metrics: Metrics = {}
+    for name, result in data.items():
+        rewards, samples = result["rewards"], result["samples"]
+        metrics[f"eval/{name}"] = fmean(rewards)
+        metrics[f"eval/{name}-truncated_ratio"] = fmean(result["truncated"])
+        groups: dict[Hashable, list[bool]] = defaultdict(list)
+        for sample, reward in zip(samples, rewards, strict=True):
+            groups[sample.group_index].append(reward == 1)
+        metrics |= {f"eval/{name}-{key}": value for key, value in pass_at_k(groups.values()).items()}
+        every = [*samples, *result.get("failed", ())]
+        metrics |= {f"eval/{name}/{key}": value for key, value in sample_metrics(every).items()}
+    return metrics
+
+
+def pass_at_k(groups: Iterable[Sequence[bool]]) -> Metrics:
+    """``pass@k`` for k = 1, 2, 4, ... up to the largest group: the unbiased estimate of Chen et al. (2021).
+
+    For a group of n with c correct: 1 - C(n-c, k) / C(n, k). Groups smaller than k say nothing about it.
+    """
+    outcomes = [(len(group), sum(group)) for group in groups]
+    largest = max((n for n, _ in outcomes), default=0)
+    result: Metrics = {}
+    k = 1
+    while k <= largest:
+        result[f"pass@{k}"] = fmean(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in outcomes if n >= k)
+        k *= 2
+    return result
+
+
+def sample_metrics(samples: Sequence[Sample]) -> Metrics:
+    """What can be said of any list of samples: lengths, truncation, repetition, caches, failures."""
+    metrics: Metrics = {"failed/count": float(len(samples) - len(_usable(samples)))}
+    for stage, count in Counter(_stage(sample) for sample in samples if _failed(sample)).items():
+        metrics[f"failed/{stage}"] = float(count)
+    usable = _usable(samples)
+    if not usable:
+        return metrics
+    lengths = [sample.effective_response_length for sample in usable]
+    metrics |= _spread("response_len", lengths)
+    metrics["truncated_ratio"] = fmean(sample.status is Sample.Status.TRUNCATED for sample in usable)
+    metrics["repetition_frac"] = fmean(has_repetition(sample.response) for sample in usable)
+    return metrics | _engine_metrics(usable)
+
+
+def has_repetition(text: str) -> bool:
+    """Whether the end of a text is so repetitive that it compresses more than tenfold."""
+    tail = text[-REPETITION_TAIL_CHARS:].encode()
+    return bool(tail) and len(tail) / len(zlib.compress(tail)) > REPETITION_COMPRESSION
+
+
+def _engine_metrics(samples: Sequence[Sample]) -> Metrics:
+    metrics: Metrics = {}
+    prompt_tokens = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
+    if prompt_tokens:
+        cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
+        metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
+        metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
+    verified = sum(sample.spec_info.spec_verify_ct for sample in samples)
+    if verified:
+        drafted = sum(sample.spec_info.spec_draft_token_num for sample in samples)
+        accepted = sum(sample.spec_info.spec_accept_token_num for sample in samples)
+        metrics["spec_accept_rate"] = accepted / drafted if drafted else 0.0
+        metrics["spec_accept_length"] = sum(s.spec_info.completion_token_num for s in samples) / verified
+    return metrics
+
+
+def _reward_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
+    """Mean raw reward, and how many groups got the same reward throughout (they teach nothing)."""
+    scored = [sample for sample in samples if sample.reward is not None]
+    if not scored:
+        return {}
+    groups: dict[Hashable, list[float]] = defaultdict(list)
+    for sample in scored:
+        groups[sample.group_index].append(float(sample.get_reward_value(args)))
+    metrics: Metrics = {"raw_reward": fmean(reward for rewards in groups.values() for reward in rewards)}
+    flat = [rewards[0] for rewards in groups.values() if len(rewards) > 1 and max(rewards) - min(rewards) <= 1e-6]
+    metrics["zero_std/count"] = float(len(flat))
+    for reward, count in Counter(round(reward, 1) for reward in flat).items():
+        metrics[f"zero_std/count_{reward}"] = float(count)
+    return metrics
+
+
+def _perf_metrics(args: Config, samples: Sequence[Sample], rollout_time: float) -> Metrics:
+    metrics: Metrics = {"rollout_time": rollout_time}
+    usable = _usable(samples)
+    if not usable or rollout_time <= 0:
+        return metrics
+    gpus = args.rollout_num_gpus or 1
+    metrics["tokens_per_gpu_per_sec"] = sum(s.response_length for s in usable) / rollout_time / gpus
+    metrics["effective_tokens_per_gpu_per_sec"] = sum(s.effective_response_length for s in usable) / rollout_time / gpus
+    metrics["longest_sample_tokens_per_sec"] = max(s.response_length for s in usable) / rollout_time
+    metrics["longest_effective_sample_tokens_per_sec"] = max(s.effective_response_length for s in usable) / rollout_time
+    times = [sample.non_generation_time for sample in usable]
+    return metrics | (_spread("non_generation_time", times) if any(times) else {})
+
+
+def _spread(name: str, values: Sequence[float]) -> Metrics:
+    return {
+        f"{name}/mean": fmean(values),
+        f"{name}/median": float(median(values)),
+        f"{name}/max": float(max(values)),
+        f"{name}/min": float(min(values)),
+    }
+
+
+def _failed(sample: Sample) -> bool:
+    return sample.status is Sample.Status.FAILED
+
+
+def _usable(samples: Sequence[Sample]) -> list[Sample]:
+    return [sample for sample in samples if not _failed(sample)]
+
+
+def _stage(sample: Sample) -> str:
+    return (sample.failure or "unknown").partition(":")[0]

@@ -1,0 +1,207 @@
+"""`RewardHub`: finds the right verifier for a sample and returns its verdict.
+
+Invariant: a verdict is a finite number or a dict; a verifier that cannot judge raises (`RewardError`, or whatever a
+custom function raised), and a flag that makes no sense is a `UserError`. Nothing turns into a reward of 0 here.
+
+Custom functions (`--custom-rm-path`, or a sample's own `custom_rm_path`) may be plain or async. They take one sample,
+or a list of them when their second parameter is called `samples` or `--group-rm` is on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any
+
+from slime.data.sample import Reward, Sample
+from slime.errors import UserError
+from slime.plugins import load_function
+from slime.rollout.rewards.answers import last_boxed
+from slime.rollout.rewards.dapo import dapo_reward
+from slime.rollout.rewards.deepscaler import deepscaler_reward
+from slime.rollout.rewards.errors import RewardError
+from slime.rollout.rewards.f1 import f1_reward
+from slime.rollout.rewards.gpqa import gpqa_reward
+from slime.rollout.rewards.math import MathVerifier
+from slime.rollout.rewards.random import random_reward
+from slime.rollout.rewards.remote import RemoteReward
+
+RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")
+BOXED_PREFIX = "boxed_"
+_WITHOUT_LABEL = ("remote_rm", "random")
+_KEPT_HUBS = 8
+
+
+class RewardHub:
+    """Scores samples as `--rm-type` and `--custom-rm-path` say; owns the processes its verifiers use."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self._verifier = MathVerifier()
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    async def score(self, sample: Sample) -> Reward:
+        """The reward of one sample."""
+        path = self._custom_path(sample)
+        if path is None:
+            return _checked(await self._builtin(sample), f"--rm-type {self._rm_type(sample)}")
+        function = self._function(path)
+        if _takes_list(function):
+            return (await self._call_with_list(path, function, [sample]))[0]
+        return _checked(await _call(function, self.config, sample), path)
+
+    async def score_group(self, samples: Sequence[Sample]) -> list[Reward]:
+        """The rewards of several samples, in their order; samples with one custom list function are scored together.
+
+        All are judged before the first error, if any, is raised.
+        """
+        together: dict[str, list[int]] = {}
+        alone: list[int] = []
+        for position, sample in enumerate(samples):
+            path = self._custom_path(sample)
+            if path is not None and (self.config.group_rm or _takes_list(self._function(path))):
+                together.setdefault(path, []).append(position)
+            else:
+                alone.append(position)
+        calls = [self._score_as_list(samples[position]) for position in alone]
+        calls += [
+            self._call_with_list(path, self._function(path), [samples[position] for position in positions])
+            for path, positions in together.items()
+        ]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        rewards: dict[int, Reward] = {}
+        for positions, result in zip(
+            [[position] for position in alone] + list(together.values()), results, strict=True
+        ):
+            if isinstance(result, BaseException):
+                raise result
+            rewards.update(zip(positions, result, strict=True))
+        return [rewards[position] for position in range(len(samples))]
+
+    async def aclose(self) -> None:
+        """End the verifier processes."""
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """End the verifier processes; for callers without an event loop."""
+        self._verifier.close()
+
+    def _custom_path(self, sample: Sample) -> str | None:
+        return sample.custom_rm_path or self.config.custom_rm_path
+
+    def _function(self, path: str) -> Callable[..., Any]:
+        if path not in self._functions:
+            self._functions[path] = load_function(path, what="--custom-rm-path", params=("args", "sample"))
+        return self._functions[path]
+
+    async def _score_as_list(self, sample: Sample) -> list[Reward]:
+        return [await self.score(sample)]
+
+    async def _call_with_list(self, path: str, function: Callable[..., Any], samples: list[Sample]) -> list[Reward]:
+        rewards = await _call(function, self.config, samples)
+        if isinstance(rewards, (str, dict)) or not hasattr(rewards, "__len__") or len(rewards) != len(samples):
+            raise RewardError(f"{path}: must return a list of {len(samples)} rewards, got {rewards!r:.80}")
+        return [_checked(reward, path) for reward in rewards]
+
+    def _rm_type(self, sample: Sample) -> str:
+        rm_type = str(sample.metadata.get("rm_type") or self.config.rm_type or "").strip()
+        if not rm_type:
+            raise UserError(
+                "samples have no reward; name a verifier with --rm-type or a function with --custom-rm-path"
+            )
+        return rm_type
+
+    async def _builtin(self, sample: Sample) -> Any:
+        rm_type = self._rm_type(sample)
+        response = sample.response
+        kind = rm_type.removeprefix(BOXED_PREFIX)
+        if kind not in RM_TYPES:
+            raise _unknown_rm_type(rm_type)
+        if rm_type.startswith(BOXED_PREFIX):
+            response = last_boxed(response) or ""
+        if sample.label is None and kind not in _WITHOUT_LABEL:
+            raise UserError(f"--rm-type {rm_type} compares with a label and this sample has none; set --label-key")
+        match kind:
+            case "math":
+                return await self._verifier.grade(response, sample.label)
+            case "deepscaler":
+                return await deepscaler_reward(self._verifier, response, sample.label)
+            case "dapo":
+                return dapo_reward(response, sample.label)
+            case "f1":
+                return f1_reward(response, sample.label)
+            case "gpqa":
+                return gpqa_reward(response, sample.label, sample.metadata)
+            case "random":
+                return random_reward()
+        if not self.config.rm_url:
+            raise UserError("--rm-type remote_rm needs the reward server's address in --rm-url")
+        return await RemoteReward(self.config.rm_url).score(sample, response)
+
+
+class HubCache:
+    """One hub per config object, for callers that have only `args`. A hub keeps its config alive, so an id means one
+    config; hubs beyond the few used last are dropped, and end their processes when nobody uses them any more."""
+
+    def __init__(self) -> None:
+        self._hubs: dict[int, RewardHub] = {}
+        self._lock = Lock()
+
+    def get(self, args: Any) -> RewardHub:
+        """The hub of this config object."""
+        with self._lock:
+            hub = self._hubs.pop(id(args), None) or RewardHub(args)
+            self._hubs[id(args)] = hub
+            while len(self._hubs) > _KEPT_HUBS:
+                del self._hubs[next(iter(self._hubs))]
+            return hub
+
+
+_hubs = HubCache()
+
+
+async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
+    """Score one sample, for plugins that have only `args`."""
+    return await _hubs.get(args).score(sample)
+
+
+async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
+    """Score several samples, for plugins that have only `args`."""
+    return await _hubs.get(args).score_group(samples)
+
+
+async def _call(function: Callable[..., Any], config: Any, subject: Sample | list[Sample]) -> Any:
+    """Await an async function; run a plain one in a thread, where it may take its time."""
+    if inspect.iscoroutinefunction(function):
+        return await function(config, subject)
+    result = await asyncio.to_thread(function, config, subject)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _takes_list(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+    return len(parameters) > 1 and parameters[1] == "samples"
+
+
+def _checked(reward: Any, who: str) -> Reward:
+    if isinstance(reward, dict):
+        return reward
+    if isinstance(reward, (str, bytes)) or not hasattr(reward, "__float__"):
+        raise RewardError(f"{who}: a reward must be a number or a dict, got {reward!r:.80}")
+    number = float(reward)
+    if not math.isfinite(number):
+        raise RewardError(f"{who}: gave the reward {number}, which is no finite number")
+    return number
+
+
+def _unknown_rm_type(rm_type: str) -> UserError:
+    near = difflib.get_close_matches(rm_type, RM_TYPES, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return UserError(f"unknown reward type {rm_type!r}{hint}; known: {', '.join(RM_TYPES)}, each also as boxed_<type>")

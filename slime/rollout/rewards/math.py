@@ -1,0 +1,61 @@
+"""`--rm-type math`: 1.0 when the response's answer means the same as the label, else 0.0.
+
+Plain numbers are compared here, exactly; everything else by math-verify in a guarded process, because a model can
+write expressions that take for ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.rollout.rewards.answers import last_boxed, plain_number
+from slime.rollout.rewards.guard import GuardedPool
+
+_LONGEST_ANSWER = 4096
+_TAIL_WITHOUT_BOX = 2000
+
+
+class MathVerifier:
+    """Compares answers; owns the worker processes that do so."""
+
+    def __init__(self, *, workers: int = 2, deadline_s: float = 10.0) -> None:
+        self.pool = GuardedPool("slime.rollout.rewards.math_worker", size=workers, deadline_s=deadline_s)
+
+    async def grade(self, response: str, label: Any) -> float:
+        r"""Judge the last `\boxed{}` of `response`, or what math-verify finds in its end when there is none."""
+        answer = last_boxed(response)
+        if answer is not None:
+            return await self.grade_answer(answer, label)
+        return await self._compare(response.strip()[-_TAIL_WITHOUT_BOX:], label, boxed=False)
+
+    async def grade_answer(self, answer: str, label: Any) -> float:
+        """Judge an answer that was extracted already. A list of labels means: any of them."""
+        return await self._compare(answer, label, boxed=True)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self.pool.close()
+
+    async def _compare(self, answer: str, label: Any, *, boxed: bool) -> float:
+        if not answer or len(answer) > _LONGEST_ANSWER:
+            return 0.0
+        labels = label if isinstance(label, list) else [label]
+        for one in labels:
+            if await self._is_equal(answer, _label_text(one), boxed=boxed):
+                return 1.0
+        return 0.0
+
+    async def _is_equal(self, answer: str, label: str, *, boxed: bool) -> bool:
+        if answer == label:
+            return True
+        number, expected = plain_number(answer), plain_number(label)
+        if number is not None and expected is not None:
+            return number == expected
+        reply = await self.pool.ask({"prediction": answer, "boxed": boxed, "label": label})
+        return bool(reply["equal"])
+
+
+def _label_text(label: Any) -> str:
+    text = str(label).strip()
+    boxed = last_boxed(text)
+    return text if boxed is None else boxed

@@ -1,0 +1,181 @@
+"""Everything rollout needs while a run lasts, in one object with one owner.
+
+Rollout functions and plugins receive only `args`, so they find their runtime through it: `bind(args, runtime)` records
+which runtime belongs to which config *object* (by identity: a copy of a config is another run's), `runtime_for(args)`
+looks it up, `unbind` ends it. `RolloutRuntime` binds itself on creation and unbinds in `close`. This registry is the
+only process-wide state of the room and holds nothing once all runtimes are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Sequence
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+from slime.config import Config
+from slime.data.tokenizer import load_tokenizer
+from slime.engine.client import EnginePool
+from slime.engine.router import Router
+from slime.plugins import load_function
+from slime.rollout.failures import FailureLog
+from slime.rollout.loop import LoopThread
+from slime.rollout.rewards.hub import RewardHub
+from slime.rollout.state import GenerateState
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 30.0
+
+
+class RolloutRuntime:
+    """Engine pool, tokenizer, reward hub, plugins, concurrency limit and the event loop they live in.
+
+    `args` is the config to hand to rollout functions: the given one plus `sglang_router_ip` and `sglang_router_port`,
+    which point at the only engine, or at a router of our own when there are several. With no engine (supervised
+    training) those two are absent and `pool` refuses to be used.
+    """
+
+    def __init__(self, config: Config, engine_urls: Sequence[str]) -> None:
+        self.config = config
+        self.engine_urls = list(engine_urls)
+        self.loop_thread = LoopThread()
+        self.failures = FailureLog()
+        self._pool = EnginePool(engine_urls, timeout_s=config.engine_request_timeout) if self.engine_urls else None
+        self._router = Router(self._pool) if self._pool is not None and len(self._pool) > 1 else None
+        self._functions: dict[str, Callable[..., Any]] = {}
+        try:
+            self.args = config.replace(carried={**config.carried, **self._router_address()})
+        except BaseException:
+            self.loop_thread.close()
+            raise
+        self.semaphore = asyncio.Semaphore(config.sglang_server_concurrency * max(1, len(self.engine_urls)))
+        self.state = GenerateState(self.args, self)
+        self.eval_datasets: dict[str, Any] = {}
+        bind(self.args, self)
+        bind(config, self)
+
+    @property
+    def pool(self) -> EnginePool:
+        """The engines; a run without engines must not ask."""
+        if self._pool is None:
+            raise RuntimeError("this run has no engines, but its rollout function wants to generate")
+        return self._pool
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of ``--hf-checkpoint``, loaded on first use."""
+        assert self.config.hf_checkpoint is not None, "resolve() makes sure that --hf-checkpoint is given"
+        return load_tokenizer(self.config.hf_checkpoint, trust_remote_code=self.config.trust_remote_code)
+
+    @cached_property
+    def hub(self) -> RewardHub:
+        """The reward functions, created on first use."""
+        return RewardHub(self.args)
+
+    def function(self, path: str, *, flag: str, params: Sequence[str]) -> Callable[..., Any]:
+        """A plugin function by its path, loaded once."""
+        if path not in self._functions:
+            self._functions[path] = load_function(path, what=flag, params=params)
+        return self._functions[path]
+
+    def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine on the runtime's event loop and wait for it."""
+        return self.loop_thread.run(coro, timeout)
+
+    def close(self) -> None:
+        """Close connections, reward workers, router and loop; a second call does nothing."""
+        if self.loop_thread.loop.is_closed():
+            return
+        for args in (self.args, self.config):
+            if _registry.find(args) is self:
+                unbind(args)
+        try:
+            self.run(self._aclose(), CLOSE_TIMEOUT_S)
+        finally:
+            self.loop_thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _aclose(self) -> None:
+        if self._router is not None:
+            await self._router.aclose()
+        if "hub" in self.__dict__:
+            await self.hub.aclose()
+        if self._pool is not None:
+            await self._pool.aclose()
+
+    def _router_address(self) -> dict[str, Any]:
+        if self._router is not None:
+            host, port = self.run(self._router.start(), CLOSE_TIMEOUT_S)
+        elif self.engine_urls:
+            address = urlsplit(self.engine_urls[0])
+            if address.hostname is None or address.port is None:
+                raise ValueError(f"an engine URL needs a host and a port: {self.engine_urls[0]}")
+            host, port = address.hostname, address.port
+        else:
+            return {}
+        return {"sglang_router_ip": host, "sglang_router_port": port}
+
+
+class _Registry:
+    """Which runtime belongs to which args object; keeps the object alive so that its identity stays its own."""
+
+    def __init__(self) -> None:
+        self._bound: dict[int, tuple[object, RolloutRuntime]] = {}
+
+    def bind(self, args: object, runtime: RolloutRuntime) -> None:
+        self._bound[id(args)] = (args, runtime)
+
+    def unbind(self, args: object) -> None:
+        self._bound.pop(id(args), None)
+
+    def find(self, args: object) -> RolloutRuntime | None:
+        entry = self._bound.get(id(args))
+        return None if entry is None else entry[1]
+
+    def newest(self) -> RolloutRuntime | None:
+        return next(reversed(self._bound.values()))[1] if self._bound else None
+
+
+_registry = _Registry()
+
+
+def bind(args: object, runtime: RolloutRuntime) -> None:
+    """Let `runtime_for(args)` find this runtime."""
+    _registry.bind(args, runtime)
+
+
+def unbind(args: object) -> None:
+    """Forget the runtime of `args`; unknown ones are ignored."""
+    _registry.unbind(args)
+
+
+def runtime_for(args: object) -> RolloutRuntime:
+    """The runtime bound to this very config object."""
+    runtime = _registry.find(args)
+    if runtime is None:
+        raise LookupError(
+            "no rollout runtime is bound to these args: use the args object that the rollout function was given "
+            "(not a copy), or create RolloutRuntime(args, engine_urls) and use its .args"
+        )
+    return runtime
+
+
+def newest_runtime() -> RolloutRuntime | None:
+    """The runtime bound last, for compatibility helpers that are not given args."""
+    return _registry.newest()
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether a plugin function takes this keyword by name."""
+    return name in inspect.signature(function).parameters

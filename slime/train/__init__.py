@@ -1,0 +1,1 @@
+"""Training: samples to tensors, packing and balancing, the optimizer step, checkpoints."""

@@ -1,0 +1,183 @@
+"""Attention over packed rows, as an implementation of transformers' attention interface.
+
+Invariant: a token attends to earlier tokens of its own sequence and to nothing else, so a packed row gives every
+sequence what it would get alone. The sequence boundaries travel in a `PackedContext` that the model's owner fills
+before each forward and leaves in place until the next one; activation recompute during backward, in whatever thread
+autograd runs it, therefore sees the boundaries of the forward it repeats (a backward always precedes the next forward).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from slime.errors import UserError
+from slime.train.packing import PackedLayout
+
+ATTENTION_NAME = "slime_packed"
+CONTEXT_ATTRIBUTE = "slime_packed_context"
+PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class PackedContext:
+    """The layout of the row that is going through the model, and how many attention layers have read it."""
+
+    def __init__(self) -> None:
+        self.layout: PackedLayout | None = None
+        self.reads = 0
+
+    def begin(self, layout: PackedLayout) -> None:
+        self.layout = layout
+        self.reads = 0
+
+    def read(self) -> PackedLayout:
+        if self.layout is None:
+            raise RuntimeError("packed attention ran before a packed layout was set")
+        self.reads += 1
+        return self.layout
+
+
+def register_packed_attention() -> None:
+    """Make `attn_implementation="slime_packed"` known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
+
+
+def attach_context(model: PreTrainedModel) -> PackedContext:
+    """Give every module of the model the same context; refuses models whose layers mix tokens in another way."""
+    config = model.config.get_text_config()
+    kinds = set(config.to_dict().get("layer_types") or ()) - PACKABLE_LAYER_TYPES
+    if kinds or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        found = ", ".join(sorted(kinds)) or "convolution"
+        raise UserError(
+            f"{type(model).__name__} has {found} layers, which this version cannot train: use a model whose layers are "
+            "full or sliding-window attention"
+        )
+    context = PackedContext()
+    for module in model.modules():
+        object.__setattr__(module, CONTEXT_ATTRIBUTE, context)
+    return context
+
+
+def no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """Boundaries and causality are the attention function's business."""
+    return None
+
+
+@torch.compiler.disable
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, T, D]
+    key: Tensor,  # [1, kv heads, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The signature of transformers' attention functions; returns [1, T, heads, D]."""
+    layout = module.__dict__[CONTEXT_ATTRIBUTE].read()
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    plain = softcap is None and s_aux is None and sliding_window is None
+    if query.is_cuda and half and plain and query.shape[-1] == value.shape[-1]:
+        return _varlen_attention(query[0], key[0], value[0], layout, scale)[None], None
+    pieces = [
+        _causal_attention(q, k, v, scale, sliding_window, softcap, s_aux)
+        for q, k, v in zip(
+            *(_split_by_length(x[0].transpose(0, 1), layout) for x in (query, key, value)),
+            strict=True,
+        )
+    ]
+    return torch.cat(pieces)[None], None
+
+
+def _split_by_length(states: Tensor, layout: PackedLayout) -> Iterator[Tensor]:
+    """[T, heads, D] to [n, heads, L, D] for every run of n neighbouring sequences of one length L."""
+    begin = 0
+    for length, run in groupby(layout.lengths):
+        count = len(list(run))
+        block = states[begin : begin + count * length]
+        begin += count * length
+        yield block.reshape(count, length, *states.shape[1:]).transpose(1, 2)
+
+
+def _causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention within each of n sequences of one length; [n, heads, L, D] to [n * L, heads, D]."""
+    length = query.shape[2]
+    allowed = None
+    if window is not None and window < length:
+        position = torch.arange(length, device=query.device)
+        distance = position[:, None] - position[None, :]
+        allowed = (distance >= 0) & (distance < window)
+    if softcap is not None or sinks is not None:
+        output = _explicit_attention(query, key, value, scale, allowed, softcap, sinks)
+    else:
+        output = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=allowed, is_causal=allowed is None, scale=scale, enable_gqa=True
+        )
+    return output.transpose(1, 2).flatten(0, 1)
+
+
+def _explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    allowed: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(repeats, dim=1).transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if allowed is None:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).float()
+    if sinks is not None:
+        column = sinks.float().reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]].to(query.dtype)
+    return weights @ value.repeat_interleave(repeats, dim=1)
+
+
+def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
+    """torch's variable-length flash attention; [heads, T, D] to [T, heads, D]. Its keywords differ between releases."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    keywords: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if key.shape[0] != query.shape[0]:
+        if "enable_gqa" in known:
+            keywords["enable_gqa"] = True
+        else:
+            repeats = query.shape[0] // key.shape[0]
+            key, value = key.repeat_interleave(repeats, dim=0), value.repeat_interleave(repeats, dim=0)
+    if "scale" in known:
+        keywords["scale"] = scale
+    else:
+        query = query * (scale * query.shape[-1] ** 0.5)
+    q, k, v = (states.transpose(0, 1).contiguous() for states in (query, key, value))
+    bounds, longest = layout.cu_seqlens, layout.max_length
+    output = varlen_attn(q, k, v, bounds, bounds, longest, longest, **keywords)
+    assert isinstance(output, Tensor)
+    return output

@@ -1,0 +1,1 @@
+"""Ways to spread a policy over processes, behind one small protocol."""

@@ -1,0 +1,226 @@
+"""Training checkpoints: exact resume, on any number of ranks.
+
+    <save>/iter_{rollout_id:07d}/model-*.safetensors   float32 master weights, whole tensors
+                                 optim-*.safetensors   AdamW moments
+                                 rng.safetensors       random state of every rank
+                                 meta.json             counters and what model this is
+    <save>/latest_checkpointed_iteration.txt           written last
+
+Invariant: a folder named in the latest file is complete. Everything is written beside it, synced and renamed; nothing
+is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.models.saving import replace_folder
+from slime.models.shards import ShardWriter, fsync_path
+from slime.train.backends.protocol import NamedTensor, TrainBackend
+
+LATEST = "latest_checkpointed_iteration.txt"
+SHARD_BYTES = 1024**3
+FORMAT = 1
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainState:
+    """Counters that a resumed run continues from."""
+
+    step: int = 0
+    next_rollout_id: int = 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the weights come from: a checkpoint, another model folder, or (both None) `--hf-checkpoint`."""
+
+    checkpoint: Path | None = None
+    hf_folder: Path | None = None
+
+
+def find_start(config: Config) -> Start:
+    """Read `--load`: a folder of checkpoints, one checkpoint, a Hugging Face folder, or a run still to be begun."""
+    if config.load is None:
+        return Start()
+    folder = Path(config.load)
+    latest = folder / LATEST
+    if latest.is_file():
+        text = latest.read_text().strip()
+        chosen = folder / f"iter_{int(text):07d}" if text.isdigit() else None
+        if chosen is None or not (chosen / "meta.json").is_file():
+            raise UserError(f"{latest} names iteration {text!r}, which is not there: choose another --load")
+        return Start(checkpoint=chosen)
+    if (folder / "meta.json").is_file():
+        return Start(checkpoint=folder)
+    if (folder / "config.json").is_file():
+        return Start(hf_folder=folder)
+    if config.save is not None and folder.absolute() == Path(config.save).absolute():
+        return Start()
+    raise UserError(f"--load {folder} holds neither a checkpoint ({LATEST}) nor a Hugging Face model (config.json)")
+
+
+class CheckpointFolder:
+    """One `iter_...` folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def write(
+        cls,
+        root: Path,
+        rollout_id: int,
+        backend: TrainBackend,
+        state: TrainState,
+        config: Config,
+        *,
+        with_optimizer: bool,
+    ) -> Path:
+        """Save; all ranks call it, rank 0 writes."""
+        target = root / f"iter_{rollout_id:07d}"
+        staging = root / f".{target.name}.tmp-{os.getpid()}"
+        is_writer = backend.ranks.rank == 0
+        if is_writer:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+        _write_stream(backend.full_parameters(), staging, "model", is_writer)
+        if with_optimizer:
+            _write_stream(backend.full_optimizer_state(), staging, "optim", is_writer)
+        random_states = {f"cpu.{rank}": s for rank, s in enumerate(backend.ranks.gather(torch.get_rng_state()))}
+        if is_writer:
+            save_file(random_states, staging / "rng.safetensors")
+            meta = {
+                "format": FORMAT,
+                **asdict(state),
+                "world_size": backend.ranks.world_size,
+                "with_optimizer": with_optimizer,
+                "model": describe_model(backend),
+                "hf_checkpoint": config.hf_checkpoint,
+            }
+            (staging / "meta.json").write_text(json.dumps(meta, indent=2))
+            for file in staging.iterdir():
+                fsync_path(file)
+            fsync_path(staging)
+            replace_folder(staging, target)
+            _write_latest(root, rollout_id)
+            _remove_old(root, config.ckpt_keep, keep=target)
+        backend.ranks.barrier()
+        return target
+
+    def load(self, backend: TrainBackend, config: Config) -> TrainState:
+        """Overwrite weights, optimizer and random state; refuses a checkpoint of another model."""
+        try:
+            meta = json.loads((self.path / "meta.json").read_text())
+        except (OSError, ValueError) as cause:
+            raise UserError(f"{self.path}/meta.json cannot be read ({cause}): the checkpoint is damaged") from cause
+        if meta.get("format") != FORMAT:
+            raise UserError(f"checkpoint {self.path} has format {meta.get('format')!r}; this version reads {FORMAT}")
+        check_same_model(self.path, meta["model"], describe_model(backend), config)
+        try:
+            self._load_parameters(backend)
+            if meta["with_optimizer"]:
+                self._load_optimizer(backend)
+            else:
+                logger.warning("checkpoint %s has no optimizer state: Adam starts fresh", self.path)
+            self._load_random_state(backend.ranks.rank)
+        except (SafetensorError, OSError) as cause:
+            raise UserError(f"checkpoint {self.path} is damaged ({cause}): choose an older iteration") from cause
+        return TrainState(step=meta["step"], next_rollout_id=meta["next_rollout_id"])
+
+    def _load_parameters(self, backend: TrainBackend) -> None:
+        missing = set(backend.parameter_shapes())
+        for name, tensor in self._read("model"):
+            backend.load_parameter(name, tensor)
+            missing.discard(name)
+        if missing:
+            raise UserError(f"checkpoint {self.path} lacks {min(missing)}: the checkpoint is damaged")
+
+    def _load_optimizer(self, backend: TrainBackend) -> None:
+        pending: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in self._read("optim"):
+            part, name = key.split("/", 1)
+            state = pending.setdefault(name, {})
+            state[part] = tensor
+            if len(state) == 3:
+                backend.load_optimizer_state(name, pending.pop(name))
+        if pending:
+            raise UserError(f"checkpoint {self.path} has half an optimizer state for {min(pending)}: it is damaged")
+
+    def _load_random_state(self, rank: int) -> None:
+        with safe_open(self.path / "rng.safetensors", framework="pt") as file:
+            if f"cpu.{rank}" in file.keys():  # noqa: SIM118  (the handle is no mapping)
+                torch.set_rng_state(file.get_tensor(f"cpu.{rank}"))
+
+    def _read(self, prefix: str) -> Iterator[NamedTensor]:
+        for path in sorted(self.path.glob(f"{prefix}-*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    yield name, file.get_tensor(name)
+
+
+def describe_model(backend: TrainBackend) -> dict[str, Any]:
+    shapes = backend.parameter_shapes()
+    return {
+        "model_type": backend.model_config.model_type,
+        "parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
+        "shapes": {name: list(shape) for name, shape in sorted(shapes.items())},
+    }
+
+
+def check_same_model(path: Path, saved: dict[str, Any], current: dict[str, Any], config: Config) -> None:
+    if saved == current:
+        return
+    names = sorted(set(saved["shapes"]) | set(current["shapes"]))
+    name = next((n for n in names if saved["shapes"].get(n) != current["shapes"].get(n)), "model_type")
+    raise UserError(
+        f"--load {path} holds a {saved['model_type']} model of {saved['parameters']:,} parameters, but --hf-checkpoint "
+        f"{config.hf_checkpoint} is a {current['model_type']} model of {current['parameters']:,} (first difference: "
+        f"{name} {saved['shapes'].get(name)} against {current['shapes'].get(name)}): load one of the same model"
+    )
+
+
+def _write_stream(tensors: Iterator[NamedTensor], folder: Path, prefix: str, is_writer: bool) -> None:
+    """Whole tensors pass one by one; every rank takes part in gathering them, the writer keeps a shard at a time."""
+    writer = ShardWriter(folder, prefix=prefix, max_bytes=SHARD_BYTES, dtype=None) if is_writer else None
+    for name, tensor in tensors:
+        if writer is not None:
+            writer.add(name, tensor)
+    if writer is not None:
+        writer.finish()
+
+
+def _write_latest(root: Path, rollout_id: int) -> None:
+    draft = root / f".{LATEST}.tmp"
+    draft.write_text(f"{rollout_id}\n")
+    fsync_path(draft)
+    os.replace(draft, root / LATEST)
+    fsync_path(root)
+
+
+def _remove_old(root: Path, keep_count: int | None, *, keep: Path) -> None:
+    """Delete all but the newest `keep_count` checkpoints and what broken-off writes left behind."""
+    for leftover in root.glob(".iter_*.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if keep_count is None:
+        return
+    found = sorted(p for p in root.iterdir() if p.is_dir() and re.fullmatch(r"iter_\d{7,}", p.name))
+    for old in found[: max(len(found) - keep_count, 0)]:
+        if old != keep:
+            shutil.rmtree(old)

@@ -1,0 +1,62 @@
+"""The process group of the trainer ranks.
+
+Invariant: every collective has the run's deadline, and reductions of small float vectors give the same result on all
+ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among its peers."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place."""
+        dist.all_reduce(values, op=dist.ReduceOp.SUM)
+        return values
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Tensors of one shape from all ranks, in rank order, on the host."""
+        local = values.to(self.device)
+        gathered = [torch.empty_like(local) for _ in range(self.world_size)]
+        dist.all_gather(gathered, local)
+        return [tensor.cpu() for tensor in gathered]
+
+    def barrier(self) -> None:
+        self.sum(torch.zeros(1, device=self.device)).item()
+
+
+def join_ranks(device: str, *, timeout_minutes: int) -> Ranks:
+    """Join the group described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        chosen = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(chosen)
+    dist.init_process_group(
+        "nccl" if chosen.type == "cuda" else "gloo",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=timeout_minutes),
+        device_id=chosen if chosen.type == "cuda" else None,
+    )
+    mesh = init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("data",))
+    return Ranks(rank, world_size, chosen, mesh)

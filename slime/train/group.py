@@ -1,0 +1,232 @@
+"""The trainer ranks as the driver sees them.
+
+Invariant: a call goes to all ranks and returns when all have answered; when a rank dies, fails or outlasts the
+deadline, the error names the rank and shows the end of its log, and the other ranks are not waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, channel_pair
+from slime.cluster.ports import free_port
+from slime.cluster.process import ChildProcess
+from slime.config import Config
+from slime.errors import UserError
+from slime.train.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
+from slime.train.schedule import Schedule, build_schedule
+
+POLL_S = 0.2
+STOP_GRACE_S = 5.0
+
+
+class TrainerDied(Exception):
+    """A rank ended or failed in a way the user did not cause."""
+
+
+class TrainerTimeout(Exception):
+    """A rank did not answer within the deadline."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """`metrics`: one dict per optimizer step; `rollout_metrics`: means over the batch and timings."""
+
+    metrics: list[dict[str, float]]
+    rollout_metrics: dict[str, float]
+
+
+@dataclass
+class _Rank:
+    process: ChildProcess
+    channel: Channel
+
+
+class TrainerGroup:
+    """Starts, feeds and stops the trainer processes. `device` is `cpu` or `cuda`."""
+
+    def __init__(self, config: Config, *, device: str, run_dir: str | Path) -> None:
+        self.config = config
+        self.device = device
+        self.run_dir = Path(run_dir)
+        self.world_size = config.actor_num_nodes * config.actor_num_gpus_per_node
+        self._ranks: list[_Rank] = []
+        self._next_id = 0
+        self._deadline_s = config.distributed_timeout_minutes * 60.0
+
+    def start(self) -> int:
+        """Start all ranks and load the model; the first rollout id to train on."""
+        port = free_port()
+        self._ranks = [self._launch(rank, port) for rank in range(self.world_size)]
+        params = {"config": self.config.to_dict(), "device": self.device}
+        return self._call("init", [params] * self.world_size)[0]
+
+    def train(self, rollout_id: int, samples_by_group: Sequence[Any]) -> TrainResult:
+        """Train on one rollout: groups of samples, or groups of fanned-out rollouts."""
+        begin = time.perf_counter()
+        batch = make_train_batch(self.config, flatten_samples(samples_by_group))
+        if not any(batch.trainable(i) for i in range(len(batch))):
+            raise UserError(
+                f"rollout {rollout_id} has no response token in any of its {len(batch)} samples to train on"
+            )
+        schedule = build_schedule(
+            batch.total_lengths,
+            batch.rollout_ids,
+            num_ranks=self.world_size,
+            global_batch_size=self._global_batch_size(len(set(batch.rollout_ids))),
+            micro_batch_size=self.config.micro_batch_size,
+            max_tokens=self.config.max_tokens_per_gpu if self.config.use_dynamic_batch_size else None,
+            trainable=[batch.trainable(i) for i in range(len(batch))],
+        )
+        shares = [rank_share(batch, schedule, rank) for rank in range(self.world_size)]
+        prepared = time.perf_counter() - begin
+        answers = self._call("train", [{"rollout_id": rollout_id, "data": share} for share in shares])
+        rollout_metrics = batch_metrics(batch) | answers[0]["rollout_metrics"]
+        rollout_metrics["perf/data_preprocess_time"] += prepared
+        rollout_metrics["perf/train_time"] += prepared
+        return TrainResult(metrics=answers[0]["metrics"], rollout_metrics=rollout_metrics)
+
+    def save(self, rollout_id: int) -> Path:
+        return Path(self._call_same("save", rollout_id=rollout_id)[0])
+
+    def export_weights(self, out_dir: str | Path, version: int) -> list[Path]:
+        paths = self._call_same("export_weights", out_dir=str(out_dir), version=version)[0]
+        return [Path(path) for path in paths]
+
+    def save_hf(self, path: str | Path) -> Path:
+        return Path(self._call_same("save_hf", path=str(path))[0])
+
+    def stop(self) -> None:
+        """End all ranks; safe to call twice and after a failure."""
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            if rank.process.poll() is None:
+                try:
+                    rank.channel.send({"id": -1, "method": "stop", "params": {}}, timeout_s=1.0)
+                except (ChannelClosed, ChannelTimeout, OSError):
+                    continue
+        for rank in ranks:
+            rank.process.wait(STOP_GRACE_S)
+            rank.process.stop(grace_s=STOP_GRACE_S)
+            rank.channel.close()
+
+    def __enter__(self) -> TrainerGroup:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks]
+
+    def _global_batch_size(self, num_rollouts: int) -> int:
+        if self.config.global_batch_size is not None:
+            return self.config.global_batch_size
+        return -(-num_rollouts // (self.config.num_steps_per_rollout or 1))
+
+    def _launch(self, rank: int, port: int) -> _Rank:
+        channel, child_socket = channel_pair()
+        local_rank = rank % self.config.actor_num_gpus_per_node
+        env = {
+            "MASTER_ADDR": self.config.host,
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(local_rank),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if self.device == "cpu":
+            env["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // self.world_size, 1))
+        process = ChildProcess(
+            f"trainer-{rank}",
+            [sys.executable, "-m", "slime.train.worker", "--fd", str(child_socket.fileno())],
+            env=env,
+            log_path=self.run_dir / "logs" / f"trainer-{rank}.log",
+            pass_fds=(child_socket.fileno(),),
+        )
+        with child_socket:
+            process.start()
+        return _Rank(process, channel)
+
+    def _call_same(self, method: str, **params: Any) -> list[Any]:
+        return self._call(method, [params] * self.world_size)
+
+    def _call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
+        """Send one request to every rank and collect the answers in rank order."""
+        if not self._ranks:
+            raise RuntimeError(f"{method} was called on a trainer group that is not running")
+        self._next_id += 1
+        deadline = time.monotonic() + self._deadline_s
+        for index, (rank, own) in enumerate(zip(self._ranks, params, strict=True)):
+            try:
+                rank.channel.send({"id": self._next_id, "method": method, "params": own}, timeout_s=self._deadline_s)
+            except ChannelClosed as cause:
+                raise self._death(index, method) from cause
+        results: dict[int, Any] = {}
+        while len(results) < len(self._ranks):
+            waiting = {self._ranks[i].channel.fileno(): i for i in range(len(self._ranks)) if i not in results}
+            ready, _, _ = select.select(list(waiting), [], [], POLL_S)
+            for index in sorted(waiting[fileno] for fileno in ready):
+                results[index] = self._receive(index, method, deadline)
+            if not ready and time.monotonic() > deadline:
+                missing = ", ".join(f"trainer-{i}" for i in waiting.values())
+                raise TrainerTimeout(
+                    f"waited {self._deadline_s:.0f} s for {missing} to finish {method}; last lines of its log:\n"
+                    f"{self._ranks[next(iter(waiting.values()))].process.tail()}"
+                )
+        return [results[index] for index in range(len(self._ranks))]
+
+    def _receive(self, index: int, method: str, deadline: float) -> Any:
+        try:
+            reply = self._ranks[index].channel.recv(max(deadline - time.monotonic(), 1.0))
+        except ChannelClosed as cause:
+            raise self._death(index, method) from cause
+        except ChannelTimeout as cause:
+            raise TrainerTimeout(f"trainer-{index} broke off in the middle of its answer to {method}") from cause
+        if reply["id"] != self._next_id:
+            raise RuntimeError(f"trainer-{index} answered request {reply['id']}, not {self._next_id}")
+        if reply["ok"]:
+            return reply["result"]
+        error = reply["error"]
+        if error["user_error"]:
+            raise UserError(error["message"])
+        raise TrainerDied(
+            f"trainer-{index} failed in {method}: {error['type']}: {error['message']}\n{error['traceback']}"
+        )
+
+    def _death(self, index: int, method: str) -> TrainerDied:
+        process = self._ranks[index].process
+        code = process.wait(2.0)
+        return TrainerDied(
+            f"trainer-{index} ended during {method} (exit code {code}); last lines of {process.log_path}:\n"
+            + process.tail()
+        )
+
+
+def rank_share(batch: TrainBatch, schedule: Schedule, rank: int) -> dict[str, Any]:
+    """This rank's samples, with the micro-batches in local positions and the divisors of the whole step."""
+    positions = schedule.positions_of_rank(rank)
+    local = {position: i for i, position in enumerate(positions)}
+    steps = []
+    for step in schedule.steps:
+        everyone = [p for micro_batches in step.ranks for members in micro_batches for p in members]
+        steps.append(
+            {
+                "num_rollouts": step.num_rollouts,
+                "num_tokens": int(sum(batch.loss_masks[p].sum() for p in everyone)),
+                "micro_batches": [[local[p] for p in members] for members in step.ranks[rank]],
+            }
+        )
+    return {
+        "batch": batch.select(positions).to_dict(),
+        "steps": steps,
+        "num_tokens": sum(batch.total_lengths[p] for p in range(len(batch)) if batch.trainable(p)),
+    }

@@ -1,0 +1,91 @@
+"""One trainer rank as a process: `python -m slime.train.worker --fd N`.
+
+Invariant: each request `{id, method, params}` on the channel gets exactly one answer `{id, ok, result | error}`; the
+process ends when the driver says `stop` or is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slime.cluster.channel import Channel, ChannelClosed
+from slime.config import Config
+from slime.errors import UserError
+from slime.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Dispatches requests to the `Trainer` that the first one (`init`) creates."""
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+
+    def handle(self, method: str, params: dict[str, Any]) -> Any:
+        if method == "init":
+            self.trainer = Trainer(Config.from_dict(params["config"]), params["device"])
+            return self.trainer.init()
+        if self.trainer is None:
+            raise RuntimeError(f"{method} was called before init")
+        methods: dict[str, Callable[..., Any]] = {
+            "train": self.trainer.train,
+            "save": self.trainer.save,
+            "export_weights": self.trainer.export_weights,
+            "save_hf": self.trainer.save_hf,
+        }
+        return methods[method](**params)
+
+
+def serve(channel: Channel) -> None:
+    worker = Worker()
+    while True:
+        try:
+            request = channel.recv(None)
+        except ChannelClosed:
+            return
+        if request["method"] == "stop":
+            channel.send({"id": request["id"], "ok": True, "result": None})
+            return
+        channel.send({"id": request["id"], **answer(worker, request["method"], request["params"])})
+
+
+def answer(worker: Worker, method: str, params: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"ok": True, "result": worker.handle(method, params)}
+    except Exception as cause:  # the boundary of the process: the driver raises it again
+        logger.exception("%s failed", method)
+        return {
+            "ok": False,
+            "error": {
+                "type": type(cause).__name__,
+                "message": str(cause),
+                "traceback": traceback.format_exc(),
+                "user_error": isinstance(cause, UserError),
+            },
+        }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="one trainer rank; started by the driver")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the driver")
+    fd = parser.parse_args(argv).fd
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    serve(Channel.from_fd(fd))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the communication threads of a live process group abort a normal interpreter exit now and then
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""HTTP helpers for plugin code that talks to engines, tools or services by URL.
+
+Each request has a deadline; answers in the 4xx range are the caller's mistake and are not sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+
+from slime.config import Config
+from slime.engine.errors import EngineError, EngineFailed, EngineRejected, EngineTimeout, EngineUnreachable
+from slime.engine.protocol import error_message
+
+RETRY_PAUSE_S = 1.0
+RETRIED_STATUSES = frozenset({408, 425, 429})
+
+
+async def post(
+    url: str,
+    payload: Any,
+    max_retries: int = 60,
+    headers: dict[str, str] | None = None,
+    *,
+    timeout_s: float = 3600.0,
+) -> Any:
+    """POST JSON; the answer as parsed JSON, or as text when it is none. At most `max_retries` tries, 1 s apart."""
+    return await _request("POST", url, payload, max_retries, headers, timeout_s)
+
+
+async def get(url: str, max_retries: int = 1, *, timeout_s: float = 60.0) -> Any:
+    """GET; the answer as parsed JSON, or as text when it is none."""
+    return await _request("GET", url, None, max_retries, None, timeout_s)
+
+
+def init_http_client(args: Config) -> None:
+    """Nothing to prepare: requests bring their own connections. Existing plugins call this."""
+
+
+def get_rollout_num_engines(args: Config) -> int:
+    """How many engines a run has."""
+    return max(1, (args.rollout_num_gpus or 1) // args.rollout_num_gpus_per_engine)
+
+
+def get_model_url(args: Config, model_name: str, endpoint: str = "/generate") -> str:
+    """URL of a named model's router (``args.sglang_model_routers``), else of the default one."""
+    routers = args.carried.get("sglang_model_routers") or {}
+    host, port = routers.get(model_name) or (args.carried["sglang_router_ip"], args.carried["sglang_router_port"])
+    return f"http://{host}:{port}{endpoint}"
+
+
+async def _request(
+    method: str, url: str, payload: Any, max_retries: int, headers: dict[str, str] | None, timeout_s: float
+) -> Any:
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        for attempt in range(1, max_retries + 1):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await _once(session, method, url, payload, headers)
+            except TimeoutError as error:
+                raise EngineTimeout(url, method, timeout_s) from error
+            except EngineError as error:
+                if not _worth_retrying(error) or attempt >= max_retries:
+                    raise
+            await asyncio.sleep(RETRY_PAUSE_S)
+    raise ValueError(f"max_retries must be at least 1, not {max_retries}")
+
+
+async def _once(
+    session: aiohttp.ClientSession, method: str, url: str, payload: Any, headers: dict[str, str] | None
+) -> Any:
+    try:
+        async with session.request(method, url, json=payload, headers=headers) as response:
+            text, status = await response.text(errors="replace"), response.status
+    except aiohttp.ClientError as error:
+        raise EngineUnreachable(url, method, f"failed ({type(error).__name__}: {error})", accepted=True) from error
+    if status >= 500:
+        raise EngineFailed(url, method, status, error_message(text))
+    if status >= 400:
+        raise EngineRejected(url, method, status, error_message(text))
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _worth_retrying(error: EngineError) -> bool:
+    return error.transient or (isinstance(error, EngineRejected) and error.status in RETRIED_STATUSES)

@@ -1,0 +1,139 @@
+"""The fleet with real processes that speak just enough of the engine's start-up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.cluster.devices import cpu_cores
+from slime.config import Config
+from slime.engine.embedded.options import parse_options
+from slime.engine.fleet import EngineDied, EngineFleet, EngineStartTimeout
+from slime.errors import UserError
+
+STUB = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))
+
+
+def make_fleet(tmp_path: Path, behaviour: str, device: str = "cpu", **flags: Any) -> EngineFleet:
+    config = Config(hf_checkpoint="unused", **{"rollout_num_gpus": 1, **flags})
+    return EngineFleet(config, device=device, run_dir=tmp_path, model_path=tmp_path / behaviour, launcher=STUB)
+
+
+def report(tmp_path: Path, name: str) -> dict[str, Any]:
+    """What the stub says about its own start: argv and environment."""
+    result: dict[str, Any] = json.loads((tmp_path / "logs" / f"{name}.log").read_text().splitlines()[0])
+    return result
+
+
+def test_engines_start_become_healthy_and_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    fleet = make_fleet(tmp_path, "slow", rollout_num_gpus=2, seed=7, log_level="warning")
+    with fleet:
+        assert len(fleet.urls) == len(set(fleet.urls)) == 2
+        assert all(url.startswith("http://127.0.0.1:") for url in fleet.urls)
+        fleet.check()
+        pids = fleet.pids()
+        assert len(pids) == 4  # two guards, two engines
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    fleet.stop()
+    for index in range(2):
+        told = report(tmp_path, f"engine-{index}")
+        options = parse_options(told["argv"])
+        assert f"http://{options.host}:{options.port}" == fleet.urls[index]
+        assert options.model_path == str(tmp_path / "slow")
+        assert (options.device, options.dtype, options.log_level) == ("cpu", "float32", "warning")
+        assert (options.random_seed, options.compile) == (7 + index, None)
+        assert told["env"]["OMP_NUM_THREADS"] == str(max(1, cpu_cores() // 2))
+
+
+def test_all_flags_reach_the_engine(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {
+        "rollout_dtype": "bfloat16", "engine_max_total_tokens": 4096, "engine_max_running_requests": 9,
+        "engine_chunked_prefill_size": 128, "engine_mem_fraction": 0.5, "rollout_compile": True,
+        "trust_remote_code": True,
+    }  # fmt: skip
+    with make_fleet(tmp_path, "fine", **flags):
+        options = parse_options(report(tmp_path, "engine-0")["argv"])
+    assert options.dtype == "bfloat16"
+    assert options.max_total_tokens == 4096
+    assert options.max_running_requests == 9
+    assert options.chunked_prefill_size == 128
+    assert options.mem_fraction == 0.5
+    assert options.compile is True
+    assert options.trust_remote_code is True
+
+
+def test_an_engine_that_exits_with_a_user_error_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        make_fleet(tmp_path, "mistake", rollout_num_gpus=2).start()
+    assert str(caught.value) == "the folder mistake has no config.json: give a model folder"
+
+
+def test_an_engine_that_crashes_at_start_shows_its_log(tmp_path: Path) -> None:
+    with pytest.raises(EngineDied, match=r"(?s)engine-0 exited with code 1.*something broke") as caught:
+        make_fleet(tmp_path, "crash").start()
+    assert (caught.value.name, caught.value.exit_code) == ("engine-0", 1)
+
+
+def test_an_engine_that_never_answers_runs_into_the_deadline(tmp_path: Path) -> None:
+    fleet = make_fleet(tmp_path, "hang", engine_start_timeout=0.5)
+    with pytest.raises(EngineStartTimeout, match=r"engine-0 did not answer /health .*0\.5 s"):
+        fleet.start()
+    assert fleet.pids() == []
+
+
+def test_an_engine_that_dies_later_is_noticed(tmp_path: Path) -> None:
+    with make_fleet(tmp_path, "fine", rollout_num_gpus=2) as fleet:
+        os.kill(fleet.pids()[-1], signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while len(fleet.pids()) > 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with pytest.raises(EngineDied, match="engine-1 was killed by signal 9"):
+            fleet.check()
+
+
+def test_a_port_in_use_is_a_user_error(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"port {port} on 127\.0\.0\.1 is in use.*--engine-port"):
+            make_fleet(tmp_path, "fine", engine_port=port).start()
+
+
+def test_sglang_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not launched by this version yet"):
+        make_fleet(tmp_path, "fine", rollout_backend="sglang")
+
+
+def test_no_engine_or_several_gpus_per_engine_are_user_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there would be no engine"):
+        make_fleet(tmp_path, "fine", rollout_num_gpus=1, rollout_num_gpus_per_engine=2)
+    with pytest.raises(UserError, match="runs on one GPU"):
+        make_fleet(tmp_path, "fine", device="cuda", rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
+
+
+@pytest.mark.parametrize(("colocate", "expected"), [(True, ["4", "5"]), (False, ["6", "7"])])
+def test_engines_get_their_own_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, colocate: bool, expected: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    flags = {"colocate": colocate, "rollout_num_gpus": 2, "actor_num_gpus_per_node": 2}
+    with make_fleet(tmp_path, "fine", device="cuda", **flags):
+        told = [report(tmp_path, f"engine-{index}") for index in range(2)]
+    assert [entry["env"]["CUDA_VISIBLE_DEVICES"] for entry in told] == expected
+    assert all("bfloat16" in entry["argv"] for entry in told)
+
+
+def test_too_few_gpus_are_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match="GPU number 1 is needed but only 1 are visible"):
+        make_fleet(tmp_path, "fine", device="cuda", rollout_num_gpus=1, colocate=False).start()

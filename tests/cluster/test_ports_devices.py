@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+
+from slime.cluster.devices import resolve_device, resolve_dtype, resolve_rollout_dtype, threads_per_process
+from slime.cluster.ports import free_port, free_ports, require_free_port
+from slime.errors import UserError
+
+
+def test_free_ports_are_different_and_can_be_bound() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    for port in ports:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", port))
+
+
+def test_a_taken_port_is_refused_and_a_free_one_returned() -> None:
+    port = free_port()
+    assert require_free_port(port, flag="--port") == port
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        with pytest.raises(UserError, match=f"port {port} .* is in use.* --port"):
+            require_free_port(port, flag="--port")
+
+
+def test_a_port_just_used_counts_as_free() -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(("127.0.0.1", port)):
+        server.accept()[0].close()
+    assert require_free_port(port, flag="--port") == port
+
+
+def test_an_unknown_host_is_a_user_error() -> None:
+    with pytest.raises(UserError, match=r"--host no-such-host\.invalid"):
+        free_port("no-such-host.invalid")
+
+
+def test_devices() -> None:
+    assert resolve_device("cpu") == "cpu"
+    with pytest.raises(UserError, match="unknown"):
+        resolve_device("tpu")
+    if torch.cuda.is_available():
+        assert resolve_device("auto") == resolve_device("cuda") == "cuda"
+    else:
+        assert resolve_device("auto") == "cpu"
+        with pytest.raises(UserError, match="no CUDA device"):
+            resolve_device("cuda")
+
+
+def test_precisions() -> None:
+    assert resolve_dtype("auto", "cpu") == "float32"
+    assert resolve_dtype("auto", "cuda") == "bfloat16"
+    assert resolve_dtype("bfloat16", "cpu") == "bfloat16"
+    assert resolve_rollout_dtype("auto", "bfloat16", "cpu") == "bfloat16"
+    assert resolve_rollout_dtype("auto", "auto", "cpu") == "float32"
+    assert resolve_rollout_dtype("float32", "auto", "cuda") == "float32"
+
+
+def test_threads_respect_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads_per_process(10_000) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_per_process(2) == {}

@@ -1,0 +1,264 @@
+"""Real processes: a driver script with a child and grandchildren, ended in every way there is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slime.cluster.process import ChildProcess, ProcessSet
+
+CHILD = """
+import os, subprocess, sys, time, signal
+if {stubborn}:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleeper = [sys.executable, "-c", "import signal,time; {ignore}time.sleep(120)"]
+same_group = subprocess.Popen(sleeper)
+own_session = subprocess.Popen(sleeper, start_new_session=True)
+with open({pid_file!r} + ".tmp", "w") as out:
+    print(os.getpid(), same_group.pid, own_session.pid, file=out)
+os.rename({pid_file!r} + ".tmp", {pid_file!r})
+time.sleep(120)
+"""
+
+DRIVER = """
+import os, signal, sys, time
+from pathlib import Path
+from slime.cluster.process import ChildProcess, ProcessSet
+processes = ProcessSet()
+for i in range(2):
+    processes.start(ChildProcess(f"c{{i}}", [sys.executable, {child!r} + str(i) + ".py"], log_path={log!r}))
+while not all(Path({pid_file!r} + str(i)).exists() for i in range(2)):
+    time.sleep(0.02)
+if {fork}:
+    if (copy := os.fork()) == 0:
+        os.close(1)
+        time.sleep(60)
+        os._exit(0)
+    Path({pid_file!r} + "copy").write_text(str(copy))
+print("ready", *[p.pid for p in processes], flush=True)
+{end}
+"""
+
+ENDINGS = {
+    "kill -9": "os.kill(os.getpid(), signal.SIGKILL)",
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
+    "sys.exit": "sys.exit(3)",
+    "exception": "raise RuntimeError('driver broke')",
+    "os._exit": "os._exit(4)",
+    "normal return": "pass",
+}
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in (b"Z", b"X")
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+def run_driver(tmp_path: Path, end: str, *, stubborn: bool = False, fork: bool = False) -> list[int]:
+    """Run a driver to its end; the pids of all guards, children and grandchildren it had."""
+    pid_file = str(tmp_path / "pids")
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if stubborn else ""
+    for i in range(2):
+        code = CHILD.format(pid_file=pid_file + str(i), stubborn=stubborn, ignore=ignore)
+        (tmp_path / f"child{i}.py").write_text(code)
+    script = DRIVER.format(
+        child=str(tmp_path / "child"), log=str(tmp_path / "log"), pid_file=pid_file, end=end, fork=fork
+    )
+    driver = subprocess.run(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=30, check=False
+    )
+    words = driver.stdout.split()
+    assert words[0] == b"ready"
+    pids = [int(word) for word in words[1:]]
+    for i in range(2):
+        pids += [int(word) for word in Path(pid_file + str(i)).read_text().split()]
+    assert len(pids) == 8
+    return pids
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_nothing_is_left_after_the_driver_ended(tmp_path: Path, how: str) -> None:
+    assert wait_until_gone(run_driver(tmp_path, ENDINGS[how]), 5.0) == []
+
+
+def test_processes_that_ignore_sigterm_die_after_kill_9_too(tmp_path: Path) -> None:
+    assert wait_until_gone(run_driver(tmp_path, ENDINGS["kill -9"], stubborn=True), 5.0) == []
+
+
+def test_a_forked_copy_of_the_driver_does_not_keep_children_alive(tmp_path: Path) -> None:
+    pids = run_driver(tmp_path, ENDINGS["kill -9"], fork=True)
+    copy = int((tmp_path / "pidscopy").read_text())
+    assert wait_until_gone(pids, 5.0) == []
+    assert alive(copy)
+    os.kill(copy, signal.SIGKILL)
+
+
+@pytest.fixture
+def log_path(tmp_path: Path) -> Path:
+    return tmp_path / "logs" / "child.log"
+
+
+def python(name: str, code: str, log_path: Path, **kw: object) -> ChildProcess:
+    return ChildProcess(name, [sys.executable, "-c", code], log_path=log_path, **kw)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("code", "expected"), [("0", 0), ("2", 2), ("137", 137)])
+def test_exit_code_is_the_childs(log_path: Path, code: str, expected: int) -> None:
+    process = python("exits", f"raise SystemExit({code})", log_path).start()
+    assert process.wait(20) == expected
+    assert process.poll() == expected
+    assert process.stop() == expected
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_death_by_signal_is_a_negative_code(log_path: Path, signum: int) -> None:
+    process = python("dies", f"import os; os.kill(os.getpid(), {int(signum)})", log_path).start()
+    assert process.wait(20) == -signum
+
+
+def test_output_goes_to_the_log_and_tail_reads_its_end(log_path: Path) -> None:
+    code = "import sys\nfor i in range(50): print('line', i)\nprint('last words', file=sys.stderr)"
+    process = python("talks", code, log_path).start()
+    assert process.wait(20) == 0
+    assert process.tail(3) == "line 48\nline 49\nlast words"
+    assert len(process.tail(1000).splitlines()) == 51
+
+
+def test_output_is_visible_while_the_child_runs(log_path: Path) -> None:
+    with python("talks", "import time; print('hello'); time.sleep(60)", log_path) as process:
+        deadline = time.monotonic() + 20
+        while process.tail() != "hello" and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert process.tail() == "hello"
+        assert process.poll() is None
+    assert process.poll() == -signal.SIGTERM
+
+
+def test_missing_program_is_said_in_the_log(log_path: Path) -> None:
+    process = ChildProcess("nothing", ["/no/such/program"], log_path=log_path).start()
+    assert process.wait(20) == 127
+    assert process.tail() == "error: cannot start /no/such/program: No such file or directory"
+
+
+def test_stop_asks_first_and_lets_the_child_finish(log_path: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    code = (
+        "import pathlib,signal,sys,time\n"
+        "def bye(*_): print('tidied up'); sys.exit(7)\n"
+        f"signal.signal(signal.SIGTERM, bye); pathlib.Path({str(ready)!r}).touch(); time.sleep(60)"
+    )
+    process = python("tidy", code, log_path).start()
+    wait_for(ready)
+    assert process.stop(grace_s=10) == 7
+    assert process.tail() == "tidied up"
+    assert process.stop() == 7
+
+
+def test_stop_kills_what_will_not_listen_with_its_grandchildren(log_path: Path, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pids"
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    process = python("stubborn", CHILD.format(pid_file=str(pid_file), stubborn=True, ignore=ignore), log_path).start()
+    wait_for(pid_file)
+    pids = [int(word) for word in pid_file.read_text().split()]
+    assert set(pids) < set(process.pids())
+    assert process.stop(grace_s=0.2) == -signal.SIGKILL
+    assert wait_until_gone(pids, 2.0) == []
+    assert process.pids() == []
+
+
+def test_killing_the_guard_takes_the_group_along(log_path: Path, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pids"
+    code = CHILD.format(pid_file=str(pid_file), stubborn=False, ignore="")
+    process = python("victim", code, log_path).start()
+    wait_for(pid_file)
+    child, same_group, own_session = (int(word) for word in pid_file.read_text().split())
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    assert wait_until_gone([child, same_group], 5.0) == []
+    os.kill(own_session, signal.SIGKILL)
+
+
+def test_leftovers_of_a_child_that_ended_by_itself_are_swept(log_path: Path, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pids"
+    code = CHILD.format(pid_file=str(pid_file), stubborn=False, ignore="").replace(
+        "time.sleep(120)\n", "raise SystemExit(5)\n"
+    )
+    process = python("leaves", code, log_path).start()
+    assert process.wait(20) == 5
+    _, same_group, own_session = (int(word) for word in pid_file.read_text().split())
+    assert wait_until_gone([same_group, own_session], 2.0) == []
+
+
+def test_control_pipes_do_not_leak_into_other_children(log_path: Path) -> None:
+    listing = "import os,time; print(sorted(os.listdir('/proc/self/fd')), flush=True); time.sleep(60)"
+    with ProcessSet() as processes:
+        first = processes.start(python("first", "import time; time.sleep(60)", log_path.with_name("first.log")))
+        second = processes.start(python("second", listing, log_path))
+        deadline = time.monotonic() + 20
+        while not second.tail() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert second.tail() == "['0', '1', '2', '3']"  # 3 is the listing itself
+        assert len(processes) == 2
+        assert processes.died() is None
+    assert first.poll() is not None
+    assert second.poll() is not None
+
+
+def test_environment_is_laid_over_the_drivers(log_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIME_TEST_KEPT", "kept")
+    code = "import os; print(os.environ['SLIME_TEST_KEPT'], os.environ['SLIME_TEST_NEW'])"
+    process = python("env", code, log_path, env={"SLIME_TEST_NEW": "new"}).start()
+    assert process.wait(20) == 0
+    assert process.tail() == "kept new"
+
+
+def test_a_set_stops_in_reverse_order(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    code = (
+        "import signal,sys,time\n"
+        "def bye(*_):\n    open({order!r},'a').write({name!r}+' '); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, bye); print('up', flush=True); time.sleep(60)"
+    )
+    with ProcessSet() as processes:
+        started = [
+            processes.start(python(name, code.format(order=str(order), name=name), tmp_path / f"{name}.log"))
+            for name in ("a", "b", "c")
+        ]
+        for process in started:
+            deadline = time.monotonic() + 20
+            while process.tail() != "up" and time.monotonic() < deadline:
+                time.sleep(0.02)
+    assert order.read_text() == "c b a "
+
+
+def test_start_twice_is_refused(log_path: Path) -> None:
+    with python("once", "import time; time.sleep(60)", log_path) as process, pytest.raises(RuntimeError, match="once"):
+        process.start()
+
+
+def test_stop_right_after_start_needs_no_force(log_path: Path) -> None:
+    for _ in range(5):
+        assert python("brief", "import time; time.sleep(60)", log_path).start().stop(grace_s=20) == -signal.SIGTERM

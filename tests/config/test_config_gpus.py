@@ -1,0 +1,55 @@
+"""GPU detection against a stand-in nvidia-smi, a real program on the PATH."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.config import Config, gpus, resolve
+from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
+
+TWO_GPUS = """#!/bin/sh
+case "$1" in
+  -L) echo "GPU 0: NVIDIA H200 (UUID: GPU-a)"; echo "GPU 1: NVIDIA H200 (UUID: GPU-b)";;
+  --query-gpu=memory.total) echo 143771; echo 81559;;
+esac
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr(gpus, "_DRIVER_FOLDER", tmp_path / "no-driver")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return folder
+
+
+def install(folder: Path, script: str) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(script)
+    program.chmod(0o755)
+
+
+def test_two_gpus(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(machine, TWO_GPUS)
+    assert nvidia_gpu_count() == 2
+    assert nvidia_gpu_memory() == 81559 * 2**20
+    for visible, count in (("1", 1), ("0,1,2", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-a", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert nvidia_gpu_count() == count, visible
+
+
+def test_a_driver_that_does_not_answer_counts_as_none(machine: Path) -> None:
+    install(machine, "#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    assert nvidia_gpu_count() == 0
+    assert nvidia_gpu_memory() is None
+
+
+def test_automatic_device_offloads_colocated_engines_on_a_gpu(machine: Path, valid: dict[str, object]) -> None:
+    install(machine, TWO_GPUS)
+    config = Config.from_dict({**valid, "device": "auto"})
+    assert resolve(config).offload_rollout is True
+    assert resolve(config.replace(rollout_num_gpus=1)).offload_rollout is False

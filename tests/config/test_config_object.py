@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, load_config, parse_args, resolve, save_config
+from slime.config.config import FLAG_SPECS
+from slime.config.reference import format_markdown
+from slime.errors import UserError
+
+RICH: dict[str, Any] = {
+    "eval_prompt_data": [("a", "x.jsonl"), ("b", "y.jsonl@[0:3]")],
+    "apply_chat_template_kwargs": {"enable_thinking": False, "nested": {"a": [1, 2.5, None]}},
+    "rollout_stop": ["\n\n", "ünï: #"],
+    "rollout_stop_token_ids": [1, 2],
+    "lr": 1e-6,
+    "clip_grad": 1e30,
+    "carried": {"sglang_mem_fraction_static": 0.8, "swiglu": True, "spec": ["a", "b"], "note": "yes", "tag": "1e3"},
+}
+
+
+def test_dict_round_trip_is_exact_through_json() -> None:
+    config = Config(rollout_batch_size=4, **RICH)
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert set(config.to_dict()) == {field.name for field in dataclasses.fields(Config)}
+
+
+def test_from_dict_refuses_unknown_names_and_types() -> None:
+    with pytest.raises(UserError, match="unknown config key sed: did you mean seed"):
+        Config.from_dict({"sed": 1})
+    with pytest.raises(UserError, match="seed must be a whole number, not 'x'"):
+        Config.from_dict({"seed": "x"})
+
+
+def test_saved_config_starts_the_identical_run(valid: dict[str, Any], prompts: Path, tmp_path: Path) -> None:
+    given = {**valid, **RICH, "eval_prompt_data": [("a", str(prompts))], "eval_interval": 3}
+    config = resolve(Config(**given))
+    file = tmp_path / "config.yaml"
+    save_config(config, file)
+    assert load_config(file) == config
+    assert parse_args(["--config", str(file)]) == config
+    assert parse_args(["--config", str(file), "--seed", "9"]) == config.replace(seed=9)
+
+
+def test_carried_flags_read_like_fields_and_missing_ones_are_named() -> None:
+    config = Config(carried={"sglang_context_length": 10})
+    assert config.sglang_context_length == 10
+    with pytest.raises(AttributeError, match="--sglang-router-ip"):
+        config.sglang_router_ip  # noqa: B018
+    assert not hasattr(config, "nothing")
+
+
+def test_frozen_copyable_hashable() -> None:
+    config = Config(**RICH)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.lr = 1.0
+    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert twin == config
+        assert hash(twin) == hash(config)
+    assert config.replace(lr=2.0) != config
+    assert Config().rollout_sample_hook_path is not Config().rollout_sample_hook_path
+
+
+def test_every_flag_has_help_and_a_default_of_its_type() -> None:
+    for spec in FLAG_SPECS.values():
+        assert spec.info.help
+        if spec.default is None:
+            assert spec.optional or spec.info.derived or spec.info.required, spec.name
+        if spec.info.choices and spec.default is not None:
+            assert spec.default in spec.info.choices
+
+
+def test_flag_table_of_the_documentation_is_current() -> None:
+    document = Path(__file__).parents[2] / "docs" / "flags.md"
+    assert document.read_text() == format_markdown(), "run: slime flags --markdown > docs/flags.md"

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, parse_args, parse_flags
+from slime.config.config import FLAG_SPECS
+from slime.config.megatron_flags import MEGATRON_FLAGS
+from slime.config.not_yet import NOT_YET
+from slime.errors import UserError
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse_flags(words)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def parse(command: str) -> Config:
+    return parse_flags(command.split())
+
+
+def test_every_kind_of_value() -> None:
+    config = parse_flags(
+        [
+            *("--rollout-batch-size", "4"),
+            "--lr=1e-5",
+            "--use-kl-loss",
+            "--no-use-tensorboard",
+            *("--rollout-stop", "\n\n", "</s>"),
+            *("--rollout-stop-token-ids", "1", "2"),
+            *("--apply-chat-template-kwargs", '{"enable_thinking": false}'),
+            *("--eval-prompt-data", "aime", "a.jsonl", "gsm8k", "g.jsonl"),
+            *("--rollout-top-k", "-1"),
+            "--input_key=prompt",
+        ]
+    )
+    assert config.rollout_batch_size == 4
+    assert config.lr == 1e-5
+    assert config.use_kl_loss is True
+    assert config.use_tensorboard is False
+    assert config.rollout_stop == ["\n\n", "</s>"]
+    assert config.rollout_stop_token_ids == [1, 2]
+    assert config.apply_chat_template_kwargs == {"enable_thinking": False}
+    assert config.eval_prompt_data == [("aime", "a.jsonl"), ("gsm8k", "g.jsonl")]
+    assert config.rollout_top_k == -1
+    assert config.input_key == "prompt"
+
+
+def test_repeated_flags_add_up_or_the_last_one_wins() -> None:
+    config = parse(
+        "--eval-prompt-data a x --eval-prompt-data b y --rollout-sample-hook-path m.f --rollout-sample-hook-path m.g "
+        "--lr 1 --lr 2 --rollout-stop A --rollout-stop B"
+    )
+    assert config.eval_prompt_data == [("a", "x"), ("b", "y")]
+    assert config.rollout_sample_hook_path == ["m.f", "m.g"]
+    assert config.lr == 2.0
+    assert config.rollout_stop == ["B"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--rollout-batchsize", "3"], "unknown flag --rollout-batchsize: did you mean --rollout-batch-size?"),
+        (["--tensor-parallel-model-size", "3"], "did you mean --tensor-model-parallel-size?"),
+        (["--qqq"], "unknown flag --qqq (slime flags lists all)"),
+        (["--lr", "fast"], "--lr must be a number, not 'fast'"),
+        (["--lr", "nan"], "--lr must be a number, not 'nan'"),
+        (["--seed", "1.5"], "--seed must be a whole number, not '1.5'"),
+        (["--device", "cdua"], "--device must be one of auto, cpu, cuda, not 'cdua': did you mean cuda?"),
+        (["--lr"], "--lr needs a value (X)"),
+        (["--lr", "--seed", "1"], "--lr needs a value (X)"),
+        (["--lr", "1", "2"], "unexpected argument '2' after --lr"),
+        (["stray"], "unexpected argument 'stray': flags start with two dashes"),
+        (["--use-kl-loss", "0.1"], "unexpected argument '0.1' after --use-kl-loss"),
+        (["--no-lr"], "unknown flag --no-lr"),
+        (["--eval-prompt-data", "a"], "--eval-prompt-data takes pairs NAME PATH, but got 1 values: a"),
+        (["--apply-chat-template-kwargs", "{a}"], "is not JSON"),
+        (["--apply-chat-template-kwargs", "[1]"], "must be a JSON object"),
+        (["--use-tis"], "--use-tis is a slime flag that this version does not have yet"),
+        (["--async-buffer-size", "4"], "--async-buffer-size is a slime flag that this version does not have yet"),
+        (["--sglang-config", "x.yaml"], "--sglang-config is a slime flag that this version does not have yet"),
+        (["--wandb-key", "s"], "WANDB_API_KEY"),
+        (
+            ["--advantage-estimator", "ppo"],
+            "--advantage-estimator ppo exists in slime, but this version does not have it yet: use grpo",
+        ),
+        (["--num-layers", "x"], "--num-layers must be a whole number, not 'x'"),
+        (["--num-layers"], "--num-layers needs a value"),
+        (["--swiglu", "1"], "unexpected argument '1' after --swiglu"),
+        (["--config"], "--config needs a file"),
+        (["--config", "/nowhere.toml"], "--config: there is no file /nowhere.toml"),
+    ],
+)
+def test_bad_input_is_one_sentence(words: list[str], sentence: str) -> None:
+    assert sentence in refused(*words)
+
+
+def test_carried_flags_are_typed_and_read_like_fields() -> None:
+    config = parse(
+        "--sglang-mem-fraction-static 0.8 --sglang-context-length 8192 --sglang-log-level INFO --sglang-enable-metrics "
+        "--sglang-cuda-graph-bs 1 2 4 --router-policy cache_aware --tensor-model-parallel-size 2 --sequence-parallel "
+        "--rotary-base 1000000 --attention-dropout 0 --spec my.module get_spec --sglang-server-concurrency 64"
+    )
+    assert config.carried == {
+        "sglang_mem_fraction_static": 0.8,
+        "sglang_context_length": 8192,
+        "sglang_log_level": "INFO",
+        "sglang_enable_metrics": True,
+        "sglang_cuda_graph_bs": [1, 2, 4],
+        "router_policy": "cache_aware",
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "rotary_base": 1000000,
+        "attention_dropout": 0.0,
+        "spec": ["my.module", "get_spec"],
+    }
+    assert config.sglang_server_concurrency == 64
+    assert config.sglang_context_length == 8192
+
+
+SEED_COMMANDS = [
+    """--actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4 --advantage-estimator grpo --use-kl-loss
+    --kl-loss-coef 0.001 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256 --num-rollout 3000
+    --prompt-data /path/to/data.jsonl""",
+    """--prompt-data /path/to/train.jsonl --input-key prompt --label-key label --apply-chat-template --save-interval 100
+    --eval-interval 50 --eval-prompt-data aime /path/to/aime.jsonl --eval-prompt-data gsm8k /path/to/gsm8k.jsonl
+    --n-samples-per-eval-prompt 16""",
+    """--custom-generate-function-path custom_generate.py --max-turns 5 --custom-rm-path custom_rm.py""",
+    """--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --num-layers 32 --hidden-size 4096
+    --sequence-parallel --sglang-mem-fraction-static 0.8 --sglang-context-length 8192 --sglang-log-level INFO""",
+    """--colocate --recompute-activations --micro-batch-size 1 --num-data-workers 4 --streaming-data""",
+    """--hf-checkpoint m --num-steps-per-rollout 2 --num-epoch 3 --eps-clip 0.2 --eps-clip-high 0.28 --lr 1e-6
+    --rm-type math --save s --load s --save-hf hf_{rollout_id} --seed 7 --rollout-temperature 0.8 --rollout-top-p 0.9
+    --rollout-top-k 20 --rollout-max-response-len 512 --rollout-stop END --rollout-stop-token-ids 2
+    --use-dynamic-batch-size --max-tokens-per-gpu 4096 --rollout-backend embedded --dry-run""",
+    """--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --use-rotary-position-embeddings --disable-bias-linear
+    --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 151936 --kv-channels 128
+    --qk-layernorm --context-parallel-size 1 --expert-model-parallel-size 1 --expert-tensor-parallel-size 1
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --optimizer adam
+    --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 --attention-dropout 0.0
+    --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --attention-backend flash
+    --kl-loss-type low_var_kl --entropy-coef 0.00 --rollout-num-gpus-per-engine 2""",
+]
+
+
+@pytest.mark.parametrize("command", SEED_COMMANDS)
+def test_commands_of_existing_scripts_parse(command: str) -> None:
+    assert isinstance(parse_flags(command.split()), Config)
+
+
+def test_tables_do_not_contradict_each_other() -> None:
+    fields = {name.replace("_", "-") for name in FLAG_SPECS}
+    assert not fields & NOT_YET
+    assert not fields & set(MEGATRON_FLAGS)
+    assert not set(MEGATRON_FLAGS) & NOT_YET
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".yaml"])
+def test_command_line_wins_over_file(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"run{suffix}"
+    sign = " = " if suffix == ".toml" else ": "
+    lines = [
+        "lr{}1e-5",
+        "rollout-batch-size{}8",
+        "n_samples_per_prompt{}4",
+        "sglang-context-length{}99",
+        "swiglu{}true",
+    ]
+    file.write_text("\n".join(line.format(sign) for line in lines))
+    config = parse_flags(["--n-samples-per-prompt", "2", "--config", str(file), "--sglang-context-length", "100"])
+    assert (config.lr, config.rollout_batch_size, config.n_samples_per_prompt) == (1e-5, 8, 2)
+    assert config.carried == {"sglang_context_length": 100, "swiglu": True}
+
+
+def test_lists_in_files_are_replaced_by_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("eval_prompt_data: {a: x.jsonl}\nrollout_stop: [A]\n")
+    assert parse_flags(["--config", str(file)]).eval_prompt_data == [("a", "x.jsonl")]
+    assert parse_flags(["--config", str(file), "--eval-prompt-data", "b", "y"]).eval_prompt_data == [("b", "y")]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("rollout_batchsize: 3", "unknown key rollout_batchsize in {file}: did you mean rollout_batch_size?"),
+        ("lr: fast", "lr in {file} must be a number, not 'fast'"),
+        ("use_kl_loss: 3", "use_kl_loss in {file} must be true or false, not 3"),
+        ("use_tis: true", "{file}: --use-tis is a slime flag that this version does not have yet"),
+        ("- 1", "{file} must hold a mapping of flag names to values"),
+        ("a: [", "{file} is not valid YAML"),
+        ("rollout_stop: {a: 1}", "rollout_stop in {file} must be a list of texts"),
+    ],
+)
+def test_bad_files_are_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert sentence.format(file=file) in refused("--config", str(file))
+
+
+def test_custom_config_overrides_and_adds(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("lr: 0.5\nsearch_url: http://x\nnested: {a: [1, 2]}\n")
+    config = parse_flags(["--lr", "0.1", "--custom-config-path", str(file)])
+    assert config.lr == 0.5
+    assert config.search_url == "http://x"
+    assert config.carried["nested"] == {"a": [1, 2]}
+
+
+def test_custom_arguments_land_in_carried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--search-top-k", type=int, default=3)
+        parser.add_argument("--cache", type=Path, default=None)
+        parser.add_argument("--verbose-search", action="store_true")
+        return parser
+
+    file = tmp_path / "run.yaml"
+    file.write_text("search_top_k: 5\n")
+    assert parse_flags([], add).carried == {"search_top_k": 3, "cache": None, "verbose_search": False}
+    assert parse_flags(["--config", str(file)], add).carried["search_top_k"] == 5
+    given = parse_flags(["--config", str(file), "--search-top-k", "7", "--cache", "/c", "--verbose-search"], add)
+    assert given.carried == {"search_top_k": 7, "cache": "/c", "verbose_search": True}
+    with pytest.raises(UserError, match="custom flags: argument --search-top-k: invalid int value: 'x'"):
+        parse_flags(["--search-top-k", "x"], add)
+    with pytest.raises(SystemExit):
+        parse_flags(["--help"], add)
+    assert "--verbose-search" in capsys.readouterr().out
+    with pytest.raises(UserError, match="did you mean --search-top-k"):
+        parse_flags(["--search-topk", "1"], add)
+    with pytest.raises(UserError, match="custom flag --lr exists already"):
+        parse_flags([], lambda parser: parser.add_argument("--lr") and parser)
+
+
+def test_help_lists_every_flag_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leave:
+        parse_args(["--lr", "1", "--help"])
+    assert leave.value.code == 0
+    text = capsys.readouterr().out
+    assert all(spec.flag in text for spec in FLAG_SPECS.values())
+
+
+def test_parse_args_resolves(valid_argv: list[str], valid: dict[str, Any]) -> None:
+    config = parse_args(valid_argv)
+    assert config.global_batch_size == 256
+    assert config.hf_checkpoint == valid["hf_checkpoint"]

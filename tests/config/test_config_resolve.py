@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, resolve
+from slime.errors import UserError
+
+
+def refused(valid: dict[str, Any], **changes: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        resolve(Config(**{**valid, **changes}))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_derived_values(valid: dict[str, Any]) -> None:
+    config = resolve(
+        Config(
+            **valid,
+            actor_num_gpus_per_node=2,
+            rollout_temperature=0.7,
+            rollout_max_context_len=100,
+            label_key="label",
+            reward_key="score",
+            eps_clip=0.3,
+        )
+    )
+    assert (config.global_batch_size, config.num_steps_per_rollout) == (256, 1)
+    assert (config.rollout_num_gpus, config.colocate, config.offload_rollout) == (2, True, False)
+    assert (config.eval_temperature, config.eval_top_p, config.eval_top_k) == (0.7, 1.0, -1)
+    assert (config.eval_input_key, config.eval_label_key, config.eval_tool_key) == ("input", "label", "tools")
+    assert (config.eval_max_response_len, config.eval_max_prompt_len) == (16, 99)
+    assert config.rollout_max_prompt_len == 99
+    assert config.eval_reward_key == "score"
+    assert config.eps_clip_high == 0.3
+    assert config.eval_function_path == config.rollout_function_path
+
+
+def test_resolve_is_idempotent(valid: dict[str, Any]) -> None:
+    once = resolve(Config(**valid, carried={"recompute_granularity": "full"}))
+    assert resolve(once) == once
+    assert once.recompute_activations is True
+
+
+def test_given_engines_are_not_colocated(valid: dict[str, Any]) -> None:
+    assert resolve(Config(**valid, rollout_num_gpus=2)).colocate is False
+    both = resolve(Config(**{**valid, "device": "cuda"}, rollout_num_gpus=2, colocate=True))
+    assert (both.colocate, both.offload_rollout) == (True, True)
+    assert resolve(Config(**{**valid, "device": "cuda"}, offload_rollout=False)).offload_rollout is False
+
+
+def test_output_dir_defaults_to_save_or_time(valid: dict[str, Any], tmp_path: Path) -> None:
+    del valid["output_dir"]
+    assert resolve(Config(**valid)).output_dir.startswith("outputs/20")
+    assert resolve(Config(**valid, save=str(tmp_path / "s"))).output_dir == str(tmp_path / "s")
+
+
+def test_sft_reads_answers_and_still_evaluates_by_generating(valid: dict[str, Any], prompts: Path) -> None:
+    del valid["rollout_max_response_len"]
+    config = resolve(Config(**valid, loss_type="sft_loss"))
+    assert config.rollout_function_path == "slime.rollout.sft_rollout.generate_rollout"
+    assert config.eval_function_path == "slime.rollout.sglang_rollout.generate_rollout"
+    sentence = refused(valid, loss_type="sft_loss", eval_prompt_data=[("a", str(prompts))], eval_interval=1)
+    assert sentence.startswith("--eval-max-response-len is missing")
+
+
+def test_nccl_is_read_as_auto(valid: dict[str, Any]) -> None:
+    assert resolve(Config(**valid, update_weight_transport="nccl")).update_weight_transport == "auto"
+
+
+@pytest.mark.parametrize(
+    ("given", "derived"),
+    [
+        ({"global_batch_size": 64}, (64, 4)),
+        ({"num_steps_per_rollout": 8}, (32, 8)),
+        ({"global_batch_size": 128, "num_steps_per_rollout": 2}, (128, 2)),
+    ],
+)
+def test_batch_arithmetic(valid: dict[str, Any], given: dict[str, int], derived: tuple[int, int]) -> None:
+    config = resolve(Config(**valid, **given))
+    assert (config.global_batch_size, config.num_steps_per_rollout) == derived
+
+
+def test_wrong_batch_arithmetic_shows_the_numbers(valid: dict[str, Any]) -> None:
+    left = "rollout_batch_size 32 x n_samples_per_prompt 8 = 256"
+    assert refused(valid, global_batch_size=100, num_steps_per_rollout=2) == (
+        f"{left}, but global_batch_size 100 x num_steps_per_rollout 2 = 200: change one of the four"
+    )
+    assert refused(valid, global_batch_size=100) == (
+        f"{left}, which global_batch_size 100 does not divide: change one of the three"
+    )
+    assert refused(valid, num_steps_per_rollout=3) == (
+        f"{left}, which num_steps_per_rollout 3 does not divide: change one of the three"
+    )
+    few = refused(valid, num_steps_per_rollout=256, actor_num_nodes=2, actor_num_gpus_per_node=4)
+    assert few.startswith("global_batch_size 1 is less than the 8 training processes (actor_num_nodes 2 x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hf_checkpoint": None}, "--hf-checkpoint is missing"),
+        ({"rollout_batch_size": None}, "--rollout-batch-size is missing: give it the prompts per rollout step"),
+        ({"rollout_batch_size": 0}, "--rollout-batch-size must be at least 1, not 0"),
+        ({"rollout_temperature": 0}, "--rollout-temperature must be greater than 0, not 0"),
+        ({"rollout_top_p": 0.0}, "--rollout-top-p must lie in (0, 1], not 0.0"),
+        ({"rollout_top_k": 0}, "--rollout-top-k must be -1 or at least 1, not 0"),
+        ({"lr": "fast"}, "--lr must be a number, not 'fast'"),
+        ({"input_key": None}, "--input-key must have a value"),
+        ({"rm_type": "maths"}, "--rm-type must be one of math, dapo, deepscaler"),
+        ({"rm_type": "remote_rm"}, "--rm-type remote_rm needs --rm-url"),
+        ({"num_rollout": None}, "the length of the run is missing: give --num-rollout (steps) or --num-epoch"),
+        ({"prompt_data": None}, "--prompt-data is missing"),
+        ({"rollout_max_response_len": None}, "--rollout-max-response-len is missing"),
+        ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
+        ({"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1 needs --use-kl-loss"),
+        ({"ref_load": "/x"}, "--ref-load names a reference model that nothing uses"),
+        ({"use_kl_loss": True, "ref_load": "/nowhere"}, "--ref-load: there is no folder /nowhere"),
+        ({"eval_interval": 2}, "--eval-interval 2 has nothing to evaluate: give --eval-prompt-data NAME PATH"),
+        ({"eval_prompt_data": [("a", "x"), ("a", "y")]}, "two datasets named a"),
+        ({"eval_prompt_data": [("a", "/no.jsonl")]}, "--eval-prompt-data a: there is no file /no.jsonl"),
+        ({"save_interval": 2}, "--save-interval 2 has nowhere to save: give --save DIR"),
+        ({"ckpt_keep": 2}, "--ckpt-keep 2 has no effect without --save DIR"),
+        ({"save_hf": "hf_{step}"}, "--save-hf hf_{step} may hold only the placeholder {rollout_id}"),
+        ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus 3 is not a multiple of"),
+        ({"rollout_num_gpus": 0}, "--rollout-num-gpus 0 leaves nobody to generate"),
+        ({"rollout_max_context_len": 8, "rollout_max_prompt_len": 8}, "leaves no room for a response"),
+        ({"freeze_params_name_list": ["("]}, "--freeze-params-name-list '(' is not a regular expression"),
+        ({"freeze_params_name_list": ["a"], "only_train_params_name_list": ["b"]}, "exclude each other"),
+        ({"lr_decay_style": "cosine", "min_lr": 1.0}, "--min-lr 1.0 is larger than --lr 1e-06"),
+        ({"lr_decay_iters": 5, "lr_warmup_iters": 5}, "--lr-warmup-iters 5 must be less than --lr-decay-iters 5"),
+        (
+            {"num_rollout": None, "num_epoch": 1, "disable_rollout_global_dataset": True},
+            "--num-epoch needs prompt data",
+        ),
+        ({"hf_checkpoint": "/nowhere"}, "there is no model folder /nowhere"),
+        ({"hf_checkpoint": __file__}, "is a file: it takes a model folder"),
+        ({"prompt_data": "/nowhere.jsonl@[0:5]"}, "--prompt-data: there is no file /nowhere.jsonl"),
+        ({"prompt_data": "/tmp"}, "--prompt-data: /tmp is a folder"),
+        ({"load": "/nowhere"}, "--load: there is no folder /nowhere"),
+        ({"output_dir": __file__}, "is a file, but a folder is needed"),
+        ({"save": f"{__file__}/a/b"}, f"cannot be made: {__file__} is a file"),
+        ({"custom_rm_path": "no_such_module_x.rm"}, "--custom-rm-path no_such_module_x.rm: module"),
+    ],
+)
+def test_bad_input_is_one_sentence(valid: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
+    assert sentence in refused(valid, **changes)
+
+
+def test_broken_model_folders(valid: dict[str, Any], model_dir: Path) -> None:
+    config = model_dir / "config.json"
+    config.write_text("{}")
+    assert refused(valid).endswith("has no model_type: it does not describe a Hugging Face model")
+    config.write_text("{broken")
+    assert refused(valid).startswith(f"cannot read {config}")
+    config.write_text("[]")
+    assert "does not hold a JSON object" in refused(valid)
+    config.unlink()
+    assert refused(valid).startswith(f"model folder {model_dir} has no config.json")
+
+
+def test_load_may_be_missing_only_when_it_is_save(valid: dict[str, Any], tmp_path: Path) -> None:
+    folder = str(tmp_path / "ckpt")
+    assert resolve(Config(**valid, save=folder, load=folder)).load == folder
+    assert "there is no folder" in refused(valid, save=str(tmp_path / "other"), load=folder)
+
+
+def test_slices_and_paths_are_accepted(valid: dict[str, Any], prompts: Path, model_dir: Path) -> None:
+    config = resolve(
+        Config(
+            **{**valid, "prompt_data": f"{prompts}@[-1:]", "hf_checkpoint": model_dir},
+            eval_prompt_data=[("a", prompts)],
+        )
+    )
+    assert config.hf_checkpoint == str(model_dir)
+    assert config.eval_prompt_data == [("a", str(prompts))]
+
+
+@pytest.mark.parametrize(
+    ("carried", "hf_name"),
+    [
+        ({"num_layers": 3}, "num_hidden_layers 2"),
+        ({"hidden_size": 63}, "hidden_size 64"),
+        ({"num_attention_heads": 8}, "num_attention_heads 4"),
+        ({"num_query_groups": 4}, "num_key_value_heads 2"),
+        ({"ffn_hidden_size": 97}, "intermediate_size 96"),
+    ],
+)
+def test_contradicting_shape_flags_show_both_numbers(
+    valid: dict[str, Any], carried: dict[str, int], hf_name: str
+) -> None:
+    ((name, value),) = carried.items()
+    sentence = refused(valid, carried=carried)
+    assert sentence.startswith(f"--{name.replace('_', '-')} {value} contradicts {hf_name} in ")
+
+
+def test_matching_or_padded_shape_flags_pass(valid: dict[str, Any], model_dir: Path) -> None:
+    carried = {"num_layers": 2, "hidden_size": 64, "vocab_size": 160, "num_experts": 8}
+    assert resolve(Config(**valid, carried=carried)).carried == carried
+    nested = {"model_type": "vision", "text_config": json.loads((model_dir / "config.json").read_text())}
+    (model_dir / "config.json").write_text(json.dumps(nested))
+    assert "contradicts num_hidden_layers 2" in refused(valid, carried={"num_layers": 3})
+
+
+def test_plugins_are_checked_with_their_signature(valid: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "async def generate(args, sample, sampling_params): return sample\n"
+        "async def reward(args, sample, **kwargs): return 1.0\n"
+        "def narrow(args): return 1.0\n"
+        "def hook(args, sample, *, rollout_id=None): return None\n"
+    )
+    resolve(
+        Config(
+            **valid,
+            custom_generate_function_path=f"{file}:generate",
+            custom_rm_path=f"{file}:reward",
+            rollout_sample_hook_path=[f"{file}:hook"],
+        )
+    )
+    assert refused(valid, custom_rm_path=f"{file}:narrow") == (
+        f"--custom-rm-path {file}:narrow is called with (args, sample), but its signature is (args): change it"
+    )
+    assert "did you mean reward?" in refused(valid, custom_rm_path=f"{file}:rewards")

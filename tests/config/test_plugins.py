@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import os.path
+from pathlib import Path
+
+import pytest
+
+from slime.errors import UserError
+from slime.plugins import load_function
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    (tmp_path / "neighbour_of_my_reward.py").write_text("SCALE = 3\n")
+    file = tmp_path / "my_reward.py"
+    file.write_text(
+        "from neighbour_of_my_reward import SCALE\n"
+        "calls = []\n"
+        "NUMBER = 5\n"
+        "def my_reward(args, sample): return SCALE * sample\n"
+        "async def later(args, sample, sampling_params, evaluation=False): return sample\n"
+        "def flexible(*args, **kwargs): return args\n"
+        "class Source:\n    def __init__(self, args): self.args = args\n"
+    )
+    return file
+
+
+def refused(path: str, params: tuple[str, ...] | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        load_function(path, what="--custom-rm-path", params=params)
+    return str(caught.value)
+
+
+def test_dotted_and_colon_paths() -> None:
+    assert load_function("os.path.join", what="x") is os.path.join
+    assert load_function("os.path:join", what="x") is os.path.join
+
+
+def test_files(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_function(str(plugin), what="x", params=("args", "sample"))(None, 2) == 6
+    assert load_function(f"{plugin}:flexible", what="x", params=("a", "b", "c"))(1) == (1,)
+    assert load_function(f"{plugin}:Source", what="x", params=("args",))(4).args == 4
+    monkeypatch.chdir(plugin.parent)
+    assert load_function("my_reward.py:later", what="x") is load_function(f"{plugin}:later", what="x")
+
+
+def test_the_current_folder_is_importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reward_in_cwd_1.py").write_text("def reward(args, sample): return 7\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_function("reward_in_cwd_1.reward", what="x")(None, None) == 7
+
+
+def test_mistakes_are_one_sentence(plugin: Path, tmp_path: Path) -> None:
+    assert refused("justaname").endswith("write it as package.module.function or file.py:function")
+    assert refused("no_such_pkg_q.mod.f").startswith("--custom-rm-path no_such_pkg_q.mod.f: module no_such_pkg_q.mod")
+    assert "is it installed" in refused("no_such_pkg_q.mod.f")
+    assert refused(f"{tmp_path}/none.py:f") == f"--custom-rm-path: there is no file {tmp_path}/none.py"
+    assert refused("os.path.jion").endswith("has no jion: did you mean join?")
+    assert refused(f"{plugin}:my_rewards").endswith("has no my_rewards: did you mean my_reward?")
+    assert refused(f"{plugin}:zzzz").endswith("it defines my_reward, later, flexible, Source")
+    assert refused(f"{plugin}:NUMBER").endswith("is a int, not a function: name a callable")
+    assert refused(f"{plugin}:my_reward", ("args", "sample", "extra")) == (
+        f"--custom-rm-path {plugin}:my_reward is called with (args, sample, extra), but its signature is "
+        "(args, sample): change it"
+    )
+
+
+def test_the_cause_of_a_failed_import_is_told(tmp_path: Path) -> None:
+    broken = tmp_path / "broken_plugin.py"
+    broken.write_text("import no_such_dependency_q\n")
+    sentence = f"{broken} does not import (ModuleNotFoundError: No module named 'no_such_dependency_q')"
+    assert refused(f"{broken}:f") == f"--custom-rm-path: {sentence}"
+    broken.write_text("def f(args, sample): return 1\n")
+    assert load_function(f"{broken}:f", what="x")(None, None) == 1
+    syntax = tmp_path / "syntax_plugin.py"
+    syntax.write_text("def f(:\n")
+    assert "SyntaxError" in refused(f"{syntax}:f")

@@ -1,0 +1,119 @@
+"""A real engine process for the HTTP tests, and an engine without HTTP for the ones about numbers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_models import make_model_folder
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class EngineProcess:
+    """`python -m slime.engine.embedded` on a free port, and plain HTTP calls to it."""
+
+    def __init__(self, folder: Path, log: Path, *options: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self._file = log.open("w")
+        command = [sys.executable, "-m", "slime.engine.embedded", "--model-path", str(folder), "--port", str(self.port)]
+        self.process = subprocess.Popen([*command, *options], stderr=self._file, stdout=self._file)
+        self._wait_healthy()
+
+    def _wait_healthy(self) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if self.get("/health")[0] == 200:
+                    return
+            except urllib.error.URLError:
+                pass
+            time.sleep(0.1)
+        raise AssertionError(self.log.read_text())
+
+    def _open(self, request: urllib.request.Request) -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as refused:
+            return refused.code, json.load(refused)
+
+    def get(self, path: str) -> tuple[int, Any]:
+        return self._open(urllib.request.Request(self.url + path))
+
+    def post(self, path: str, body: Any, content_type: str = "application/json") -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self._open(urllib.request.Request(self.url + path, data=data, headers={"Content-Type": content_type}))
+
+    def generate(self, **body: Any) -> Any:
+        status, answer = self.post("/generate", body)
+        assert status == 200, answer
+        return answer
+
+    def in_background(self, function: Callable[[], Any]) -> Any:
+        return ThreadPoolExecutor(1).submit(function)
+
+    def wait_running(self, count: int) -> None:
+        """Until `count` requests are being generated."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if self.get("/server_info")[1]["num_running_reqs"] >= count:
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"{count} requests never ran")
+
+    def stop(self) -> int:
+        self.process.terminate()
+        code = self.process.wait(30)
+        self._file.close()
+        return code
+
+
+@pytest.fixture(scope="session")
+def engine(qwen3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    running = EngineProcess(qwen3_folder, tmp_path_factory.mktemp("engine") / "log")
+    yield running
+    assert running.stop() == 0
+
+
+class Waiter:
+    """Collects finished sequences of an engine core."""
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+        self._news = threading.Condition()
+
+    def notify(self, seq: Any) -> None:
+        with self._news:
+            if seq.finish is not None:
+                self.done.append(seq)
+                self._news.notify_all()
+
+    def wait(self, count: int) -> list[Any]:
+        with self._news:
+            assert self._news.wait_for(lambda: len(self.done) >= count, timeout=120)
+        return self.done

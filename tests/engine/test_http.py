@@ -1,0 +1,249 @@
+"""The engine process over HTTP, as its clients meet it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.conftest import EngineProcess
+from tests.tiny_models import make_model_folder
+
+LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos": True}
+
+
+def test_text_and_ids_agree(engine: EngineProcess) -> None:
+    params = {"max_new_tokens": 6, "temperature": 0}
+    by_text = engine.generate(text="what is 12+34?", sampling_params=params)
+    ids = engine.generate(input_ids=[284, 264, 286, 13, 267, 33], sampling_params=params)
+    assert by_text["output_ids"] == ids["output_ids"]
+    assert by_text["meta_info"]["prompt_tokens"] == 6
+    assert by_text["meta_info"]["finish_reason"] == {"type": "length", "length": 6}
+
+
+def test_batches_and_n(engine: EngineProcess) -> None:
+    body = {"input_ids": [[5, 6], [7, 8, 9]], "sampling_params": [{"max_new_tokens": 2}, {"max_new_tokens": 3}]}
+    answers = engine.generate(**body)
+    assert [a["meta_info"]["completion_tokens"] for a in answers] == [2, 3]
+    assert len(engine.generate(input_ids=[5], sampling_params={"n": 3, "max_new_tokens": 1})) == 3
+
+
+def test_stop_strings_ids_and_trimming(engine: EngineProcess) -> None:
+    free = engine.generate(
+        input_ids=[9, 10], sampling_params={"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    )
+    stop_id = free["output_ids"][4]
+    first = free["output_ids"].index(stop_id)
+    params: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0, "stop_token_ids": [stop_id]}
+    cut = engine.generate(input_ids=[9, 10], sampling_params=params)
+    assert cut["output_ids"] == free["output_ids"][: first + 1]
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop_id}
+    biased = {"max_new_tokens": 12, "temperature": 0, "logit_bias": {"284": 1000.0}}
+    word = "what"  # token 284
+    assert engine.generate(input_ids=[9], sampling_params=biased)["text"] == word * 12
+    params = {**biased, "stop": [word * 2]}
+    stopped = engine.generate(input_ids=[9], sampling_params=params)
+    assert stopped["meta_info"]["completion_tokens"] == 2
+    assert stopped["text"] == ""
+    assert stopped["meta_info"]["finish_reason"]["matched"] == word * 2
+    assert engine.generate(input_ids=[9], sampling_params={**params, "no_stop_trim": True})["text"] == word * 2
+
+
+def test_stream_ends_with_the_same_answer(engine: EngineProcess) -> None:
+    body = {
+        "input_ids": [11, 12, 13],
+        "sampling_params": {"max_new_tokens": 7, "temperature": 0},
+        "return_logprob": True,
+    }
+    whole = engine.generate(**body)
+    connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=60)
+    connection.request("POST", "/generate", json.dumps({**body, "stream": True}))
+    events = connection.getresponse().read().decode().strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    chunks = [json.loads(e.removeprefix("data: ")) for e in events[:-1]]
+    assert chunks[-1]["output_ids"] == whole["output_ids"]
+    assert chunks[-1]["text"] == whole["text"]
+    lengths = [len(c["output_ids"]) for c in chunks]
+    assert lengths == sorted(lengths)
+    for chunk in chunks:
+        assert len(chunk["meta_info"]["output_token_logprobs"]) == len(chunk["output_ids"])
+
+
+def test_abort_returns_the_partial_tokens(engine: EngineProcess) -> None:
+    asked = engine.in_background(
+        lambda: engine.generate(input_ids=[5], rid="slow", sampling_params=LONG, return_logprob=True)
+    )
+    engine.wait_running(1)
+    assert engine.post("/abort_request", {"rid": "slow"})[1]["aborted"] == 1
+    answer = asked.result(30)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 400
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place", "retract"])
+def test_pause_modes_with_an_update_in_between(engine: EngineProcess, qwen3_folder: Path, mode: str) -> None:
+    engine.post("/update_weights_from_disk", {"model_path": str(qwen3_folder), "weight_version": "old"})
+    asked = engine.in_background(lambda: engine.generate(input_ids=[5, 6], sampling_params=LONG))
+    engine.wait_running(1)
+    assert engine.post("/pause_generation", {"mode": mode})[0] == 200
+    status, reply = engine.post(
+        "/update_weights_from_disk", {"model_path": str(qwen3_folder), "weight_version": "new", "flush_cache": False}
+    )
+    assert (status, reply["weight_version"]) == (200, "new")
+    later = engine.in_background(lambda: engine.generate(input_ids=[7], sampling_params={"max_new_tokens": 2}))
+    time.sleep(0.2)
+    assert not later.done()
+    assert engine.post("/continue_generation", {})[0] == 200
+    assert later.result(30)["meta_info"]["weight_version"] == "new"
+    meta = asked.result(60)["meta_info"]
+    if mode == "abort":
+        assert meta["finish_reason"]["type"] == "abort"
+        assert meta["weight_version"] == "old"
+    else:
+        assert meta["completion_tokens"] == 400
+        spans = meta["weight_versions"]
+        assert [s["weight_version"] for s in spans] == ["old", "new"]
+        assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 400)
+
+
+def test_weights_by_disk_tensor_files_and_bytes(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
+    other = make_model_folder(tmp_path / "other", seed=1)
+    probe: dict[str, Any] = {"input_ids": [20, 21, 22], "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+    engine.post("/update_weights_from_disk", {"model_path": str(qwen3_folder), "weight_version": "a"})
+    before = engine.generate(**probe)["output_ids"]
+    assert engine.post("/update_weights_from_disk", {"model_path": str(other), "weight_version": "b"})[0] == 200
+    after = engine.generate(**probe)
+    assert after["output_ids"] != before
+    assert after["meta_info"]["weight_version"] == "b"
+    assert after["meta_info"]["cached_tokens"] == 0
+    files = {
+        "load_format": "safetensors_file",
+        "paths": [str(qwen3_folder / "model.safetensors")],
+        "weight_version": "c",
+    }
+    assert engine.post("/update_weights_from_tensor", files)[0] == 200
+    assert engine.generate(**probe)["output_ids"] == before
+    blob = safetensors.torch.save(load_file(other / "model.safetensors"))
+    path = "/update_weights_from_tensor?weight_version=d"
+    assert engine.post(path, blob, "application/octet-stream")[0] == 200
+    assert engine.generate(**probe)["output_ids"] == after["output_ids"]
+    assert engine.get("/get_weight_version")[1] == {"weight_version": "d"}
+
+
+def test_a_bad_update_changes_nothing(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
+    engine.post("/update_weights_from_disk", {"model_path": str(qwen3_folder), "weight_version": "good"})
+    probe: dict[str, Any] = {"input_ids": [20, 21, 22], "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+    before = engine.generate(**probe)["output_ids"]
+    tensors = load_file(qwen3_folder / "model.safetensors")
+    wrong = {name: torch.zeros_like(t) for name, t in tensors.items()} | {"lm_head.weight": torch.zeros(3, 3)}
+    status, reply = engine.post(
+        "/update_weights_from_tensor?weight_version=bad", safetensors.torch.save(wrong), "application/octet-stream"
+    )
+    assert status == 400
+    assert "lm_head.weight has shape (3, 3)" in reply["error"]["message"]
+    pickles = {"serialized_named_tensors": ["gASV"], "weight_version": "bad"}
+    assert "pickles" in engine.post("/update_weights_from_tensor", pickles)[1]["error"]["message"]
+    assert engine.post("/update_weights_from_disk", {"model_path": str(tmp_path)})[0] == 400
+    assert engine.generate(**probe)["output_ids"] == before
+    assert engine.get("/get_weight_version")[1]["weight_version"] == "good"
+
+
+def test_memory_is_released_and_resumed(engine: EngineProcess) -> None:
+    probe: dict[str, Any] = {"input_ids": [20, 21, 22], "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+    before = engine.generate(**probe)["output_ids"]
+    assert engine.post("/release_memory_occupation", {})[0] == 200
+    assert engine.get("/server_info")[1]["released"] == ["kv_cache", "weights"]
+    waiting = engine.in_background(lambda: engine.generate(**probe))
+    assert engine.post("/resume_memory_occupation", {"tags": ["weights"]})[0] == 200
+    assert engine.post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})[0] == 200
+    assert waiting.result(30)["output_ids"] == before
+
+
+def test_openai_dialect(engine: EngineProcess) -> None:
+    assert engine.get("/v1/models")[1]["data"][0]["max_model_len"] == 512
+    chat = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 4,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    status, answer = engine.post("/v1/chat/completions", chat)
+    assert status == 200
+    assert len(answer["choices"]) == 2
+    choice = answer["choices"][0]
+    assert choice["message"]["role"] == "assistant"
+    assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
+    assert answer["usage"]["completion_tokens"] <= 8
+    assert engine.post("/v1/chat/completions", {"messages": []})[0] == 400
+    assert (
+        engine.post("/v1/completions", {"prompt": "what is", "max_tokens": 3})[1]["choices"][0]["finish_reason"]
+        == "length"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"{not json", "not JSON"),
+        (b"[1]", "must be a JSON object"),
+        ({}, "exactly one of text and input_ids"),
+        ({"input_ids": []}, "no tokens"),
+        ({"input_ids": [1, 99999]}, "token id 99999 is outside the vocabulary of 320"),
+        ({"input_ids": [1, "a"]}, "integers only"),
+        ({"input_ids": [1] * 600}, "the prompt has 600 tokens, the context holds 512"),
+        ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature must lie between"),
+        ({"input_ids": [1], "sampling_params": {"top_p": "x"}}, "top_p must be a number"),
+        ({"input_ids": [1], "sampling_params": {"nonsense": 1}}, "unknown sampling parameter 'nonsense'"),
+        ({"input_ids": [1], "nonsense": 1}, "unknown field 'nonsense'"),
+        ({"input_ids": [1], "image_data": "x"}, "image_data is not supported"),
+        ({"input_ids": [1], "rid": 7}, "rid must be a string"),
+        ({"input_ids": [1], "logprob_start_len": 4, "return_logprob": True}, "lies behind the prompt"),
+    ],
+)
+def test_malformed_requests_get_400_and_a_reason(engine: EngineProcess, body: Any, reason: str) -> None:
+    status, answer = engine.post("/generate", body)
+    assert status == 400
+    assert reason in answer["error"]["message"]
+
+
+def test_unknown_path_and_mode(engine: EngineProcess) -> None:
+    assert engine.get("/nothing")[0] == 404
+    assert engine.post("/pause_generation", {"mode": "soon"})[0] == 400
+    assert engine.post("/abort_request", {})[0] == 400
+    assert engine.get("/health_generate")[0] == 200
+
+
+def test_a_client_that_vanishes_is_aborted(engine: EngineProcess) -> None:
+    body = json.dumps({"input_ids": [5], "sampling_params": LONG}).encode()
+    for stream in (False, True):
+        payload = body if not stream else body[:-1] + b', "stream": true}'
+        with socket.create_connection(("127.0.0.1", engine.port)) as sock:
+            sock.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload)
+            engine.wait_running(1)
+        deadline = time.monotonic() + 30
+        while engine.get("/server_info")[1]["num_running_reqs"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 1})["meta_info"]["completion_tokens"] == 1
+
+
+def test_a_port_in_use_and_a_bad_folder_exit_with_2(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "slime.engine.embedded", "--model-path"]
+    busy = subprocess.run([*command, str(qwen3_folder), "--port", str(engine.port)], capture_output=True, text=True)
+    assert busy.returncode == 2
+    assert f"error: cannot listen on 127.0.0.1:{engine.port}" in busy.stderr
+    empty = subprocess.run([*command, str(tmp_path), "--port", "0"], capture_output=True, text=True)
+    assert empty.returncode == 2
+    assert empty.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in empty.stderr

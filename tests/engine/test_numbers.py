@@ -1,0 +1,224 @@
+"""What the engine computes, against transformers' own forward pass on the same tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.options import parse_options
+from slime.engine.embedded.requests import ModelFacts, parse_generate
+from slime.engine.embedded.sampler import edit
+from slime.engine.embedded.sampling_params import parse_sampling_params
+from slime.engine.embedded.sequence import Sequence
+from slime.errors import UserError
+from tests.engine.conftest import Waiter
+from tests.tiny_models import make_model_folder, make_tokenizer
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {},
+    "qwen2": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {
+        "sliding_window": 8,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 16,
+    },
+    "gpt_oss": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "granite": {"logits_scaling": 3.0},
+}
+
+
+@contextmanager
+def running_core(folder: Path, *options: str) -> Iterator[EngineCore]:
+    deaths: list[BaseException] = []
+    core = EngineCore(parse_options(["--model-path", str(folder), *options]), on_death=deaths.append)
+    core.load("cpu")
+    core.start()
+    yield core
+    core.stop()
+    assert not deaths
+
+
+def generate(core: EngineCore, bodies: list[dict[str, Any]], eos: frozenset[int] = frozenset()) -> list[Sequence]:
+    """Run the requests together; the sequences in the order of the requests."""
+    facts = ModelFacts(make_tokenizer(), core.vocab_size, core.context_len, eos)
+    waiter, sequences = Waiter(), []
+    for body in bodies:
+        [request], _ = parse_generate({"return_logprob": True, **body}, facts)
+        sequences += request.sequences(facts, waiter.notify)
+    core.submit(sequences)
+    waiter.wait(len(sequences))
+    return sequences
+
+
+def reference_logprobs(folder: Path, seq: Sequence, temperature: float = 1.0) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([seq.tokens])).logits[0, len(seq.prompt_ids) - 1 : -1]
+    chosen = torch.tensor(seq.output_ids)[:, None]
+    return (logits / temperature).log_softmax(-1).gather(1, chosen)[:, 0]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 300, length).tolist()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_log_probs_match_transformers(architecture: str, tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / architecture, architecture, **ARCHITECTURES[architecture])
+    params = {"max_new_tokens": 12, "temperature": 0.7}
+    with running_core(folder, "--chunked-prefill-size", "16") as core:
+        bodies = [{"input_ids": prompt(i, n), "sampling_params": params} for i, n in enumerate((3, 11, 11, 40, 25))]
+        sequences = generate(core, bodies)
+    for seq in sequences:
+        assert len(seq.output_ids) == 12
+        want = reference_logprobs(folder, seq, temperature=0.7)
+        torch.testing.assert_close(torch.tensor(seq.logprobs), want, atol=2e-5, rtol=0)
+
+
+def test_greedy_follows_the_arg_max(qwen3_folder: Path) -> None:
+    with running_core(qwen3_folder) as core:
+        bodies = [
+            {"input_ids": prompt(i, 5 + i), "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
+            for i in range(4)
+        ]
+        sequences = generate(core, bodies)
+    model = AutoModelForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32).eval()
+    for seq in sequences:
+        ids = torch.tensor([seq.prompt_ids])
+        for token in seq.output_ids:
+            with torch.no_grad():
+                assert int(model(input_ids=ids).logits[0, -1].argmax()) == token
+            ids = torch.cat([ids, torch.tensor([[token]])], 1)
+
+
+def test_sampling_follows_the_distribution(qwen3_folder: Path) -> None:
+    """3,000 draws of the first token: each frequency within 5 standard errors of its probability."""
+    ids, draws = prompt(3, 6), 3000
+    with running_core(qwen3_folder) as core:
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 1.3, "n": draws}}
+        sequences = generate(core, [body])
+        assert core.counters.cached_tokens >= (draws - 1) * (len(ids) - 1)
+    model = AutoModelForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        probs = (model(input_ids=torch.tensor([ids])).logits[0, -1] / 1.3).softmax(-1)
+    seen = torch.bincount(torch.tensor([s.output_ids[0] for s in sequences]), minlength=len(probs)) / draws
+    error = (probs * (1 - probs) / draws).sqrt()
+    assert ((seen - probs).abs() <= 5 * error + 1e-3).all()
+
+
+def test_filters_keep_to_their_support(qwen3_folder: Path) -> None:
+    ids = prompt(4, 9)
+    model = AutoModelForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+    ordered, index = logits.softmax(-1).sort(descending=True)
+    nucleus = set(index[: int((ordered.cumsum(0) < 0.5).sum()) + 1].tolist())
+    cases = {
+        "top_k": ({"top_k": 3}, set(index[:3].tolist())),
+        "top_p": ({"top_p": 0.5}, nucleus),
+        "min_p": ({"min_p": 0.4}, set(index[ordered >= 0.4 * ordered[0]].tolist())),
+    }
+    with running_core(qwen3_folder) as core:
+        for name, (extra, support) in cases.items():
+            params = {"max_new_tokens": 1, "n": 300, **extra}
+            sequences = generate(core, [{"input_ids": ids, "sampling_params": params}])
+            drawn = {s.output_ids[0] for s in sequences}
+            assert drawn <= support, name
+            assert len(drawn) > 1 or len(support) == 1, name
+            want = logits.log_softmax(-1)  # of the whole distribution, before the cut
+            for seq in sequences[:5]:
+                assert math.isclose(seq.logprobs[0], float(want[seq.output_ids[0]]), abs_tol=1e-4)
+
+
+def test_penalties_bias_and_minimum_length(qwen3_folder: Path) -> None:
+    ids = prompt(5, 7)
+    with running_core(qwen3_folder) as core:
+        free = generate(core, [{"input_ids": ids, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}])[0]
+        first = free.output_ids[0]
+        never = {"max_new_tokens": 8, "temperature": 0, "logit_bias": {str(first): -1000.0}}
+        assert first not in generate(core, [{"input_ids": ids, "sampling_params": never}])[0].output_ids
+        always = {"max_new_tokens": 8, "temperature": 0, "logit_bias": {"77": 1000.0}}
+        assert generate(core, [{"input_ids": ids, "sampling_params": always}])[0].output_ids == [77] * 8
+        held = {"max_new_tokens": 8, "min_new_tokens": 4, "temperature": 0, "stop_token_ids": free.output_ids[:3]}
+        assert len(generate(core, [{"input_ids": ids, "sampling_params": held}])[0].output_ids) >= 5
+
+
+def test_penalties_follow_their_formulas() -> None:
+    raw = {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 2.0, "logit_bias": {"3": 1.0}}
+    params = parse_sampling_params(raw, vocab_size=6)
+    seq = Sequence("r", [0, 1], params, frozenset(), 8, lambda _: None)
+    for token in (2, 2, 3):
+        seq.append(token, 0.0, "v")
+    edited = edit(torch.tensor([4.0, -4.0, 2.0, 1.0, 1.0, -1.0]), seq)
+    # seen tokens are halved (or doubled when negative), then 0.5 per occurrence and 0.25 for occurring in the output
+    assert edited.tolist() == [2.0, -8.0, 1.0 - 1.25, 0.5 - 0.75 + 1.0, 1.0, -1.0]
+
+
+def test_seeded_samples_repeat_in_any_batch(qwen3_folder: Path) -> None:
+    body = {"input_ids": prompt(6, 8), "sampling_params": {"max_new_tokens": 10, "sampling_seed": 17}}
+    with running_core(qwen3_folder) as core:
+        alone = generate(core, [body])[0].output_ids
+        crowd = generate(
+            core, [{"input_ids": prompt(i, 9), "sampling_params": {"max_new_tokens": 9}} for i in range(5)] + [body]
+        )
+    assert crowd[-1].output_ids == alone
+
+
+def test_prompts_are_scored(qwen3_folder: Path) -> None:
+    ids = prompt(7, 30)
+    body = {"input_ids": ids, "logprob_start_len": 4, "sampling_params": {"max_new_tokens": 0}}
+    with running_core(qwen3_folder, "--chunked-prefill-size", "7") as core:
+        for _ in range(2):  # the second time, a cached prefix must not hide positions
+            [seq] = generate(core, [body])
+            assert seq.output_ids == []
+            assert len(seq.input_logprobs) == 25
+    model = AutoModelForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        want = model(input_ids=torch.tensor([ids])).logits[0, 4:-1].log_softmax(-1)
+    want = want.gather(1, torch.tensor(ids[5:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(seq.input_logprobs), want, atol=2e-5, rtol=0)
+
+
+def test_memory_pressure_retracts_and_stays_exact(qwen3_folder: Path) -> None:
+    """Room for 100 tokens, 12 sequences of 36: they take turns, and every log-prob is still right."""
+    params = {"max_new_tokens": 24}
+    with running_core(qwen3_folder, "--max-total-tokens", "100", "--max-running-requests", "8") as core:
+        sequences = generate(core, [{"input_ids": prompt(i, 12), "sampling_params": params} for i in range(12)])
+        core.call(core.flush_cache).result()
+        assert core.scheduler.cache.pool.free == 100
+    for seq in sequences:
+        want = reference_logprobs(qwen3_folder, seq)
+        torch.testing.assert_close(torch.tensor(seq.logprobs), want, atol=2e-5, rtol=0)
+
+
+def test_prefixes_are_shared(qwen3_folder: Path) -> None:
+    ids = prompt(8, 40)
+    with running_core(qwen3_folder) as core:
+        params = {"max_new_tokens": 6, "n": 8}
+        [first, *others] = generate(core, [{"input_ids": ids, "sampling_params": params}])
+        assert first.cached_tokens == 0
+        assert [s.cached_tokens for s in others] == [39] * 7  # all but the token that gives the logits
+        follow_up = first.tokens + prompt(9, 5)
+        [turn] = generate(core, [{"input_ids": follow_up, "sampling_params": {"max_new_tokens": 4}}])
+        assert turn.cached_tokens == len(first.tokens) - 1  # the last sampled token was never computed
+    torch.testing.assert_close(torch.tensor(turn.logprobs), reference_logprobs(qwen3_folder, turn), atol=2e-5, rtol=0)
+
+
+def test_state_outside_attention_is_refused(tmp_path: Path) -> None:
+    extra = {"state_size": 8, "num_hidden_layers": 2, "hidden_size": 32}
+    folder = make_model_folder(tmp_path / "mamba", "mamba", **extra)
+    with pytest.raises(UserError, match="outside transformers' attention interface"), running_core(folder):
+        pass

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slime.observe.memory import MemorySampler, memory_bytes
+from slime.observe.plots import eval_points, plot_rewards, reward_points, smooth
+
+RECORDS = [
+    {"kind": "eval", "step": 0, "rollout_id": 0, "eval/held-out": 0.1, "eval/held-out-pass@4": 0.3},
+    {"kind": "rollout", "step": 1, "rollout_id": 1, "rollout/raw_reward": 0.4},
+    {"kind": "rollout", "step": 0, "rollout_id": 0, "rollout/raw_reward": 0.2, "rollout/rewards": 0.0},
+    {"kind": "rollout", "step": 2, "rollout_id": 2, "rollout/raw_reward": None},
+    {"kind": "eval", "step": 2, "rollout_id": 1, "eval/held-out": 0.6, "eval/held-out-truncated_ratio": 0.0,
+     "eval/held-out/response_len/mean": 3.0, "eval/code": 0.5, "eval/step": 2},
+]  # fmt: skip
+
+
+def test_points_of_a_run() -> None:
+    assert reward_points(RECORDS) == [(0, 0.2), (1, 0.4)]
+    assert eval_points(RECORDS) == {"held-out": [(0, 0.1), (2, 0.6)], "code": [(2, 0.5)]}
+
+
+def test_smoothing_is_a_weighted_mean() -> None:
+    assert smooth([3.0, 3.0, 3.0], half_life=2) == pytest.approx([3.0, 3.0, 3.0])
+    assert smooth([0.0, 1.0], half_life=1) == pytest.approx([0.0, 1.0 / 1.5])
+    assert smooth([], half_life=1) == []
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    out = plot_rewards(metrics, tmp_path / "plots" / "reward.png", "a run")
+    assert out is not None
+    data = out.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert int.from_bytes(data[16:20], "big") == 1200
+
+
+def test_no_picture_without_points(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("")
+    assert plot_rewards(metrics, tmp_path / "reward.png") is None
+    assert not (tmp_path / "reward.png").exists()
+
+
+def test_memory_of_a_process_that_takes_64_mib_more() -> None:
+    before = memory_bytes([os.getpid()])
+    block = mmap.mmap(-1, 64 * 2**20)
+    block.write(b"x" * (64 * 2**20))
+    after = memory_bytes([os.getpid()])
+    block.close()
+    assert 60 * 2**20 < after - before < 140 * 2**20
+
+
+def test_the_dead_take_nothing() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert memory_bytes([gone.pid]) == 0
+
+
+def test_the_sampler_remembers_the_peak() -> None:
+    code = "x = bytearray(b'x') * (100 * 2**20); print('big', flush=True); input(); del x; "
+    code += "print('small', flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdout.readline()
+    with MemorySampler(lambda: [child.pid], interval_s=0.01) as sampler:
+        while sampler.peak_bytes == 0:
+            time.sleep(0.005)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        assert memory_bytes([child.pid]) < 100 * 2**20
+        child.communicate("\n")
+    assert sampler.stop() == sampler.peak_bytes >= 100 * 2**20
+    assert sampler.peak_gib == sampler.peak_bytes / 2**30

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from slime.config import Config
+from slime.observe.live import RichProgress
+from slime.observe.progress import (
+    NoProgress,
+    PlainProgress,
+    StepClock,
+    figures_of,
+    format_seconds,
+    make_progress,
+    print_summary,
+)
+
+METRICS = {
+    "rollout/raw_reward": 0.51234,
+    "train/loss": -0.01234,
+    "train/grad_norm": 1.2345,
+    "rollout/response_len/mean": 17.25,
+    "perf/tokens_per_gpu_per_sec": 12345.6,
+    "perf/step_time": 2.5,
+}
+
+
+def console(terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_plain_progress_is_one_line_per_event() -> None:
+    with PlainProgress(20, start=0, console=console(False)) as progress:
+        progress.status("engine", "loading")
+        progress.status("engine", "loading")
+        progress.evaluation(0, {"math": 0.25})
+        progress.step(0, METRICS)
+        progress.status("rollout", "generating")
+        progress.evaluation(1, {"math": 0.5, "code": 1.0})
+        progress.message("saved [here]")
+    lines = [line.split("] ", 1)[1] for line in text_of(progress.console).splitlines()]
+    assert lines[0] == "engine: loading"
+    assert lines[1] == "eval before training: math 0.250"
+    step, figures = lines[2].split("  ", 1)
+    assert step == "step 1/20"
+    assert figures.startswith(
+        "reward 0.512  loss -0.0123  grad norm 1.23  length 17.2  tok/s 12,346  s/step 2.50  eta "
+    )
+    assert lines[3:] == ["eval after step 1: math 0.500  code 1.000", "saved [here]"]
+
+
+def test_rich_progress_shows_position_parts_and_figures() -> None:
+    progress = RichProgress(20, start=4, title="a run", console=console(True))
+    progress.status("rollout", "generating 3/8 groups")
+    progress.status("trainer", "idle")
+    for step in range(4, 16):
+        progress.step(step, METRICS)
+    progress.evaluation(16, {"math": 0.75})
+    plain = Console(file=io.StringIO(), width=100)
+    plain.print(progress.render())
+    progress.close()
+    progress.close()
+    shown = text_of(plain)
+    for expected in ("a run", "step 16/20", "generating 3/8 groups", "trainer", "idle", "0.512", "12,346"):
+        assert expected in shown
+    assert "eval after step 16: math 0.750" in shown
+    assert [line.split()[1] for line in shown.splitlines() if "12,346" in line] == [str(n) for n in range(9, 17)]
+
+
+def test_rich_progress_with_missing_figures_and_markup_in_texts() -> None:
+    with RichProgress(0, start=0, title="t", console=console(True)) as progress:
+        progress.status("rollout", "[/broken")
+        progress.step(0, {"train/loss": None})
+        progress.message("[/also broken")
+        progress.render()
+
+
+def test_eta_leaves_the_start_up_out() -> None:
+    now = [100.0]
+    clock = StepClock(10, 4, now=lambda: now[0])
+    assert clock.eta_s is None
+    now[0] = 160.0  # 58 s of loading, then a step of 2 s
+    clock.advance(4, 2.0)
+    assert clock.eta_s == pytest.approx(2.0 * 5)
+    now[0] = 164.0
+    clock.advance(5, 4.0)
+    assert clock.eta_s == pytest.approx(3.0 * 4)
+    assert clock.elapsed_s == 64.0
+    assert clock.position == 6
+
+
+def test_figures_without_metrics_are_dashes() -> None:
+    assert {value for _, value in figures_of({})} == {"-"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3661, "1:01:01")]
+)
+def test_times(seconds: float | None, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("kind", "made"), [("auto", PlainProgress), ("plain", PlainProgress), ("none", NoProgress)])
+def test_the_flag_chooses(kind: str, made: type) -> None:
+    with make_progress(Config(hf_checkpoint="x", progress=kind), 3) as progress:
+        assert type(progress) is made
+
+
+def test_rich_can_be_forced() -> None:
+    with make_progress(Config(hf_checkpoint="x", progress="rich"), 3) as progress:
+        assert isinstance(progress, RichProgress)
+
+
+def test_summary_holds_every_row() -> None:
+    target = console(False)
+    print_summary([("held-out", "0.42 -> 0.95"), ("path", "outputs/[x]/metrics.jsonl")], console=target)
+    shown = text_of(target)
+    assert "Summary" in shown
+    assert "0.42 -> 0.95" in shown
+    assert "outputs/[x]/metrics.jsonl" in shown

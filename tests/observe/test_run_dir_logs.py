@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import io
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from slime.errors import UserError
+from slime.observe.logs import configure_logging
+from slime.observe.run_dir import RunDir
+
+
+def test_a_run_folder_is_made_and_locked(tmp_path: Path) -> None:
+    with RunDir(tmp_path / "a" / "run") as run:
+        assert run.logs.is_dir()
+        assert Path(run) == tmp_path / "a" / "run" == run / "."
+        assert run.metrics == tmp_path / "a" / "run" / "metrics.jsonl"
+        assert run.plot("reward").name == "reward.png"
+        with pytest.raises(UserError, match=rf"in use by a run .*process {os.getpid()}.*--output-dir"):
+            RunDir(run)
+    RunDir(run).release()
+
+
+def test_the_lock_ends_with_the_process_however_it_ends(tmp_path: Path) -> None:
+    code = "import os,signal,sys; from slime.observe.run_dir import RunDir; r = RunDir(sys.argv[1]); "
+    code += "print('locked', flush=True); sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "locked\n"
+    with pytest.raises(UserError, match=f"process {other.pid}"):
+        RunDir(tmp_path)
+    other.communicate("")
+    RunDir(tmp_path).release()
+
+
+def test_a_folder_that_cannot_be_one_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="can't be written"):
+        RunDir(tmp_path / "file")
+
+
+@pytest.fixture
+def quiet_root() -> Iterator[None]:
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    for handler in [handler for handler in root.handlers if handler not in before]:
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+@pytest.mark.usefixtures("quiet_root")
+def test_the_driver_logs_to_its_file_and_warns_on_the_console(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100)
+    for _ in range(2):  # a second setup replaces the first
+        path = configure_logging(tmp_path, "driver", "info", console=screen)
+    logging.getLogger("slime.x").debug("too fine")
+    logging.getLogger("slime.x").info("for the file")
+    logging.getLogger("slime.x").warning("for all [/eyes")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("a python warning", stacklevel=1)
+    assert path == tmp_path / "logs" / "driver.log"
+    written = path.read_text()
+    assert "too fine" not in written
+    assert written.count("INFO slime.x: for the file") == written.count("WARNING slime.x: for all [/eyes") == 1
+    assert "a python warning" in written
+    assert isinstance(screen.file, io.StringIO)
+    assert "for all [/eyes" in screen.file.getvalue()
+    assert "for the file" not in screen.file.getvalue()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("quiet_root")
+def test_without_a_terminal_warnings_go_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(tmp_path, "driver", "debug")
+    logging.getLogger("slime.x").debug("fine")
+    logging.getLogger("slime.x").error("bad")
+    assert capsys.readouterr().err == "ERROR: bad\n"
+
+
+@pytest.mark.usefixtures("quiet_root")
+def test_a_child_logs_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert configure_logging(None, "trainer-0", "info") is None
+    logging.getLogger("slime.x").info("hello")
+    assert "INFO slime.x: hello" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime.rollout.rewards.dapo import dapo_reward
+from slime.rollout.rewards.errors import RewardError
+from slime.rollout.rewards.f1 import f1_reward, f1_score
+from slime.rollout.rewards.gpqa import gpqa_reward
+from slime.rollout.rewards.random import random_reward
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "correct", "prediction"),
+    [
+        ("Steps.\nAnswer: 34", "34", True, "34"),
+        ("Steps.\nanswer : $34$", "34", True, "34"),
+        ("Steps.\n**Answer: 34**", "34", True, "34"),
+        ("Answer: \\boxed{34}", "34", True, "34"),
+        ("Answer: x = 34", "34", True, "34"),
+        ("Answer: 1,234", "1234", True, "1234"),
+        ("Answer: 34 degrees", "34", True, "34"),
+        ("Answer: 34.0", 34, True, "34.0"),
+        ("Answer: 5\nAnswer: 34", "34", True, "34"),
+        ("Answer: \\frac12", "\\dfrac{1}{2}", True, "\\frac{1}{2}"),
+        ("Answer: 35", "34", False, "35"),
+        ("Answer: 34" + " " * 300, "34", False, "[INVALID]"),
+        ("The result is 34", "34", False, "[INVALID]"),
+        ("", "34", False, "[INVALID]"),
+    ],
+)
+def test_dapo(response: str, label: Any, correct: bool, prediction: str) -> None:
+    assert dapo_reward(response, label) == {"score": 1.0 if correct else -1.0, "acc": correct, "pred": prediction}
+
+
+def test_f1_counts_words_as_squad_does() -> None:
+    assert f1_score("The Eiffel Tower!", "eiffel tower") == (1.0, 1.0, 1.0)
+    # 2 common words, 4 predicted, 3 expected: precision 1/2, recall 2/3, F1 = 4/7.
+    assert f1_score("big red dog barks", "red dog runs") == pytest.approx((4 / 7, 1 / 2, 2 / 3))
+    assert f1_score("dog dog", "dog") == pytest.approx((2 / 3, 1 / 2, 1.0))
+    assert f1_score("yes it is", "yes") == (0.0, 0.0, 0.0)
+    assert f1_score("Yes.", "yes") == (1.0, 1.0, 1.0)
+    assert f1_score("", "x") == (0.0, 0.0, 0.0)
+    assert f1_reward("red dog", ["cat", "a red dog"]) == 1.0
+    assert f1_reward("red dog", 5) == 0.0
+
+
+CHOICES = ["Aluminium", "Boron", "Carbon monoxide", "Dubnium"]
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "metadata", "reward"),
+    [
+        ("The answer is (C).", "C", {}, 1.0),
+        ("The answer is B, no: the correct answer is C", "C", {}, 1.0),
+        ("Answer: C", "(c)", {}, 1.0),
+        ("Answer: **C**", 2, {}, 1.0),
+        ("<think>Answer: B</think> Option C", "C", {}, 1.0),
+        ("so $\\boxed{C}$", "C", {}, 1.0),
+        ("so \\boxed{\\text{(C)}}", "C", {}, 1.0),
+        ("so \\boxed{C. Carbon monoxide}", "C", {}, 1.0),
+        ("so \\boxed{Carbon monoxide}", "C", {"choices": CHOICES}, 1.0),
+        ("so \\boxed{Aluminium}", "C", {"choices": CHOICES}, 0.0),
+        ("so \\boxed{Aluminium}", "Aluminium", {"choices": CHOICES}, 1.0),
+        ("I pick\nC) Carbon monoxide", "C", {"choices": CHOICES}, 1.0),
+        ("it must be\nCarbon monoxide.", "C", {"choices": CHOICES}, 1.0),
+        ("C", "C", {}, 1.0),
+        ("The answer is D", "C", {}, 0.0),
+        ("A cat sat", "C", {}, 0.0),
+        ("", "C", {}, 0.0),
+        ("Answer: B", "whatever", {"correct_letter": "b"}, 1.0),
+        ("Answer: C", "A", {"valid_letters": ["A", "B"]}, 0.0),
+        ("Answer: Y", "Y", {"valid_letters": "XYZ"}, 1.0),
+    ],
+)
+def test_gpqa(response: str, label: Any, metadata: dict, reward: float) -> None:
+    assert gpqa_reward(response, label, metadata) == reward
+
+
+def test_gpqa_with_a_label_that_means_nothing() -> None:
+    with pytest.raises(RewardError, match="label 'helium' is neither"):
+        gpqa_reward("Answer: A", "helium", {"choices": CHOICES})
+
+
+def test_random_is_a_coin() -> None:
+    assert {random_reward() for _ in range(200)} == {0.0, 1.0}

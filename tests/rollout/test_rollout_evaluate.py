@@ -1,0 +1,167 @@
+"""Evaluation over datasets, and the numbers made of samples."""
+
+import itertools
+import json
+
+import pytest
+
+from slime.data.sample import Sample
+from slime.errors import UserError
+from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.failures import RolloutFailed
+from slime.rollout.metrics import eval_metrics, has_repetition, pass_at_k, sample_metrics
+from slime.rollout.sglang_rollout import generate_rollout
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+CORRECT_IF_EVEN = """
+def f(args, sample):
+    if sample.label == "broken":
+        raise ValueError("no verdict")
+    return float((sample.index + len(sample.prompt)) % 2 == 0)
+"""
+
+
+@pytest.fixture
+def datasets(tmp_path):
+    short = write_jsonl(tmp_path / "short.jsonl", [{"q": "a", "a": "1"}, {"q": "bc", "a": "2"}])
+    other = write_jsonl(tmp_path / "other.jsonl", [{"q": "x", "a": "1"}, {"q": "y", "a": "broken"}])
+    return [("short", short), ("other", other)]
+
+
+def evaluate(runtime):
+    output = generate_rollout(runtime.args, 0, None, evaluation=True)
+    assert isinstance(output, RolloutFnEvalOutput)
+    return output
+
+
+def test_datasets_are_evaluated_with_their_own_sampling(engine, make_runtime, datasets, write_plugin):
+    engine.respond = lambda body: "12345" if len(body["input_ids"]) == 2 else "7</s>"
+    runtime = make_runtime(
+        [engine.url],
+        eval_prompt_data=datasets,
+        eval_input_key="q",
+        eval_label_key="a",
+        n_samples_per_eval_prompt=4,
+        eval_temperature=0.0,
+        eval_top_p=0.9,
+        eval_top_k=5,
+        eval_max_response_len=3,
+        eval_min_new_tokens=1,
+        custom_rm_path=write_plugin(CORRECT_IF_EVEN),
+    )
+    output = evaluate(runtime)
+    short, other = output.data["short"], output.data["other"]
+    assert [sample.index for sample in short["samples"]] == list(range(8))
+    # "a" has length 1: odd indices are right; "bc" has length 2: even ones
+    assert short["rewards"] == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
+    assert short["truncated"] == [False] * 4 + [True] * 4
+    assert (other["rewards"], len(other["failed"])) == ([0.0, 1.0, 0.0, 1.0], 4)
+    params = engine.requests[0]["sampling_params"]
+    assert [params[key] for key in ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens")] == [
+        0.0,
+        0.9,
+        5,
+        3,
+        1,
+    ]
+    metrics = output.metrics
+    assert (metrics["eval/short"], metrics["eval/other"]) == (0.5, 0.5)
+    assert metrics["eval/short-truncated_ratio"] == 0.5
+    assert metrics["eval/short-pass@1"] == 0.5
+    assert metrics["eval/short-pass@2"] == pytest.approx(1 - 1 / 6)
+    assert metrics["eval/short-pass@4"] == 1.0
+    assert "eval/short-pass@8" not in metrics
+    assert metrics["eval/short/response_len/mean"] == 2.5
+    assert (metrics["eval/short/failed/count"], metrics["eval/other/failed/reward"]) == (0.0, 4.0)
+
+
+def test_datasets_are_read_once(engine, make_runtime, datasets, tmp_path):
+    runtime = make_runtime([engine.url], eval_prompt_data=datasets[:1], input_key="q", label_key="a", rm_type="f1")
+    first = evaluate(runtime)
+    (tmp_path / "short.jsonl").unlink()
+    second = evaluate(runtime)
+    assert [s.prompt for s in first.data["short"]["samples"]] == [s.prompt for s in second.data["short"]["samples"]]
+    assert all(sample.status is Sample.Status.COMPLETED for sample in second.data["short"]["samples"])
+
+
+def test_bad_evaluation_data_is_the_users_mistake(engine, make_runtime, datasets, tmp_path):
+    runtime = make_runtime([engine.url], eval_prompt_data=[*datasets, ("gone", str(tmp_path / "gone.jsonl"))])
+    with pytest.raises(UserError):
+        evaluate(runtime)
+    assert engine.requests == []
+
+
+def test_an_evaluation_in_which_everything_fails_says_so(make_runtime, datasets):
+    runtime = make_runtime(["http://127.0.0.1:9"], eval_prompt_data=datasets, input_key="q", rm_type="random")
+    with pytest.raises(RolloutFailed, match=r"evaluation on .*: all 2 samples failed"):
+        evaluate(runtime)
+
+
+def test_dict_rewards_are_read_at_their_key(engine, make_runtime, datasets, write_plugin):
+    flags = {
+        "eval_prompt_data": datasets[:1],
+        "input_key": "q",
+        "custom_rm_path": write_plugin("def f(args, sample):\n    return {'score': -1, 'acc': 1}\n"),
+    }
+    assert evaluate(make_runtime([engine.url], eval_reward_key="acc", **flags)).metrics["eval/short"] == 1.0
+    with pytest.raises(UserError, match="--reward-key"):
+        evaluate(make_runtime([engine.url], **flags))
+
+
+def brute_force_pass_at_k(group, k):
+    draws = list(itertools.combinations(group, k))
+    return sum(any(draw) for draw in draws) / len(draws)
+
+
+def test_pass_at_k_equals_counting_all_draws():
+    groups = [[True, False, False, False, True], [False] * 5, [True] * 5, [False, True, False, False, False]]
+    values = pass_at_k(groups)
+    assert list(values) == ["pass@1", "pass@2", "pass@4"]
+    for k in (1, 2, 4):
+        expected = sum(brute_force_pass_at_k(group, k) for group in groups) / len(groups)
+        assert values[f"pass@{k}"] == pytest.approx(expected)
+
+
+def test_pass_at_k_leaves_out_groups_that_are_too_small():
+    assert pass_at_k([[True], [False, False]]) == {"pass@1": 0.5, "pass@2": 0.0}
+    assert pass_at_k([]) == {}
+
+
+def test_eval_metrics_take_groups_by_index_not_by_position():
+    samples = [Sample(group_index=i % 2, response_length=1) for i in range(4)]
+    data = {"d": {"rewards": [1.0, 0.0, 0.0, 0.0], "truncated": [False] * 4, "samples": samples}}
+    metrics = eval_metrics(None, data)
+    assert (metrics["eval/d-pass@1"], metrics["eval/d-pass@2"]) == (0.25, 0.5)
+
+
+def test_sample_metrics_leave_failures_out():
+    samples = [
+        Sample(response_length=4, loss_mask=[1, 1, 0, 0], status=Sample.Status.COMPLETED, response="abcd"),
+        Sample(response_length=8, status=Sample.Status.TRUNCATED, response="x" * 5000),
+        Sample(response_length=99, status=Sample.Status.FAILED, failure="engine: EngineTimeout: late"),
+    ]
+    samples[0].prefix_cache_info.add({"cached_tokens": 3, "prompt_tokens": 4})
+    samples[1].prefix_cache_info.add({"cached_tokens": 0, "prompt_tokens": 8})
+    assert sample_metrics(samples) == {
+        "failed/count": 1.0,
+        "failed/engine": 1.0,
+        "response_len/mean": 5.0,
+        "response_len/median": 5.0,
+        "response_len/max": 8.0,
+        "response_len/min": 2.0,
+        "truncated_ratio": 0.5,
+        "repetition_frac": 0.5,
+        "prefix_cache_hit_rate": 0.25,
+        "avg_cached_tokens_per_sample": 1.5,
+    }
+
+
+def test_repetition():
+    assert has_repetition("again " * 1000)
+    assert not has_repetition("a normal sentence of a few words")
+    assert not has_repetition("")

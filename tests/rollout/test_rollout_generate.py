@@ -1,0 +1,147 @@
+"""The default generate: tokens, log-probs, limits, continuation, retries."""
+
+import pytest
+from aiohttp import web
+
+from slime.data.sample import Sample
+from slime.engine.client import EngineFailed, EngineRejected, EngineUnreachable
+from slime.engine.protocol import sampling_seed
+from slime.rollout.generate import AbortedTooOften, PromptTooLong, generate
+
+
+def run_generate(runtime, sample, **params):
+    sampling_params = {**runtime.state.sampling_params, **params}
+    return runtime.run(generate(runtime.args, sample, sampling_params), 20)
+
+
+def test_tokens_log_probs_and_status_come_from_the_engine(engine, make_runtime, tokenizer):
+    runtime = make_runtime([engine.url], rollout_temperature=0.5, rollout_stop=["!"])
+    sample = run_generate(runtime, Sample(prompt="1+2=", group_index=0, index=0))
+    prompt_ids, answer_ids = tokenizer.encode("1+2="), tokenizer.encode("7</s>")
+    assert sample.tokens == prompt_ids + answer_ids
+    assert (sample.response, sample.response_length, sample.loss_mask) == ("7</s>", 2, [1, 1])
+    assert sample.rollout_log_probs == [-t / 100 for t in answer_ids]
+    assert (sample.status, sample.weight_versions) == (Sample.Status.COMPLETED, ["1"])
+    [request] = engine.requests
+    assert (request["input_ids"], request["return_logprob"]) == (prompt_ids, True)
+    assert request["sampling_params"] == {
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_new_tokens": 8,
+        "stop": ["!"],
+        "stop_token_ids": None,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+
+
+def test_messages_are_templated_once(engine, make_runtime, tokenizer):
+    runtime = make_runtime([engine.url])
+    sample = run_generate(runtime, Sample(prompt=[{"role": "user", "content": "hi"}]))
+    assert engine.requests[0]["input_ids"] == tokenizer.encode("<user>hi</s>\n<assistant>", add_special_tokens=False)
+    assert tokenizer.decode(sample.tokens) == "<user>hi</s>\n<assistant>7</s>"
+
+
+def test_a_response_at_its_limit_is_truncated(engine, make_runtime):
+    engine.respond = lambda body: "0123456789"
+    runtime = make_runtime([engine.url])
+    sample = run_generate(runtime, Sample(prompt="x"))
+    assert (sample.status, sample.response_length) == (Sample.Status.TRUNCATED, 8)
+
+
+def test_the_context_limits_new_tokens(engine, make_runtime):
+    engine.respond = lambda body: "0123456789"
+    runtime = make_runtime([engine.url], rollout_max_context_len=7)
+    sample = run_generate(runtime, Sample(prompt="abcd"))
+    assert engine.requests[0]["sampling_params"]["max_new_tokens"] == 3
+    assert len(sample.tokens) == 7
+
+
+def test_a_prompt_without_room_for_a_response_is_refused(engine, make_runtime):
+    runtime = make_runtime([engine.url], rollout_max_context_len=4)
+    with pytest.raises(PromptTooLong, match=r"4 tokens, the context \(rollout_max_context_len\) 4"):
+        run_generate(runtime, Sample(prompt="abcd"))
+    assert engine.requests == []
+
+
+def partial_sample(tokenizer):
+    sample = Sample(prompt="ab", tokens=tokenizer.encode("ab"), group_index=0, index=0)
+    sample.append_response_tokens(
+        tokens=tokenizer.encode("cde"),
+        log_probs=[-0.1, -0.2, -0.3],
+        text="cde",
+        meta_info={"finish_reason": {"type": "abort"}, "weight_version": "0"},
+    )
+    return sample
+
+
+def test_a_partial_sample_is_continued_from_its_tokens(engine, make_runtime, tokenizer):
+    runtime = make_runtime([engine.url])
+    sample = run_generate(runtime, partial_sample(tokenizer), sampling_seed=5, min_new_tokens=4)
+    request = engine.requests[0]
+    assert request["input_ids"] == tokenizer.encode("abcde")
+    assert request["sampling_params"]["max_new_tokens"] == 5
+    assert request["sampling_params"]["min_new_tokens"] == 1
+    assert request["sampling_params"]["sampling_seed"] == sampling_seed(5, 3)
+    assert (sample.response, sample.response_length) == ("cde7</s>", 5)
+    assert sample.rollout_log_probs[:3] == [-0.1, -0.2, -0.3]
+    assert (sample.weight_versions, sample.status) == (["0", "1"], Sample.Status.COMPLETED)
+
+
+def test_a_partial_sample_with_nothing_left_is_truncated_without_a_call(engine, make_runtime, tokenizer):
+    runtime = make_runtime([engine.url], rollout_max_response_len=3)
+    sample = run_generate(runtime, partial_sample(tokenizer))
+    assert (sample.status, sample.response, engine.requests) == (Sample.Status.TRUNCATED, "cde", [])
+
+
+def test_a_request_aborted_by_the_engine_is_resumed(engine, make_runtime, tokenizer):
+    answers = [{"text": "ab", "finish": "abort"}, {"text": "", "finish": "abort"}, "c</s>"]
+    engine.respond = lambda body: answers.pop(0)
+    runtime = make_runtime([engine.url])
+    sample = run_generate(runtime, Sample(prompt="x"))
+    assert (sample.response, sample.response_length, sample.status) == ("abc</s>", 4, Sample.Status.COMPLETED)
+    assert [tokenizer.decode(request["input_ids"]) for request in engine.requests] == ["x", "xab", "xab"]
+
+
+def test_an_abort_of_the_rollout_itself_returns_the_partial_sample(engine, make_runtime):
+    runtime = make_runtime([engine.url])
+
+    def abort(body):
+        runtime.state.aborted = True
+        return {"text": "ab", "finish": "abort"}
+
+    engine.respond = abort
+    sample = run_generate(runtime, Sample(prompt="x"))
+    assert (sample.status, sample.response, len(engine.requests)) == (Sample.Status.ABORTED, "ab", 1)
+
+
+def test_endless_aborts_end(engine, make_runtime):
+    engine.respond = lambda body: {"text": "", "finish": "abort"}
+    with pytest.raises(AbortedTooOften):
+        run_generate(make_runtime([engine.url]), Sample(prompt="x"))
+
+
+def test_transient_errors_are_retried_and_then_raised(engine, make_runtime):
+    answers = [web.Response(status=503, text="busy"), web.Response(status=500, text="oops"), "ok</s>"]
+    engine.respond = lambda body: answers.pop(0)
+    runtime = make_runtime([engine.url])
+    assert run_generate(runtime, Sample(prompt="x")).response == "ok</s>"
+    dead = make_runtime(["http://127.0.0.1:9"])
+    with pytest.raises(EngineUnreachable, match=r"127\.0\.0\.1:9"):
+        run_generate(dead, Sample(prompt="x"))
+
+
+def test_a_refusal_is_not_retried(engine, make_runtime):
+    engine.respond = lambda body: web.json_response({"error": {"message": "too long"}}, status=400)
+    with pytest.raises(EngineRejected, match="too long"):
+        run_generate(make_runtime([engine.url]), Sample(prompt="x"))
+    assert len(engine.requests) == 1
+
+
+def test_an_engine_that_keeps_failing_gets_four_tries(engine, make_runtime):
+    engine.respond = lambda body: web.Response(status=500, text="out of memory")
+    with pytest.raises(EngineFailed, match="status 500: out of memory"):
+        run_generate(make_runtime([engine.url]), Sample(prompt="x"))
+    assert len(engine.requests) == 4

@@ -1,0 +1,171 @@
+"""The event-loop thread, the registry of runtimes, and the helpers under upstream's import paths."""
+
+import asyncio
+import base64
+import threading
+
+import pytest
+from aiohttp import web
+
+from slime.engine.errors import EngineRejected, EngineTimeout, EngineUnreachable
+from slime.rollout.loop import LoopThread
+from slime.rollout.runtime import newest_runtime, runtime_for
+from slime.utils import http_utils
+from slime.utils.async_utils import run
+from slime.utils.http_utils import get, get_model_url, get_rollout_num_engines, post
+from slime.utils.misc import SingletonMeta, load_function
+
+
+async def value(x):
+    return x
+
+
+def test_the_loop_thread_runs_coroutines_and_ends():
+    loop_thread = LoopThread("test-loop")
+    assert loop_thread.run(value(3), 5) == 3
+    with pytest.raises(TimeoutError, match=r"did not finish within 0\.05 s"):
+        loop_thread.run(asyncio.sleep(60), 0.05)
+
+    async def inner():
+        loop_thread.run(value(1))
+
+    with pytest.raises(RuntimeError, match="would wait forever"):
+        loop_thread.run(inner(), 5)
+
+    cancelled = threading.Event()
+
+    async def forever():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    asyncio.run_coroutine_threadsafe(forever(), loop_thread.loop)
+    loop_thread.run(asyncio.sleep(0))
+    loop_thread.close()
+    loop_thread.close()
+    assert cancelled.is_set()
+    assert "test-loop" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(RuntimeError, match="closed"):
+        loop_thread.run(value(1))
+
+
+def test_a_closed_runtime_is_forgotten_and_leaves_nothing(engine, make_runtime):
+    runtime = make_runtime([engine.url])
+    assert runtime_for(runtime.args) is runtime_for(runtime.config) is newest_runtime() is runtime
+    runtime.close()
+    runtime.close()
+    assert newest_runtime() is None
+    with pytest.raises(LookupError):
+        runtime_for(runtime.args)
+    assert runtime.loop_thread.loop.is_closed()
+
+
+def test_run_uses_the_loop_of_the_runtime_when_there_is_one(engine, make_runtime):
+    async def loop():
+        return asyncio.get_running_loop()
+
+    assert run(value(2)) == 2
+    runtime = make_runtime([engine.url])
+    assert run(loop()) is runtime.loop_thread.loop
+
+
+def test_the_processor_of_text_models_and_dp_ranks(engine, make_runtime):
+    state = make_runtime([engine.url], carried={"sglang_dp_size": 2}, n_samples_per_prompt=3).state
+    assert state.processor is None
+    assert state.group_sampling_seeds == [42, 43, 44]
+    with state.dp_rank_context() as first, state.dp_rank_context() as second:
+        assert (first, second) == (0, 1)
+    with state.dp_rank_context() as again:
+        assert again == 0
+
+
+def serve_and(handler, use):
+    async def main():
+        app = web.Application()
+        app.router.add_route("*", "/x", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            return await use(f"http://127.0.0.1:{runner.addresses[0][1]}/x")
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(main())
+
+
+def test_post_retries_what_may_pass_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(http_utils, "RETRY_PAUSE_S", 0.01)
+    statuses = [500, 429, 200]
+
+    async def flaky(request):
+        body = await request.json()
+        return web.json_response({"got": body, "key": request.headers.get("K")}, status=statuses.pop(0))
+
+    assert serve_and(flaky, lambda url: post(url, {"a": 1}, headers={"K": "v"})) == {"got": {"a": 1}, "key": "v"}
+    calls = []
+
+    async def refuse(request):
+        calls.append(1)
+        return web.Response(status=400, text="bad")
+
+    with pytest.raises(EngineRejected, match="status 400: bad"):
+        serve_and(refuse, lambda url: post(url, {}))
+    assert calls == [1]
+
+    async def slow(request):
+        await asyncio.sleep(60)
+
+    with pytest.raises(EngineTimeout, match=r"0\.1 s"):
+        serve_and(slow, lambda url: post(url, {}, timeout_s=0.1))
+    with pytest.raises(EngineUnreachable):
+        asyncio.run(post("http://127.0.0.1:9/x", {}, max_retries=2))
+
+
+def test_get_gives_text_when_it_is_not_json():
+    async def plain(request):
+        return web.Response(text="hello")
+
+    assert serve_and(plain, get) == "hello"
+
+
+def test_urls_of_models_and_number_of_engines(engine, make_runtime):
+    args = make_runtime([engine.url], rollout_num_gpus=4, rollout_num_gpus_per_engine=2).args
+    assert get_rollout_num_engines(args) == 2
+    assert get_model_url(args, "any") == f"{engine.url}/generate"
+    named = args.replace(carried={**args.carried, "sglang_model_routers": {"judge": ("h", 1)}})
+    assert get_model_url(named, "judge", "/v1/models") == "http://h:1/v1/models"
+
+
+def test_functions_and_singletons(write_plugin):
+    assert load_function(write_plugin("def f(args):\n    return args + 1\n"))(1) == 2
+
+    class One(metaclass=SingletonMeta):
+        def __init__(self, x):
+            self.x = x
+
+    class Child(One):
+        pass
+
+    assert One(1) is One(2)
+    assert Child(3).x == 3
+    One.clear_instances()
+    assert One(4).x == 4
+
+
+def test_images_become_data_urls():
+    image_module = pytest.importorskip("PIL.Image")
+    from slime.utils.processing_utils import encode_image_for_rollout_engine
+
+    url = encode_image_for_rollout_engine(image_module.new("L", (2, 2)))
+    assert base64.b64decode(url.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
+
+
+def test_upstream_import_paths():
+    from slime.config import parse_args as original
+    from slime.utils.arguments import parse_args
+    from slime.utils.processing_utils import load_tokenizer
+
+    assert parse_args is original
+    assert callable(load_tokenizer)

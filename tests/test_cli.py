@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime import cli
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def command_line(tmp_path: Path) -> list[str]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8}))
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1"}\n')
+    return [
+        *("--hf-checkpoint", str(model), "--prompt-data", str(tmp_path / "prompts.jsonl"), "--device", "cpu"),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--num-rollout", "3", "--rm-type", "math"),
+        *("--rollout-max-response-len", "8", "--output-dir", str(tmp_path / "out")),
+    ]
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(
+    command_line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *command_line, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 prompts x 2 samples = 8 samples" in printed
+    assert not (tmp_path / "out").exists()
+    assert cli.main(["plan", *command_line]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["train", "--rollout-batchsize", "3"],
+            "error: unknown flag --rollout-batchsize: did you mean --rollout-batch-size?",
+        ),
+        (["plan"], "error: --hf-checkpoint is missing: give it the Hugging Face model folder"),
+        (["tarin"], "error: unknown command tarin: did you mean train?"),
+        ([], "error: a command is missing: one of train, plan, serve, flags, version"),
+        (["flags", "--html"], "error: slime flags takes only --markdown, not --html"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(line)
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "-h"], ["flags"], ["version"]])
+def test_information_goes_to_stdout_with_code_0(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    captured = capsys.readouterr()
+    assert "slime" in captured.out
+    assert captured.err == ""
+
+
+def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(words: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_train", interrupted)
+    assert cli.main(["train"]) == 130
+
+
+def test_nothing_but_a_real_run_imports_torch(command_line: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from slime import cli\n"
+        f"assert cli.main(['train', *{command_line!r}, '--dry-run']) == 0\n"
+        "assert cli.main(['train', '--lrr', '1']) == 2\n"
+        "assert cli.main(['flags', '--markdown']) == 0\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if 'torch' in heavy or 'transformers' in heavy else 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_train_py_is_slime_train(command_line: list[str]) -> None:
+    command = [sys.executable, str(ROOT / "train.py"), *command_line, "--seed", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: --seed must be a whole number, not 'x'\n")

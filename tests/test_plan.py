@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, resolve
+from slime.errors import UserError
+from slime.models.shape import ModelShape
+from slime.plan import choose_rollout_backend, detect_device, make_plan
+from slime.plan_memory import engine_memory, trainer_memory
+
+# Qwen3-0.6B, whose published size is 0.6 B parameters (596,049,920)
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+PARAMETERS = 596_049_920
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input": "1"}\n')
+    return {
+        "hf_checkpoint": str(tmp_path),
+        "prompt_data": str(prompts),
+        "rollout_batch_size": 32,
+        "n_samples_per_prompt": 8,
+        "num_steps_per_rollout": 2,
+        "num_rollout": 10,
+        "rollout_max_response_len": 512,
+        "rollout_max_prompt_len": 128,
+        "rm_type": "math",
+        "output_dir": str(tmp_path / "out"),
+        "save": str(tmp_path / "ckpt"),
+        "device": "cpu",
+    }
+
+
+def test_plan_states_the_arithmetic(flags: dict[str, Any]) -> None:
+    plan = make_plan(resolve(Config(**flags, actor_num_gpus_per_node=3)), device="cpu", gpu_count=0)
+    text = plan.render()
+    assert "32 prompts x 8 samples = 256 samples" in text
+    assert "2 optimizer steps of 128 samples" in text
+    assert "42 to 43 samples, 1 per forward pass" in text
+    assert "10 rollout steps, 20 optimizer steps" in text
+    assert plan.optimizer_steps == 20
+    assert [(process.name, process.count) for process in plan.processes] == [
+        ("driver", 1),
+        ("engine", 3),
+        ("trainer", 3),
+    ]
+    assert plan.gpus_needed == 0
+    assert not Path(flags["output_dir"]).exists()
+
+
+def test_memory_of_a_known_shape(flags: dict[str, Any]) -> None:
+    config = resolve(Config(**flags, use_kl_loss=True, engine_max_total_tokens=1000, log_probs_chunk_size=100))
+    shape = ModelShape.from_folder(flags["hf_checkpoint"])
+    half = PARAMETERS // 2
+    parts = trainer_memory(config, shape, device="cuda", trainers=2).parts
+    assert parts["weights"] == 4 * half
+    assert parts["gradients"] == 4 * half
+    assert parts["Adam moments"] == 8 * half
+    assert parts["reference"] == 2 * half
+    assert parts["logits"] == 2 * 4 * 100 * 151936
+    engine = engine_memory(config, shape, device="cuda", available=None)
+    assert engine.parts == {"weights": 2 * PARAMETERS, "KV cache": 1000 * 2 * 28 * 8 * 128 * 2}
+    on_cpu = engine_memory(config.replace(engine_max_total_tokens=None), shape, device="cpu", available=4 * 2**30)
+    assert on_cpu.parts["KV cache (at most)"] == int(0.3 * 4 * 2**30)
+    assert on_cpu.parts["weights"] == 4 * PARAMETERS
+
+
+def test_recompute_and_token_budget_change_activations(flags: dict[str, Any]) -> None:
+    shape = ModelShape.from_folder(flags["hf_checkpoint"])
+
+    def activations(**changes: Any) -> int:
+        config = resolve(Config(**{**flags, **changes}))
+        return trainer_memory(config, shape, device="cpu", trainers=1).parts["activations (rough)"]
+
+    assert activations(recompute_activations=True) < activations() / 3
+    assert activations(micro_batch_size=2) == 2 * activations()
+    assert activations(use_dynamic_batch_size=True, max_tokens_per_gpu=6400) == 10 * activations()
+
+
+def test_gpus_are_placed_or_refused(flags: dict[str, Any]) -> None:
+    flags["device"] = "cuda"
+    apart = resolve(Config(**flags, actor_num_gpus_per_node=2, rollout_num_gpus=2))
+    plan = make_plan(apart, device="cuda", gpu_count=4)
+    assert plan.gpus_needed == 4
+    assert {process.name: process.where for process in plan.processes} == {
+        "driver": "cpu",
+        "engine": "GPUs 2-3",
+        "trainer": "GPUs 0-1",
+    }
+    with pytest.raises(UserError) as caught:
+        make_plan(apart, device="cuda", gpu_count=2)
+    assert str(caught.value) == (
+        "this run needs 4 GPUs (2 for training and 2 for rollout), but there are 2: "
+        "add --colocate, or lower --actor-num-gpus-per-node or --rollout-num-gpus"
+    )
+    together = apart.replace(colocate=True)
+    assert make_plan(together, device="cuda", gpu_count=2).gpus_needed == 2
+    with pytest.raises(UserError, match=r"needs 2 GPUs \(shared\), but there is 1: lower"):
+        make_plan(together, device="cuda", gpu_count=1)
+    with pytest.raises(UserError, match="no NVIDIA GPU: use --device cpu"):
+        make_plan(together, device="cuda", gpu_count=0)
+
+
+def test_sft_needs_no_engine(flags: dict[str, Any]) -> None:
+    config = resolve(Config(**{**flags, "device": "cuda"}, loss_type="sft_loss", rollout_num_gpus=4))
+    plan = make_plan(config, device="cuda", gpu_count=1)
+    assert [process.name for process in plan.processes] == ["driver", "trainer"]
+    assert (plan.rollout_backend, plan.weight_transport, plan.gpus_needed) == ("none", "none", 1)
+
+
+def test_automatic_choices_give_their_reason(flags: dict[str, Any]) -> None:
+    config = resolve(Config(**flags))
+    assert choose_rollout_backend(config, "cpu") == ("embedded", "there is no GPU for SGLang")
+    assert choose_rollout_backend(config.replace(rollout_backend="embedded"), "cpu") == ("embedded", "asked for")
+    text = make_plan(config, device="cpu", gpu_count=0).render()
+    assert "embedded (there is no GPU for SGLang)" in text
+    assert "tensor (trainer and engines are on one machine" in text
+
+
+def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) -> None:
+    carried = {"tensor_model_parallel_size": 2, "sglang_context_length": 9, "mine": 1}
+    del flags["rm_type"], flags["save"]
+    flags["n_samples_per_prompt"] = 1
+    config = resolve(Config(**flags, carried=carried, eval_prompt_data=[("a", flags["prompt_data"])]))
+    notes = "\n".join(make_plan(config, device="cpu", gpu_count=0).notes)
+    assert "Megatron flags without effect on the FSDP trainer: --tensor-model-parallel-size" in notes
+    assert "SGLang flags without effect on the embedded engine: --sglang-context-length" in notes
+    assert "without --eval-interval" in notes
+    assert "metadata must name its rm_type" in notes
+    assert "the trained model is not kept" in notes
+    assert "advantage 0" in notes
+
+
+def test_too_little_memory_is_noted(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.plan.available_memory", lambda: 2**30)
+    notes = make_plan(resolve(Config(**flags)), device="cpu", gpu_count=0).notes
+    assert any("is more than the 1.00 GiB there are" in note for note in notes)
+
+
+def test_an_unknown_architecture_still_gets_a_plan(flags: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "brand_new"}')
+    text = make_plan(resolve(Config(**flags)), device="cpu", gpu_count=0).render()
+    assert "brand_new, size unknown" in text
+
+
+def test_detect_device_keeps_what_was_asked() -> None:
+    assert detect_device("cpu")[0] == "cpu"
+    assert detect_device("cuda")[0] == "cuda"
+    device, gpus = detect_device("auto")
+    assert device == ("cuda" if gpus else "cpu")

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slime.config import Config
+from slime.engine.client import EngineFailed
+from slime.weights import WeightPublisher, WeightVersionMismatch, choose_transport, make_publisher
+from slime.weights.disk import DiskPublisher, copy_model_assets
+from slime.weights.tensor import TensorPublisher
+from slime.weights.transport import largest_export_bytes
+
+BRACKETS = {
+    "tensor": ["pause_generation", "update_weights_from_tensor", "continue_generation", "get_weight_version"],
+    "disk": ["pause_generation", "update_weights_from_disk", "continue_generation", "get_weight_version"],
+}
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    (folder / "subfolder").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"old")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    save_file({"w": torch.zeros(1000)}, folder / "model-00001-of-00001.safetensors")
+    return folder
+
+
+@pytest.fixture(params=["tensor", "disk"])
+def publisher(
+    request: pytest.FixtureRequest, tmp_path: Path, hf_folder: Path, engines: Any, source: Any, run_async: Any
+) -> Any:
+    clients = [engine.client for engine in engines]
+    if request.param == "tensor":
+        root = tmp_path / "shm"
+        root.mkdir()
+        made: WeightPublisher = TensorPublisher(source, clients, run_async, root=root)
+    else:
+        made = DiskPublisher(source, clients, run_async, root=tmp_path / "versions", hf_checkpoint=hf_folder)
+    yield request.param, made
+    made.close()
+
+
+def files_left(tmp_path: Path) -> list[str]:
+    roots = [tmp_path / "shm", tmp_path / "versions"]
+    return sorted(
+        str(path.relative_to(root)) for root in roots for path in root.rglob("*.safetensors") if path.is_file()
+    )
+
+
+def test_every_engine_gets_the_version_and_its_values(tmp_path: Path, publisher: Any, engines: Any) -> None:
+    transport, made = publisher
+    for version in (0, 1, 2):
+        result = made.publish(version)
+        for engine in engines:
+            assert engine.version == str(version)
+            assert set(engine.tensors) == {"layer.0.weight", "layer.1.weight"}
+            for bucket in range(2):
+                expected = torch.full((4, 8), float(version * 10 + bucket))
+                assert torch.equal(engine.tensors[f"layer.{bucket}.weight"], expected)
+            assert engine.calls == BRACKETS[transport]
+            engine.calls.clear()
+        assert result.version == version
+        assert result.bytes > 2 * 4 * 8 * 4
+        assert 0 < result.paused_seconds < result.seconds
+        assert result.metrics()["perf/update_weights_time"] == result.seconds
+    kept = [] if transport == "tensor" else [f"weight_v000002/model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert files_left(tmp_path) == kept
+
+
+def test_a_wrong_version_afterwards_is_an_error(publisher: Any, engines: Any) -> None:
+    engines[1].stuck_version = "6"
+    with pytest.raises(WeightVersionMismatch, match="version 6 after version 7") as caught:
+        publisher[1].publish(7)
+    assert caught.value.url == engines[1].client.base_url
+
+
+def test_a_failed_update_lets_the_engines_continue(tmp_path: Path, publisher: Any, engines: Any) -> None:
+    transport, made = publisher
+    made.publish(1)
+    engines[0].calls.clear()
+    engines[1].fail_on = BRACKETS[transport][1]
+    with pytest.raises(EngineFailed, match="no luck"):
+        made.publish(2)
+    assert engines[0].calls == BRACKETS[transport][:3]
+    assert engines[1].calls[-1] == "continue_generation"
+    if transport == "disk":
+        assert (tmp_path / "versions" / "weight_v000001" / "config.json").exists()
+    engines[1].fail_on = None
+    made.publish(3)
+    assert [engine.version for engine in engines] == ["3", "3"]
+
+
+def test_a_failed_export_leaves_engines_and_folders_alone(
+    tmp_path: Path, publisher: Any, engines: Any, source: Any
+) -> None:
+    source.fail = True
+    with pytest.raises(OSError, match="no space left"):
+        publisher[1].publish(1)
+    assert files_left(tmp_path) == []
+    assert [engine.calls for engine in engines] == [[], []]
+
+
+def test_a_disk_version_has_the_model_assets_but_no_old_weights(tmp_path: Path, hf_folder: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    copy_model_assets(hf_folder, target)
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "reason"),
+    [
+        ({}, "tensor", "one machine"),
+        ({"update_weight_transport": "nccl"}, "tensor", "nccl is read as auto"),
+        ({"update_weight_transport": "disk"}, "disk", "asked for"),
+        ({"update_weight_transport": "tensor", "actor_num_nodes": 2}, "tensor", "asked for"),
+        ({"actor_num_nodes": 2}, "disk", "2 nodes"),
+    ],
+)
+def test_choice_of_transport(flags: dict[str, Any], expected: str, reason: str) -> None:
+    name, why = choose_transport(Config(hf_checkpoint="x", **flags), "cpu")
+    assert name == expected
+    assert reason in why
+
+
+@pytest.mark.parametrize("transport", ["auto", "disk"])
+def test_publisher_of_a_config(
+    tmp_path: Path, hf_folder: Path, engines: Any, source: Any, run_async: Any, transport: str
+) -> None:
+    config = Config(hf_checkpoint=str(hf_folder), update_weight_transport=transport)
+    clients = [engine.client for engine in engines]
+    made = make_publisher(config, device="cpu", run_dir=tmp_path, source=source, clients=clients, run_async=run_async)
+    assert made.publish(5).version == 5
+    assert engines[0].calls == BRACKETS["tensor" if transport == "auto" else "disk"]
+    assert (tmp_path / "weights" / "weight_v000005").exists() == (transport == "disk")
+    made.close()
+    made.close()
+
+
+def test_room_is_reckoned_from_the_checkpoint(hf_folder: Path) -> None:
+    assert largest_export_bytes(hf_folder) >= 2 * 4000
