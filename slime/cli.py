@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from slime.errors import UserError
+from slime.errors import RunFailed, UserError
 
 _USAGE = """\
 usage: slime COMMAND ...
@@ -17,7 +17,7 @@ usage: slime COMMAND ...
   version   print the version
 """
 
-EXIT_OK, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 2, 130
+EXIT_OK, EXIT_RUN_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except RunFailed as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return EXIT_RUN_FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -69,8 +72,8 @@ def _train(words: Sequence[str]) -> int:
         return EXIT_OK
     from slime.driver import train
 
-    result = train(config)
-    return result if isinstance(result, int) else EXIT_OK
+    train(config)
+    return EXIT_OK
 
 
 def _plan(words: Sequence[str]) -> int:

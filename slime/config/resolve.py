@@ -13,7 +13,6 @@ from typing import Any
 from slime.config.batch import derive_batch_sizes
 from slime.config.checks import check_files, check_flags_fit, check_plugins
 from slime.config.config import FLAG_SPECS, Config
-from slime.config.gpus import nvidia_gpu_count
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
 from slime.config.shape_flags import check_shape_flags
 from slime.config.values import coerce
@@ -69,11 +68,7 @@ def _derive_placement(config: Config) -> Config:
     colocate, rollout_gpus = config.colocate, config.rollout_num_gpus
     if rollout_gpus is None:
         colocate, rollout_gpus = True, config.actor_num_nodes * config.actor_num_gpus_per_node
-    offload = config.offload_rollout
-    if offload is None:
-        on_cuda = config.device == "cuda" or (config.device == "auto" and nvidia_gpu_count() > 0)
-        offload = colocate and on_cuda
-    return config.replace(colocate=colocate, rollout_num_gpus=rollout_gpus, offload_rollout=offload)
+    return config.replace(colocate=colocate, rollout_num_gpus=rollout_gpus)
 
 
 def _derive_eval(config: Config) -> Config:

@@ -4,8 +4,10 @@ Every error names the engine's URL and the call. ``transient`` says whether send
 nothing else in the code decides that.
 """
 
+from slime.errors import RunFailed
 
-class EngineError(Exception):
+
+class EngineError(RunFailed):
     """Base of all errors of an engine call; ``url`` is the engine's base URL and ``call`` the path asked for."""
 
     transient: bool = False

@@ -21,7 +21,7 @@ from slime.cluster.ports import free_ports, require_free_port
 from slime.cluster.process import ChildProcess, ProcessSet
 from slime.config import Config
 from slime.engine.sglang import choose_backend
-from slime.errors import UserError
+from slime.errors import RunFailed, UserError
 
 EMBEDDED_ENGINE = (sys.executable, "-m", "slime.engine.embedded")
 USER_ERROR_CODE = 2
@@ -31,7 +31,7 @@ _PROBE_TIMEOUT_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-class EngineDied(Exception):
+class EngineDied(RunFailed):
     """An engine process ended although nobody stopped it."""
 
     def __init__(self, name: str, exit_code: int, tail: str, log_path: Path) -> None:
@@ -42,7 +42,7 @@ class EngineDied(Exception):
         self.tail = tail
 
 
-class EngineStartTimeout(Exception):
+class EngineStartTimeout(RunFailed):
     """An engine process runs but did not become healthy in time."""
 
 

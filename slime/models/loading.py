@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -47,8 +48,9 @@ def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> Pretr
         raise UserError(f"model folder {folder} has unknown model_type {model_type!r} in its config.json: {remedy}")
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as cause:
-        raise UserError(f"{folder}/config.json is not a valid {model_type} config: {first_line(cause)}") from cause
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as cause:
+        reason = first_line(cause.__cause__ or cause)
+        raise UserError(f"{folder}/config.json is not a valid {model_type} config: {reason}") from cause
     if "auto_map" not in facts and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             f"model folder {folder} holds a {model_type} model, which is no causal language model: choose another model"

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 from slime.data.sample import Sample
 from slime.engine.client import EngineError
+from slime.errors import RunFailed
 
 logger = logging.getLogger(__name__)
 
 
-class RolloutFailed(Exception):
+class RolloutFailed(RunFailed):
     """Nothing of a rollout can be trained on or reported."""
 
 

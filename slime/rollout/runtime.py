@@ -39,8 +39,9 @@ class RolloutRuntime:
     training) those two are absent and `pool` refuses to be used.
     """
 
-    def __init__(self, config: Config, engine_urls: Sequence[str]) -> None:
+    def __init__(self, config: Config, engine_urls: Sequence[str], *, reward: Callable[..., Any] | None = None) -> None:
         self.config = config
+        self._reward = reward
         self.engine_urls = list(engine_urls)
         self.loop_thread = LoopThread()
         self.failures = FailureLog()
@@ -74,7 +75,7 @@ class RolloutRuntime:
     @cached_property
     def hub(self) -> RewardHub:
         """The reward functions, created on first use."""
-        return RewardHub(self.args)
+        return RewardHub(self.args, self._reward)
 
     def function(self, path: str, *, flag: str, params: Sequence[str]) -> Callable[..., Any]:
         """A plugin function by its path, loaded once."""

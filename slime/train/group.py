@@ -19,7 +19,7 @@ from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, channe
 from slime.cluster.ports import free_port
 from slime.cluster.process import ChildProcess
 from slime.config import Config
-from slime.errors import UserError
+from slime.errors import RunFailed, UserError
 from slime.train.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
 from slime.train.schedule import Schedule, build_schedule
 
@@ -27,11 +27,11 @@ POLL_S = 0.2
 STOP_GRACE_S = 5.0
 
 
-class TrainerDied(Exception):
+class TrainerDied(RunFailed):
     """A rank ended or failed in a way the user did not cause."""
 
 
-class TrainerTimeout(Exception):
+class TrainerTimeout(RunFailed):
     """A rank did not answer within the deadline."""
 
 

@@ -60,6 +60,9 @@ def build_schedule(
         else:
             bins = first_fit_bins(positions, lengths, max_tokens)
         even_out(bins, lengths, num_ranks)
+        if max_tokens is not None:
+            level = level_bins(positions, lengths, len(bins))
+            bins = level if max(_weight(members, lengths) for members in level) <= max_tokens else bins
         steps.append(StepPlan(num_rollouts=len(chosen), ranks=assign_to_ranks(bins, lengths, num_ranks)))
     return Schedule(steps)
 
@@ -99,6 +102,17 @@ def even_out(bins: list[MicroBatchIndices], lengths: Sequence[int], num_ranks: i
             min(halves, key=lambda half: _weight(half, lengths)).append(position)
         bins[heaviest] = halves[0]
         bins.append(halves[1])
+
+
+def level_bins(positions: Sequence[int], lengths: Sequence[int], count: int) -> list[MicroBatchIndices]:
+    """`count` bins of nearly equal weight: longest first, each into the lightest bin."""
+    bins: list[MicroBatchIndices] = [[] for _ in range(count)]
+    weights = [0] * count
+    for position in sorted(positions, key=lambda p: (-lengths[p], p)):
+        lightest = weights.index(min(weights))
+        bins[lightest].append(position)
+        weights[lightest] += lengths[position]
+    return bins
 
 
 def assign_to_ranks(

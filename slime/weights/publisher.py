@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from slime.engine.client import EngineClient, PauseMode
+from slime.errors import RunFailed
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ class RunAsync(Protocol):
     def __call__(self, coro: Coroutine[Any, Any, T], /) -> T: ...
 
 
-class WeightVersionMismatch(Exception):
+class WeightVersionMismatch(RunFailed):
     """An engine took an update and then named another version than the one sent."""
 
     def __init__(self, url: str, expected: int, found: str) -> None:

@@ -46,10 +46,3 @@ def test_a_driver_that_does_not_answer_counts_as_none(machine: Path) -> None:
     install(machine, "#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
     assert nvidia_gpu_count() == 0
     assert nvidia_gpu_memory() is None
-
-
-def test_automatic_device_offloads_colocated_engines_on_a_gpu(machine: Path, valid: dict[str, object]) -> None:
-    install(machine, TWO_GPUS)
-    config = Config.from_dict({**valid, "device": "auto"})
-    assert resolve(config).offload_rollout is True
-    assert resolve(config.replace(rollout_num_gpus=1)).offload_rollout is False

@@ -48,9 +48,7 @@ def test_resolve_is_idempotent(valid: dict[str, Any]) -> None:
 
 def test_given_engines_are_not_colocated(valid: dict[str, Any]) -> None:
     assert resolve(Config(**valid, rollout_num_gpus=2)).colocate is False
-    both = resolve(Config(**{**valid, "device": "cuda"}, rollout_num_gpus=2, colocate=True))
-    assert (both.colocate, both.offload_rollout) == (True, True)
-    assert resolve(Config(**{**valid, "device": "cuda"}, offload_rollout=False)).offload_rollout is False
+    assert resolve(Config(**valid, rollout_num_gpus=2, colocate=True)).colocate is True
 
 
 def test_output_dir_defaults_to_save_or_time(valid: dict[str, Any], tmp_path: Path) -> None:

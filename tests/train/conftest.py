@@ -1,56 +1,19 @@
-"""Tiny real models in real folders, and samples made by hand."""
+"""Model folders shared by the training tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
-from slime.data.sample import Sample
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-
-CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
-    "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False),
-    "qwen2": lambda: Qwen2Config(**SIZES),
-    "mistral_window": lambda: MistralConfig(**SIZES, sliding_window=5),
-    "gemma2": lambda: Gemma2Config(**SIZES, head_dim=16, sliding_window=6, query_pre_attn_scalar=16),
-    "qwen3_moe": lambda: Qwen3MoeConfig(
-        **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1
-    ),
-}
+from tests.train.tiny_training import build_model
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def build_model(kind: str, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @pytest.fixture(scope="session")
@@ -64,35 +27,3 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return made[kind]
 
     return folder
-
-
-def make_samples(num_groups: int, per_group: int, *, seed: int = 0, with_log_probs: bool = True) -> list[list[Sample]]:
-    """Groups of samples with random tokens, uneven lengths, partly masked responses and random rewards."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def integer(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (1,), generator=generator))
-
-    groups = []
-    for group in range(num_groups):
-        members = []
-        for member in range(per_group):
-            prompt, response = integer(2, 7), integer(1, 12)
-            mask = [1] * response
-            if response > 4:
-                mask[1] = 0
-            log_probs = (-5 * torch.rand(response, generator=generator)).tolist()
-            members.append(
-                Sample(
-                    group_index=group,
-                    index=group * per_group + member,
-                    tokens=torch.randint(0, 128, (prompt + response,), generator=generator).tolist(),
-                    response_length=response,
-                    loss_mask=mask,
-                    reward=float(integer(0, 3)),
-                    rollout_log_probs=log_probs if with_log_probs else None,
-                    status=Sample.Status.COMPLETED,
-                )
-            )
-        groups.append(members)
-    return groups

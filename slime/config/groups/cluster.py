@@ -23,9 +23,8 @@ class ClusterFlags:
     num_gpus_per_node: int = flag(8, "GPUs a node has", check=at_least(1))
     colocate: bool = flag(False, "engines and trainers share the same GPUs; on when --rollout-num-gpus is not given")
     offload_rollout: bool = flag(
-        None,
-        "engines release their GPU memory while the trainers work",
-        derived="on when colocated on CUDA, else off",
+        False,
+        "engines give their memory back while the trainers work; CUDA graphs are captured anew each time",
     )
     device: str = flag("auto", "where tensors live; auto: CUDA if there is a GPU", choices=("auto", "cpu", "cuda"))
     distributed_timeout_minutes: int = flag(

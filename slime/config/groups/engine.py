@@ -19,7 +19,6 @@ class EngineFlags:
     engine_max_total_tokens: int | None = flag(
         None, "embedded engine: KV-cache capacity in tokens", check=at_least(16), derived="from the free memory"
     )
-    engine_page_size: int = flag(16, "embedded engine: tokens per KV-cache page", check=at_least(1))
     engine_chunked_prefill_size: int = flag(4096, "embedded engine: prompt tokens per prefill pass", check=at_least(16))
     engine_mem_fraction: float = flag(
         0.3,

@@ -33,16 +33,18 @@ from slime.rollout.rewards.remote import RemoteReward
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")
 BOXED_PREFIX = "boxed_"
 _WITHOUT_LABEL = ("remote_rm", "random")
+GIVEN = "the given reward function"
 _KEPT_HUBS = 8
 
 
 class RewardHub:
     """Scores samples as `--rm-type` and `--custom-rm-path` say; owns the processes its verifiers use."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, function: Callable[..., Any] | None = None) -> None:
+        """`function` takes the place of --custom-rm-path; it comes from callers that have it as an object."""
         self.config = config
         self._verifier = MathVerifier()
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[str, Callable[..., Any]] = {} if function is None else {GIVEN: function}
 
     async def score(self, sample: Sample) -> Reward:
         """The reward of one sample."""
@@ -91,7 +93,7 @@ class RewardHub:
         self._verifier.close()
 
     def _custom_path(self, sample: Sample) -> str | None:
-        return sample.custom_rm_path or self.config.custom_rm_path
+        return sample.custom_rm_path or (GIVEN if GIVEN in self._functions else self.config.custom_rm_path)
 
     def _function(self, path: str) -> Callable[..., Any]:
         if path not in self._functions:

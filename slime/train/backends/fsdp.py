@@ -24,6 +24,7 @@ from slime.train.optimizer import choose_trainable, make_adamw
 from slime.train.policy import PolicyModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+COMPILE_MIN_PARAMETERS = 100_000_000  # below, half a minute of compiling costs more than it saves
 
 
 class FSDPBackend:
@@ -152,10 +153,12 @@ def _shard(policy: PolicyModel, ranks: Ranks, precision: MixedPrecisionPolicy) -
     """One group per decoder layer, the rest (embedding, last norm, head) at the root; shards go to the device."""
     layer_names = set(policy.model._no_split_modules or ())
     keep = ranks.world_size == 1
+    num_parameters = sum(parameter.numel() for parameter in policy.parameters())
+    worth_compiling = ranks.device.type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS
     for module in list(policy.modules()):
         if type(module).__name__ in layer_names:
-            if ranks.device.type == "cuda":
-                module.compile(dynamic=True)  # fuses norms, rotary embedding and gating; all layers share the code
+            if worth_compiling:  # fuses norms, rotary embedding and gating; all layers share the compiled code
+                module.compile(dynamic=True)
             fully_shard(module, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=not keep)
     fully_shard(policy, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
     for module in policy.modules():

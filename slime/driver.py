@@ -1,0 +1,284 @@
+"""The synchronous loop: generate, train, publish the weights, evaluate; and what has to live for it.
+
+    prompts ─► ROLLOUT ──samples──► BUFFER ──batches──► TRAINING
+                  ▲                                        │
+                  └────────────── weights ─────────────────┘
+
+Invariants: rollout r is sampled with weight version r exactly (version 0 are the weights the run starts with), and a
+checkpoint of rollout r holds the data position after r, so a resumed run goes on as if it had never stopped. Whatever
+ends the run, no process of it is left behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from slime.cluster.devices import gpu_count, resolve_device
+from slime.cluster.process import process_tree
+from slime.config import Config, resolve, save_config
+from slime.engine.fleet import EngineFleet
+from slime.errors import RunFailed, UserError
+from slime.observe.logs import configure_logging
+from slime.observe.memory import MemorySampler
+from slime.observe.metrics import MetricsLog
+from slime.observe.plots import plot_rewards
+from slime.observe.progress import Progress, make_progress
+from slime.observe.run_dir import RunDir
+from slime.observe.summary import show_summary
+from slime.plan import choose_rollout_backend, make_plan, needs_engines
+from slime.plugins import load_function
+from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.runtime import RolloutRuntime
+from slime.train.group import TrainerGroup
+from slime.weights.publisher import WeightPublisher
+from slime.weights.transport import make_publisher
+
+logger = logging.getLogger(__name__)
+
+ENGINE_MEMORY = ["weights", "kv_cache"]
+
+
+@dataclass
+class TrainingResult:
+    """What a finished run leaves: its folder, one merged metrics dict per rollout, and the evaluations."""
+
+    run_dir: Path
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    seconds: float = 0.0
+    peak_memory_gib: float = 0.0
+
+
+def train(config: Config, *, reward: Callable[..., Any] | None = None) -> TrainingResult:
+    """Run a whole training; `reward` takes the place of --rm-type and --custom-rm-path (for notebooks)."""
+    config = resolve(config)
+    device = resolve_device(config.device)
+    make_plan(config, device=device, gpu_count=gpu_count() if device == "cuda" else 0)
+    with RunDir(config.output_dir) as run_dir, ExitStack() as stack:
+        memory = stack.enter_context(MemorySampler(lambda: process_tree(os.getpid())))
+        run = Run(config, device, run_dir, stack, reward)
+        with terminated_like_interrupt(), failures_with_context(run):
+            run.loop()
+        run.result.peak_memory_gib = memory.stop() / 2**30
+        run.finish()
+    return run.result
+
+
+class Run:
+    """The parts of one run. They are started in the constructor and stopped by `stack`, in reverse order."""
+
+    def __init__(
+        self, config: Config, device: str, run_dir: RunDir, stack: ExitStack, reward: Callable[..., Any] | None
+    ) -> None:
+        self.device = device
+        self.run_dir = run_dir
+        self.result = TrainingResult(run_dir.path)
+        self._began = time.monotonic()
+        self.data_source = load_function(config.data_source_path, what="--data-source-path", params=("args",))(config)
+        self.total = _num_rollout(config, self.data_source)
+        self.config = config = config.replace(num_rollout=self.total)
+        save_config(config, run_dir.config)
+        self.progress: Progress = stack.enter_context(make_progress(config, self.total))
+        configure_logging(run_dir, "driver", config.log_level, console=self.progress.console)
+        self.fleet: EngineFleet | None = None
+        if needs_engines(config):
+            choose_rollout_backend(config, device)
+            model = config.hf_checkpoint
+            assert model is not None
+            self.fleet = EngineFleet(config, device=device, run_dir=run_dir, model_path=model)
+            stack.callback(self.fleet.stop)
+        self.trainers = TrainerGroup(config, device=device, run_dir=run_dir.path)
+        stack.callback(self.trainers.stop)
+        urls, self.start = self._start_processes()
+        self.runtime = stack.enter_context(RolloutRuntime(config, urls, reward=reward))
+        self.publisher: WeightPublisher | None = None
+        if urls:
+            self.publisher = make_publisher(
+                config,
+                device=device,
+                run_dir=run_dir.path,
+                source=self.trainers,
+                clients=self.runtime.pool.clients,
+                run_async=self.runtime.run,
+            )
+            stack.callback(self.publisher.close)
+        self.metrics = MetricsLog(run_dir, config, start_rollout_id=self.start)
+        stack.callback(self.metrics.close)
+        self._rollout_fn = _rollout_function(config.rollout_function_path, "--rollout-function-path")
+        self._eval_fn = _rollout_function(config.eval_function_path, "--eval-function-path")
+
+    def _start_processes(self) -> tuple[list[str], int]:
+        """Engines and trainers start side by side; the first failure of either is raised."""
+        fleet = self.fleet
+        self.progress.status("trainer", f"starting {self.trainers.world_size} process(es) on {self.device}")
+        with ThreadPoolExecutor(1) as pool:
+            if fleet is not None:
+                self.progress.status("engine", f"starting {fleet.size} process(es) on {self.device}")
+            starting = pool.submit(fleet.start) if fleet is not None else None
+            start = self.trainers.start()
+            urls = starting.result() if starting is not None else []
+        if self.config.start_rollout_id is not None:
+            start = self.config.start_rollout_id
+        self.data_source.load(start - 1)
+        if start:
+            self.progress.message(f"resuming from {self.config.load} at step {start + 1}")
+        return urls, start
+
+    # the loop
+
+    def loop(self) -> None:
+        config, total = self.config, self.total
+        self.publish_weights(self.start)
+        if self.start == 0 and not config.skip_eval_before_train:
+            self.evaluate(0)
+        for rollout_id in range(self.start, total):
+            began = time.monotonic()
+            rollout = self.generate(rollout_id)
+            merged = dict(rollout.metrics or {})
+            merged |= self.train_on(rollout_id, rollout)
+            if _due(rollout_id, config.save_interval, total):
+                self.save(rollout_id)
+            merged |= self.publish_weights(rollout_id + 1)
+            merged["perf/step_time"] = time.monotonic() - began
+            self.metrics.log(_without(merged, "train/"), rollout_id, "rollout", rollout_id=rollout_id)
+            self.result.metrics.append(merged)
+            self.progress.step(rollout_id, merged)
+            if _due(rollout_id, config.eval_interval, total):
+                self.evaluate(rollout_id + 1)
+
+    def generate(self, rollout_id: int) -> RolloutFnTrainOutput:
+        self.progress.status("rollout", f"generating {self.config.rollout_batch_size} groups")
+        try:
+            output = call_rollout_fn(
+                self._rollout_fn, self.runtime.args, rollout_id, self.data_source, evaluation=False
+            )
+        except RunFailed:
+            self._check_engines()
+            raise
+        assert isinstance(output, RolloutFnTrainOutput)
+        self.progress.status("rollout", "waiting")
+        return output
+
+    def train_on(self, rollout_id: int, rollout: RolloutFnTrainOutput) -> dict[str, Any]:
+        if self.config.offload_rollout and self.publisher is not None:
+            self.runtime.run(self.runtime.pool.broadcast("flush_cache"))
+            self.runtime.run(self.runtime.pool.broadcast("release_memory", ENGINE_MEMORY))
+        self.progress.status("trainer", f"training on rollout {rollout_id}")
+        trained = self.trainers.train(rollout_id, rollout.samples)
+        for step, metrics in enumerate(trained.metrics):
+            global_step = rollout_id * len(trained.metrics) + step
+            self.metrics.log(metrics, global_step, "train", rollout_id=rollout_id)
+        self.progress.status("trainer", "waiting")
+        return trained.rollout_metrics | trained.metrics[-1]
+
+    def publish_weights(self, version: int) -> dict[str, float]:
+        if self.publisher is None:
+            return {}
+        if self.config.offload_rollout and version > self.start:
+            self.runtime.run(self.runtime.pool.broadcast("resume_memory", ENGINE_MEMORY))
+        self.progress.status("weights", f"publishing version {version}")
+        try:
+            published = self.publisher.publish(version)
+        except RunFailed:
+            self._check_engines()
+            raise
+        self.progress.status("weights", f"version {version} on all engines")
+        return published.metrics()
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate the weights after `step` rollouts."""
+        if not self.config.eval_prompt_data:
+            return
+        self.progress.status("rollout", "evaluating")
+        output = call_rollout_fn(self._eval_fn, self.runtime.args, step, self.data_source, evaluation=True)
+        metrics = dict(output.metrics or {})
+        self.metrics.log(metrics, step, "eval", rollout_id=max(step - 1, 0))
+        self.result.evaluations.append((step, metrics))
+        self.progress.evaluation(step, {name: metrics[f"eval/{name}"] for name, _ in self.config.eval_prompt_data})
+        self.progress.status("rollout", "waiting")
+
+    def save(self, rollout_id: int) -> None:
+        """The data position first, the trainers' checkpoint last: only a whole checkpoint is ever resumed from."""
+        if self.config.save is not None:
+            self.progress.status("trainer", "saving a checkpoint")
+            self.data_source.save(rollout_id)
+            self.trainers.save(rollout_id)
+        if self.config.save_hf is not None:
+            self.progress.status("trainer", "saving a Hugging Face folder")
+            self.trainers.save_hf(self.config.save_hf.format(rollout_id=rollout_id))
+
+    def finish(self) -> None:
+        self.result.seconds = time.monotonic() - self._began
+        self.progress.close()
+        plot = plot_rewards(self.run_dir.metrics, self.run_dir.plot("reward"), title=self.run_dir.path.name)
+        show_summary(self.result, self.config, plot, self.progress.console)
+
+    def _check_engines(self) -> None:
+        """An engine that died explains a failure better than the failed call does."""
+        if self.fleet is not None:
+            self.fleet.check()
+
+
+def _num_rollout(config: Config, data_source: Any) -> int:
+    if config.num_rollout is not None:
+        return config.num_rollout
+    assert config.num_epoch is not None
+    return config.num_epoch * int(data_source.num_rollout_per_epoch)
+
+
+def _rollout_function(path: str | None, flag: str) -> Callable[..., Any]:
+    assert path is not None
+    return load_function(path, what=flag, params=("args", "rollout_id", "data_source"))
+
+
+def _due(rollout_id: int, interval: int | None, total: int) -> bool:
+    """At every multiple of the interval and after the last rollout."""
+    return rollout_id == total - 1 or (interval is not None and (rollout_id + 1) % interval == 0)
+
+
+def _without(metrics: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if not name.startswith(prefix)}
+
+
+@contextmanager
+def terminated_like_interrupt() -> Iterator[None]:
+    """SIGTERM ends the run the way Ctrl-C does: parts are stopped in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def failures_with_context(run: Run) -> Iterator[None]:
+    """The traceback of what ends a run goes to the driver's log; the terminal gets the sentence."""
+    try:
+        yield
+    except UserError:
+        raise
+    except RunFailed:
+        logger.info("the run failed", exc_info=True)
+        raise
+    except KeyboardInterrupt:
+        if run.config.save is not None and run.config.load == run.config.save:
+            run.progress.message("interrupted; the same command goes on from the last checkpoint")
+        raise

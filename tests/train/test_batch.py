@@ -1,0 +1,95 @@
+"""Samples to arrays: masks, rewards, rollout ids, failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.config import Config
+from slime.data.sample import Sample
+from slime.errors import UserError
+from slime.train.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
+from tests.train.tiny_training import make_samples
+
+
+def config(**changes) -> Config:
+    return Config(hf_checkpoint="unused", rollout_batch_size=1, **changes)
+
+
+def sample(**changes) -> Sample:
+    values = {"index": 0, "group_index": 0, "tokens": [1, 2, 3, 4], "response_length": 2, "reward": 1.0}
+    return Sample(**(values | changes))
+
+
+def test_columns_follow_the_samples() -> None:
+    samples = flatten_samples(make_samples(3, 2))
+    batch = make_train_batch(config(), samples)
+    assert len(batch) == 6
+    for i, one in enumerate(samples):
+        assert batch.tokens[i].tolist() == one.tokens
+        assert batch.loss_masks[i].tolist() == one.loss_mask
+        assert batch.rollout_mask_sums[i] == sum(one.loss_mask)
+        assert batch.raw_reward[i] == one.reward
+    assert batch.rollout_log_probs is not None
+    assert len(set(batch.rollout_ids)) == 6
+
+
+def test_fan_out_shares_the_rollout_id_and_its_mask_sum() -> None:
+    nested = [[[sample(rollout_id=5, index=0), sample(rollout_id=5, index=1, loss_mask=[1, 0])], [sample(index=2)]]]
+    batch = make_train_batch(config(), flatten_samples(nested))
+    assert batch.rollout_ids == [5, 5, 6]
+    assert batch.rollout_mask_sums == [3, 3, 2]
+
+
+def test_remove_sample_zeroes_the_mask_but_keeps_its_reward_in_the_group() -> None:
+    batch = make_train_batch(config(), [sample(remove_sample=True, reward=1.0), sample(reward=0.0)])
+    assert batch.loss_masks[0].tolist() == [0, 0]
+    assert batch.rewards[1] == pytest.approx(-(0.5) / (0.5**0.5 + 1e-6))
+
+
+def test_a_failed_sample_is_counted_and_teaches_nothing() -> None:
+    failed = sample(status=Sample.Status.FAILED, reward=None)
+    batch = make_train_batch(config(), [sample(reward=1.0), sample(reward=0.0), failed])
+    alone = make_train_batch(config(), [sample(reward=1.0), sample(reward=0.0)])
+    assert batch.rewards == [*alone.rewards, 0.0]
+    assert batch.loss_masks[2].sum() == 0
+    metrics = batch_metrics(batch)
+    assert metrics["rollout/raw_reward"] == 0.5
+    assert metrics["rollout/excluded_samples"] == 1
+
+
+def test_normalisation_switches() -> None:
+    pair = [sample(reward=3.0), sample(reward=1.0)]
+    assert make_train_batch(config(disable_rewards_normalization=True), pair).rewards == [3.0, 1.0]
+    assert make_train_batch(config(disable_grpo_std_normalization=True), pair).rewards == [1.0, -1.0]
+
+
+def test_custom_post_process(tmp_path: Path) -> None:
+    plugin = tmp_path / "post.py"
+    plugin.write_text(
+        "def halve(args, samples):\n    r = [s.reward for s in samples]\n    return r, [x / 2 for x in r]\n"
+    )
+    batch = make_train_batch(config(custom_reward_post_process_path=f"{plugin}:halve"), [sample(reward=3.0)])
+    assert (batch.raw_reward, batch.rewards) == ([3.0], [1.5])
+
+
+def test_dictionary_round_trip_and_selection() -> None:
+    batch = make_train_batch(config(), flatten_samples(make_samples(2, 2)))
+    part = TrainBatch.from_dict(batch.select([3, 1]).to_dict())
+    assert part.sample_indices == [3, 1]
+    assert part.tokens[0].tolist() == batch.tokens[3].tolist()
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (sample(loss_mask=[1]), "1 loss-mask entries for 2 tokens"),
+        (sample(rollout_log_probs=[0.0]), "1 rollout log-probs for 2 tokens"),
+        (sample(response_length=4), "no prompt token before its response"),
+        (sample(reward=None), "has no reward"),
+    ],
+)
+def test_broken_samples_are_named(broken, message) -> None:
+    with pytest.raises(UserError, match=message):
+        make_train_batch(config(), [broken])

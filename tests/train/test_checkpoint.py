@@ -1,0 +1,50 @@
+"""Where a run starts from, and what is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.config import Config
+from slime.errors import UserError
+from slime.train.checkpoint import LATEST, Start, _remove_old, find_start
+
+
+def config(**changes) -> Config:
+    return Config(hf_checkpoint="model", rollout_batch_size=1, **changes)
+
+
+def test_no_load_starts_from_the_model() -> None:
+    assert find_start(config()) == Start()
+
+
+def test_latest_file_decides(tmp_path: Path) -> None:
+    (tmp_path / LATEST).write_text("12\n")
+    with pytest.raises(UserError, match="names iteration '12', which is not there"):
+        find_start(config(load=str(tmp_path)))
+    folder = tmp_path / "iter_0000012"
+    folder.mkdir()
+    (folder / "meta.json").write_text("{}")
+    assert find_start(config(load=str(tmp_path))) == Start(checkpoint=folder)
+    assert find_start(config(load=str(folder))) == Start(checkpoint=folder)
+
+
+def test_a_model_folder_gives_weights_only(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert find_start(config(load=str(tmp_path))) == Start(hf_folder=tmp_path)
+
+
+def test_an_empty_folder_is_a_fresh_start_only_when_it_is_also_the_save_folder(tmp_path: Path) -> None:
+    assert find_start(config(load=str(tmp_path), save=str(tmp_path))) == Start()
+    with pytest.raises(UserError, match="neither a checkpoint"):
+        find_start(config(load=str(tmp_path)))
+
+
+def test_keeping_the_last_two(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"iter_{number:07d}").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / ".iter_0000009.tmp-1").mkdir()
+    _remove_old(tmp_path, 2, keep=tmp_path / "iter_0000004")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004", "notes"]

@@ -1,0 +1,109 @@
+"""Model folders: what is wrong with one is said in one sentence; saving is complete and atomic."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from slime.errors import UserError
+from slime.models.loading import load_causal_lm, save_hf_folder
+
+Folder = Callable[[str], Path]
+
+
+def load(folder: Path):
+    return load_causal_lm(folder, dtype=torch.float32, device="cpu", attn_implementation="sdpa")
+
+
+@pytest.fixture
+def folder(model_folder: Folder, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_folder("qwen3"), tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_loads_every_weight(folder: Path) -> None:
+    model = load(folder)
+    stored = load_file(folder / "model.safetensors")
+    assert not model.training
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: shutil.rmtree(f), "does not exist"),
+        (lambda f: (f / "config.json").unlink(), "has no config.json"),
+        (lambda f: (f / "config.json").write_text("{nonsense"), "cannot be read as JSON"),
+        (lambda f: edit_config(f, model_type="qwen99"), "unknown model_type 'qwen99'"),
+        (lambda f: edit_config(f, model_type="vit"), "no causal language model"),
+        (lambda f: (f / "model.safetensors").unlink(), "no \\*.safetensors weights"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 50), "cannot be loaded"),
+        (lambda f: edit_config(f, num_hidden_layers=3), "not a valid qwen3 config: .num_hidden_layers. \\(3\\)"),
+        (lambda f: edit_config(f, num_hidden_layers=3, layer_types=["full_attention"] * 3), "lack model.layers.2"),
+        (
+            lambda f: edit_config(f, intermediate_size=96),
+            "shape .*128.* but its config.json asks for .*96|cannot be loaded",
+        ),
+        (
+            lambda f: (f / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 500}}})),
+            "ids up to 500 but the model's vocab_size is 128",
+        ),
+    ],
+)
+def test_each_kind_of_broken_folder_is_one_sentence(folder: Path, spoil, message) -> None:
+    spoil(folder)
+    with pytest.raises(UserError, match=message):
+        load(folder)
+
+
+def test_saved_folder_is_complete_and_sharded(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
+    tensors = {f"{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    out = save_hf_folder(iter(tensors.items()), folder, tmp_path / "out", torch.bfloat16, max_shard_bytes=30_000)
+    assert (out / "model.safetensors.index.json").exists()
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
+    assert (out / "tokenizer.json").exists()
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16
+    for name, tensor in tensors.items():
+        assert torch.equal(model.state_dict()[name], tensor.bfloat16())
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_saving_replaces_a_model_but_not_other_folders(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    out = tmp_path / "out"
+    save_hf_folder(tensors, folder, out, torch.float32)
+    save_hf_folder({name: tensor + 1 for name, tensor in tensors.items()}, folder, out, torch.float32)
+    name = "model.norm.weight"
+    assert torch.equal(load_file(out / "model.safetensors")[name], tensors[name] + 1)
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("x")
+    with pytest.raises(UserError, match="is not a model folder"):
+        save_hf_folder(tensors, folder, precious, torch.float32)
+    assert (precious / "thesis.txt").read_text() == "x"
+
+
+def test_a_failed_save_leaves_the_old_folder(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    out = save_hf_folder(tensors, folder, tmp_path / "out", torch.float32)
+
+    def broken():
+        yield from list(tensors.items())[:1]
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        save_hf_folder(broken(), folder, out, torch.float32)
+    assert set(load_file(out / "model.safetensors")) == set(tensors)

@@ -1,0 +1,122 @@
+"""A packed row gives each sequence what it gets alone; recompute and chunking change nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime.algorithms.logprobs import linear_log_probs
+from slime.errors import UserError
+from slime.models.head import OutputHead
+from slime.train.attention import ATTENTION_NAME, attach_context, register_packed_attention
+from slime.train.packing import pack
+from slime.train.policy import PolicyModel
+from tests.train.tiny_training import CONFIGS, build_model
+
+LENGTHS = [(9, 4), (9, 3), (5, 1), (20, 12), (2, 1)]
+
+
+def sequences() -> list[np.ndarray]:
+    generator = np.random.default_rng(3)
+    return [generator.integers(0, 128, length) for length, _ in LENGTHS]
+
+
+def packed_policy(kind: str, **keywords) -> PolicyModel:
+    register_packed_attention()
+    model = build_model(kind)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return PolicyModel(model, **keywords)
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_packed_equals_each_sequence_alone(kind) -> None:
+    temperature = 0.8
+    policy = packed_policy(kind, temperature=temperature)
+    row = pack(sequences(), [response for _, response in LENGTHS])
+    log_probs, entropy = policy(row)
+    alone = build_model(kind)
+    expected_log_probs, expected_entropy = [], []
+    with torch.no_grad():
+        for sequence, (_, response) in zip(sequences(), LENGTHS, strict=True):
+            tokens = torch.from_numpy(sequence)[None]
+            log_p = torch.log_softmax(alone(input_ids=tokens).logits[0, -response - 1 : -1].double() / temperature, -1)
+            expected_log_probs.append(log_p.gather(1, tokens[0, -response:, None])[:, 0])
+            expected_entropy.append(-(log_p.exp() * log_p).sum(-1))
+    torch.testing.assert_close(log_probs.double(), torch.cat(expected_log_probs), rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), torch.cat(expected_entropy), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_packed_gradients_equal_the_sum_of_single_ones(kind) -> None:
+    responses = [response for _, response in LENGTHS]
+    packed, single = packed_policy(kind), packed_policy(kind)
+    packed(pack(sequences(), responses))[0].sum().backward()
+    for sequence, response in zip(sequences(), responses, strict=True):
+        single(pack([sequence], [response]))[0].sum().backward()
+    for (name, one), (_, other) in zip(packed.named_parameters(), single.named_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_recompute_gives_identical_gradients() -> None:
+    row = pack(sequences(), [response for _, response in LENGTHS])
+    plain, again = packed_policy("qwen3"), packed_policy("qwen3")
+    again.model.gradient_checkpointing_enable({"use_reentrant": False})
+    again.model.train()
+    for policy in (plain, again):
+        policy(row)[0].sum().backward()
+    for one, other in zip(plain.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_packing_layout() -> None:
+    row = pack([np.array([5, 6, 7]), np.array([8, 9])], [2, 1])
+    assert row.tokens.tolist() == [[5, 6, 7, 8, 9]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert row.layout.cu_seqlens.tolist() == [0, 3, 5]
+    assert row.predict_index.tolist() == [0, 1, 3]
+    assert row.targets.tolist() == [6, 7, 9]
+
+
+@pytest.mark.parametrize("response", [0, 3])
+def test_packing_refuses_what_cannot_be_predicted(response) -> None:
+    with pytest.raises(ValueError, match="cannot have"):
+        pack([np.array([1, 2, 3])], [response])
+
+
+def test_models_that_mix_tokens_otherwise_are_refused() -> None:
+    from transformers import MambaConfig
+
+    model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(UserError, match="cannot train"):
+        attach_context(model)
+
+
+def test_head_facts_of_families() -> None:
+    from transformers import CohereConfig, GraniteConfig
+
+    assert OutputHead.from_config(CONFIGS["qwen3"]()) == OutputHead(1.0, None)
+    assert OutputHead.from_config(CONFIGS["gemma2"]()) == OutputHead(1.0, 30.0)
+    assert OutputHead.from_config(CohereConfig(logit_scale=0.25)).scale == 0.25
+    assert OutputHead.from_config(GraniteConfig(logits_scaling=8.0)).scale == 0.125
+
+
+@pytest.mark.parametrize("kind", ["cohere", "granite"])
+def test_head_facts_reproduce_the_models_own_logits(kind) -> None:
+    from transformers import CohereConfig, GraniteConfig
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = CohereConfig(**sizes, **heads) if kind == "cohere" else GraniteConfig(**sizes, **heads, logits_scaling=4.0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tokens = torch.arange(1, 7)[None]
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=tokens).last_hidden_state[0]
+        head = OutputHead.from_config(config)
+        got, _ = linear_log_probs(
+            hidden[:-1], model.lm_head.weight, None, tokens[0, 1:], scale=head.scale, softcap=head.softcap
+        )
+        expected = torch.log_softmax(model(input_ids=tokens).logits[0, :-1], -1).gather(1, tokens[0, 1:, None])[:, 0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
