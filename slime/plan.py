@@ -91,9 +91,7 @@ def detect_device(device: str) -> tuple[str, int]:
 
 def choose_rollout_backend(config: Config, device: str) -> tuple[str, str]:
     """Which engine generates, and why."""
-    if config.rollout_backend != "auto":
-        return config.rollout_backend, "asked for"
-    if device != "cuda":
+    if config.rollout_backend == "auto" and device != "cuda":
         return "embedded", "there is no GPU for SGLang"
     return choose_backend(config.rollout_backend)
 

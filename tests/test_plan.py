@@ -134,6 +134,12 @@ def test_automatic_choices_give_their_reason(flags: dict[str, Any]) -> None:
     assert "tensor (trainer and engines are on one machine" in text
 
 
+def test_a_plan_refuses_what_the_run_would_refuse(flags: dict[str, Any]) -> None:
+    config = resolve(Config(**flags, rollout_backend="sglang"))
+    with pytest.raises(UserError, match="--rollout-backend sglang"):
+        make_plan(config, device="cpu", gpu_count=0)
+
+
 def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) -> None:
     carried = {"tensor_model_parallel_size": 2, "sglang_context_length": 9, "mine": 1}
     del flags["rm_type"], flags["save"]

@@ -121,11 +121,7 @@ class EngineFleet:
         self.stop()
 
     def _choose_ports(self) -> list[int]:
-        first = self._config.engine_port
-        if first is None:
-            return free_ports(self.size, self._config.host)
-        ports = range(first, first + self.size)
-        return [require_free_port(port, self._config.host, flag="--engine-port") for port in ports]
+        return fixed_ports(self._config) or free_ports(self.size, self._config.host)
 
     def _engine(self, index: int) -> ChildProcess:
         name = f"engine-{index}"
@@ -177,6 +173,15 @@ class EngineFleet:
             return False
         finally:
             connection.close()
+
+
+def fixed_ports(config: Config) -> list[int]:
+    """The ports that `--engine-port` asks for, each one free at the moment; none without that flag."""
+    first = config.engine_port
+    if first is None:
+        return []
+    ports = range(first, first + config.rollout_num_gpus // config.rollout_num_gpus_per_engine)
+    return [require_free_port(port, config.host, flag="--engine-port") for port in ports]
 
 
 def _client_host(host: str) -> str:

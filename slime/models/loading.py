@@ -8,44 +8,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slime.errors import UserError
+from slime.models.folder import check_architecture, read_config_json
 from slime.models.saving import save_hf_folder
 
 __all__ = ["load_causal_lm", "load_config", "read_config_json", "save_hf_folder"]
 
 
-def read_config_json(folder: str | Path) -> dict[str, Any]:
-    """The raw config.json of a model folder."""
-    path = Path(folder) / "config.json"
-    if not Path(folder).is_dir():
-        raise UserError(f"model folder {folder} does not exist: give the path of a Hugging Face model folder")
-    if not path.is_file():
-        raise UserError(f"model folder {folder} has no config.json: give the path of a Hugging Face model folder")
-    try:
-        facts = json.loads(path.read_text())
-    except (OSError, ValueError) as cause:
-        raise UserError(f"{path} cannot be read as JSON ({cause}): download the model folder again") from cause
-    if not isinstance(facts, dict):
-        raise UserError(f"{path} does not hold a JSON object: download the model folder again")
-    return facts
-
-
 def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The transformers config of a causal language model folder."""
-    facts = read_config_json(folder)
+    facts = check_architecture(folder, trust_remote_code=trust_remote_code)
     model_type = facts.get("model_type")
-    if not (trust_remote_code and "auto_map" in facts) and model_type not in CONFIG_MAPPING:
-        remedy = "pass --trust-remote-code" if "auto_map" in facts else "use a model that transformers knows"
-        raise UserError(f"model folder {folder} has unknown model_type {model_type!r} in its config.json: {remedy}")
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as cause:

@@ -1,7 +1,7 @@
 """Stream named tensors into size-bounded safetensors files.
 
 Invariant: at most one shard of tensors is held in memory, every name is written exactly once, and a file is complete
-on disk (fsynced) before its path is returned.
+(and, unless `sync` is off, on disk) before its path is returned.
 """
 
 from __future__ import annotations

@@ -41,23 +41,38 @@ def configure_logging(
         logging.getLogger(name).setLevel(max(threshold, logging.WARNING))
     logging.captureWarnings(True)
     if run_dir is None:
-        _add(root, logging.StreamHandler(sys.stderr), "stderr", _FORMAT)
+        _add(root, logging.StreamHandler(sys.stderr), "stderr", logging.Formatter(_FORMAT))
         return None
     log_path = Path(run_dir) / "logs" / f"{process_name}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    _add(root, logging.FileHandler(log_path, encoding="utf-8"), "file", _FORMAT)
+    _add(root, logging.FileHandler(log_path, encoding="utf-8"), "file", logging.Formatter(_FORMAT))
     if console is not None and console.is_terminal:
         terminal: logging.Handler = RichHandler(
             console=console, show_path=False, show_time=False, markup=False, highlighter=NullHighlighter()
         )
-        _add(root, terminal, "console", "%(message)s", logging.WARNING)
+        _add(root, terminal, "console", SentenceFormatter("%(message)s", log_path), logging.WARNING)
     else:
-        _add(root, logging.StreamHandler(sys.stderr), "console", "%(levelname)s: %(message)s", logging.WARNING)
+        layout = SentenceFormatter("%(levelname)s: %(message)s", log_path)
+        _add(root, logging.StreamHandler(sys.stderr), "console", layout, logging.WARNING)
     return log_path
 
 
-def _add(root: logging.Logger, handler: logging.Handler, name: str, layout: str, level: int = logging.NOTSET) -> None:
+class SentenceFormatter(logging.Formatter):
+    """For the terminal: the message, and where its traceback is to be found instead of the traceback."""
+
+    def __init__(self, layout: str, log_path: Path) -> None:
+        super().__init__(layout)
+        self._log_path = log_path
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.message = record.getMessage()
+        return self.formatMessage(record) + (f" (traceback in {self._log_path})" if record.exc_info else "")
+
+
+def _add(
+    root: logging.Logger, handler: logging.Handler, name: str, layout: logging.Formatter, level: int = logging.NOTSET
+) -> None:
     handler.set_name(_OURS + name)
-    handler.setFormatter(logging.Formatter(layout))
+    handler.setFormatter(layout)
     handler.setLevel(level)
     root.addHandler(handler)

@@ -52,7 +52,7 @@ class RunDir(os.PathLike[str]):
     @property
     def config(self) -> Path:
         """The resolved config, reloadable with --config."""
-        return self.path / "config.json"
+        return self.path / "config.yaml"
 
     @property
     def weights(self) -> Path:

@@ -68,25 +68,33 @@ def _group(prototype: Sample, position: int, n: int) -> list[Sample]:
     return group
 
 
+def read_eval_datasets(args: Config, tokenizer: Any) -> dict[str, PromptDataset]:
+    """All of ``--eval-prompt-data`` by path; whatever is wrong with one of them is a `UserError`."""
+    return {path: _read(args, path, tokenizer) for _, path in args.eval_prompt_data}
+
+
 def _dataset(runtime: RolloutRuntime, path: str) -> PromptDataset:
     if path not in runtime.eval_datasets:
-        args = runtime.args
-        assert args.hf_checkpoint is not None, "resolve() makes sure that --hf-checkpoint is given"
-        runtime.eval_datasets[path] = PromptDataset(
-            path,
-            tokenizer=runtime.tokenizer,
-            input_key=args.eval_input_key or args.input_key,
-            label_key=args.eval_label_key or args.label_key,
-            metadata_key=args.metadata_key,
-            tool_key=args.eval_tool_key or args.tool_key,
-            apply_chat_template=args.apply_chat_template,
-            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
-            max_prompt_len=_max_prompt_len(args),
-            max_context=model_context_length(args.hf_checkpoint),
-            num_workers=args.num_data_workers,
-            streaming=False,
-        )
+        runtime.eval_datasets[path] = _read(runtime.args, path, runtime.tokenizer)
     return runtime.eval_datasets[path]
+
+
+def _read(args: Config, path: str, tokenizer: Any) -> PromptDataset:
+    assert args.hf_checkpoint is not None, "resolve() makes sure that --hf-checkpoint is given"
+    return PromptDataset(
+        path,
+        tokenizer=tokenizer,
+        input_key=args.eval_input_key or args.input_key,
+        label_key=args.eval_label_key or args.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.eval_tool_key or args.tool_key,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+        max_prompt_len=_max_prompt_len(args),
+        max_context=model_context_length(args.hf_checkpoint),
+        num_workers=args.num_data_workers,
+        streaming=False,
+    )
 
 
 def _max_prompt_len(args: Config) -> int | None:

@@ -29,12 +29,18 @@ def rollout_metrics(args: Config, samples: Sequence[Sample], rollout_time: float
 
 
 def eval_metrics(args: Config, data: Mapping[str, Mapping[str, Any]]) -> Metrics:
-    """``eval/{name}`` (mean reward), ``-truncated_ratio``, ``-pass@k`` and sample metrics of each dataset."""
+    """``eval/{name}`` (mean reward), ``-truncated_ratio``, ``-pass@k`` and sample metrics of each dataset.
+
+    A custom evaluation may leave out ``truncated`` and ``samples``, and then what is made of them.
+    """
     metrics: Metrics = {}
     for name, result in data.items():
-        rewards, samples = result["rewards"], result["samples"]
+        rewards, samples = result["rewards"], result.get("samples")
         metrics[f"eval/{name}"] = fmean(rewards)
-        metrics[f"eval/{name}-truncated_ratio"] = fmean(result["truncated"])
+        if result.get("truncated"):
+            metrics[f"eval/{name}-truncated_ratio"] = fmean(result["truncated"])
+        if samples is None:
+            continue
         groups: dict[Hashable, list[bool]] = defaultdict(list)
         for sample, reward in zip(samples, rewards, strict=True):
             groups[sample.group_index].append(reward == 1)

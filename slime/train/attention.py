@@ -23,6 +23,7 @@ from slime.train.packing import PackedLayout
 
 ATTENTION_NAME = "slime_packed"
 CONTEXT_ATTRIBUTE = "slime_packed_context"
+HALF = (torch.bfloat16, torch.float16)
 PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -88,7 +89,7 @@ def packed_attention(
     """The signature of transformers' attention functions; returns [1, T, heads, D]."""
     layout = module.__dict__[CONTEXT_ATTRIBUTE].read()
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    half = query.dtype in (torch.bfloat16, torch.float16)
+    half = query.dtype in HALF
     plain = softcap is None and s_aux is None and sliding_window is None
     if query.is_cuda and half and plain and query.shape[-1] == value.shape[-1]:
         return _varlen_attention(query[0], key[0], value[0], layout, scale)[None], None
@@ -103,12 +104,13 @@ def packed_attention(
 
 
 def _split_by_length(states: Tensor, layout: PackedLayout) -> Iterator[Tensor]:
-    """[T, heads, D] to [n, heads, L, D] for every run of n neighbouring sequences of one length L."""
-    begin = 0
-    for length, run in groupby(layout.lengths):
-        count = len(list(run))
-        block = states[begin : begin + count * length]
-        begin += count * length
+    """[T, heads, D] to [n, heads, L, D] for every run of n neighbouring sequences of one length L.
+
+    One split, not a slice for each run: the gradient of every slice would be as large as the whole row.
+    """
+    runs = [(length, len(list(run))) for length, run in groupby(layout.lengths)]
+    blocks = states.split([length * count for length, count in runs])
+    for (length, count), block in zip(runs, blocks, strict=True):
         yield block.reshape(count, length, *states.shape[1:]).transpose(1, 2)
 
 
@@ -122,7 +124,7 @@ def _causal_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Causal attention within each of n sequences of one length; [n, heads, L, D] to [n * L, heads, D]."""
-    length = query.shape[2]
+    length, dtype = query.shape[2], query.dtype
     allowed = None
     if window is not None and window < length:
         position = torch.arange(length, device=query.device)
@@ -131,9 +133,11 @@ def _causal_attention(
     if softcap is not None or sinks is not None:
         output = _explicit_attention(query, key, value, scale, allowed, softcap, sinks)
     else:
+        if not query.is_cuda and dtype in HALF:  # the CPU's backward takes four times as long in half precision
+            query, key, value = query.float(), key.float(), value.float()
         output = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed, is_causal=allowed is None, scale=scale, enable_gqa=True
-        )
+        ).to(dtype)
     return output.transpose(1, 2).flatten(0, 1)
 
 

@@ -53,12 +53,16 @@ def make_micro_batch(
     total_rollouts: int,
     device: torch.device,
 ) -> MicroBatch:
-    """Pack some samples; no positions give a one-token row of weight zero, so that the rank joins the collectives."""
+    """Pack some samples, those of equal length side by side (they share an attention call on the CPU).
+
+    No positions give a one-token row of weight zero, so that the rank joins the collectives.
+    """
     has_rollout = batch.rollout_log_probs is not None
     if not positions:
         zero = torch.zeros(1, device=device)
         row = pack([np.zeros(2, dtype=np.int64)], [1], device)
         return MicroBatch(row, zero, zero, zero, rollout_log_probs=zero if has_rollout else None)
+    positions = sorted(positions, key=lambda i: len(batch.tokens[i]))
     row = pack([batch.tokens[i] for i in positions], [batch.response_lengths[i] for i in positions], device)
     mask = torch.from_numpy(np.concatenate([batch.loss_masks[i] for i in positions]).astype(np.float32))
     sums = np.repeat([batch.rollout_mask_sums[i] for i in positions], [batch.response_lengths[i] for i in positions])

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from slime.cluster.channel import Channel, ChannelClosed
 from slime.config import Config
@@ -79,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the driver")
     fd = parser.parse_args(argv).fd
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    disable_progress_bar()
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     serve(Channel.from_fd(fd))

@@ -1,1 +1,1 @@
-"""Thin re-exports under the import paths that existing slime plugins use; no code of its own lives here."""
+"""Import paths that existing slime plugins use: re-exports, and small helpers for plugin code."""

@@ -165,3 +165,7 @@ def test_repetition():
     assert has_repetition("again " * 1000)
     assert not has_repetition("a normal sentence of a few words")
     assert not has_repetition("")
+
+
+def test_a_custom_evaluation_may_give_rewards_only():
+    assert eval_metrics(None, {"x": {"rewards": [1.0, 0.0]}}) == {"eval/x": 0.5}

@@ -11,7 +11,7 @@ class EngineFlags:
 
     rollout_backend: str = flag(
         "auto",
-        "inference engine; auto: SGLang where it is installed and there is a GPU, else the embedded one",
+        "inference engine; auto: the embedded one (launching SGLang servers is not in this version)",
         choices=("auto", "embedded", "sglang"),
     )
     rollout_compile: bool | None = flag(None, "embedded engine: use torch.compile", derived="on for CUDA")

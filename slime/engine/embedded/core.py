@@ -208,7 +208,7 @@ class EngineCore:
     # commands, run through `call`
 
     def abort(self, rid: str, reason: str = "aborted by request") -> int:
-        """Abort the requests whose id is `rid` (or starts with it, for several choices)."""
+        """Abort the request whose id is `rid`, all of its samples; returns how many sequences that were."""
         hit = [s for s in self.scheduler.all() if s.rid == rid]
         for seq in hit:
             self._abort(seq, reason)

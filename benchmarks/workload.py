@@ -1,0 +1,74 @@
+"""Models of known shapes with random weights, and an engine process to measure."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from slime.cluster.devices import threads_per_process  # noqa: E402
+from slime.cluster.process import ChildProcess  # noqa: E402
+
+TOKENIZER = ROOT / "examples/quickstart/tokenizer"
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "tie_word_embeddings": True},
+    "small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+              "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192, "tie_word_embeddings": True},
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+                   "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+}  # fmt: skip
+
+
+def make_model(folder: Path, shape: str, dtype: str) -> Path:
+    """A Qwen3 of the given shape with random weights and a tokenizer of one token a character."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **SHAPES[shape], max_position_embeddings=4096, bos_token_id=None, eos_token_id=1, pad_token_id=0
+    )
+    model = Qwen3ForCausalLM(config)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    shutil.copytree(TOKENIZER, folder, dirs_exist_ok=True)
+    return folder
+
+
+@contextmanager
+def engine(folder: Path, log: Path, options: Sequence[str], device: str) -> Iterator[str]:
+    """A healthy embedded engine; its URL."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    argv = [sys.executable, "-m", "slime.engine.embedded", "--model-path", str(folder), "--port", str(port)]
+    argv += ["--device", device, *options]
+    env = {"PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}", **(threads_per_process(1) if device == "cpu" else {})}
+    with ChildProcess("engine", argv, env=env, log_path=log) as process:
+        url = f"http://127.0.0.1:{port}"
+        while not _healthy(url):
+            if process.poll() is not None:
+                raise SystemExit(f"the engine ended:\n{process.tail()}")
+            time.sleep(0.2)
+        yield url
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

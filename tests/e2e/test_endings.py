@@ -1,0 +1,49 @@
+"""However a run ends, nothing of it goes on living, and the terminal says in one line what happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import grpo_flags
+from tests.e2e.runs import ENGINE, TRAIN, TRAINER, started, wait_until
+
+ENDLESS = [*TRAIN, *grpo_flags(), "--num-rollout", "100000"]
+
+
+def test_ctrl_c_ends_everything(place: Path) -> None:
+    with started([*ENDLESS, "--save", "stopped", "--load", "stopped"], place) as running:
+        running.wait_for("step 1/")
+        running.popen.send_signal(signal.SIGINT)
+        done = running.finish()
+        assert (done.code, done.err) == (130, "interrupted\n")
+        assert "the same command goes on from the last checkpoint" in done.out
+        assert wait_until(lambda: not running.processes(), within_s=10)
+
+
+def test_terminate_while_starting_ends_everything(place: Path) -> None:
+    with started([*ENDLESS, "--output-dir", "terminated"], place) as running:
+        assert wait_until(lambda: bool(running.processes(ENGINE) and running.processes(TRAINER)), within_s=60)
+        running.popen.send_signal(signal.SIGTERM)
+        done = running.finish()
+        assert (done.code, done.err) == (130, "interrupted\n")
+        assert wait_until(lambda: not running.processes(), within_s=10)
+
+
+@pytest.mark.parametrize(("program", "name"), [(ENGINE, "engine-0"), (TRAINER, "trainer-0")])
+def test_a_part_that_dies_ends_the_run_and_is_named(program: str, name: str, place: Path) -> None:
+    with started([*ENDLESS, "--output-dir", f"without-{name}"], place) as running:
+        running.wait_for("step 1/")
+        (pid,) = running.processes(program)
+        os.kill(pid, signal.SIGKILL)
+        done = running.finish()
+        assert done.code == 1
+        errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, done.err
+        assert errors[0].startswith(f"error: {name} ")
+        assert f"without-{name}/logs/{name}.log" in errors[0]
+        assert "Traceback" not in done.err
+        assert wait_until(lambda: not running.processes(), within_s=10)

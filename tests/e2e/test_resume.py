@@ -1,0 +1,32 @@
+"""A run that was stopped, or killed, and started again is the run that was never interrupted."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from tests.e2e.conftest import eval_flags, grpo_flags
+from tests.e2e.runs import TRAIN, Done, assert_same_records, comparable, run, started, wait_until
+
+TOLERANCE = 1e-7
+
+
+def test_stopped_killed_and_resumed_equals_uninterrupted(whole_run: tuple[Path, Done], place: Path) -> None:
+    whole, _ = whole_run
+    command = [*TRAIN, *grpo_flags(), *eval_flags(), "--save", "parts", "--load", "parts", "--save-interval", "1"]
+
+    stopped = run([*command, "--num-rollout", "2"], place)
+    assert (stopped.code, stopped.err) == (0, "")
+
+    with started([*command, "--num-rollout", "4"], place) as killed:
+        killed.wait_for("step 3/4")
+        killed.popen.send_signal(signal.SIGKILL)
+        assert killed.popen.wait() == -signal.SIGKILL
+        assert wait_until(lambda: not killed.processes(), within_s=10), "processes outlived their driver"
+    assert any("resuming from parts at step 3" in line for line in killed.lines)
+
+    resumed = run([*command, "--num-rollout", "4"], place)
+    assert (resumed.code, resumed.err) == (0, "")
+    assert "resuming from parts at step 4" in resumed.out
+
+    assert_same_records(comparable(place / "parts"), comparable(whole), TOLERANCE)

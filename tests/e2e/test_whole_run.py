@@ -1,0 +1,162 @@
+"""One GRPO run with the flags of the documents: what it prints, logs, saves, and whether the numbers are true."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slime.config import Config, parse_args
+from tests.e2e.runs import TRAIN, Done, records, run, seen_samples
+
+TEMPERATURE = 0.9
+TRAIN_NAMES = {
+    *("train/loss", "train/pg_loss", "train/entropy_loss", "train/kl_loss", "train/ppo_kl", "train/pg_clipfrac"),
+    *("train/grad_norm", "train/lr-pg_0", "train/step", "train/global_batch_size"),
+    *("train/train_rollout_logprob_abs_diff", "train/train_rollout_logprob_abs_diff_max"),
+}
+ROLLOUT_NAMES = {
+    *("rollout/raw_reward", "rollout/rewards", "rollout/advantages", "rollout/truncated_ratio", "rollout/failed/count"),
+    *("rollout/log_probs", "rollout/ref_log_probs", "rollout/rollout_log_probs", "rollout/response_len/mean"),
+    *("perf/rollout_time", "perf/train_time", "perf/actor_train_time", "perf/update_weights_time", "perf/step_time"),
+}
+
+
+@pytest.fixture(scope="module")
+def run_dir(whole_run: tuple[Path, Done]) -> Path:
+    return whole_run[0]
+
+
+@pytest.fixture(scope="module")
+def training(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
+    """The generated training samples of each rollout."""
+    by_rollout = defaultdict(list)
+    for sample in seen_samples(run_dir):
+        if not sample["evaluation"]:
+            by_rollout[sample["rollout_id"]].append(sample)
+    return by_rollout
+
+
+def test_output_is_tidy(whole_run: tuple[Path, Done], place: Path) -> None:
+    run_dir, done = whole_run
+    assert done.err == ""
+    event = re.compile(r"\[\d+:\d\d\] (trainer|engine|weights|rollout|eval|step)\b")
+    table = re.compile(r"Finished|[┌│└]")
+    strange = [line for line in done.out.splitlines() if not event.match(line) and not table.match(line)]
+    assert strange == []
+    assert [line.split()[2] for line in done.out.splitlines() if "] step " in line] == ["1/4", "2/4", "3/4", "4/4"]
+    logs = {path.name: path.read_text() for path in (run_dir / "logs").iterdir()}
+    assert set(logs) == {"driver.log", "engine-0.log", "trainer-0.log"}
+    dated = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|DEBUG) ")
+    assert [line for text in logs.values() for line in text.splitlines() if not dated.match(line)] == []
+
+
+def test_every_rollout_is_sampled_with_its_own_weights(training: dict[int, list[dict[str, Any]]]) -> None:
+    assert sorted(training) == [0, 1, 2, 3]
+    for rollout_id, samples in training.items():
+        assert sorted(sample["index"] for sample in samples) == list(range(16 * rollout_id, 16 * rollout_id + 16))
+        assert all(sample["weight_versions"] == [str(rollout_id)] for sample in samples)
+
+
+def test_prompts_are_rendered_as_chat(training: dict[int, list[dict[str, Any]]], place: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    for samples in training.values():
+        for sample in samples:
+            first = (int(sample["label"]) - 1) // 2
+            message = {"role": "user", "content": f"what is {first}+{first + 1}?"}
+            rendered = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+            expected = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+            assert sample["tokens"][: -sample["response_length"]] == expected
+
+
+def test_training_records(run_dir: Path, training: dict[int, list[dict[str, Any]]]) -> None:
+    steps = records(run_dir, "train")
+    assert [(r["step"], r["rollout_id"], r["train/step"]) for r in steps] == [(i, i // 2, float(i)) for i in range(8)]
+    for step in steps:
+        assert set(step) >= TRAIN_NAMES
+        assert step["train/train_rollout_logprob_abs_diff_max"] <= 1e-4
+        assert step["train/train_rollout_logprob_abs_diff"] <= 1e-4
+        assert step["train/lr-pg_0"] == 1e-3
+        assert step["train/global_batch_size"] == 8
+        assert step["train/grad_norm"] > 0
+    assert steps[0]["train/kl_loss"] == pytest.approx(0, abs=1e-6)  # the policy starts as its own reference
+    assert steps[-1]["train/kl_loss"] > 1e-4
+    for record in records(run_dir, "rollout"):
+        samples = training[record["rollout_id"]]
+        assert set(record) >= ROLLOUT_NAMES
+        rewards = [sum(sample["tokens"]) % 7 / 7 for sample in samples]
+        assert record["rollout/raw_reward"] == pytest.approx(fmean(rewards))
+        assert record["rollout/rewards"] == pytest.approx(0, abs=1e-6)
+        assert record["rollout/response_len/mean"] == fmean(sample["response_length"] for sample in samples)
+        sampled = fmean(fmean(sample["rollout_log_probs"]) for sample in samples)
+        assert record["rollout/rollout_log_probs"] == pytest.approx(sampled, abs=1e-5)
+        assert record["rollout/log_probs"] == pytest.approx(sampled, abs=1e-4)
+
+
+def test_evaluations(run_dir: Path) -> None:
+    found = records(run_dir, "eval")
+    assert [record["step"] for record in found] == [0, 2, 4]
+    for record in found:
+        samples = [s for s in seen_samples(run_dir) if s["evaluation"] and s["rollout_id"] == record["step"]]
+        assert {tuple(sample["weight_versions"]) for sample in samples} == {(str(record["step"]),)}
+        for name, labels in (("first", {"1", "3", "5", "7"}), ("last", {"17", "19", "21", "23"})):
+            own = [sample for sample in samples if sample["label"] in labels]
+            assert len(own) == 8
+            assert record[f"eval/{name}"] == pytest.approx(fmean(sum(s["tokens"]) % 7 / 7 for s in own))
+            truncated = fmean(s["response_length"] == 6 and s["tokens"][-1] != 2 for s in own)
+            assert record[f"eval/{name}-truncated_ratio"] == truncated
+            assert {f"eval/{name}-pass@1", f"eval/{name}-pass@2", f"eval/{name}/response_len/mean"} <= set(record)
+
+
+def test_tensorboard_shows_what_the_metrics_file_says(run_dir: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    for kind, name in (("train", "train/loss"), ("rollout", "rollout/raw_reward"), ("eval", "eval/last")):
+        shown = [(event.step, event.value) for event in events.Scalars(name)]
+        assert shown == [(record["step"], pytest.approx(record[name])) for record in records(run_dir, kind)]
+
+
+def test_saved_model_is_the_trainers_and_the_engines(run_dir: Path) -> None:
+    assert sorted(path.name for path in run_dir.glob("hf_*")) == ["hf_1", "hf_3"]
+    model, report = AutoModelForCausalLM.from_pretrained(
+        run_dir / "hf_3", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    checkpoint = {}
+    for file in (run_dir / "iter_0000003").glob("model-*.safetensors"):
+        checkpoint |= load_file(file)
+    state = model.state_dict()
+    assert set(checkpoint) == set(state)
+    for name, tensor in checkpoint.items():
+        assert torch.equal(tensor, state[name]), name
+    last = [sample for sample in seen_samples(run_dir) if sample["weight_versions"] == ["4"]]
+    assert len(last) == 16
+    for sample in last:  # the engine's log-probs after the last update are those of the saved weights
+        tokens, length = torch.tensor(sample["tokens"]), sample["response_length"]
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, -length - 1 : -1] / TEMPERATURE
+        expected = logits.log_softmax(-1).gather(1, tokens[-length:, None])[:, 0]
+        assert torch.allclose(torch.tensor(sample["rollout_log_probs"]), expected, atol=1e-4)
+
+
+def test_saved_config_starts_the_same_run(run_dir: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    (saved,) = run_dir.glob("config.*")
+    again = parse_args(["--config", str(saved)])
+    assert isinstance(again, Config)
+    assert (again.num_rollout, again.global_batch_size, again.num_steps_per_rollout) == (4, 8, 2)
+    assert again.eval_prompt_data == [("first", "sums.jsonl@[0:4]"), ("last", "sums.jsonl@[8:12]")]
+    assert (again.lr, again.kl_loss_coef, again.eps_clip_high, again.seed) == (1e-3, 0.01, 0.28, 7)
+    done = run([*TRAIN, "--config", str(saved), "--lr", "2e-3", "--dry-run"], place)
+    assert (done.code, done.err) == (0, "")
+    assert "0.002 constant" in done.out

@@ -1,0 +1,207 @@
+"""The documentation against the code: links, flags, metrics, the table of rooms, and the plugins it prints."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from contextlib import redirect_stdout
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from slime.config import Config
+from slime.config.checks import check_plugins
+from slime.config.config import FLAG_SPECS
+from slime.config.help import FILE_FLAGS
+from slime.config.megatron_flags import MEGATRON_FLAGS
+from slime.config.not_yet import NOT_YET
+from slime.data.sample import Sample
+from slime.engine.embedded.options import parse_options
+from slime.rollout.metrics import eval_metrics, rollout_metrics
+from slime.train.batch import batch_metrics, make_train_batch
+from slime.weights.publisher import PublishResult
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+HAND_WRITTEN = [page for page in PAGES if page.name != "flags.md"]
+OF_TRAIN = {spec.flag for spec in FLAG_SPECS.values()} | {name for name, _, _ in FILE_FLAGS}
+SWITCHES = {spec.flag for spec in FLAG_SPECS.values() if spec.kind == "bool"}
+KNOWN_ELSEWHERE = {f"--{name}" for name in (*MEGATRON_FLAGS, *NOT_YET)}
+PAGES_BY_NAME = pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
+
+
+@pytest.fixture(scope="module")
+def serve_flags() -> set[str]:
+    """Every option of `slime serve`, read off its help."""
+    text = StringIO()
+    with redirect_stdout(text), pytest.raises(SystemExit):
+        parse_options(["--help"])
+    return set(re.findall(r"--[a-z][a-z-]+[a-z]", text.getvalue()))
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The fenced blocks of a page in these languages."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for language, text in found if language in languages]
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of every shell command of a page; in console blocks only what follows a prompt."""
+    found = []
+    for block in blocks(page, "bash", "sh", "console"):
+        is_console = re.search(r"^\$ ", block, re.MULTILINE) is not None
+        joined = block.replace("\\\n", " ")
+        for line in joined.splitlines():
+            if is_console and not line.startswith("$ "):
+                continue
+            try:
+                found.append(shlex.split(line.removeprefix("$ "), comments=True))
+            except ValueError:  # the first line of a quoted text that goes on; no such command takes our flags
+                continue
+    return [words for words in found if words]
+
+
+def without_environment(words: list[str]) -> list[str]:
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    return words
+
+
+def is_flag_of_train(word: str) -> bool:
+    flag = word.partition("=")[0]
+    positive = "--" + flag.removeprefix("--no-")
+    return flag in OF_TRAIN or positive in SWITCHES or flag[2:] in MEGATRON_FLAGS or flag.startswith("--sglang-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if not re.match(r"[a-z]+:|#", target):
+            assert (page.parent / target.partition("#")[0]).exists(), f"{page.name} links to {target}"
+
+
+@PAGES_BY_NAME
+def test_commands_use_flags_that_exist(page: Path, serve_flags: set[str]) -> None:
+    for words in map(without_environment, commands(page)):
+        program = [Path(word).name for word in words[:2]]
+        flags = [word for word in words if re.match(r"--[a-z]", word)]
+        if program == ["slime", "serve"]:
+            wrong = [flag for flag in flags if flag not in serve_flags]
+        elif program in (["slime", "train"], ["slime", "plan"], ["python", "train.py"]):
+            wrong = [flag for flag in flags if not is_flag_of_train(flag)]
+        else:
+            continue
+        assert not wrong, f"{page.name}: {' '.join(program)} has no {', '.join(wrong)}"
+
+
+@PAGES_BY_NAME
+def test_flags_named_in_the_text_exist(page: Path, serve_flags: set[str]) -> None:
+    known = serve_flags | KNOWN_ELSEWHERE | {"--markdown"}
+    spans = re.findall(r"`(--[^`]*)`", prose(page))
+    for flag in {word for span in spans for word in re.findall(r"--[a-z][a-z0-9-]*[a-z0-9]", span)}:
+        prefix = flag + "-"  # a family, written --eval-*
+        family = any(other.startswith(prefix) for other in OF_TRAIN) or flag in ("--router", "--no")
+        assert is_flag_of_train(flag) or flag in known or family, f"{page.name} names {flag}"
+
+
+def test_plugin_examples_import_and_have_the_right_signatures(tmp_path: Path) -> None:
+    file = tmp_path / "plugins.py"
+    file.write_text("\n".join(blocks(ROOT / "docs" / "plugins.md", "python")))
+    command = next(words for words in commands(ROOT / "docs" / "plugins.md") if words[:2] == ["slime", "train"])
+    paths = {
+        flag.removeprefix("--").replace("-", "_"): value.replace("$P", str(file))
+        for flag, value in pairwise(command)
+        if value.startswith("$P:")
+    }
+    hook = paths.pop("rollout_sample_hook_path")
+    assert len(paths) == 8
+    check_plugins(Config(rollout_batch_size=1, rollout_sample_hook_path=[hook], **paths))
+    check_plugins(Config(rollout_batch_size=1, group_rm=True, custom_rm_path=f"{file}:longest_of_group"))
+
+
+def test_every_plugin_flag_is_in_the_table_of_plugins() -> None:
+    text = (ROOT / "docs" / "plugins.md").read_text()
+    for flag in (spec.flag for spec in FLAG_SPECS.values() if spec.flag.endswith("-path")):
+        assert f"| `{flag}`" in text, f"plugins.md lacks {flag}"
+
+
+def test_every_metric_made_of_samples_is_documented() -> None:
+    config = Config(rollout_batch_size=1, n_samples_per_prompt=2, rollout_num_gpus=1)
+    samples = [
+        Sample(index=i, group_index=0, tokens=[1, 2, 3], response="ab", response_length=2, reward=1.0) for i in (0, 1)
+    ]
+    for sample in samples:
+        sample.status = Sample.Status.COMPLETED
+        sample.non_generation_time = 0.5
+        sample.spec_info.add({"spec_verify_ct": 1})
+        sample.prefix_cache_info.add({"prompt_tokens": 1})
+    failed = Sample(index=2, group_index=0, status=Sample.Status.FAILED, failure="hook: E: x")
+    names = set(rollout_metrics(config, [*samples, failed], 1.0)) | set(
+        batch_metrics(make_train_batch(config, samples))
+    )
+    names |= set(PublishResult(1, 1.0, 1.0, 1).metrics())
+    names |= set(eval_metrics(config, {"set": {"rewards": [1.0, 1.0], "truncated": [0, 0], "samples": samples}}))
+    documented = documented_metrics()
+    for name in names:
+        plain = re.sub(r"^eval/set", "eval/<dataset>", name)
+        plain = re.sub(r"@\d+$", "@<k>", plain)
+        plain = re.sub(r"count_1\.0$", "count_<reward>", plain).replace("failed/hook", "failed/<stage>")
+        if plain.startswith("eval/<dataset>/"):
+            plain = "rollout/" + plain.removeprefix("eval/<dataset>/")
+        assert plain in documented, f"metrics.md lacks {plain}"
+
+
+def test_every_metric_named_in_the_trainer_is_documented() -> None:
+    documented = {name.partition("/")[2] for name in documented_metrics() if name.startswith("train/")}
+    source = (ROOT / "slime" / "train" / "step.py").read_text()
+    named = set(re.findall(r'metrics(?:_on_host)?\["(\w+)"\] = ', source)) | set(
+        re.findall(r'^        "(\w+)": ', source, re.M)
+    )
+    assert named >= {"pg_loss", "loss", "grad_norm"}
+    assert named <= documented
+
+
+def documented_metrics() -> set[str]:
+    """Names in the first cells of the tables; `a/mean`, `/max` stands for a/mean and a/max."""
+    names: set[str] = set()
+    for row in re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE):
+        last = ""
+        for name in re.findall(r"`([^`]+)`", row):
+            last = last.rpartition("/")[0] + name if name.startswith("/") else name
+            names.add(last)
+    return names
+
+
+def test_rooms_import_only_what_the_table_allows() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|$", text, re.MULTILINE)
+    allowed = {room: set(re.findall(r"`(\w+)`", cell)) | {room} for room, cell in rows if cell.strip() != "all"}
+    free = {room for room, cell in rows if cell.strip() == "all"}
+    for path in sorted((ROOT / "slime").rglob("*.py")):
+        parts = path.relative_to(ROOT / "slime").with_suffix("").parts
+        room = "plan" if parts[0] == "plan_memory" else parts[0]
+        if room in free or room == "__init__":
+            continue
+        assert room in allowed, f"docs/architecture.md has no row for {room}"
+        for name in imported_rooms(path):
+            target = "plan" if name == "plan_memory" else name
+            assert target in allowed[room], f"{path.relative_to(ROOT)} imports slime.{name}"
+
+
+def imported_rooms(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= (
+                {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "slime" else {node.module}
+            )
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("slime.")}
