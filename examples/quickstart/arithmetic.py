@@ -1,4 +1,7 @@
-"""The task: sums of two two-digit numbers, `47+85=` and the answer `132`; and the tiny model that learns it."""
+"""The task: sums of two two-digit numbers, and the tiny model that learns them.
+
+The answer is written ones first, the order in which one adds on paper: `47+85=` wants `231` (it is 132).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ TOKENIZER = Path(__file__).parent / "tokenizer"
 
 
 def exact_match(args: Any, sample: Any) -> float:
-    """1 if the response is the right number and nothing else."""
+    """1 if the response is the right answer and nothing else."""
     return float(sample.response.strip() == sample.label)
 
 
@@ -23,7 +26,7 @@ def write_problems(folder: Path, *, held_out: int, seed: int) -> tuple[Path, Pat
     folder.mkdir(parents=True, exist_ok=True)
     evaluation, training = folder / "eval.jsonl", folder / "train.jsonl"
     for path, chosen in ((evaluation, pairs[:held_out]), (training, pairs[held_out:])):
-        rows = ({"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in chosen)
+        rows = ({"prompt": f"{a}+{b}=", "label": str(a + b)[::-1]} for a, b in chosen)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return training, evaluation
 

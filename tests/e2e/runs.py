@@ -127,7 +127,7 @@ def records(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
 TIMES = re.compile("time$|perf/")
 CACHE = re.compile("prefix_cache_hit_rate|avg_cached_tokens")
 ENGINE_LOG_PROBS = re.compile("rollout_log_probs|train_rollout_logprob_abs_diff")
-ENGINE_ROUNDING = 5e-6
+ENGINE_ROUNDING = 2e-5
 
 
 def comparable(run_dir: Path) -> list[dict[str, Any]]:
