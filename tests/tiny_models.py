@@ -41,7 +41,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    tokenizer.train_from_iterator(["what is 12+34? the answer is 46. user assistant system the quick fox "] * 9, trainer)
+    tokenizer.train_from_iterator(
+        ["what is 12+34? the answer is 46. user assistant system the quick fox "] * 9, trainer
+    )
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped

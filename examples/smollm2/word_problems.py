@@ -1,4 +1,4 @@
-"""The task: one-step word problems whose answer is a number. Questions for training and for evaluation never coincide."""
+"""The task: one-step word problems whose answer is a number. No question is both trained on and evaluated."""
 
 from __future__ import annotations
 

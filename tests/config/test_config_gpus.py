@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.config import Config, gpus, resolve
+from slime.config import gpus
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 
 TWO_GPUS = """#!/bin/sh

@@ -177,6 +177,35 @@ def test_seeded_samples_repeat_in_any_batch(qwen3_folder: Path) -> None:
     assert crowd[-1].output_ids == alone
 
 
+def test_looking_ahead_changes_nothing(qwen3_folder: Path) -> None:
+    """Launching a step before the last one is read (as on CUDA): same tokens, same log-probs, no slot lost."""
+    bodies = [
+        {
+            "input_ids": prompt(i, 6 + i % 3),
+            "sampling_params": {
+                "max_new_tokens": 5 + 3 * i,
+                "sampling_seed": i,
+                "stop_token_ids": list(range(100, 130)),
+            },
+        }
+        for i in range(10)
+    ]
+    answers = []
+    for ahead in (False, True):
+        with running_core(qwen3_folder) as core:
+            core.runner.looks_ahead = ahead
+            sequences = generate(core, bodies)
+            answers.append([(s.output_ids, s.finish) for s in sequences])
+            core.call(core.flush_cache).result()
+            assert core.scheduler.cache.pool.free == core.capacity
+        for seq in sequences:
+            want = reference_logprobs(qwen3_folder, seq)
+            torch.testing.assert_close(torch.tensor(seq.logprobs), want, atol=2e-5, rtol=0)
+    assert answers[0] == answers[1]
+    reasons = [finish["type"] for _, finish in answers[0]]
+    assert {"stop", "length"} <= set(reasons)
+
+
 def test_prompts_are_scored(qwen3_folder: Path) -> None:
     ids = prompt(7, 30)
     body = {"input_ids": ids, "logprob_start_len": 4, "sampling_params": {"max_new_tokens": 0}}

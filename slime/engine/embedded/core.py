@@ -15,14 +15,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from slime.engine.embedded import weights
 from slime.engine.embedded.cache import KVCache
 from slime.engine.embedded.options import EngineOptions
-from slime.engine.embedded.runner import ModelRunner, Sampled
+from slime.engine.embedded.runner import Decoder, ModelRunner, Sampled
 from slime.engine.embedded.sampling_params import BadRequest
-from slime.engine.embedded.scheduler import Scheduler
+from slime.engine.embedded.scheduler import Extend, Scheduler
 from slime.engine.embedded.sequence import Sequence
 from slime.models.loading import load_causal_lm
 
@@ -44,6 +45,15 @@ class Counters:
     busy_seconds: float = 0.0
 
 
+@dataclass
+class Flight:
+    """A decode step that was launched and not read yet."""
+
+    running: list[Sequence]
+    slots: np.ndarray
+    launched: Any
+
+
 class EngineCore:
     def __init__(self, options: EngineOptions, *, on_death: Callable[[BaseException], object]) -> None:
         self.options = options
@@ -51,6 +61,7 @@ class EngineCore:
         self.weight_version = options.weight_version
         self.paused = False
         self._released: set[str] = set()
+        self._flight: Flight | None = None
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
@@ -82,7 +93,7 @@ class EngineCore:
         self.context_len = min(self.context_len, self.capacity)
         self.scheduler.cache = KVCache(self.capacity, share_prefixes=o.share_prefixes)
         self.runner.allocate_kv(self.capacity)
-        self._decode: Callable[..., Sampled] = self.runner.decode
+        self.decoder: Decoder = self.runner
         if self.runner.cuda:
             self._prepare_cuda()
 
@@ -106,7 +117,7 @@ class EngineCore:
             compile_model=compile_model,
         )
         decoder.capture()
-        self._decode = decoder.decode
+        self.decoder = decoder
 
     # the outside
 
@@ -143,6 +154,8 @@ class EngineCore:
     def _run(self) -> None:
         try:
             while not self._stopping:
+                if self._flight is not None and (self.paused or self.scheduler.idle or not self._inbox.empty()):
+                    self._land(self._flight)  # commands and newcomers meet a quiet engine
                 self._take_work(wait=self.paused or self.scheduler.idle)
                 if not self.paused and not self.scheduler.idle:
                     started = time.perf_counter()
@@ -167,29 +180,64 @@ class EngineCore:
 
     def _step(self) -> None:
         self.counters.steps += 1
-        extends = self.scheduler.next_extends(self.weight_version)
+        extends = self.scheduler.next_extends(self.weight_version) if self._flight is None else []
         if extends:
-            sampled = self.runner.extend(extends)
-            complete = [e.sequence for e in extends if e.end == e.sequence.length]
-            for seq in complete:
-                self.counters.prompt_tokens += len(seq.prompt_ids)
-                self.counters.cached_tokens += seq.cached_tokens
-                self.scheduler.prefilled(seq)
-                if seq.max_new_tokens == 0:
-                    seq.end({"type": "length", "length": 0})
-                    self._leave(seq)
-            self._take_tokens([s for s in complete if s.max_new_tokens > 0], sampled)
-            return
-        if not self.scheduler.running:  # half-computed prompts block one another: the youngest makes room
+            self._extend(extends)
+        elif self.scheduler.running or self._flight is not None:
+            self._decode()
+        else:  # half-computed prompts block one another: the youngest makes room
             self.scheduler.retract(self.scheduler.prefilling[-1])
+
+    def _extend(self, extends: list[Extend]) -> None:
+        sampled = self.runner.extend(extends)
+        complete = [e.sequence for e in extends if e.end == e.sequence.length]
+        for seq in complete:
+            self.counters.prompt_tokens += len(seq.prompt_ids)
+            self.counters.cached_tokens += seq.cached_tokens
+            self.scheduler.prefilled(seq)
+            if seq.max_new_tokens == 0:
+                seq.end({"type": "length", "length": 0})
+                self._leave(seq)
+        self._take_tokens([s for s in complete if s.max_new_tokens > 0], sampled)
+
+    def _decode(self) -> None:
+        """One token for every running sequence; the next step is launched first where nothing stands in its way."""
+        flight = self._flight or self._take_off()
+        if flight is None:
             return
+        following = self._follow(flight) if self._may_follow(flight) else None
+        self._land(flight)
+        self._flight = following
+
+    def _take_off(self) -> Flight | None:
         slots = self.scheduler.next_decode()
-        if slots is not None:
-            running = list(self.scheduler.running)
-            sampled = self._decode(running, slots)
-            for seq in running:
-                seq.computed += 1
-            self._take_tokens(running, sampled)
+        running = list(self.scheduler.running)
+        return Flight(running, slots, self.decoder.launch(running, slots, None)) if slots is not None else None
+
+    def _may_follow(self, flight: Flight) -> bool:
+        """Nobody is waiting, nobody's length ends with this step, and drawing needs nothing that is still unread."""
+        s = self.scheduler
+        if not self.decoder.looks_ahead or s.waiting or s.prefilling or not self._inbox.empty():
+            return False
+        return all(q.plain and len(q.output_ids) + 1 < q.max_new_tokens and q.finish is None for q in flight.running)
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        slots = self.scheduler.cache.take(len(flight.running))
+        if slots is None:
+            return None
+        return Flight(flight.running, slots, self.decoder.launch(flight.running, slots, flight.launched))
+
+    def _land(self, flight: Flight) -> None:
+        """Read a step's tokens; a sequence that finished meanwhile has one too many, which is forgotten."""
+        self._flight = None
+        tokens, logprobs = self.decoder.collect(flight.launched)
+        gone = [i for i, seq in enumerate(flight.running) if seq.finish is not None]
+        if gone:
+            self.scheduler.cache.release(flight.slots[gone])
+        alive = [step for step in zip(flight.running, tokens, logprobs, strict=True) if step[0].finish is None]
+        for seq, _, _ in alive:
+            seq.computed += 1
+        self._take_tokens([s for s, _, _ in alive], ([t for _, t, _ in alive], [lp for _, _, lp in alive]))
 
     def _take_tokens(self, sequences: list[Sequence], sampled: Sampled) -> None:
         self.counters.generated_tokens += len(sequences)
@@ -280,7 +328,7 @@ class EngineCore:
             self._released.add(tag)
         self.paused = True
         if self.runner.cuda:
-            self._decode = self.runner.decode
+            self.decoder = self.runner
             torch.cuda.empty_cache()
 
     def resume_memory(self, tags: list[str]) -> None:

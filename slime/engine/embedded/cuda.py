@@ -7,10 +7,12 @@ write to slot 0.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,6 +26,8 @@ from slime.engine.embedded.sequence import Sequence
 log = logging.getLogger(__name__)
 
 Attend = Callable[..., torch.Tensor]
+
+_RING = 4  # at most two steps are in flight
 
 
 def attend_extend(context: AttentionContext) -> Attend:
@@ -48,15 +52,26 @@ def attend_decode(context: AttentionContext) -> Attend:
     return attend
 
 
+@dataclass
+class OnDevice:
+    """A launched step: its tokens on the device, and where its results arrive on the host once `done`."""
+
+    tokens: torch.Tensor
+    results: torch.Tensor
+    count: int
+    done: torch.cuda.Event
+
+
 class CudaDecoder:
-    """Takes the place of `ModelRunner.decode` on CUDA."""
+    """Replays a graph for every step. The host's buffers are a ring: a step in flight keeps its own."""
+
+    looks_ahead = True
 
     def __init__(self, runner: ModelRunner, *, max_running: int, compile_model: bool) -> None:
         self._runner = runner
         self._context = runner.context
         self._attend = attend_decode(runner.context)
         self._body = torch.compile(runner.body, dynamic=True) if compile_model else runner.body
-        self._compiled = compile_model
         self._dummy_row = max_running
         device = runner.device
         self._inputs = torch.zeros(4, max_running, dtype=torch.int64, device=device)  # rows, lens, slots, last tokens
@@ -64,7 +79,7 @@ class CudaDecoder:
         self._temperature = torch.ones(max_running, device=device)
         self._greedy = torch.zeros(max_running, dtype=torch.bool, device=device)
         self._uniform = torch.zeros(max_running, device=device)
-        self._host = torch.zeros(4, max_running, dtype=torch.int64, pin_memory=True)
+        self._ring = itertools.cycle([_HostBuffers(max_running) for _ in range(_RING)])
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._sizes = _batch_sizes(max_running)
         self._sampling: tuple[int, ...] = ()
@@ -73,7 +88,7 @@ class CudaDecoder:
         """Capture every batch size, largest first so that the smaller ones fit into its memory."""
         started = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
-        self._set_padding(0)
+        self._upload(next(self._ring), 0)
         with torch.inference_mode():
             for size in reversed(self._sizes):
                 stream = torch.cuda.Stream()
@@ -100,34 +115,47 @@ class CudaDecoder:
         drawn, logprobs = draw(logits, self._temperature[:size], self._uniform[:size], self._greedy[:size])
         return drawn, logprobs, logits
 
-    def _set_padding(self, used: int) -> None:
+    def _upload(self, host: _HostBuffers, used: int) -> None:
         """Rows behind the batch write to slot 0 of the dummy row, at position 0."""
-        self._host[0, used:] = self._dummy_row
-        self._host[1, used:] = 1
-        self._host[2:, used:] = 0
-        self._inputs.copy_(self._host, non_blocking=True)
+        host.inputs[0, used:] = self._dummy_row
+        host.inputs[1, used:] = 1
+        host.inputs[2:, used:] = 0
+        self._inputs.copy_(host.inputs, non_blocking=True)
+        self._uniform.copy_(host.uniform, non_blocking=True)
 
     @torch.inference_mode()
-    def decode(self, running: SequenceOf[Sequence], slots: np.ndarray) -> Sampled:
-        count = len(running)
+    def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, previous: OnDevice | None) -> OnDevice:
+        count, ahead = len(running), 0 if previous is None else 1
         size = next(s for s in self._sizes if s >= count)
-        host = self._host.numpy()
-        host[0, :count] = [s.row for s in running]
-        host[1, :count] = [s.length for s in running]
-        host[2, :count] = slots
-        host[3, :count] = [s.output_ids[-1] if s.output_ids else s.prompt_ids[-1] for s in running]
-        self._runner.set_table(host[0, :count], host[1, :count] - 1, slots)
-        self._set_padding(count)
+        host = next(self._ring)
+        inputs = host.inputs.numpy()
+        inputs[0, :count] = [s.row for s in running]
+        inputs[1, :count] = [s.length + ahead for s in running]
+        inputs[2, :count] = slots
+        if previous is None:
+            inputs[3, :count] = [s.output_ids[-1] if s.output_ids else s.prompt_ids[-1] for s in running]
+        host.uniform.numpy()[:count] = uniforms(running, ahead)
+        self._runner.set_table(inputs[0, :count], inputs[1, :count] - 1, slots)
+        self._upload(host, count)
+        if previous is not None:
+            self._inputs[3, :count].copy_(previous.tokens)
         self._set_sampling(running)
-        self._uniform[:count].copy_(torch.from_numpy(uniforms(running)))
         graph, drawn, logprobs, logits = self._graphs[size]
         graph.replay()
         if all(s.plain for s in running):
-            both = torch.stack([drawn[:count].double(), logprobs[:count].double()]).cpu()
-            return both[0].long().tolist(), both[1].tolist()
-        tokens, scores = draw_each(logits[:count], running, self._uniform[:count], self._greedy[:count])
-        record_top(logits[:count], running)
-        return tokens.tolist(), scores.tolist()
+            tokens, scores = drawn[:count].clone(), logprobs[:count]
+        else:
+            tokens, scores = draw_each(logits[:count], running, self._uniform[:count], self._greedy[:count])
+            record_top(logits[:count], running)
+        host.results[:, :count].copy_(torch.stack([tokens.double(), scores.double()]), non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return OnDevice(tokens, host.results, count, done)
+
+    def collect(self, launched: OnDevice) -> Sampled:
+        launched.done.synchronize()
+        results = launched.results[:, : launched.count]
+        return results[0].long().tolist(), results[1].tolist()
 
     def _set_sampling(self, running: SequenceOf[Sequence]) -> None:
         key = tuple(map(id, running))
@@ -137,6 +165,15 @@ class CudaDecoder:
         count = len(running)
         self._temperature[:count] = torch.tensor([temperature_of(s) for s in running]).to(self._temperature.device)
         self._greedy[:count] = torch.tensor([s.params.greedy for s in running]).to(self._greedy.device)
+
+
+class _HostBuffers:
+    """Pinned memory for what one step sends and gets back."""
+
+    def __init__(self, size: int) -> None:
+        self.inputs = torch.zeros(4, size, dtype=torch.int64, pin_memory=True)
+        self.uniform = torch.zeros(size, pin_memory=True)
+        self.results = torch.zeros(2, size, dtype=torch.float64, pin_memory=True)
 
 
 def _batch_sizes(most: int) -> list[int]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,10 +26,33 @@ log = logging.getLogger(__name__)
 
 Sampled = tuple[list[int], list[float]]
 
+
+@dataclass
+class Launched:
+    """A decode step that has been started: where its tokens and log-probs will be."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+
+
+class Decoder(Protocol):
+    """One token for every running sequence, in two halves, so that the next step can start before this one is read."""
+
+    looks_ahead: bool
+
+    def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, previous: Any) -> Any: ...
+
+    def collect(self, launched: Any) -> Sampled: ...
+
+
 _LOGPROB_ROWS = 512  # prompt positions scored at once
 
 
 class ModelRunner:
+    """The model and its KV slots; on the CPU it is its own `Decoder`."""
+
+    looks_ahead = False  # the CPU would only wait for itself
+
     def __init__(self, model: PreTrainedModel, table: np.ndarray) -> None:
         self.model = model
         self.device = next(model.parameters()).device
@@ -142,30 +167,45 @@ class ModelRunner:
     # decode
 
     @torch.inference_mode()
-    def decode(self, running: SequenceOf[Sequence], slots: np.ndarray) -> Sampled:
-        """One token for every running sequence; `slots` keep the tokens that were sampled last."""
-        rows = [s.row for s in running]
-        lens = np.array([s.length for s in running])
-        self.set_table(np.array(rows), lens - 1, slots)
-        ids = torch.tensor([s.output_ids[-1] if s.output_ids else s.prompt_ids[-1] for s in running])
+    def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, previous: Launched | None) -> Launched:
+        """Start one decode step: `slots` keep the tokens that were sampled last.
+
+        With `previous`, the step after that one: its tokens are still on the device and nobody has read them yet.
+        """
+        ahead = 0 if previous is None else 1
+        rows = np.array([s.row for s in running])
+        lens = np.array([s.length + ahead for s in running])
+        self.set_table(rows, lens - 1, slots)
+        ids = last_tokens(running) if previous is None else previous.tokens
         self.context.attend = self.context.attend_cpu
         self.context.slots = torch.from_numpy(slots)
         self.context.groups = group_spans(
             [1] * len(rows), [self._table[r, :n] for r, n in zip(rows, lens, strict=True)]
         )
         hidden = self.hidden(ids[None], torch.from_numpy(lens - 1)[None])
-        return self._sample(self.logits(hidden), running)
+        return Launched(*self._draw(self.logits(hidden), running, ahead))
+
+    def collect(self, launched: Launched) -> Sampled:
+        return launched.tokens.tolist(), launched.logprobs.tolist()
 
     def _sample(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
-        uniform = torch.from_numpy(uniforms(sequences)).to(self.device)
+        tokens, logprobs = self._draw(logits, sequences, 0)
+        return tokens.tolist(), logprobs.tolist()
+
+    def _draw(
+        self, logits: torch.Tensor, sequences: SequenceOf[Sequence], ahead: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        uniform = torch.from_numpy(uniforms(sequences, ahead)).to(self.device)
         greedy = torch.tensor([s.params.greedy for s in sequences], device=self.device)
         if all(s.plain for s in sequences):
             temperature = torch.tensor([temperature_of(s) for s in sequences], device=self.device)
-            tokens, logprobs = draw(logits, temperature, uniform, greedy)
-        else:
-            tokens, logprobs = draw_each(logits, sequences, uniform, greedy)
-            record_top(logits, sequences)
-        return tokens.tolist(), logprobs.tolist()
+            return draw(logits, temperature, uniform, greedy)
+        record_top(logits, sequences)
+        return draw_each(logits, sequences, uniform, greedy)
+
+
+def last_tokens(running: SequenceOf[Sequence]) -> torch.Tensor:
+    return torch.tensor([s.output_ids[-1] if s.output_ids else s.prompt_ids[-1] for s in running])
 
 
 def record_top(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:

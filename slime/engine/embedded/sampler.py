@@ -23,10 +23,10 @@ def stream_seed(seed: int, choice: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest(), "little")
 
 
-def uniforms(sequences: SequenceOf[Sequence]) -> np.ndarray:
-    """One number in [0, 1) per sequence: splitmix64 of its seed, at the position of the next token."""
+def uniforms(sequences: SequenceOf[Sequence], ahead: int = 0) -> np.ndarray:
+    """One number in [0, 1) per sequence: splitmix64 of its seed, at the next position (or `ahead` of it)."""
     state = np.array([s.seed for s in sequences], dtype=np.uint64)
-    position = np.array([len(s.output_ids) + 1 for s in sequences], dtype=np.uint64)
+    position = np.array([len(s.output_ids) + 1 + ahead for s in sequences], dtype=np.uint64)
     with np.errstate(over="ignore"):
         z = state + position * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -41,8 +41,11 @@ class Sequence:
     versions: list[tuple[str, int]] = field(default_factory=list)  # (weight version, first output token under it)
     finish: dict[str, Any] | None = None
     arrived: float = field(default_factory=time.perf_counter)
-    started: float | None = None
     finished: float | None = None
+    plain: bool = field(init=False)  # only temperature matters to its draws
+
+    def __post_init__(self) -> None:
+        self.plain = self.params.plain and not self.top_logprobs
 
     @property
     def tokens(self) -> list[int]:
@@ -51,10 +54,6 @@ class Sequence:
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
-
-    @property
-    def plain(self) -> bool:
-        return self.params.plain and not self.top_logprobs
 
     def append(self, token: int, logprob: float, version: str) -> None:
         """Take a sampled token and decide whether the sequence is finished."""
