@@ -1,8 +1,8 @@
 """The embedded engine over HTTP against transformers.generate: same model, prompts and lengths, in one run.
 
 All requests are sent at once. Response lengths are mixed: generate has to run every row to the longest, the engine lets
-a finished one go. Only the tokens that were asked for count. A second part shows what prefix sharing saves: several
-samples of each prompt, with and without it.
+a finished one go. Only the tokens that were asked for count. A second part shows what prefix sharing saves: eight
+samples of each prompt, against as many prompts that have nothing in common.
 
     python benchmarks/engine.py                                                        # a small model on the CPU
     python benchmarks/engine.py --shape qwen3-0.6b --device cuda --dtype bfloat16 \
@@ -44,7 +44,7 @@ def total(requests: Requests) -> int:
     return sum(length for _, length in requests)
 
 
-async def send_all(url: str, requests: Requests, n: int = 1) -> float:
+async def send_all(url: str, requests: Requests) -> float:
     """Seconds until every request is answered, log-probs included."""
     timeout = aiohttp.ClientTimeout(total=3600)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -58,7 +58,7 @@ async def send_all(url: str, requests: Requests, n: int = 1) -> float:
                 assert len(reply["meta_info"]["output_token_logprobs"]) == length
 
         began = time.perf_counter()
-        await asyncio.gather(*(send(ids, length) for ids, length in requests for _ in range(n)))
+        await asyncio.gather(*(send(ids, length) for ids, length in requests))
         return time.perf_counter() - began
 
 
@@ -108,6 +108,7 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> dict[str, 
     """Both sides; the engine's figure is its median run, each with prompts it has not seen."""
     workloads = [make_requests(args.requests, args.prompt_len, args.response_len, seed=s) for s in range(args.repeat)]
     shared = make_requests(max(2, args.requests // 8), [256, 256], [8, 8], seed=100)
+    distinct = make_requests(len(shared) * 8, [256, 256], [8, 8], seed=102)  # the same work with nothing to share
     options = ["--dtype", args.dtype, "--max-running-requests", str(args.requests)]
     figures: dict[str, Any] = {"shape": args.shape, "device": args.device, "dtype": args.dtype}
     began = time.perf_counter()
@@ -116,10 +117,9 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> dict[str, 
         asyncio.run(send_all(url, make_requests(4, [16, 16], [16, 16], seed=101)))
         rates = [total(w) / asyncio.run(send_all(url, w)) for w in workloads]
         figures |= {"engine_tok_s": median(rates), "engine_runs": [round(rate) for rate in rates]}
-        sharing = asyncio.run(send_all(url, shared, n=8))
-    with engine(folder, scratch / "plain.log", [*options, "--no-share-prefixes"], args.device) as url:
-        asyncio.run(send_all(url, make_requests(4, [16, 16], [16, 16], seed=101)))
-        apart = asyncio.run(send_all(url, shared, n=8))
+        asyncio.run(send_all(url, make_requests(len(distinct), [256, 256], [8, 8], seed=103)))  # warm for this shape
+        sharing = asyncio.run(send_all(url, shared * 8))
+        apart = asyncio.run(send_all(url, distinct))
     figures |= {"shared_prefix_s": sharing, "unshared_prefix_s": apart, "prefix_ratio": apart / sharing}
     rate = total(workloads[0]) / generate_all(folder, workloads[0], args.device, args.dtype)
     return figures | {"generate_tok_s": rate, "ratio": figures["engine_tok_s"] / rate}

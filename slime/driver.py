@@ -46,6 +46,7 @@ from slime.rollout.evaluate import read_eval_datasets
 from slime.rollout.metrics import eval_metrics
 from slime.rollout.runtime import RolloutRuntime
 from slime.train.group import TrainerGroup
+from slime.train.self_check import check_numbers
 from slime.weights.publisher import WeightPublisher
 from slime.weights.transport import make_publisher
 
@@ -198,9 +199,10 @@ class Run:
             self.runtime.run(self.runtime.pool.broadcast("release_memory", ENGINE_MEMORY))
         self.progress.status("trainer", f"training on rollout {rollout_id}")
         trained = self.trainers.train(rollout_id, rollout.samples)
-        for step, metrics in enumerate(trained.metrics):
-            global_step = rollout_id * len(trained.metrics) + step
-            self.metrics.log(metrics, global_step, "train", rollout_id=rollout_id)
+        for metrics in trained.metrics:
+            self.metrics.log(metrics, int(metrics["train/step"]), "train", rollout_id=rollout_id)
+        if self.config.ci_test:
+            check_numbers(self.config, rollout_id, trained.metrics)
         self.progress.status("trainer", "waiting")
         return trained.rollout_metrics | trained.metrics[-1]
 

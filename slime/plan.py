@@ -104,6 +104,11 @@ def needs_engines(config: Config) -> bool:
 def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, engines: int) -> int:
     if device != "cuda":
         return 0
+    if config.actor_num_nodes > 1:
+        raise UserError(
+            f"--actor-num-nodes {config.actor_num_nodes}: this version trains on one machine; "
+            "use --actor-num-gpus-per-node"
+        )
     rollout = config.rollout_num_gpus if engines else 0
     needed = max(trainers, rollout) if config.colocate else trainers + rollout
     if gpu_count == 0:

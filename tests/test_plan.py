@@ -118,6 +118,17 @@ def test_gpus_are_placed_or_refused(flags: dict[str, Any]) -> None:
         make_plan(together, device="cuda", gpu_count=0)
 
 
+def test_several_nodes_are_processes_on_a_cpu_and_refused_on_gpus(flags: dict[str, Any]) -> None:
+    config = resolve(Config(**flags, actor_num_nodes=2, actor_num_gpus_per_node=2, rollout_num_gpus=1))
+    plan = make_plan(config, device="cpu", gpu_count=0)
+    assert {process.name: process.count for process in plan.processes} == {"driver": 1, "engine": 1, "trainer": 4}
+    with pytest.raises(UserError) as caught:
+        make_plan(config, device="cuda", gpu_count=8)
+    assert str(caught.value) == (
+        "--actor-num-nodes 2: this version trains on one machine; use --actor-num-gpus-per-node"
+    )
+
+
 def test_sft_needs_no_engine(flags: dict[str, Any]) -> None:
     config = resolve(Config(**{**flags, "device": "cuda"}, loss_type="sft_loss", rollout_num_gpus=4))
     plan = make_plan(config, device="cuda", gpu_count=1)

@@ -68,6 +68,7 @@ def main() -> int:
         eps_clip_high=0.28,
         lr=1e-4,
         lr_warmup_iters=5,
+        lr_decay_style="cosine",
         output_dir=str(out),
         save_hf=str(out / "model"),
     )

@@ -24,13 +24,13 @@ def main() -> int:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/smollm2"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--num-rollout", type=int, default=40)
+    parser.add_argument("--num-rollout", type=int, default=20)
     args = parser.parse_args()
     out: Path = args.output_dir
 
     print("1/2  SmolLM2-135M-Instruct as a Hugging Face folder, and word problems", flush=True)
     base = convert(out / "base")
-    training, evaluation = write_questions(out / "data", training=4000, held_out=200, seed=args.seed)
+    training, evaluation = write_questions(out / "data", training=4000, held_out=100, seed=args.seed)
 
     print("2/2  GRPO: sample answers, reward the right ones, train, send the weights back", flush=True)
     result = slime.run(
@@ -44,18 +44,20 @@ def main() -> int:
         apply_chat_template=True,
         custom_rm_path=f"{HERE / 'word_problems.py'}:right_answer",
         eval_prompt_data=[("held-out", str(evaluation))],
-        eval_interval=20,
+        eval_interval=5,
         eval_temperature=0.0,
         rollout_shuffle=True,
         num_rollout=args.num_rollout,
-        rollout_batch_size=16,
+        rollout_batch_size=12,
         n_samples_per_prompt=8,
-        rollout_max_response_len=16,
+        rollout_temperature=0.6,
+        rollout_max_response_len=12,
+        rollout_stop=["\n"],
         rollout_skip_special_tokens=True,
         use_dynamic_batch_size=True,
         max_tokens_per_gpu=4096,
         eps_clip_high=0.28,
-        lr=1e-5,
+        lr=3e-5,
         lr_warmup_iters=3,
         output_dir=str(out),
         save_hf=str(out / "model"),

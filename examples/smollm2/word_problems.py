@@ -1,4 +1,4 @@
-"""The task: one-step word problems whose answer is a number. No question is both trained on and evaluated."""
+"""The task: one-step word problems whose answer is a number. No sum is both trained on and evaluated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-SYSTEM = "Answer with the number only."
+EXAMPLE = [
+    {"role": "system", "content": "Answer with the number only."},
+    {"role": "user", "content": "Tom has 5 cups and buys 3 more. How many cups does he have?"},
+    {"role": "assistant", "content": "8"},
+]
 NAMES = ["Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack", "Kate", "Leo"]
 THINGS = ["apples", "books", "coins", "pencils", "stamps", "marbles", "cards", "shells", "stickers", "eggs"]
 TEMPLATES = {
@@ -21,10 +25,6 @@ TEMPLATES = {
         "{name} has {a} {thing} and gives away {b}. How many {thing} are left?",
         "There are {a} {thing} on the table. {name} takes {b} of them. How many {thing} remain?",
         "{name} needs {a} {thing} and already has {b}. How many {thing} are missing?",
-    ],
-    "*": [
-        "{name} buys {a} bags with {b} {thing} each. How many {thing} is that?",
-        "There are {a} shelves, and each holds {b} {thing}. How many {thing} are there in total?",
     ],
 }
 NUMBER = re.compile(r"\d+(?:,\d{3})*")
@@ -41,30 +41,25 @@ def right_answer(args: Any, sample: Any) -> float:
     return float(last_number(sample.response) == sample.label)
 
 
-def make_question(rng: random.Random) -> dict[str, Any]:
-    """One row of a prompt file: chat messages, and the answer as the label."""
-    kind = rng.choice("+-*")
-    a, b = rng.randint(11, 99), rng.randint(11, 99)
-    if kind == "-":
-        a, b = max(a, b) + 1, min(a, b)
-    elif kind == "*":
-        a, b = rng.randint(2, 12), rng.randint(2, 12)
-    answer = {"+": a + b, "-": a - b, "*": a * b}[kind]
+def make_question(fact: tuple[str, int, int], rng: random.Random) -> dict[str, Any]:
+    """One row of a prompt file, chat messages and the answer as the label, about `(kind, larger, smaller)`."""
+    kind, a, b = fact
+    answer = a + b if kind == "+" else a - b
+    if kind == "+" and rng.random() < 0.5:
+        a, b = b, a
     text = rng.choice(TEMPLATES[kind]).format(a=a, b=b, name=rng.choice(NAMES), thing=rng.choice(THINGS))
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+    messages = [*EXAMPLE, {"role": "user", "content": text}]
     return {"messages": messages, "label": str(answer), "metadata": {"kind": kind}}
 
 
 def write_questions(folder: Path, *, training: int, held_out: int, seed: int) -> tuple[Path, Path]:
-    """Distinct questions: the files of the training ones and of the held-out ones."""
+    """`training` questions, and one about each of `held_out` facts that no training question is about."""
     rng = random.Random(seed)
-    rows: dict[str, dict[str, Any]] = {}
-    while len(rows) < training + held_out:
-        row = make_question(rng)
-        rows[row["messages"][-1]["content"]] = row
+    facts = [(kind, a, b) for kind in "+-" for a in range(3, 22) for b in range(2, a)]
+    rng.shuffle(facts)
+    chosen = [rng.choice(facts[held_out:]) for _ in range(training)], facts[:held_out]
     folder.mkdir(parents=True, exist_ok=True)
-    distinct = list(rows.values())
     paths = folder / "train.jsonl", folder / "eval.jsonl"
-    for path, chosen in zip(paths, (distinct[held_out:], distinct[:held_out]), strict=True):
-        path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    for path, about in zip(paths, chosen, strict=True):
+        path.write_text("".join(json.dumps(make_question(fact, rng)) + "\n" for fact in about))
     return paths

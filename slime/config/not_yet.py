@@ -41,6 +41,8 @@ NOT_YET: frozenset[str] = frozenset(_NAMES.split())
 
 REFUSED: dict[str, str] = {
     "wandb-key": "put the key into the environment variable WANDB_API_KEY, where no saved config shows it",
+    "num-gpus-per-node": "a run has one machine and its GPUs are counted, drop the flag",
+    "disable-wandb-random-suffix": "W&B names never get a random suffix here, drop the flag",
 }
 """Flags that will not come, and what to do instead."""
 

@@ -19,6 +19,7 @@ from rich.text import Text
 from slime.observe.progress import (
     COLUMNS,
     STEP_TIME,
+    UNKNOWN,
     StepClock,
     figures_of,
     format_scores,
@@ -108,9 +109,10 @@ class RichProgress:
 
     def _figures(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for title in ("step", *(column.title for column in COLUMNS)):
+        known = [i for i in range(len(COLUMNS)) if any(figures[i] != UNKNOWN for _, figures in self._steps)]
+        for title in ("step", *(COLUMNS[i].title for i in known)):
             table.add_column(title, justify="right", no_wrap=True)
         newest = self._steps[-1][0]
         for step, figures in self._steps:
-            table.add_row(str(step + 1), *figures, style="bold" if step == newest else "")
+            table.add_row(str(step + 1), *(figures[i] for i in known), style="bold" if step == newest else "")
         return table

@@ -17,6 +17,8 @@ from rich.text import Text
 from slime.config import Config
 
 STEP_TIME = "perf/step_time"
+UNKNOWN = "-"
+PLAIN_INTERVAL_S = 2.0
 
 
 class Column(NamedTuple):
@@ -106,12 +108,17 @@ class NoProgress:
 
 
 class PlainProgress(NoProgress):
-    """One line per event; what a part is doing is shown only until the first step, while there is nothing else."""
+    """One line per event; what a part is doing is shown only until the first step, while there is nothing else.
 
-    def __init__(self, total: int, *, start: int, console: Console) -> None:
+    Of steps in quick succession one is shown every `PLAIN_INTERVAL_S` seconds, the first and the last always.
+    """
+
+    def __init__(self, total: int, *, start: int, console: Console, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console)
-        self._clock = StepClock(total, start)
+        self._clock = StepClock(total, start, now)
         self._last_status: dict[str, str] = {}
+        self._shown_at_s: float | None = None
+        self._held_back: str | None = None
 
     def status(self, part: str, text: str) -> None:
         if self._clock.done == 0 and self._last_status.get(part) != text:
@@ -120,14 +127,29 @@ class PlainProgress(NoProgress):
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._clock.advance(step, metrics.get(STEP_TIME))
-        figures = "  ".join(f"{title} {value}" for title, value in figures_of(metrics) if value != "-")
-        self._line(f"step {step + 1}/{self._clock.total}  {figures}  eta {format_seconds(self._clock.eta_s)}")
+        figures = "  ".join(f"{title} {value}" for title, value in figures_of(metrics) if value != UNKNOWN)
+        self._held_back = f"step {step + 1}/{self._clock.total}  {figures}  eta {format_seconds(self._clock.eta_s)}"
+        elapsed = self._clock.elapsed_s
+        is_last = step + 1 == self._clock.total
+        if is_last or self._shown_at_s is None or elapsed - self._shown_at_s >= PLAIN_INTERVAL_S:
+            self._shown_at_s = elapsed
+            self._show_held_back()
 
     def evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        self._show_held_back()
         self._line(f"eval {format_when(step)}: {format_scores(scores)}")
 
     def message(self, text: str) -> None:
+        self._show_held_back()
         self._line(text)
+
+    def close(self) -> None:
+        self._show_held_back()
+
+    def _show_held_back(self) -> None:
+        line, self._held_back = self._held_back, None
+        if line is not None:
+            self._line(line)
 
     def _line(self, text: str) -> None:
         elapsed = format_seconds(self._clock.elapsed_s)
@@ -174,7 +196,7 @@ def figures_of(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     figures = []
     for column in COLUMNS:
         value = metrics.get(column.name)
-        figures.append((column.title, "-" if value is None else column.layout(value)))
+        figures.append((column.title, UNKNOWN if value is None else column.layout(value)))
     return figures
 
 
@@ -189,7 +211,7 @@ def format_when(step: int) -> str:
 def format_seconds(seconds: float | None) -> str:
     """As m:ss or h:mm:ss; "-" for unknown."""
     if seconds is None:
-        return "-"
+        return UNKNOWN
     minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

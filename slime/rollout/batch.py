@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -10,6 +9,7 @@ from slime.config import Config
 from slime.data.sample import Sample
 from slime.rollout.base_types import Group, RolloutFnTrainOutput, leaves
 from slime.rollout.failures import refuse_all_failed
+from slime.rollout.group import gather_or_cancel
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 
@@ -38,12 +38,7 @@ async def generate_batch(args: Config, rollout_id: int, data_source: Any) -> Rol
 async def _finished_groups(runtime: RolloutRuntime, prompts: list[list[Sample]]) -> list[Group]:
     tasks = runtime.state.submit_generate_tasks(prompts)
     try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        return await gather_or_cancel(tasks)
     finally:
         runtime.state.pendings.difference_update(tasks)
         runtime.state.remaining_batch_size = 0

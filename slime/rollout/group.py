@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import uuid
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any, TypeVar
 
 from slime.config import Config
@@ -66,9 +66,9 @@ async def generate_and_rm(
     return produced
 
 
-async def gather_or_cancel(coros: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
     """Results in order; when one raises, the others are cancelled and awaited before the error goes on."""
-    tasks = [asyncio.ensure_future(coro) for coro in coros]
+    tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
     except BaseException:

@@ -1,7 +1,7 @@
 """The rollout function of supervised training: answers come from the data, no engine takes part.
 
 Invariant: `tokens` are the prompt as generation would see it followed by the answer and the end-of-sequence token;
-the loss mask is 1 on exactly the latter two.
+the loss mask is 1 on exactly the latter two. Nothing is generated or scored: samples have no reward, metrics no speed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from slime.config import Config
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.metrics import rollout_metrics
+from slime.rollout.metrics import sample_metrics
 from slime.rollout.runtime import runtime_for
 from slime.rollout.tokenization import encode, prompt_token_ids, render_messages
 
@@ -32,7 +32,8 @@ def generate_rollout(args: Config, rollout_id: int, data_source: Any, evaluation
         for sample in group:
             fill_supervised(sample, tokenizer, max_context=args.rollout_max_context_len)
     samples = [sample for group in groups for sample in group]
-    return RolloutFnTrainOutput(groups, rollout_metrics(args, samples, time.monotonic() - started))
+    metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples).items()}
+    return RolloutFnTrainOutput(groups, metrics | {"perf/rollout_time": time.monotonic() - started})
 
 
 def fill_supervised(sample: Sample, tokenizer: Any, *, max_context: int | None = None) -> None:
@@ -55,7 +56,7 @@ def fill_supervised(sample: Sample, tokenizer: Any, *, max_context: int | None =
     sample.response_length = len(answer_ids)
     sample.loss_mask = [1] * len(answer_ids)
     sample.rollout_log_probs = None
-    sample.reward = 0.0
+    sample.reward = None
 
 
 def _prompt_and_answer(sample: Sample, tokenizer: Any) -> tuple[list[int], str]:

@@ -102,16 +102,16 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     )
 
 
-def batch_metrics(batch: TrainBatch) -> dict[str, float]:
+def batch_metrics(batch: TrainBatch, *, with_rewards: bool = True) -> dict[str, float]:
     """Means of the per-sample numbers under `rollout/`; excluded samples are counted, not averaged in."""
     kept = [i for i in range(len(batch)) if not batch.excluded[i]]
     columns: dict[str, Sequence[float]] = {
-        "rewards": batch.rewards,
-        "raw_reward": batch.raw_reward,
         "truncated": batch.truncated,
         "response_lengths": batch.response_lengths,
         "total_lengths": batch.total_lengths,
     }
+    if with_rewards:
+        columns |= {"rewards": batch.rewards, "raw_reward": batch.raw_reward}
     metrics = {f"rollout/{name}": float(np.mean([column[i] for i in kept])) for name, column in columns.items() if kept}
     metrics["rollout/excluded_samples"] = float(len(batch) - len(kept))
     return metrics

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime.config import Config
+from slime.data.state_file import state_path
 from slime.errors import UserError
 from slime.models.saving import replace_folder
 from slime.models.shards import ShardWriter, fsync_path
@@ -215,7 +216,7 @@ def _write_latest(root: Path, rollout_id: int) -> None:
 
 
 def _remove_old(root: Path, keep_count: int | None, *, keep: Path) -> None:
-    """Delete all but the newest `keep_count` checkpoints and what broken-off writes left behind."""
+    """Delete all but the newest `keep_count` checkpoints and their data positions, and leftovers of broken writes."""
     for leftover in root.glob(".iter_*.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     if keep_count is None:
@@ -224,3 +225,4 @@ def _remove_old(root: Path, keep_count: int | None, *, keep: Path) -> None:
     for old in found[: max(len(found) - keep_count, 0)]:
         if old != keep:
             shutil.rmtree(old)
+            state_path(root, int(old.name.removeprefix("iter_"))).unlink(missing_ok=True)

@@ -88,7 +88,8 @@ class TrainerGroup:
         shares = [rank_share(batch, schedule, rank) for rank in range(self.world_size)]
         prepared = time.perf_counter() - begin
         answers = self._call("train", [{"rollout_id": rollout_id, "data": share} for share in shares])
-        rollout_metrics = batch_metrics(batch) | answers[0]["rollout_metrics"]
+        scored = self.config.loss_type != "sft_loss"
+        rollout_metrics = batch_metrics(batch, with_rewards=scored) | answers[0]["rollout_metrics"]
         rollout_metrics["perf/data_preprocess_time"] += prepared
         rollout_metrics["perf/train_time"] += prepared
         return TrainResult(metrics=answers[0]["metrics"], rollout_metrics=rollout_metrics)

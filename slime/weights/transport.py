@@ -23,8 +23,6 @@ def choose_transport(config: Config, device: str) -> tuple[str, str]:
     if asked in ("tensor", "disk"):
         return asked, "asked for"
     note = " (nccl is read as auto)" if asked == "nccl" else ""
-    if config.actor_num_nodes > 1:
-        return "disk", f"trainers on {config.actor_num_nodes} nodes share a folder, not memory{note}"
     return "tensor", f"trainer and engines are on one machine, weights on {device} pass through shared memory{note}"
 
 

@@ -85,6 +85,8 @@ def test_repeated_flags_add_up_or_the_last_one_wins() -> None:
         (["--async-buffer-size", "4"], "--async-buffer-size is a slime flag that this version does not have yet"),
         (["--sglang-config", "x.yaml"], "--sglang-config is a slime flag that this version does not have yet"),
         (["--wandb-key", "s"], "WANDB_API_KEY"),
+        (["--num-gpus-per-node", "4"], "--num-gpus-per-node is not taken: a run has one machine"),
+        (["--disable-wandb-random-suffix"], "never get a random suffix"),
         (
             ["--advantage-estimator", "ppo"],
             "--advantage-estimator ppo exists in slime, but this version does not have it yet: use grpo",

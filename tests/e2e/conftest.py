@@ -157,6 +157,6 @@ def eval_flags() -> list[str]:
 def whole_run(place: Path) -> tuple[Path, Done]:
     """Four rollouts without interruption: the run that others are compared with."""
     flags = [*grpo_flags(), *eval_flags(), "--num-rollout", "4", "--save", "whole", "--save-interval", "2"]
-    done = run([*TRAIN, *flags, "--save-hf", "whole/hf_{rollout_id}"], place)
+    done = run([*TRAIN, *flags, "--ci-test", "--save-hf", "whole/hf_{rollout_id}"], place)
     assert done.code == 0, done.err
     return place / "whole", done

@@ -51,7 +51,8 @@ def test_output_is_tidy(whole_run: tuple[Path, Done], place: Path) -> None:
     table = re.compile(r"Finished|[┌│└]")
     strange = [line for line in done.out.splitlines() if not event.match(line) and not table.match(line)]
     assert strange == []
-    assert [line.split()[2] for line in done.out.splitlines() if "] step " in line] == ["1/4", "2/4", "3/4", "4/4"]
+    shown = [line.split()[2] for line in done.out.splitlines() if "] step " in line]
+    assert (shown[0], shown[-1], shown) == ("1/4", "4/4", sorted(set(shown)))  # not all of them if they are quick
     logs = {path.name: path.read_text() for path in (run_dir / "logs").iterdir()}
     assert set(logs) == {"driver.log", "engine-0.log", "trainer-0.log"}
     dated = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|DEBUG) ")

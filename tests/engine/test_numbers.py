@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slime.engine.embedded.core import EngineCore
@@ -244,6 +245,21 @@ def test_prefixes_are_shared(qwen3_folder: Path) -> None:
         [turn] = generate(core, [{"input_ids": follow_up, "sampling_params": {"max_new_tokens": 4}}])
         assert turn.cached_tokens == len(first.tokens) - 1  # the last sampled token was never computed
     torch.testing.assert_close(torch.tensor(turn.logprobs), reference_logprobs(qwen3_folder, turn), atol=2e-5, rtol=0)
+
+
+def test_fused_experts_are_updated_under_the_folders_names(tmp_path: Path) -> None:
+    """transformers fuses experts while loading; an update comes in the folder's names, in several files."""
+    extra = ARCHITECTURES["qwen3_moe"]
+    first = make_model_folder(tmp_path / "first", "qwen3_moe", **extra)
+    other = make_model_folder(tmp_path / "other", "qwen3_moe", seed=1, **extra)
+    tensors = list(load_file(other / "model.safetensors").items())
+    for name, part in (("a", tensors[:20]), ("b", tensors[20:])):
+        save_file(dict(part), tmp_path / f"{name}.safetensors", metadata={"format": "pt"})
+    paths = [str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
+    with running_core(first) as core:
+        core.call(lambda: core.update_from_files(paths, "1", flush=True)).result()
+        [seq] = generate(core, [{"input_ids": prompt(2, 9), "sampling_params": {"max_new_tokens": 8}}])
+    torch.testing.assert_close(torch.tensor(seq.logprobs), reference_logprobs(other, seq), atol=2e-5, rtol=0)
 
 
 def test_state_outside_attention_is_refused(tmp_path: Path) -> None:

@@ -56,6 +56,34 @@ def test_plain_progress_is_one_line_per_event() -> None:
     assert lines[3:] == ["eval after step 1: math 0.500  code 1.000", "saved [here]"]
 
 
+def test_quick_steps_are_shown_every_two_seconds_and_the_first_and_the_last_always() -> None:
+    now = [0.0]
+    target = console(False)
+
+    def shown(total: int, steps: range) -> list[str]:
+        progress = PlainProgress(total, start=steps.start, console=target, now=lambda: now[0])
+        before = len(text_of(target).splitlines())
+        for step in steps:
+            progress.step(step, METRICS)
+            now[0] += 0.5
+        lines_of_steps = text_of(target).splitlines()[before:]
+        progress.close()
+        progress.close()
+        held_back = len(text_of(target).splitlines()) - before - len(lines_of_steps)
+        assert held_back == (steps.stop < total)  # a run that ends early shows where it was
+        return [line.split()[2] for line in text_of(target).splitlines()[before:]]
+
+    assert shown(10, range(10)) == ["1/10", "5/10", "9/10", "10/10"]
+    assert shown(10, range(3, 6)) == ["4/10", "6/10"]
+    progress = PlainProgress(100, start=0, console=target, now=lambda: now[0])
+    for step in range(3):
+        progress.step(step, METRICS)
+    progress.evaluation(3, {"math": 0.5})
+    progress.message("interrupted")
+    last = [line.split("] ")[1].split("  ")[0] for line in text_of(target).splitlines()[-4:]]
+    assert last == ["step 1/100", "step 3/100", "eval after step 3: math 0.500", "interrupted"]
+
+
 def test_rich_progress_shows_position_parts_and_figures() -> None:
     progress = RichProgress(20, start=4, title="a run", console=console(True))
     progress.status("rollout", "generating 3/8 groups")
@@ -80,6 +108,16 @@ def test_rich_progress_with_missing_figures_and_markup_in_texts() -> None:
         progress.step(0, {"train/loss": None})
         progress.message("[/also broken")
         progress.render()
+
+
+def test_rich_progress_has_no_column_for_what_a_supervised_run_does_not_know() -> None:
+    progress = RichProgress(2, start=0, title="t", console=console(True))
+    progress.step(0, {"train/loss": 1.5, "rollout/response_len/mean": 3.0, "perf/step_time": 0.5})
+    plain = Console(file=io.StringIO(), width=100)
+    plain.print(progress.render())
+    progress.close()
+    header = next(line for line in text_of(plain).splitlines() if "loss" in line)
+    assert header.split()[1:-1] == ["step", "loss", "length", "s/step"]
 
 
 def test_eta_leaves_the_start_up_out() -> None:

@@ -19,7 +19,7 @@ def test_a_string_prompt_gets_its_label_and_one_end_token(tokenizer, label):
     sample, prompt, answer = filled(tokenizer, "6*7=", label)
     assert (prompt, answer) == ("6*7=", "42</s>")
     assert (sample.loss_mask, sample.response_length) == ([1, 1, 1], 3)
-    assert (sample.reward, sample.rollout_log_probs, sample.status) == (0.0, None, Sample.Status.COMPLETED)
+    assert (sample.reward, sample.rollout_log_probs, sample.status) == (None, None, Sample.Status.COMPLETED)
 
 
 def test_messages_get_their_label_as_assistant_turn(tokenizer):
@@ -56,6 +56,7 @@ def test_a_supervised_rollout_needs_no_engine(make_runtime, prompts):
     output = generate_rollout(runtime.args, 0, prompts(["1+1=", "1+2="], n=1, labels=["2", "3"]))
     assert [sample.response for group in output.samples for sample in group] == ["2", "3"]
     assert output.metrics["rollout/response_len/mean"] == 2.0
+    assert not {"rollout/raw_reward", "perf/tokens_per_gpu_per_sec"} & set(output.metrics)  # nothing scored or sampled
     with pytest.raises(UserError, match="--eval-function-path"):
         generate_rollout(runtime.args, 0, None, evaluation=True)
     with pytest.raises(RuntimeError, match="no engines"):

@@ -56,6 +56,8 @@ def test_a_failed_sample_is_counted_and_teaches_nothing() -> None:
     assert batch.loss_masks[2].sum() == 0
     metrics = batch_metrics(batch)
     assert metrics["rollout/raw_reward"] == 0.5
+    without = batch_metrics(batch, with_rewards=False)
+    assert set(metrics) - set(without) == {"rollout/raw_reward", "rollout/rewards"}
     assert metrics["rollout/excluded_samples"] == 1
 
 

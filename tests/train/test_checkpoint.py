@@ -42,9 +42,14 @@ def test_an_empty_folder_is_a_fresh_start_only_when_it_is_also_the_save_folder(t
 
 
 def test_keeping_the_last_two(tmp_path: Path) -> None:
+    (tmp_path / "rollout").mkdir()
     for number in range(5):
         (tmp_path / f"iter_{number:07d}").mkdir()
+        if number != 1:  # a data source of the user need not save anything
+            (tmp_path / "rollout" / f"data_state_{number}.json").touch()
     (tmp_path / "notes").mkdir()
     (tmp_path / ".iter_0000009.tmp-1").mkdir()
     _remove_old(tmp_path, 2, keep=tmp_path / "iter_0000004")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004", "notes"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004", "notes", "rollout"]
+    states = sorted(p.name for p in (tmp_path / "rollout").iterdir())
+    assert states == ["data_state_3.json", "data_state_4.json"]

@@ -59,6 +59,19 @@ def test_packed_gradients_equal_the_sum_of_single_ones(kind) -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_bfloat16_on_the_cpu_keeps_its_dtype_and_stays_near_float32() -> None:
+    row = pack(sequences(), [response for _, response in LENGTHS])
+    exact, rounded = packed_policy("llama"), packed_policy("llama").bfloat16()
+    expected, got = exact(row)[0], rounded(row)[0]
+    expected.sum().backward()
+    got.sum().backward()
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.02)
+    for (name, one), (_, other) in zip(rounded.named_parameters(), exact.named_parameters(), strict=True):
+        assert one.grad.dtype == torch.bfloat16
+        error = (one.grad.float() - other.grad).norm() / other.grad.norm()
+        assert error < 0.03, f"{name}: {error}"
+
+
 def test_recompute_gives_identical_gradients() -> None:
     row = pack(sequences(), [response for _, response in LENGTHS])
     plain, again = packed_policy("qwen3"), packed_policy("qwen3")

@@ -121,8 +121,8 @@ def test_a_disk_version_has_the_model_assets_but_no_old_weights(tmp_path: Path, 
         ({}, "tensor", "one machine"),
         ({"update_weight_transport": "nccl"}, "tensor", "nccl is read as auto"),
         ({"update_weight_transport": "disk"}, "disk", "asked for"),
-        ({"update_weight_transport": "tensor", "actor_num_nodes": 2}, "tensor", "asked for"),
-        ({"actor_num_nodes": 2}, "disk", "2 nodes"),
+        ({"update_weight_transport": "tensor"}, "tensor", "asked for"),
+        ({"actor_num_nodes": 2}, "tensor", "one machine"),
     ],
 )
 def test_choice_of_transport(flags: dict[str, Any], expected: str, reason: str) -> None:

@@ -9,7 +9,9 @@ from slime.config.flag import at_least, flag
 class ClusterFlags:
     """Cluster: processes and devices"""
 
-    actor_num_nodes: int = flag(1, "training nodes", check=at_least(1))
+    actor_num_nodes: int = flag(
+        1, "training nodes; on a GPU only 1, on a CPU a factor of the training processes", check=at_least(1)
+    )
     actor_num_gpus_per_node: int = flag(
         1, "training processes per node (one GPU each; on a CPU: processes)", check=at_least(1)
     )
@@ -20,7 +22,6 @@ class ClusterFlags:
         derived="the trainers' GPUs, shared with them (implies --colocate)",
     )
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one inference engine", check=at_least(1))
-    num_gpus_per_node: int = flag(8, "GPUs a node has", check=at_least(1))
     colocate: bool = flag(False, "engines and trainers share the same GPUs; on when --rollout-num-gpus is not given")
     offload_rollout: bool = flag(
         False,

@@ -10,4 +10,6 @@ class DebugFlags:
     """Debugging"""
 
     dry_run: bool = flag(False, "print the plan (processes, batches, memory, files) and exit")
-    ci_test: bool = flag(False, "turn on self-checks that cost time")
+    ci_test: bool = flag(
+        False, "end the run when its log-probs contradict each other: KL before any update, trainer against engine"
+    )

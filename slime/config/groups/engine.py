@@ -19,7 +19,7 @@ class EngineFlags:
     engine_max_total_tokens: int | None = flag(
         None, "embedded engine: KV-cache capacity in tokens", check=at_least(16), derived="from the free memory"
     )
-    engine_chunked_prefill_size: int = flag(4096, "embedded engine: prompt tokens per prefill pass", check=at_least(16))
+    engine_chunked_prefill_size: int = flag(8192, "embedded engine: prompt tokens per prefill pass", check=at_least(16))
     engine_mem_fraction: float = flag(
         0.3,
         "embedded engine: part of the free GPU memory for the KV cache",

@@ -24,7 +24,6 @@ class LoggingFlags:
     wandb_project: str | None = flag(None, "W&B project")
     wandb_group: str | None = flag(None, "W&B group")
     wandb_run_id: str | None = flag(None, "W&B run to continue")
-    disable_wandb_random_suffix: bool = flag(False, "no random suffix on the W&B run name")
     progress: str = flag(
         "auto", "progress display; auto: rich on a terminal, plain elsewhere", choices=("auto", "rich", "plain", "none")
     )

@@ -302,7 +302,10 @@ class EngineCore:
         return copied
 
     def update_from_files(self, paths: list[str], version: str | None, *, flush: bool) -> int:
-        return self.update_weights(lambda: weights.load_from_files(self.runner.model, paths), version, flush=flush)
+        folder = self.options.model_path
+        return self.update_weights(
+            lambda: weights.load_from_files(self.runner.model, paths, config_folder=folder), version, flush=flush
+        )
 
     def update_from_bytes(self, body: bytes, version: str | None, *, flush: bool) -> int:
         return self.update_weights(lambda: weights.load_from_bytes(self.runner.model, body), version, flush=flush)

@@ -10,46 +10,20 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from slime.engine.embedded import kernels
-from slime.engine.embedded.attention import AttentionContext, Rules
+from slime.engine.embedded.attention_cuda import attend_decode
 from slime.engine.embedded.runner import ModelRunner, Sampled, record_top
 from slime.engine.embedded.sampler import draw, draw_each, temperature_of, uniforms
 from slime.engine.embedded.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
-Attend = Callable[..., torch.Tensor]
-
 _RING = 4  # at most two steps are in flight
-
-
-def attend_extend(context: AttentionContext) -> Attend:
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
-        return kernels.paged_extend(
-            q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1),
-            context.slots, context.keys[layer], context.values[layer], context.table, context.tiles,
-            rules.sinks, rules.scale, rules.softcap or 0.0, rules.window or 0,
-        )  # fmt: skip
-
-    return attend
-
-
-def attend_decode(context: AttentionContext) -> Attend:
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
-        return kernels.paged_decode(
-            q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1),
-            context.slots, context.keys[layer], context.values[layer], context.table, context.rows, context.lens,
-            rules.sinks, rules.scale, rules.softcap or 0.0, rules.window or 0,
-        )  # fmt: skip
-
-    return attend
 
 
 @dataclass

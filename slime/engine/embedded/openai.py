@@ -12,6 +12,7 @@ from aiohttp import web
 from slime.engine.embedded.requests import GenerateRequest, answer, parse_generate
 from slime.engine.embedded.sampling_params import BadRequest
 from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.wire import json_body, open_event_stream, send_event
 
 if TYPE_CHECKING:
     from slime.engine.embedded.server import EngineServer
@@ -40,15 +41,11 @@ class OpenAIRoutes:
         return web.json_response({"object": "list", "data": [card]})
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        from slime.engine.embedded.server import json_body
-
         body = await json_body(request)
         ids = self._templated(body)
         return await self._complete(request, body, ids, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        from slime.engine.embedded.server import json_body
-
         body = await json_body(request)
         prompt = body.get("prompt")
         if not isinstance(prompt, str):
@@ -127,8 +124,6 @@ class OpenAIRoutes:
     async def _stream(
         self, http: web.Request, body: Mapping[str, Any], request: GenerateRequest, head: dict[str, Any], *, chat: bool
     ) -> web.StreamResponse:
-        from slime.engine.embedded.server import open_event_stream, send_event
-
         if request.params.n > 1:
             raise BadRequest("stream takes n = 1")
         response = await open_event_stream(http)

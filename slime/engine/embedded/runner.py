@@ -131,7 +131,7 @@ class ModelRunner:
                 query_lens, [self._table[r, : e.end] for r, e in zip(rows, extends, strict=True)]
             )
             return
-        from slime.engine.embedded.cuda import attend_extend
+        from slime.engine.embedded.attention_cuda import attend_extend
         from slime.engine.embedded.kernels import ExtendTiles
 
         self.upload_rows(rows, [e.end for e in extends])

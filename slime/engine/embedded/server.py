@@ -7,7 +7,6 @@ Malformed requests get 400 and a reason; the engine never dies of one.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,9 +15,11 @@ from aiohttp import web
 
 import slime
 from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.openai import OpenAIRoutes
 from slime.engine.embedded.requests import GenerateRequest, ModelFacts, answer, parse_generate
 from slime.engine.embedded.sampling_params import BadRequest
 from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.wire import json_body, open_event_stream, send_event
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +35,10 @@ class EngineServer:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.facts: ModelFacts | None = None
-        self.failure: str | None = None
         self.app = web.Application(client_max_size=_MAX_BODY, middlewares=[self._guard])
         self._add_routes()
 
     def _add_routes(self) -> None:
-        from slime.engine.embedded.openai import OpenAIRoutes
-
         router = self.app.router
         for path in ("/health", "/readiness"):
             router.add_get(path, self.health)
@@ -65,8 +63,6 @@ class EngineServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if self.failure is not None:
-                return _error(503, f"the engine died: {self.failure}")
             if self.facts is None and request.path not in ("/server_info", "/get_server_info"):
                 return _error(503, "the model is still loading")
             return await handler(request)
@@ -250,29 +246,6 @@ class EngineServer:
 
     async def _in_engine(self, function: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self.core.call(function))
-
-
-async def json_body(request: web.Request, *, optional: bool = False) -> dict[str, Any]:
-    raw = await request.read()
-    if not raw and optional:
-        return {}
-    try:
-        body = json.loads(raw)
-    except ValueError as cause:
-        raise BadRequest(f"the body is not JSON: {cause}") from cause
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    return body
-
-
-async def open_event_stream(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    return response
-
-
-async def send_event(response: web.StreamResponse, payload: dict[str, Any]) -> None:
-    await response.write(b"data: " + json.dumps(payload).encode() + b"\n\n")
 
 
 def _error(status: int, message: str) -> web.Response:

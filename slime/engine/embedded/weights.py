@@ -6,6 +6,9 @@ is copied. Tensors come as safetensors (files or bytes) under the model's Huggin
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,14 +28,40 @@ def targets_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def load_from_files(model: PreTrainedModel, paths: Sequence[str]) -> int:
-    """Copy the tensors of safetensors files into the model; returns the bytes copied."""
+def load_from_files(model: PreTrainedModel, paths: Sequence[str], *, config_folder: str) -> int:
+    """Copy the tensors of safetensors files into the model; returns the bytes copied.
+
+    Names that only a model folder has (transformers fuses the experts of a layer while loading, say) go through
+    transformers' loader, with the config of `config_folder`.
+    """
     targets = targets_of(model)
     with _readable(paths) as files:
+        names = {name: path.name for path, tensors in files for name in tensors.keys()}  # noqa: SIM118
+        if not names.keys() <= targets.keys() and fuses_weights(model, config_folder):
+            return _load_through_transformers(model, paths, names, config_folder)
         for path, tensors in files:
             for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is no dict)
                 _check(targets, name, tuple(tensors.get_slice(name).get_shape()), str(path))
         return sum(_copy(targets[name], tensors.get_tensor(name)) for _, tensors in files for name in tensors.keys())  # noqa: SIM118
+
+
+def fuses_weights(model: PreTrainedModel, folder: str) -> bool:
+    """Whether the model's own names differ from those of the folder it came from."""
+    with _readable([str(path) for path in Path(folder).glob("*.safetensors")]) as files:
+        return not {name for _, tensors in files for name in tensors.keys()} <= targets_of(model).keys()  # noqa: SIM118
+
+
+def _load_through_transformers(
+    model: PreTrainedModel, paths: Sequence[str], names: dict[str, str], config_folder: str
+) -> int:
+    """A model folder is laid around the files, loaded as any folder is, and copied over."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for path in paths:
+            (Path(scratch) / Path(path).name).symlink_to(Path(path).resolve())
+        index = {"metadata": {"total_size": 0}, "weight_map": names}
+        (Path(scratch) / "model.safetensors.index.json").write_text(json.dumps(index))
+        shutil.copy(Path(config_folder) / "config.json", scratch)
+        return load_from_folder(model, scratch, trust_remote_code=False)
 
 
 @contextmanager
@@ -65,7 +94,7 @@ def load_from_folder(model: PreTrainedModel, folder: str, *, trust_remote_code: 
     with _readable(paths) as files:
         names = {name for _, tensors in files for name in tensors.keys()}  # noqa: SIM118
     if names <= targets.keys():
-        return load_from_files(model, paths)
+        return load_from_files(model, paths, config_folder=folder)
     dtype = next(model.parameters()).dtype
     try:
         fresh = load_causal_lm(

@@ -1,0 +1,29 @@
+"""Supervised training, stopped and resumed with larger batches: no engine, no reward, and counters that go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.runs import TRAIN, records, run
+
+FLAGS = [
+    *("--hf-checkpoint", "model", "--prompt-data", "sums.jsonl", "--input-key", "messages", "--label-key", "label"),
+    *("--loss-type", "sft_loss", "--rollout-batch-size", "4", "--lr", "1e-3", "--device", "cpu"),
+    *("--save", "sft", "--load", "sft", "--ckpt-keep", "1"),
+]
+
+
+def test_supervised_run_and_its_continuation(place: Path) -> None:
+    first = run([*TRAIN, *FLAGS, "--num-rollout", "2", "--global-batch-size", "2", "--save-interval", "1"], place)
+    assert (first.code, first.err) == (0, "")
+    second = run([*TRAIN, *FLAGS, "--num-rollout", "3", "--global-batch-size", "4"], place)
+    assert (second.code, second.err) == (0, "")
+
+    for out in (first.out, second.out):
+        assert not any(word in out for word in ("reward", "tok/s", "tokens/s", "engine"))
+    steps = records(place / "sft", "train")
+    assert [(r["step"], r["rollout_id"]) for r in steps] == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2)]
+    assert [r["train/step"] for r in steps] == [0, 1, 2, 3, 4]
+    assert not any("reward" in name or "tokens_per" in name for r in records(place / "sft") for name in r)
+    kept = [path.name for path in (place / "sft").glob("iter_*")] + [p.name for p in (place / "sft/rollout").iterdir()]
+    assert kept == ["iter_0000002", "data_state_2.json"]

@@ -1,0 +1,47 @@
+"""The table at the end: rows for what happened, none for what did not."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from slime.config import Config
+from slime.driver import TrainingResult
+from slime.observe.summary import show_summary
+
+SUPERVISED = {"train/loss": 2.0, "perf/rollout_time": 0.25, "perf/train_time": 0.75, "perf/step_time": 1.0}
+GENERATED = {
+    "rollout/raw_reward": 0.5,
+    "perf/tokens_per_gpu_per_sec": 1234.0,
+    "train/train_rollout_logprob_abs_diff_max": 2e-6,
+}
+
+
+def rows(metrics: list[dict[str, Any]], **flags: Any) -> dict[str, str]:
+    target = Console(file=io.StringIO(), width=120)
+    result = TrainingResult(Path("run"), metrics, seconds=3.0, peak_memory_gib=1.5)
+    show_summary(result, Config(hf_checkpoint="x", num_rollout=len(metrics), **flags), None, target)
+    assert isinstance(target.file, io.StringIO)
+    cells = [line.split("│")[1:3] for line in target.file.getvalue().splitlines() if "│" in line]
+    return {name.strip(): value.strip() for name, value in cells}
+
+
+def test_a_supervised_run_has_neither_reward_nor_rollout_speed() -> None:
+    assert rows([SUPERVISED, SUPERVISED], save_hf="hf_{rollout_id}") == {
+        "steps": "2",
+        "time": "0:03",
+        "seconds per step": "1.00 (rollout 0.25, train 0.75)",
+        "peak memory": "1.50 GiB, all processes",
+        "metrics": "run/metrics.jsonl",
+        "model": "hf_1",
+    }
+
+
+def test_a_run_with_engines_has_both() -> None:
+    shown = rows([SUPERVISED | GENERATED, SUPERVISED | GENERATED | {"rollout/raw_reward": 1.0}])
+    assert shown["training reward"] == "0.500 first, 0.750 mean of the last 2"
+    assert shown["rollout tokens/s"] == "1,234 per engine"
+    assert shown["trainer against engine"] == "log-probs differ by at most 2.0e-06"

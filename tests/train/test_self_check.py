@@ -1,0 +1,51 @@
+"""`--ci-test`: which numbers end a run, and which are let through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime.config import Config
+from slime.train.self_check import SelfCheckFailed, check_numbers
+
+CONFIG = Config(hf_checkpoint="model", rollout_batch_size=1, use_kl_loss=True)
+GOOD = {"train/step": 0.0, "train/ppo_kl": 0.0, "train/kl_loss": 0.0, "train/train_rollout_logprob_abs_diff": 0.01}
+
+
+def test_later_steps_may_move_away() -> None:
+    check_numbers(CONFIG, 0, [GOOD, {**GOOD, "train/step": 1.0, "train/ppo_kl": 0.3, "train/kl_loss": 0.2}])
+    check_numbers(CONFIG, 4, [{**GOOD, "train/step": 8.0, "train/kl_loss": 0.2}])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("train/ppo_kl", -1e-3, "--ci-test: train/ppo_kl before the first update is -0.001 in rollout 3, but may be"),
+        (
+            "train/kl_loss",
+            1e-3,
+            "train/kl_loss before the first update is 0.001 in rollout 3, but may be at most 1e-08",
+        ),
+        ("train/train_rollout_logprob_abs_diff", 0.2, "logprob_abs_diff is 0.2 in rollout 3, but may be at most 0.1"),
+        ("train/ppo_kl", float("nan"), "train/ppo_kl before the first update is nan"),
+    ],
+)
+def test_a_wrong_number_is_named(name: str, value: float, sentence: str) -> None:
+    with pytest.raises(SelfCheckFailed) as caught:
+        check_numbers(CONFIG, 3, [{**GOOD, name: value}])
+    assert sentence in str(caught.value)
+
+
+def test_the_gap_to_the_engine_is_checked_in_every_step() -> None:
+    with pytest.raises(SelfCheckFailed, match=r"logprob_abs_diff is 0\.5"):
+        check_numbers(CONFIG, 0, [GOOD, {**GOOD, "train/train_rollout_logprob_abs_diff": 0.5}])
+
+
+@pytest.mark.parametrize("changes", [{"ref_load": "other"}, {"load": "checkpoints"}])
+def test_another_reference_may_differ_from_the_start(changes: dict[str, Any]) -> None:
+    check_numbers(CONFIG.replace(**changes), 0, [{**GOOD, "train/kl_loss": 2.0}])
+
+
+def test_supervised_steps_have_nothing_to_check() -> None:
+    check_numbers(CONFIG, 0, [{"train/step": 0.0, "train/loss": 4.0}])
