@@ -74,9 +74,9 @@ def test_mistakes(
 
 
 def test_checkpoint_of_another_model(whole_run: tuple[Path, Done], place: Path) -> None:
-    """Found out by the trainer; what the earlier run left stays as it was, but for the logs of this attempt."""
+    """Found out by the trainer; what the earlier run left stays as it was."""
     before = kept_files(whole_run[0])
-    done = run([*TRAIN, *FLAGS, "--hf-checkpoint", "wider", "--load", "whole", "--output-dir", "whole"], place)
+    done = run([*TRAIN, *FLAGS, "--hf-checkpoint", "wider", "--load", "whole", "--output-dir", "another"], place)
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
     assert done.err.startswith("error: --load whole/iter_0000003 holds a qwen3 model of ")
     assert "but --hf-checkpoint wider is a qwen3 model of " in done.err

@@ -64,6 +64,71 @@ class SpanGroup:
         return seen[:, None]
 
 
+class GatheredGroup:
+    """Keys and values of one group, copied out of the slots once and grown by a token a step, for every layer."""
+
+    def __init__(self, span: SpanGroup, room: int) -> None:
+        self.span = span
+        self._room = span.n + room
+        self._stores: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._row = torch.arange(span.b)
+
+    @property
+    def full(self) -> bool:
+        return self.span.n >= self._room
+
+    def grow(self) -> None:
+        """Every sequence got one token longer."""
+        old = self.span
+        self.span = SpanGroup(old.query_index, old.slots, old.b, 1, old.n + 1, old.key_len + 1)
+
+    def update(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the new tokens' k and v `[KV, T, D]`; returns `[b, KV, n, D]` views of what the group has."""
+        if layer not in self._stores:
+            self._stores[layer] = (self._gather(keys), self._gather(values))
+        n, index, position = self.span.n, self.span.query_index, self.span.key_len - 1
+        for store, fresh in zip(self._stores[layer], (k, v), strict=True):
+            store[self._row, :, position] = fresh.index_select(1, index).transpose(0, 1)
+        key_store, value_store = self._stores[layer]
+        return key_store[:, :, :n], value_store[:, :, :n]
+
+    def _gather(self, kept: torch.Tensor) -> torch.Tensor:
+        span = self.span
+        store = kept.new_zeros(span.b, kept.shape[0], self._room, kept.shape[2])
+        store[:, :, : span.n] = kept.index_select(1, span.slots).view(kept.shape[0], span.b, span.n, -1).transpose(0, 1)
+        return store
+
+
+class DecodeWindow:
+    """What a CPU decode step reads, kept from step to step while the same sequences run.
+
+    Without it every step would copy all keys and values out of their slots again.
+    """
+
+    ROOM = 64  # tokens that a window grows by before it is laid out anew
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._lens = np.empty(0, np.int64)
+        self.groups: list[GatheredGroup] = []
+
+    def advance(self, rows: Sequence[int], lens: np.ndarray, table: np.ndarray) -> None:
+        """Make the window fit sequences in `rows` of `lens` tokens, the newest of which comes with this step."""
+        same = list(rows) == self._rows and len(lens) == len(self._lens) and bool((lens == self._lens + 1).all())
+        if same and not any(group.full for group in self.groups):
+            for group in self.groups:
+                group.grow()
+        else:
+            spans = group_spans([1] * len(rows), [table[row, :n] for row, n in zip(rows, lens, strict=True)])
+            self.groups = [GatheredGroup(span, self.ROOM) for span in spans]
+        self._rows, self._lens = list(rows), lens
+
+    def forget(self) -> None:
+        self._rows, self.groups = [], []
+
+
 def group_spans(
     query_lens: Sequence[int], key_slots: Sequence[np.ndarray], max_cells: int = 1 << 24
 ) -> list[SpanGroup]:
@@ -113,7 +178,8 @@ class AttentionContext:
         self.values: list[torch.Tensor] = []
         self.attend: Callable[..., torch.Tensor] = self._probe
         self.slots: torch.Tensor = torch.empty(0, dtype=torch.int64, device=device)  # where each new token is kept
-        self.groups: list[SpanGroup] = []  # CPU
+        self.groups: list[SpanGroup] = []  # CPU, prefill
+        self.window = DecodeWindow()  # CPU, decode
         self.tiles: Any = None  # CUDA, prefill: see kernels.ExtendTiles
         self.table: torch.Tensor = torch.empty(0, dtype=torch.int32, device=device)  # CUDA: slots by [row, position]
         self.rows: torch.Tensor = self.slots  # CUDA, decode: table row of each sequence
@@ -129,17 +195,33 @@ class AttentionContext:
 
     def free(self) -> None:
         self.keys, self.values = [], []
+        self.window.forget()
 
     def _probe(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
         """Learn the shapes of each layer from one forward pass."""
         self.shapes[layer] = LayerShape(k.shape[1], k.shape[3], v.shape[3])
         return q.new_zeros(q.shape[2], q.shape[1], v.shape[3])
 
-    def attend_cpu(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
-        """q `[1, H, T, D]`, k and v `[1, KV, T, D]`; returns `[T, H, Dv]`."""
+    def _keep(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.keys[layer], self.values[layer]
         keys.index_copy_(1, self.slots, k[0])
         values.index_copy_(1, self.slots, v[0])
+        return keys, values
+
+    def decode_cpu(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
+        """One query per sequence, over the window."""
+        keys, values = self._keep(layer, k, v)
+        out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
+        for group in self.window.groups:
+            kg, vg = group.update(layer, k[0], v[0], keys, values)
+            qg = q[0].index_select(1, group.span.query_index).transpose(0, 1)[:, :, None]
+            mixed = _attention(qg, kg, vg, group.span.mask(rules.window), rules)
+            out.index_copy_(0, group.span.query_index, mixed[:, :, 0])
+        return out
+
+    def extend_cpu(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
+        """q `[1, H, T, D]`, k and v `[1, KV, T, D]`; returns `[T, H, Dv]`."""
+        keys, values = self._keep(layer, k, v)
         out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
         heads, kv_heads = q.shape[1], keys.shape[0]
         for group in self.groups:

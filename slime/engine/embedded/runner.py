@@ -126,7 +126,8 @@ class ModelRunner:
         rows = [e.sequence.row for e in extends]
         query_lens = [e.end - e.start for e in extends]
         if not self.cuda:
-            self.context.attend = self.context.attend_cpu
+            self.context.attend = self.context.extend_cpu
+            self.context.window.forget()  # the next decode step has other sequences
             self.context.groups = group_spans(
                 query_lens, [self._table[r, : e.end] for r, e in zip(rows, extends, strict=True)]
             )
@@ -177,11 +178,9 @@ class ModelRunner:
         lens = np.array([s.length + ahead for s in running])
         self.set_table(rows, lens - 1, slots)
         ids = last_tokens(running) if previous is None else previous.tokens
-        self.context.attend = self.context.attend_cpu
+        self.context.attend = self.context.decode_cpu
         self.context.slots = torch.from_numpy(slots)
-        self.context.groups = group_spans(
-            [1] * len(rows), [self._table[r, :n] for r, n in zip(rows, lens, strict=True)]
-        )
+        self.context.window.advance(rows.tolist(), lens, self._table)
         hidden = self.hidden(ids[None], torch.from_numpy(lens - 1)[None])
         return Launched(*self._draw(self.logits(hidden), running, ahead))
 
