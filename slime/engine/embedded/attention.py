@@ -67,7 +67,8 @@ class SpanGroup:
 class GatheredGroup:
     """Keys and values of one group, copied out of the slots once and grown by a token a step, for every layer."""
 
-    def __init__(self, span: SpanGroup, room: int) -> None:
+    def __init__(self, rows: list[int], span: SpanGroup, room: int) -> None:
+        self.rows = rows
         self.span = span
         self._room = span.n + room
         self._stores: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -77,10 +78,10 @@ class GatheredGroup:
     def full(self) -> bool:
         return self.span.n >= self._room
 
-    def grow(self) -> None:
-        """Every sequence got one token longer."""
+    def grow(self, query_index: torch.Tensor) -> None:
+        """Every sequence got one token longer; `query_index` says where they stand in the batch now."""
         old = self.span
-        self.span = SpanGroup(old.query_index, old.slots, old.b, 1, old.n + 1, old.key_len + 1)
+        self.span = SpanGroup(query_index, old.slots, old.b, 1, old.n + 1, old.key_len + 1)
 
     def update(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -96,7 +97,8 @@ class GatheredGroup:
 
     def _gather(self, kept: torch.Tensor) -> torch.Tensor:
         span = self.span
-        store = kept.new_zeros(span.b, kept.shape[0], self._room, kept.shape[2])
+        store = kept.new_empty(span.b, kept.shape[0], self._room, kept.shape[2])
+        store[:, :, span.n :] = 0.0  # masked, but what is not a number would spread all the same
         store[:, :, : span.n] = kept.index_select(1, span.slots).view(kept.shape[0], span.b, span.n, -1).transpose(0, 1)
         return store
 
@@ -110,23 +112,42 @@ class DecodeWindow:
     ROOM = 64  # tokens that a window grows by before it is laid out anew
 
     def __init__(self) -> None:
-        self._rows: list[int] = []
-        self._lens = np.empty(0, np.int64)
+        self._lens: dict[int, int] = {}  # by table row
         self.groups: list[GatheredGroup] = []
 
-    def advance(self, rows: Sequence[int], lens: np.ndarray, table: np.ndarray) -> None:
-        """Make the window fit sequences in `rows` of `lens` tokens, the newest of which comes with this step."""
-        same = list(rows) == self._rows and len(lens) == len(self._lens) and bool((lens == self._lens + 1).all())
-        if same and not any(group.full for group in self.groups):
-            for group in self.groups:
-                group.grow()
+    def advance(self, rows: Sequence[int], lens: Sequence[int], table: np.ndarray) -> None:
+        """Make the window fit sequences in `rows` of `lens` tokens, the newest of which comes with this step.
+
+        Sequences that left cost their own group a new layout, and no other.
+        """
+        length, place = dict(zip(rows, lens, strict=True)), {row: i for i, row in enumerate(rows)}
+        if any(self._lens.get(row, -1) + 1 != n for row, n in length.items()):
+            self.groups = self._lay_out(rows, length, place, table)
         else:
-            spans = group_spans([1] * len(rows), [table[row, :n] for row, n in zip(rows, lens, strict=True)])
-            self.groups = [GatheredGroup(span, self.ROOM) for span in spans]
-        self._rows, self._lens = list(rows), lens
+            self.groups = [part for group in self.groups for part in self._advanced(group, length, place, table)]
+        self._lens = length
+
+    def _advanced(
+        self, group: GatheredGroup, length: dict[int, int], place: dict[int, int], table: np.ndarray
+    ) -> list[GatheredGroup]:
+        left = [row for row in group.rows if row in place]
+        if group.full or len(left) < len(group.rows):
+            return self._lay_out(left, length, place, table)
+        group.grow(torch.tensor([place[row] for row in left]))
+        return [group]
+
+    def _lay_out(
+        self, rows: Sequence[int], length: dict[int, int], place: dict[int, int], table: np.ndarray
+    ) -> list[GatheredGroup]:
+        made = []
+        for span in group_spans([1] * len(rows), [table[row, : length[row]] for row in rows]):
+            members = [rows[i] for i in span.query_index.tolist()]
+            span.query_index = torch.tensor([place[row] for row in members])
+            made.append(GatheredGroup(members, span, self.ROOM))
+        return made
 
     def forget(self) -> None:
-        self._rows, self.groups = [], []
+        self._lens, self.groups = {}, []
 
 
 def group_spans(

@@ -180,7 +180,7 @@ class ModelRunner:
         ids = last_tokens(running) if previous is None else previous.tokens
         self.context.attend = self.context.decode_cpu
         self.context.slots = torch.from_numpy(slots)
-        self.context.window.advance(rows.tolist(), lens, self._table)
+        self.context.window.advance(rows.tolist(), lens.tolist(), self._table)
         hidden = self.hidden(ids[None], torch.from_numpy(lens - 1)[None])
         return Launched(*self._draw(self.logits(hidden), running, ahead))
 
