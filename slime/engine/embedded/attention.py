@@ -91,7 +91,8 @@ class GatheredGroup:
             self._stores[layer] = (self._gather(keys), self._gather(values))
         n, index, position = self.span.n, self.span.query_index, self.span.key_len - 1
         for store, fresh in zip(self._stores[layer], (k, v), strict=True):
-            store[self._row, :, position] = fresh.index_select(1, index).transpose(0, 1)
+            own = fresh if self.span.b == fresh.shape[1] else fresh.index_select(1, index)
+            store[self._row, :, position] = own.transpose(0, 1)
         key_store, value_store = self._stores[layer]
         return key_store[:, :, :n], value_store[:, :, :n]
 
@@ -140,7 +141,7 @@ class DecodeWindow:
         self, rows: Sequence[int], length: dict[int, int], place: dict[int, int], table: np.ndarray
     ) -> list[GatheredGroup]:
         made = []
-        for span in group_spans([1] * len(rows), [table[row, : length[row]] for row in rows]):
+        for span in group_spans([1] * len(rows), [table[row, : length[row]] for row in rows], DECODE_SLACK):
             members = [rows[i] for i in span.query_index.tolist()]
             span.query_index = torch.tensor([place[row] for row in members])
             made.append(GatheredGroup(members, span, self.ROOM))
@@ -150,28 +151,47 @@ class DecodeWindow:
         self._lens, self.groups = {}, []
 
 
+class Slack(NamedTuple):
+    """How much longer than the shortest the longest sequence of a group may be: a factor and some tokens."""
+
+    factor: float
+    tokens: int
+
+
+# Prefill copies and multiplies what it pads. A decode step is short: another call costs more than some padding.
+PREFILL_SLACK, DECODE_SLACK = Slack(1.25, 16), Slack(2.0, 256)
+
+
 def group_spans(
-    query_lens: Sequence[int], key_slots: Sequence[np.ndarray], max_cells: int = 1 << 24
+    query_lens: Sequence[int], key_slots: Sequence[np.ndarray], slack: Slack, max_cells: int = 1 << 24
 ) -> list[SpanGroup]:
-    """Batch sequences of equal query length and similar key length, so that padding stays small."""
+    """Batch sequences of equal query length and similar key length; one group of all keeps the order they came in."""
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     order = sorted(range(len(query_lens)), key=lambda i: (query_lens[i], len(key_slots[i])))
     groups: list[list[int]] = []
     for i in order:
         last = groups[-1] if groups else None
-        if last is not None and _fits(last, i, query_lens, key_slots, max_cells):
+        if last is not None and _fits(last, i, query_lens, key_slots, slack, max_cells):
             last.append(i)
         else:
             groups.append([i])
+    if len(groups) == 1:
+        groups[0].sort()
     return [_make_group(members, starts, query_lens, key_slots) for members in groups]
 
 
 def _fits(
-    members: list[int], i: int, query_lens: Sequence[int], key_slots: Sequence[np.ndarray], max_cells: int
+    members: list[int],
+    i: int,
+    query_lens: Sequence[int],
+    key_slots: Sequence[np.ndarray],
+    slack: Slack,
+    max_cells: int,
 ) -> bool:
     m, shortest, longest = query_lens[i], len(key_slots[members[0]]), len(key_slots[i])
     same = query_lens[members[0]] == m
-    return same and longest <= 1.25 * shortest + 16 and (len(members) + 1) * m * longest <= max_cells
+    close = longest <= slack.factor * shortest + slack.tokens
+    return same and close and (len(members) + 1) * m * longest <= max_cells
 
 
 def _make_group(
@@ -235,9 +255,11 @@ class AttentionContext:
         out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
         for group in self.window.groups:
             kg, vg = group.update(layer, k[0], v[0], keys, values)
+            mask = group.span.mask(rules.window)
+            if group.span.b == q.shape[2]:  # the whole batch, in its order
+                return _attention(q[0].transpose(0, 1)[:, :, None], kg, vg, mask, rules)[:, :, 0]
             qg = q[0].index_select(1, group.span.query_index).transpose(0, 1)[:, :, None]
-            mixed = _attention(qg, kg, vg, group.span.mask(rules.window), rules)
-            out.index_copy_(0, group.span.query_index, mixed[:, :, 0])
+            out.index_copy_(0, group.span.query_index, _attention(qg, kg, vg, mask, rules)[:, :, 0])
         return out
 
     def extend_cpu(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:

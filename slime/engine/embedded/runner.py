@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from slime.engine.embedded.attention import AttentionContext, group_spans, register_attention
+from slime.engine.embedded.attention import PREFILL_SLACK, AttentionContext, group_spans, register_attention
 from slime.engine.embedded.sampler import draw, draw_each, temperature_of, uniforms
 from slime.engine.embedded.scheduler import Extend
 from slime.engine.embedded.sequence import Sequence
@@ -128,9 +128,8 @@ class ModelRunner:
         if not self.cuda:
             self.context.attend = self.context.extend_cpu
             self.context.window.forget()  # the next decode step has other sequences
-            self.context.groups = group_spans(
-                query_lens, [self._table[r, : e.end] for r, e in zip(rows, extends, strict=True)]
-            )
+            kept = [self._table[row, : e.end] for row, e in zip(rows, extends, strict=True)]
+            self.context.groups = group_spans(query_lens, kept, PREFILL_SLACK)
             return
         from slime.engine.embedded.attention_cuda import attend_extend
         from slime.engine.embedded.kernels import ExtendTiles
