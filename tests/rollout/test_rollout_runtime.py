@@ -155,10 +155,11 @@ def test_functions_and_singletons(write_plugin):
 
 
 def test_images_become_data_urls():
-    image_module = pytest.importorskip("PIL.Image")
+    from PIL import Image  # matplotlib brings it
+
     from slime.utils.processing_utils import encode_image_for_rollout_engine
 
-    url = encode_image_for_rollout_engine(image_module.new("L", (2, 2)))
+    url = encode_image_for_rollout_engine(Image.new("L", (2, 2)))
     assert base64.b64decode(url.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
 
 
