@@ -42,7 +42,8 @@ def make_model(folder: Path, shape: str, dtype: str) -> Path:
     config = Qwen3Config(
         **SHAPES[shape], max_position_embeddings=4096, bos_token_id=None, eos_token_id=1, pad_token_id=0
     )
-    model = Qwen3ForCausalLM(config)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     shutil.copytree(TOKENIZER, folder, dirs_exist_ok=True)
     return folder

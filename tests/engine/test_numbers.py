@@ -89,6 +89,21 @@ def test_log_probs_match_transformers(architecture: str, tmp_path: Path) -> None
         torch.testing.assert_close(torch.tensor(seq.logprobs), want, atol=2e-5, rtol=0)
 
 
+def test_sequences_that_end_apart_leave_the_others_as_they_were(qwen3_folder: Path) -> None:
+    lengths = (40, 3, 25, 90, 12, 7, 61)
+    with running_core(qwen3_folder) as core:
+        bodies = [
+            {"input_ids": prompt(i, 4 + 9 * i), "sampling_params": {"max_new_tokens": n, "ignore_eos": True}}
+            for i, n in enumerate(lengths)
+        ]
+        sequences = generate(core, bodies)
+    for seq, length in zip(sequences, lengths, strict=True):
+        assert len(seq.output_ids) == length
+        torch.testing.assert_close(
+            torch.tensor(seq.logprobs), reference_logprobs(qwen3_folder, seq), atol=2e-5, rtol=0
+        )
+
+
 def test_greedy_follows_the_arg_max(qwen3_folder: Path) -> None:
     with running_core(qwen3_folder) as core:
         bodies = [

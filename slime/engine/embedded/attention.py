@@ -8,7 +8,7 @@ sequence sees exactly the positions <= p (or the last `window` of them), whateve
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -65,7 +65,10 @@ class SpanGroup:
 
 
 class GatheredGroup:
-    """Keys and values of one group, copied out of the slots once and grown by a token a step, for every layer."""
+    """Keys and values of one group, copied out of the slots once and grown by a token a step, for every layer.
+
+    A sequence that leaves gives its place to the last one: what stays is not copied again.
+    """
 
     def __init__(self, rows: list[int], span: SpanGroup, room: int) -> None:
         self.rows = rows
@@ -73,15 +76,40 @@ class GatheredGroup:
         self._room = span.n + room
         self._stores: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._row = torch.arange(span.b)
+        self._in_order = _counts_up(span.query_index.tolist())
 
     @property
     def full(self) -> bool:
         return self.span.n >= self._room
 
-    def grow(self, query_index: torch.Tensor) -> None:
+    def leave(self, gone: Collection[int]) -> None:
+        """Close the places of the table rows that are `gone`."""
+        place, key_len = list(range(len(self.rows))), self.span.key_len.clone()
+        for i in reversed(place.copy()):
+            if self.rows[i] in gone:
+                last = self.rows.pop()
+                if i < len(self.rows):
+                    self.rows[i] = last
+                    key_len[i] = key_len[len(self.rows)]
+                    for stores in self._stores.values():
+                        for store in stores:
+                            store[i].copy_(store[len(self.rows)])
+        old = self.span
+        b = len(self.rows)
+        self._row = self._row[:b]
+        self.span = SpanGroup(old.query_index[:b], old.slots, b, 1, int(key_len[:b].max()), key_len[:b])
+
+    def grow(self, query_index: list[int]) -> None:
         """Every sequence got one token longer; `query_index` says where they stand in the batch now."""
         old = self.span
-        self.span = SpanGroup(query_index, old.slots, old.b, 1, old.n + 1, old.key_len + 1)
+        self._in_order = _counts_up(query_index)
+        self.span = SpanGroup(torch.tensor(query_index), old.slots, old.b, 1, old.n + 1, old.key_len + 1)
+
+    def pick(self, batch: torch.Tensor) -> torch.Tensor:
+        """The members' part `[X, b, D]` of what the batch has, `[X, T, D]`."""
+        if self._in_order and batch.shape[1] == self.span.b:
+            return batch
+        return batch.index_select(1, self.span.query_index)
 
     def update(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -89,12 +117,11 @@ class GatheredGroup:
         """Add the new tokens' k and v `[KV, T, D]`; returns `[b, KV, n, D]` views of what the group has."""
         if layer not in self._stores:
             self._stores[layer] = (self._gather(keys), self._gather(values))
-        n, index, position = self.span.n, self.span.query_index, self.span.key_len - 1
+        b, n, position = self.span.b, self.span.n, self.span.key_len - 1
         for store, fresh in zip(self._stores[layer], (k, v), strict=True):
-            own = fresh if self.span.b == fresh.shape[1] else fresh.index_select(1, index)
-            store[self._row, :, position] = own.transpose(0, 1)
+            store[self._row, :, position] = self.pick(fresh).transpose(0, 1)
         key_store, value_store = self._stores[layer]
-        return key_store[:, :, :n], value_store[:, :, :n]
+        return key_store[:b, :, :n], value_store[:b, :, :n]
 
     def _gather(self, kept: torch.Tensor) -> torch.Tensor:
         span = self.span
@@ -102,6 +129,10 @@ class GatheredGroup:
         store[:, :, span.n :] = 0.0  # masked, but what is not a number would spread all the same
         store[:, :, : span.n] = kept.index_select(1, span.slots).view(kept.shape[0], span.b, span.n, -1).transpose(0, 1)
         return store
+
+
+def _counts_up(numbers: list[int]) -> bool:
+    return numbers == list(range(len(numbers)))
 
 
 class DecodeWindow:
@@ -119,7 +150,7 @@ class DecodeWindow:
     def advance(self, rows: Sequence[int], lens: Sequence[int], table: np.ndarray) -> None:
         """Make the window fit sequences in `rows` of `lens` tokens, the newest of which comes with this step.
 
-        Sequences that left cost their own group a new layout, and no other.
+        Sequences that came, or a group that is full, cost a new layout; sequences that left do not.
         """
         length, place = dict(zip(rows, lens, strict=True)), {row: i for i, row in enumerate(rows)}
         if any(self._lens.get(row, -1) + 1 != n for row, n in length.items()):
@@ -131,10 +162,12 @@ class DecodeWindow:
     def _advanced(
         self, group: GatheredGroup, length: dict[int, int], place: dict[int, int], table: np.ndarray
     ) -> list[GatheredGroup]:
-        left = [row for row in group.rows if row in place]
-        if group.full or len(left) < len(group.rows):
-            return self._lay_out(left, length, place, table)
-        group.grow(torch.tensor([place[row] for row in left]))
+        gone = {row for row in group.rows if row not in place}
+        if group.full or len(gone) == len(group.rows):
+            return self._lay_out([row for row in group.rows if row not in gone], length, place, table)
+        if gone:
+            group.leave(gone)
+        group.grow([place[row] for row in group.rows])
         return [group]
 
     def _lay_out(
@@ -256,9 +289,7 @@ class AttentionContext:
         for group in self.window.groups:
             kg, vg = group.update(layer, k[0], v[0], keys, values)
             mask = group.span.mask(rules.window)
-            if group.span.b == q.shape[2]:  # the whole batch, in its order
-                return _attention(q[0].transpose(0, 1)[:, :, None], kg, vg, mask, rules)[:, :, 0]
-            qg = q[0].index_select(1, group.span.query_index).transpose(0, 1)[:, :, None]
+            qg = group.pick(q[0]).transpose(0, 1)[:, :, None]
             out.index_copy_(0, group.span.query_index, _attention(qg, kg, vg, mask, rules)[:, :, 0])
         return out
 
