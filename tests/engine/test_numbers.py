@@ -99,9 +99,7 @@ def test_sequences_that_end_apart_leave_the_others_as_they_were(qwen3_folder: Pa
         sequences = generate(core, bodies)
     for seq, length in zip(sequences, lengths, strict=True):
         assert len(seq.output_ids) == length
-        torch.testing.assert_close(
-            torch.tensor(seq.logprobs), reference_logprobs(qwen3_folder, seq), atol=2e-5, rtol=0
-        )
+        torch.testing.assert_close(torch.tensor(seq.logprobs), reference_logprobs(qwen3_folder, seq), atol=2e-5, rtol=0)
 
 
 def test_greedy_follows_the_arg_max(qwen3_folder: Path) -> None:
