@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from slime.config.algorithm import algorithm_contradictions
 from slime.config.config import Config
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
@@ -46,6 +47,17 @@ def _length_and_data(config: Config) -> Iterator[str]:
         yield "--prompt-data is missing: name a .jsonl or .parquet file of prompts"
     if config.num_rollout is None and config.disable_rollout_global_dataset:
         yield "--num-epoch needs prompt data, but --disable-rollout-global-dataset turns it off: give --num-rollout"
+    if config.over_sampling_batch_size < config.rollout_batch_size:
+        yield (
+            f"--over-sampling-batch-size {config.over_sampling_batch_size} is less than --rollout-batch-size "
+            f"{config.rollout_batch_size}"
+        )
+    if config.mask_offpolicy_in_partial_rollout and not config.partial_rollout:
+        yield "--mask-offpolicy-in-partial-rollout is about continued responses: add --partial-rollout"
+    if config.debug_rollout_only and config.debug_train_only:
+        yield "--debug-rollout-only and --debug-train-only leave nothing to run: keep one"
+    if config.balance_by_flops and not config.use_dynamic_batch_size:
+        yield "--balance-by-flops shapes dynamic micro-batches: add --use-dynamic-batch-size --max-tokens-per-gpu"
     if config.rollout_max_response_len is None and not sft:
         yield "--rollout-max-response-len is missing: it bounds the tokens of one response"
     if config.use_dynamic_batch_size and config.max_tokens_per_gpu is None:
@@ -64,10 +76,7 @@ def _placement(config: Config) -> Iterator[str]:
 
 
 def _algorithm(config: Config) -> Iterator[str]:
-    if config.kl_loss_coef != 0 and not config.use_kl_loss:
-        yield f"--kl-loss-coef {config.kl_loss_coef} needs --use-kl-loss: add it or drop the coefficient"
-    if config.ref_load is not None and not config.use_kl_loss:
-        yield "--ref-load names a reference model that nothing uses: add --use-kl-loss or drop it"
+    yield from algorithm_contradictions(config)
     if config.rm_type is not None and config.rm_type.removeprefix("boxed_") == "remote_rm" and config.rm_url is None:
         yield "--rm-type remote_rm needs --rm-url, the address of the reward service"
     if config.freeze_params_name_list and config.only_train_params_name_list:

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 from slime.config.groups.algorithm import AlgorithmFlags
 from slime.config.groups.checkpoint import CheckpointFlags
 from slime.config.groups.cluster import ClusterFlags
+from slime.config.groups.correction import CorrectionFlags
+from slime.config.groups.critic import CriticFlags
 from slime.config.groups.data import DataFlags
 from slime.config.groups.debug import DebugFlags
+from slime.config.groups.distillation import DistillationFlags
 from slime.config.groups.engine import EngineFlags
 from slime.config.groups.evaluation import EvalFlags
 from slime.config.groups.logs import LoggingFlags
@@ -36,6 +39,9 @@ GROUPS: tuple[type, ...] = (
     RewardFlags,
     EvalFlags,
     AlgorithmFlags,
+    CorrectionFlags,
+    CriticFlags,
+    DistillationFlags,
     OptimizerFlags,
     CheckpointFlags,
     ClusterFlags,
@@ -54,6 +60,9 @@ class Config(
     RewardFlags,
     EvalFlags,
     AlgorithmFlags,
+    CorrectionFlags,
+    CriticFlags,
+    DistillationFlags,
     OptimizerFlags,
     CheckpointFlags,
     ClusterFlags,

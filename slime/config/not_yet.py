@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 _NAMES = """
-    train-backend debug-rollout-only debug-train-only load-debug-rollout-data load-debug-rollout-data-subsample
-    offload offload-train no-offload-train distributed-backend
-    qwen-gdn-backend train-env-vars update-weight-mode release-train update-weight-disk-keep-files
-    update-weight-delta-encoding update-weight-delta-checksum custom-update-weight-post-write-path
-    update-weight-local-checkpoint-dir custom-model-provider-path recompute-loss-function freeze-indexer allgather-cp
-    model-name over-sampling-batch-size dynamic-sampling-filter-path partial-rollout mask-offpolicy-in-partial-rollout
-    custom-rollout-log-function-path custom-eval-rollout-log-function-path update-weights-interval keep-old-actor
-    rollout-data-postprocess-path rollout-data-transport rollout-external-engine-addrs
-    use-fault-tolerance rollout-health-check-interval rollout-health-check-timeout rollout-health-check-first-wait
-    multimodal-keys balance-data balance-by-flops log-probs-max-tokens-per-gpu
-    eval-config eval-max-context-len
-    ref-ckpt-step async-save num-critic-only-steps megatron-config-path value-clip kl-coef custom-loss-function-path
-    disable-compute-advantages-and-returns custom-advantage-function-path use-unbiased-kl ref-update-interval
-    gamma lambd
-    use-rollout-entropy get-mismatch-metrics reset-optimizer-states use-stateless-adam use-rollout-logprobs
-    use-tis tis-clip tis-clip-low custom-tis-function-path custom-pg-loss-reducer-function-path
-    use-routing-replay use-rollout-routing-replay use-opsm opsm-delta
-    use-opd opd-type opd-kl-coef opd-teacher-load opd-teacher-ckpt-step
-    wandb-always-use-train-step log-multi-turn log-passrate log-reward-category log-correct-samples
-    save-debug-rollout-data load-forge-rollout-data save-debug-train-data dump-details memory-snapshot-dir
-    memory-snapshot-num-steps profile-target memory-recorder record-memory-history check-weight-update-equal
-    http-proxy use-distributed-post custom-convert-samples-to-train-data-path
-    rollout-buffer-url fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type loss-mask-type
-    data-pad-size-multiplier rollout-all-samples-process-path
-    mtp-num-layers mtp-loss-scaling-factor enable-mtp-training
-    ci-disable-kl-checker ci-train-rollout-logprob-abs-diff-threshold ci-save-grad-norm ci-load-grad-norm
-    custom-megatron-init-path custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path
-    megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules megatron-deepgemm-moe-forward-layers
-    megatron-deepgemm-moe-forward-modules padded-vocab-size
-    prefill-num-servers sglang-config sglang-custom-pull-weights-pre-read-hook
-    async-buffer-size
+    train-backend offload offload-train no-offload-train distributed-backend qwen-gdn-backend train-env-vars
+    update-weight-mode release-train update-weight-disk-keep-files update-weight-delta-encoding
+    update-weight-delta-checksum custom-update-weight-post-write-path update-weight-local-checkpoint-dir
+    custom-model-provider-path recompute-loss-function freeze-indexer allgather-cp model-name
+    update-weights-interval rollout-data-transport rollout-external-engine-addrs use-fault-tolerance
+    rollout-health-check-interval rollout-health-check-timeout rollout-health-check-first-wait multimodal-keys
+    log-probs-max-tokens-per-gpu eval-max-context-len ref-ckpt-step async-save use-stateless-adam use-routing-replay
+    use-rollout-routing-replay opd-teacher-ckpt-step wandb-always-use-train-step load-forge-rollout-data
+    memory-snapshot-dir memory-snapshot-num-steps profile-target memory-recorder record-memory-history
+    check-weight-update-equal http-proxy use-distributed-post rollout-buffer-url fetch-trajectory-retry-times
+    min-batch-collection-ratio rollout-task-type data-pad-size-multiplier mtp-num-layers mtp-loss-scaling-factor
+    enable-mtp-training ci-disable-kl-checker ci-train-rollout-logprob-abs-diff-threshold ci-save-grad-norm
+    ci-load-grad-norm custom-megatron-init-path custom-megatron-before-log-prob-hook-path
+    custom-megatron-before-train-step-hook-path megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
+    megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules padded-vocab-size prefill-num-servers
+    sglang-config sglang-custom-pull-weights-pre-read-hook async-buffer-size
 """
 
 NOT_YET: frozenset[str] = frozenset(_NAMES.split())

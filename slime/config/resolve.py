@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from slime.config.algorithm import derive_algorithm
 from slime.config.batch import derive_batch_sizes
 from slime.config.checks import check_files, check_flags_fit, check_plugins
 from slime.config.config import FLAG_SPECS, Config
@@ -34,7 +35,15 @@ def resolve(config: Config) -> Config:
 
 def derive(config: Config) -> Config:
     """Fill in derived values only; nothing outside the config is looked at but the presence of a GPU."""
-    for step in (_derive_rollout_function, _derive_placement, derive_batch_sizes, _derive_eval, _derive_rest):
+    for step in (
+        _derive_modes,
+        derive_algorithm,
+        _derive_rollout_function,
+        _derive_placement,
+        derive_batch_sizes,
+        _derive_eval,
+        _derive_rest,
+    ):
         config = step(config)
     return config
 
@@ -56,6 +65,19 @@ def _checked_values(config: Config) -> Config:
             raise UserError(f"{spec.flag} {complaint}, not {value}")
         values[spec.name] = value
     return config.replace(**values)
+
+
+def _derive_modes(config: Config) -> Config:
+    changes: dict[str, Any] = {}
+    if config.load_debug_rollout_data is not None:
+        changes["debug_train_only"] = True
+    if config.dump_details is not None:
+        folder = Path(config.dump_details)
+        changes["save_debug_rollout_data"] = config.save_debug_rollout_data or str(
+            folder / "rollout_{rollout_id}.jsonl"
+        )
+        changes["save_debug_train_data"] = config.save_debug_train_data or str(folder / "train_{rollout_id}.jsonl")
+    return config.replace(**changes)
 
 
 def _derive_rollout_function(config: Config) -> Config:
@@ -94,8 +116,8 @@ def _derive_eval(config: Config) -> Config:
 
 def _derive_rest(config: Config) -> Config:
     changes: dict[str, Any] = {}
-    if config.eps_clip_high is None:
-        changes["eps_clip_high"] = config.eps_clip
+    if config.over_sampling_batch_size is None:
+        changes["over_sampling_batch_size"] = config.rollout_batch_size
     if config.output_dir is None:
         changes["output_dir"] = config.save or str(Path("outputs") / time.strftime("%Y%m%d-%H%M%S"))
     if config.update_weight_transport == "nccl":

@@ -4,6 +4,18 @@ from dataclasses import dataclass
 
 from slime.config.flag import above, at_least, flag, minus_one_or_at_least
 
+ESTIMATORS = (
+    "grpo",
+    "gspo",
+    "cispo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "ppo",
+    "rloo",
+    "dr_grpo",
+    "dapo",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmFlags:
@@ -11,25 +23,63 @@ class AlgorithmFlags:
 
     advantage_estimator: str = flag(
         "grpo",
-        "how rewards become advantages",
-        choices=("grpo",),
-        later=("gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
+        "how rewards become advantages; dr_grpo and dapo are grpo with other defaults (docs/algorithms.md)",
+        choices=ESTIMATORS,
     )
-    loss_type: str = flag(
-        "policy_loss", "what is minimised", choices=("policy_loss", "sft_loss"), later=("custom_loss",)
-    )
+    loss_type: str = flag("policy_loss", "what is minimised", choices=("policy_loss", "sft_loss", "custom_loss"))
     eps_clip: float = flag(0.2, "lower clip range of the policy ratio", check=at_least(0))
-    eps_clip_high: float = flag(None, "upper clip range of the policy ratio", check=at_least(0), derived="--eps-clip")
+    eps_clip_high: float = flag(
+        None, "upper clip range of the policy ratio", check=at_least(0), derived="--eps-clip; 0.28 with dapo"
+    )
     eps_clip_c: float | None = flag(None, "dual clip: bound on the loss of negative advantages", check=above(1))
+    kl_coef: float = flag(
+        0.0, "weight of the KL to the reference in the token rewards (reinforce_plus_plus*, ppo)", check=at_least(0)
+    )
     use_kl_loss: bool = flag(False, "keep a frozen reference model and report (and weigh) the KL to it")
     kl_loss_coef: float = flag(0.0, "weight of the KL loss")
-    kl_loss_type: str = flag("k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))
+    kl_loss_type: str = flag(
+        "k1", "KL estimator, in the reward and in the loss", choices=("k1", "k2", "k3", "low_var_kl")
+    )
+    use_unbiased_kl: bool = flag(False, "weigh the KL loss by the policy ratio, which makes its gradient unbiased")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    disable_grpo_std_normalization: bool = flag(False, "only subtract the group mean (Dr.GRPO)")
+    gamma: float = flag(1.0, "discount of later rewards (reinforce_plus_plus, ppo)", check=at_least(0))
+    disable_grpo_std_normalization: bool = flag(False, "only subtract the group mean", derived="on with dr_grpo")
     disable_rewards_normalization: bool = flag(False, "use raw rewards as advantages")
-    calculate_per_token_loss: bool = flag(False, "average the loss over tokens instead of over responses")
     normalize_advantages: bool = flag(False, "whiten advantages over the whole batch")
+    calculate_per_token_loss: bool = flag(
+        False, "average the loss over tokens instead of over rollouts", derived="on with dapo"
+    )
+    loss_aggregation: str = flag(
+        None,
+        "what each rollout counts in the loss: the mean of its tokens, its tokens, or its tokens over "
+        "--rollout-max-response-len",
+        choices=("rollout_mean", "token_mean", "constant"),
+        derived="token_mean with --calculate-per-token-loss, constant with dr_grpo, else rollout_mean",
+    )
+    overlong_buffer_len: int = flag(
+        0, "responses that come this close to --rollout-max-response-len lose reward, linearly", check=at_least(0)
+    )
+    overlong_penalty: float = flag(1.0, "what a response of full length loses", check=at_least(0))
+    disable_compute_advantages_and_returns: bool = flag(False, "no advantages: the custom loss does without")
+    custom_advantage_function_path: str | None = flag(
+        None, "function (args, rollout_data) that sets rollout_data['advantages'] and ['returns']"
+    )
+    custom_loss_function_path: str | None = flag(
+        None, "function (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), with --loss-type custom_loss"
+    )
+    custom_pg_loss_reducer_function_path: str | None = flag(
+        None,
+        "function (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) that returns the reducer of "
+        "the policy loss",
+    )
     ref_load: str | None = flag(None, "reference model folder", metavar="DIR", derived="--hf-checkpoint")
+    ref_update_interval: int | None = flag(
+        None, "copy the policy into the reference every so many rollouts", check=at_least(1)
+    )
+    use_rollout_logprobs: bool = flag(False, "the engine's log-probs are those of the old policy")
+    keep_old_actor: bool = flag(False, "keep the weights the engines sample with, for the old policy's log-probs")
+    use_rollout_entropy: bool = flag(False, "report the entropy of the old policy")
+    reset_optimizer_states: bool = flag(False, "forget Adam's moments before each rollout")
     log_probs_chunk_size: int = flag(
         -1, "rows of logits held at once when log-probs are computed; -1: automatic", check=minus_one_or_at_least(1)
     )

@@ -51,6 +51,15 @@ class DataFlags:
     micro_batch_size: int = flag(1, "samples per forward pass, without --use-dynamic-batch-size", check=at_least(1))
     use_dynamic_batch_size: bool = flag(False, "fill each forward pass up to --max-tokens-per-gpu")
     max_tokens_per_gpu: int | None = flag(None, "tokens per forward pass and process", check=at_least(1))
+    balance_data: bool = flag(False, "share the work out over the training processes by FLOPs instead of by tokens")
+    balance_by_flops: bool = flag(
+        False, "micro-batches of equal FLOPs instead of at most --max-tokens-per-gpu tokens, which they may exceed"
+    )
+    loss_mask_type: str = flag(
+        "auto",
+        "how the turns of an assistant are found in supervised training; auto asks the chat template",
+        choices=("auto", "qwen", "qwen3", "qwen3_5", "distill_qwen"),
+    )
     data_source_path: str = flag(
         DEFAULT_DATA_SOURCE, "class that hands out prompts: f(args) with get_samples, add_samples, save, load"
     )

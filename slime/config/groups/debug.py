@@ -1,8 +1,8 @@
-"""Looking before running."""
+"""Looking before running, and running one half alone."""
 
 from dataclasses import dataclass
 
-from slime.config.flag import flag
+from slime.config.flag import between, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,3 +13,20 @@ class DebugFlags:
     ci_test: bool = flag(
         False, "end the run when its log-probs contradict each other: KL before any update, trainer against engine"
     )
+    debug_rollout_only: bool = flag(False, "generate and score, train nothing: no training process is started")
+    debug_train_only: bool = flag(False, "train without engines, on dumped rollouts or what the rollout function makes")
+    save_debug_rollout_data: str | None = flag(
+        None, "write the samples of each rollout to this file; {rollout_id} is filled in", metavar="FILE"
+    )
+    load_debug_rollout_data: str | None = flag(
+        None, "train on samples written with --save-debug-rollout-data; no engines are started", metavar="FILE"
+    )
+    load_debug_rollout_data_subsample: float | None = flag(
+        None,
+        "share of each dump to train on: half from its head, half from its tail",
+        check=between(0, 1, low_open=True),
+    )
+    save_debug_train_data: str | None = flag(
+        None, "write what training computed for each sample (log-probs, advantages) to this file", metavar="FILE"
+    )
+    dump_details: str | None = flag(None, "folder for both dumps of every rollout", metavar="DIR")

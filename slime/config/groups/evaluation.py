@@ -14,6 +14,9 @@ class EvalFlags:
     eval_prompt_data: list[tuple[str, str]] = flag(
         [], "datasets to evaluate on, as pairs; may be repeated", metavar="NAME PATH", repeat=True
     )
+    eval_config: str | None = flag(
+        None, "YAML, TOML or JSON file of evaluation datasets with their own sampling and rewards", metavar="FILE"
+    )
     eval_interval: int | None = flag(None, "evaluate every so many rollout steps", check=at_least(1))
     skip_eval_before_train: bool = flag(False, "no evaluation before the first step")
     n_samples_per_eval_prompt: int = flag(1, "responses per evaluation prompt", check=at_least(1))

@@ -24,6 +24,16 @@ class LoggingFlags:
     wandb_project: str | None = flag(None, "W&B project")
     wandb_group: str | None = flag(None, "W&B group")
     wandb_run_id: str | None = flag(None, "W&B run to continue")
+    log_passrate: bool = flag(False, "report pass@k of the training rollouts")
+    log_multi_turn: bool = flag(False, "report lengths with and without observations, and turns")
+    log_reward_category: str | None = flag(None, "entry of dict rewards whose values are counted", metavar="KEY")
+    log_correct_samples: bool = flag(False, "report the lengths of rewarded samples apart")
+    custom_rollout_log_function_path: str | None = flag(
+        None, "function (rollout_id, args, samples, rollout_extra_metrics, rollout_time); True: nothing else is logged"
+    )
+    custom_eval_rollout_log_function_path: str | None = flag(
+        None, "function (rollout_id, args, data, extra_metrics); True: nothing else is logged"
+    )
     progress: str = flag(
         "auto", "progress display; auto: rich on a terminal, plain elsewhere", choices=("auto", "rich", "plain", "none")
     )

@@ -36,4 +36,28 @@ class RolloutFlags:
     rollout_sample_hook_path: list[str] = flag(
         [], "function (args, sample) called after generation, before the reward; may be repeated", repeat=True
     )
+    over_sampling_batch_size: int = flag(
+        None,
+        "prompts asked for at a time; more than a batch lets the slowest be left behind",
+        check=at_least(1),
+        derived="--rollout-batch-size",
+    )
+    dynamic_sampling_filter_path: str | None = flag(
+        None,
+        "function (args, samples) that says whether a finished group is worth training on",
+        derived="groups with different rewards, with dapo",
+    )
+    partial_rollout: bool = flag(False, "responses cut off when the batch is full are continued in the next one")
+    mask_offpolicy_in_partial_rollout: bool = flag(
+        False, "tokens of earlier rollouts in a continued response are not trained on"
+    )
+    rollout_all_samples_process_path: str | None = flag(
+        None, "function (args, all_groups, data_source) called with every finished group, those dropped included"
+    )
+    rollout_data_postprocess_path: str | None = flag(
+        None, "function (args, rollout_id, rollout_data) called on every training rank once advantages are there"
+    )
+    custom_convert_samples_to_train_data_path: str | None = flag(
+        None, "function (args, samples) that makes the training batch, a dict of lists"
+    )
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", check=at_least(1))

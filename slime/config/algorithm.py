@@ -1,0 +1,190 @@
+"""What the choice of an algorithm implies for other flags, and which flags contradict each other.
+
+A preset is a name for other flags: it fills in what was not given and overrules nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.config.config import Config
+
+NONZERO_STD_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+DAPO_EPS_CLIP_HIGH = 0.28
+
+KL_IN_REWARD = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+_log = logging.getLogger(__name__)
+
+
+def needs_reference(config: Config) -> bool:
+    """A frozen reference model takes part: its KL is in the loss or in the rewards."""
+    return config.use_kl_loss or config.kl_coef != 0
+
+
+def has_critic(config: Config) -> bool:
+    return config.advantage_estimator == "ppo" and config.loss_type == "policy_loss"
+
+
+def derive_algorithm(config: Config) -> Config:
+    """Fill in what presets and other flags imply."""
+    estimator = config.advantage_estimator
+    changes: dict[str, Any] = {}
+    if estimator == "dr_grpo":
+        changes["disable_grpo_std_normalization"] = True
+    if estimator == "dapo":
+        changes |= _dapo(config)
+    per_token = bool(changes.get("calculate_per_token_loss", config.calculate_per_token_loss))
+    if config.loss_aggregation is None:
+        constant = "constant" if estimator == "dr_grpo" else "rollout_mean"
+        changes["loss_aggregation"] = "token_mean" if per_token else constant
+    elif config.loss_aggregation == "token_mean":
+        changes["calculate_per_token_loss"] = True
+    if config.eps_clip_high is None:
+        changes.setdefault("eps_clip_high", config.eps_clip)
+    changes |= _corrections(config) | _critic(config)
+    if config.opd_type is not None:
+        changes["opd_type"] = {"sglang": "engine", "megatron": "trainer"}.get(config.opd_type, config.opd_type)
+    return config.replace(**changes)
+
+
+def _dapo(config: Config) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    if config.loss_aggregation is None:
+        changes["calculate_per_token_loss"] = True
+    if config.eps_clip_high is None:
+        changes["eps_clip_high"] = max(DAPO_EPS_CLIP_HIGH, config.eps_clip)
+    if config.dynamic_sampling_filter_path is None:
+        changes["dynamic_sampling_filter_path"] = NONZERO_STD_FILTER
+    return changes
+
+
+def _corrections(config: Config) -> dict[str, Any]:
+    given = {
+        "rs_level": config.tis_level,
+        "rs_lower_bound": config.tis_clip_low,
+        "rs_upper_bound": config.tis_clip,
+    }
+    return {name: value for name, value in given.items() if getattr(config, name) is None}
+
+
+def _critic(config: Config) -> dict[str, Any]:
+    if not has_critic(config):
+        return {}
+    changes: dict[str, Any] = {}
+    if config.critic_save is None and config.save is not None:
+        changes["critic_save"] = str(Path(config.save) / "critic")
+    if config.critic_load is None and config.load is not None:
+        changes["critic_load"] = str(Path(config.load) / "critic")
+    return changes
+
+
+def algorithm_contradictions(config: Config) -> Iterator[str]:
+    """One sentence for each pair of flags that cannot both be meant."""
+    yield from _kl(config)
+    yield from _estimator(config)
+    yield from _off_policy(config)
+    yield from _custom(config)
+    yield from _distillation(config)
+
+
+def _kl(config: Config) -> Iterator[str]:
+    estimator = config.advantage_estimator
+    if config.kl_loss_coef != 0 and not config.use_kl_loss:
+        yield f"--kl-loss-coef {config.kl_loss_coef} needs --use-kl-loss: add it or drop the coefficient"
+    if config.kl_coef != 0 and config.use_kl_loss and config.kl_loss_coef != 0:
+        yield (
+            f"--kl-coef {config.kl_coef} and --kl-loss-coef {config.kl_loss_coef} would charge the KL twice, in the "
+            "reward and in the loss: keep one"
+        )
+    if config.kl_coef != 0 and estimator not in KL_IN_REWARD:
+        yield (
+            f"--kl-coef {config.kl_coef} has no effect with --advantage-estimator {estimator}, which has one reward a "
+            "response: use --use-kl-loss --kl-loss-coef"
+        )
+    if config.use_unbiased_kl and not config.use_kl_loss:
+        yield "--use-unbiased-kl weighs the KL loss: add --use-kl-loss"
+    if not needs_reference(config):
+        if config.ref_load is not None:
+            yield "--ref-load names a reference model that nothing uses: add --use-kl-loss or drop it"
+        if config.ref_update_interval is not None:
+            yield "--ref-update-interval has no reference model to update: add --use-kl-loss or drop it"
+
+
+def _estimator(config: Config) -> Iterator[str]:
+    estimator = config.advantage_estimator
+    if config.loss_type != "policy_loss":
+        return
+    if estimator in WHITENED and not config.normalize_advantages:
+        yield f"--advantage-estimator {estimator} needs whitened advantages: add --normalize-advantages"
+    if config.calculate_per_token_loss and config.loss_aggregation != "token_mean":
+        yield f"--calculate-per-token-loss contradicts --loss-aggregation {config.loss_aggregation}: keep one"
+    if estimator == "gspo" and config.loss_aggregation == "token_mean":
+        yield (
+            "--advantage-estimator gspo has one ratio a sequence, which --calculate-per-token-loss would weigh by "
+            "length: drop it"
+        )
+    if estimator == "rloo" and config.n_samples_per_prompt < 2:
+        yield "--advantage-estimator rloo compares a sample with its siblings: --n-samples-per-prompt must be 2 or more"
+    if config.eps_clip_c is not None and estimator == "cispo":
+        yield "--eps-clip-c bounds a loss that cispo does not have: drop it"
+    if estimator == "cispo" and config.eps_clip < 1:
+        _log.warning("cispo with --eps-clip %s also clips ratios from below; its paper does not: 1.0", config.eps_clip)
+    if config.overlong_buffer_len > (config.rollout_max_response_len or 0):
+        yield (
+            f"--overlong-buffer-len {config.overlong_buffer_len} is longer than --rollout-max-response-len "
+            f"{config.rollout_max_response_len}"
+        )
+    if config.loss_aggregation == "constant" and config.rollout_max_response_len is None:
+        yield "--loss-aggregation constant divides by --rollout-max-response-len: give it"
+    if not has_critic(config):
+        for name in ("critic_load", "critic_save", "critic_lr", "critic_config", "critic_hf_checkpoint"):
+            if getattr(config, name) is not None:
+                yield f"--{name.replace('_', '-')} is for the critic of --advantage-estimator ppo: drop it"
+
+
+def _off_policy(config: Config) -> Iterator[str]:
+    corrects = config.use_tis or config.use_rs or config.get_mismatch_metrics
+    if config.use_rollout_logprobs and (config.use_tis or config.use_rs):
+        yield (
+            "--use-tis corrects for the difference between trainer and engine, which --use-rollout-logprobs takes as "
+            "none: keep one"
+        )
+    if config.tis_clip_low > config.tis_clip:
+        yield f"--tis-clip-low {config.tis_clip_low} is larger than --tis-clip {config.tis_clip}"
+    if config.custom_tis_function_path is not None and not corrects:
+        yield "--custom-tis-function-path is not called without --use-tis or --get-mismatch-metrics: add one"
+    if config.rs_veto_threshold is not None and not config.use_rs:
+        yield "--rs-veto-threshold is part of rejection: add --use-rs"
+    if config.use_rs and config.rs_lower_bound > config.rs_upper_bound:
+        yield f"--rs-lower-bound {config.rs_lower_bound} is larger than --rs-upper-bound {config.rs_upper_bound}"
+    if config.tis_batch_normalize and config.tis_level == "geometric":
+        yield "--tis-batch-normalize is not defined for --tis-level geometric: choose token or sequence"
+    if config.keep_old_actor and config.use_rollout_logprobs:
+        yield "--keep-old-actor computes what --use-rollout-logprobs takes from the engine: keep one"
+
+
+def _custom(config: Config) -> Iterator[str]:
+    if (config.loss_type == "custom_loss") != (config.custom_loss_function_path is not None):
+        yield "--loss-type custom_loss and --custom-loss-function-path belong together: give both"
+    if config.custom_advantage_function_path is not None and config.disable_compute_advantages_and_returns:
+        yield "--custom-advantage-function-path is not called with --disable-compute-advantages-and-returns: keep one"
+    if config.disable_compute_advantages_and_returns and config.loss_type == "policy_loss":
+        yield "--disable-compute-advantages-and-returns leaves policy_loss without advantages: give a custom loss"
+
+
+def _distillation(config: Config) -> Iterator[str]:
+    if not config.use_opd:
+        if config.opd_teacher_load is not None or config.opd_type is not None:
+            yield "--opd-type and --opd-teacher-load are for on-policy distillation: add --use-opd"
+        return
+    if config.opd_type is None:
+        yield "--use-opd needs --opd-type: engine or trainer"
+    elif config.opd_type == "trainer" and config.opd_teacher_load is None:
+        yield "--opd-type trainer needs --opd-teacher-load, the teacher's model folder"
+    elif config.opd_type == "engine" and config.opd_teacher_load is None and config.rm_url is None:
+        yield "--opd-type engine needs --opd-teacher-load (a folder to serve) or --rm-url (where it is served)"
