@@ -28,8 +28,9 @@ format: $(VENV)/.installed-dev   ## rewrite files the way lint wants them
 example-smollm2: $(VENV)/.installed-smollm2   ## GRPO on a real pretrained model, about 15 minutes on a CPU
 	$(RUN) examples/smollm2/run.py $(ARGS)
 
-benchmark: $(VENV)/.installed   ## the embedded engine against transformers.generate
+benchmark: $(VENV)/.installed   ## the embedded engine against transformers.generate; how evenly trainers share the work
 	$(RUN) benchmarks/engine.py $(ARGS)
+	$(RUN) benchmarks/balance.py
 
 clean:           ## remove the virtual environment (outputs stay)
 	rm -rf $(VENV)

@@ -6,7 +6,8 @@
 
 Invariants: rollout r is sampled with weight version r exactly (version 0 are the weights the run starts with), and a
 checkpoint of rollout r holds the data position after r, so a resumed run goes on as if it had never stopped. Whatever
-ends the run, no process of it is left behind.
+ends the run, no process of it is left behind. The debug modes run one half of the loop: without trainers nothing is
+trained, published or saved; without engines nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from typing import Any
 from slime.cluster.devices import gpu_count, resolve_device
 from slime.cluster.process import process_tree
 from slime.config import Config, resolve, save_config
+from slime.config.algorithm import serves_teacher
+from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.data.tokenizer import load_tokenizer
+from slime.data.user_source import make_data_source
 from slime.engine.fleet import EngineFleet, fixed_ports
 from slime.errors import RunFailed, UserError
 from slime.models.folder import check_architecture
@@ -41,10 +45,12 @@ from slime.observe.run_dir import RunDir
 from slime.observe.summary import show_summary
 from slime.plan import choose_rollout_backend, make_plan, needs_engines
 from slime.plugins import load_function
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, leaves
+from slime.rollout.dump import DumpedRollouts, save_evaluation, save_rollout
 from slime.rollout.evaluate import read_eval_datasets
-from slime.rollout.metrics import eval_metrics
+from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.teacher import Teacher
 from slime.train.group import TrainerGroup
 from slime.train.self_check import check_numbers
 from slime.weights.publisher import WeightPublisher
@@ -66,6 +72,15 @@ class TrainingResult:
     peak_memory_gib: float = 0.0
 
 
+@dataclass
+class Generated:
+    """One rollout with its metrics; `is_logged` when a function of the user has logged these already."""
+
+    samples: list[Any]
+    metrics: dict[str, Any]
+    is_logged: bool
+
+
 def train(config: Config, *, reward: Callable[..., Any] | None = None) -> TrainingResult:
     """Run a whole training; `reward` takes the place of --rm-type and --custom-rm-path (for notebooks).
 
@@ -75,15 +90,17 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None) -> Traini
     device = resolve_device(config.device)
     make_plan(config, device=device, gpu_count=gpu_count() if device == "cuda" else 0)
     check_architecture(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
+    if config.opd_teacher_load is not None:
+        check_architecture(config.opd_teacher_load, trust_remote_code=config.trust_remote_code)
     if needs_engines(config):
         fixed_ports(config)
-    data_source = load_function(config.data_source_path, what="--data-source-path", params=("args",))(config)
-    eval_datasets = _eval_datasets(config)
+    data_source = _data_source(config)
+    datasets = _eval_prompts(config)
     with terminated_like_interrupt(), RunDir(config.output_dir) as run_dir, ExitStack() as stack:
         memory = stack.enter_context(MemorySampler(lambda: process_tree(os.getpid())))
         run = Run(config, device, run_dir, stack, data_source, reward)
         with failures_with_context(run):
-            run.runtime.eval_datasets.update(eval_datasets)
+            run.runtime.eval_datasets.update(datasets)
             run.loop()
         run.result.peak_memory_gib = memory.stop() / 2**30
         run.finish()
@@ -111,20 +128,19 @@ class Run:
         self.config = config = config.replace(num_rollout=self.total)
         self.progress: Progress = stack.enter_context(make_progress(config, self.total))
         configure_logging(run_dir, "driver", config.log_level, console=self.progress.console)
-        self.fleet: EngineFleet | None = None
-        if needs_engines(config):
-            choose_rollout_backend(config, device)
-            model = config.hf_checkpoint
-            assert model is not None
-            self.fleet = EngineFleet(config, device=device, run_dir=run_dir, model_path=model)
-            stack.callback(self.fleet.stop)
-        self.trainers = TrainerGroup(config, device=device, run_dir=run_dir.path)
-        stack.callback(self.trainers.stop)
+        self.fleet, self.teacher_fleet = self._make_fleets(stack)
+        self.trainers: TrainerGroup | None = None
+        if not config.debug_rollout_only:
+            self.trainers = TrainerGroup(config, device=device, run_dir=run_dir.path)
+            stack.callback(self.trainers.stop)
         urls, self.start = self._start_processes()
         save_config(config, run_dir.config)
         self.runtime = stack.enter_context(RolloutRuntime(config, urls, reward=reward))
+        if reward is not None:
+            self.runtime.state.rewardless = False
+        self._make_teacher(stack)
         self.publisher: WeightPublisher | None = None
-        if urls:
+        if urls and self.trainers is not None:
             self.publisher = make_publisher(
                 config,
                 device=device,
@@ -137,74 +153,125 @@ class Run:
         self.metrics = MetricsLog(run_dir, config, start_rollout_id=self.start)
         stack.callback(self.metrics.close)
         self._rollout_fn = _rollout_function(config.rollout_function_path, "--rollout-function-path")
+        if isinstance(data_source, DumpedRollouts):
+            self._rollout_fn = data_source.generate_rollout
         self._eval_fn = _rollout_function(config.eval_function_path, "--eval-function-path")
+        self._log_rollout = _log_function(
+            config.custom_rollout_log_function_path,
+            "--custom-rollout-log-function-path",
+            ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),
+        )
+        self._log_eval = _log_function(
+            config.custom_eval_rollout_log_function_path,
+            "--custom-eval-rollout-log-function-path",
+            ("rollout_id", "args", "data", "extra_metrics"),
+        )
+
+    def _make_fleets(self, stack: ExitStack) -> tuple[EngineFleet | None, EngineFleet | None]:
+        """The engines that are updated, and the one that serves a teacher."""
+        config = self.config
+        if not needs_engines(config):
+            return None, None
+        choose_rollout_backend(config, self.device)
+        alone = config.replace(colocate=True) if config.debug_rollout_only else config  # GPUs from the first one on
+        fleet = EngineFleet(alone, device=self.device, run_dir=self.run_dir, model_path=config.hf_checkpoint)
+        stack.callback(fleet.stop)
+        if not serves_teacher(config):
+            return fleet, None
+        assert config.opd_teacher_load is not None
+        one = alone.replace(rollout_num_gpus=1, rollout_num_gpus_per_engine=1, engine_port=None)
+        teacher = EngineFleet(
+            one, device=self.device, run_dir=self.run_dir, model_path=config.opd_teacher_load, name="teacher"
+        )
+        stack.callback(teacher.stop)
+        return fleet, teacher
+
+    def _make_teacher(self, stack: ExitStack) -> None:
+        config = self.config
+        url = self.teacher_fleet.urls[0] if self.teacher_fleet is not None else config.rm_url
+        if not config.use_opd or config.opd_type != "engine" or self.fleet is None:
+            return
+        assert url is not None, "the config's checks make sure that a teacher is named"
+        teacher = Teacher(url, timeout_s=config.engine_request_timeout, concurrency=config.sglang_server_concurrency)
+        self.runtime.state.teacher = teacher
+        stack.callback(lambda: self.runtime.run(teacher.aclose()))
 
     def _start_processes(self) -> tuple[list[str], int]:
         """Engines and trainers start side by side; the first failure of either is raised."""
-        fleet = self.fleet
-        self.progress.status("trainer", f"starting {self.trainers.world_size} process(es) on {self.device}")
-        with ThreadPoolExecutor(1) as pool:
-            if fleet is not None:
-                self.progress.status("engine", f"starting {fleet.size} process(es) on {self.device}")
-            starting = pool.submit(fleet.start) if fleet is not None else None
+        fleets = [fleet for fleet in (self.fleet, self.teacher_fleet) if fleet is not None]
+        if self.trainers is not None:
+            self.progress.status("trainer", f"starting {self.trainers.world_size} process(es) on {self.device}")
+        if fleets:
+            count = sum(fleet.size for fleet in fleets)
+            self.progress.status("engine", f"starting {count} process(es) on {self.device}")
+        with ThreadPoolExecutor(2) as pool:
+            starting = [pool.submit(fleet.start) for fleet in fleets]
             try:
-                start = self.trainers.start()
+                start = self.trainers.start() if self.trainers is not None else 0
+                for one in starting:
+                    one.result()
             except BaseException:
-                if fleet is not None:
+                for fleet in fleets:
                     fleet.stop()  # or leaving the pool would wait until the engines are up
                 raise
-            urls = starting.result() if starting is not None else []
         if self.config.start_rollout_id is not None:
             start = self.config.start_rollout_id
         self.data_source.load(start - 1)
         if start:
             self.progress.message(f"resuming from {self.config.load} at step {start + 1}")
-        return urls, start
+        return self.fleet.urls if self.fleet is not None else [], start
 
     # the loop
 
     def loop(self) -> None:
         config, total = self.config, self.total
         self.publish_weights(self.start)
-        if self.start == 0 and not config.skip_eval_before_train:
-            self.evaluate(0)
+        if total == 0 or (self.start == 0 and not config.skip_eval_before_train):
+            self.evaluate(self.start)
         for rollout_id in range(self.start, total):
             began = time.monotonic()
             rollout = self.generate(rollout_id)
-            merged = dict(rollout.metrics or {})
-            merged |= self.train_on(rollout_id, rollout)
+            after = self.train_on(rollout_id, rollout)
             if _due(rollout_id, config.save_interval, total):
                 self.save(rollout_id)
-            merged |= self.publish_weights(rollout_id + 1)
-            merged["perf/step_time"] = time.monotonic() - began
-            self.metrics.log(_without(merged, "train/"), rollout_id, "rollout", rollout_id=rollout_id)
-            self.result.metrics.append(merged)
-            self.progress.step(rollout_id, merged)
+            after |= self.publish_weights(rollout_id + 1)
+            after["perf/step_time"] = time.monotonic() - began
+            logged = after if rollout.is_logged else rollout.metrics | after
+            self.metrics.log(_without(logged, "train/"), rollout_id, "rollout", rollout_id=rollout_id)
+            self.result.metrics.append(rollout.metrics | after)
+            self.progress.step(rollout_id, rollout.metrics | after)
             if _due(rollout_id, config.eval_interval, total):
                 self.evaluate(rollout_id + 1)
 
-    def generate(self, rollout_id: int) -> RolloutFnTrainOutput:
+    def generate(self, rollout_id: int) -> Generated:
         self.progress.status("rollout", f"generating {self.config.rollout_batch_size} groups")
+        args, began = self.runtime.args, time.monotonic()
         with self._dead_engine_named():
-            output = call_rollout_fn(
-                self._rollout_fn, self.runtime.args, rollout_id, self.data_source, evaluation=False
-            )
+            output = call_rollout_fn(self._rollout_fn, args, rollout_id, self.data_source, evaluation=False)
         assert isinstance(output, RolloutFnTrainOutput)
+        seconds = time.monotonic() - began
+        save_rollout(self.config, rollout_id, output.samples)
+        samples = list(leaves(output.samples))
+        metrics = rollout_metrics(args, samples, seconds) if output.metrics is None else dict(output.metrics)
+        is_logged = self._log_rollout(rollout_id, args, samples, dict(metrics), seconds) is True
         self.progress.status("rollout", "waiting")
-        return output
+        return Generated(output.samples, metrics, is_logged)
 
-    def train_on(self, rollout_id: int, rollout: RolloutFnTrainOutput) -> dict[str, Any]:
+    def train_on(self, rollout_id: int, rollout: Generated) -> dict[str, Any]:
+        """Train on a rollout; its metrics, without any of an optimizer step when it filled none."""
+        if self.trainers is None:
+            return {}
         if self.config.offload_rollout and self.publisher is not None:
             self.runtime.run(self.runtime.pool.broadcast("flush_cache"))
             self.runtime.run(self.runtime.pool.broadcast("release_memory", ENGINE_MEMORY))
         self.progress.status("trainer", f"training on rollout {rollout_id}")
-        trained = self.trainers.train(rollout_id, rollout.samples)
+        trained = self.trainers.train(rollout_id, rollout.samples, last=rollout_id == self.total - 1)
         for metrics in trained.metrics:
             self.metrics.log(metrics, int(metrics["train/step"]), "train", rollout_id=rollout_id)
-        if self.config.ci_test:
+        if self.config.ci_test and trained.metrics:
             check_numbers(self.config, rollout_id, trained.metrics)
         self.progress.status("trainer", "waiting")
-        return trained.rollout_metrics | trained.metrics[-1]
+        return trained.rollout_metrics | (trained.metrics[-1] if trained.metrics else {})
 
     def publish_weights(self, version: int) -> dict[str, float]:
         if self.publisher is None:
@@ -219,21 +286,25 @@ class Run:
 
     def evaluate(self, step: int) -> None:
         """Evaluate the weights after `step` rollouts."""
-        if not self.config.eval_prompt_data:
+        if not evaluates(self.config) or self.fleet is None:
             return
         self.progress.status("rollout", "evaluating")
         with self._dead_engine_named():
             output = call_rollout_fn(self._eval_fn, self.runtime.args, step, self.data_source, evaluation=True)
         assert isinstance(output, RolloutFnEvalOutput)
         metrics = eval_metrics(self.runtime.args, output.data) if output.metrics is None else dict(output.metrics)
-        self.metrics.log(metrics, step, "eval", rollout_id=max(step - 1, 0))
+        save_evaluation(self.config, step, output.data)
+        if self._log_eval(step, self.runtime.args, output.data, dict(metrics)) is not True:
+            self.metrics.log(metrics, step, "eval", rollout_id=max(step - 1, 0))
         self.result.evaluations.append((step, metrics))
-        names = [name for name, _ in self.config.eval_prompt_data if f"eval/{name}" in metrics]
+        names = [name for name in output.data if f"eval/{name}" in metrics]
         self.progress.evaluation(step, {name: metrics[f"eval/{name}"] for name in names})
         self.progress.status("rollout", "waiting")
 
     def save(self, rollout_id: int) -> None:
         """The data position first, the trainers' checkpoint last: only a whole checkpoint is ever resumed from."""
+        if self.trainers is None:
+            return
         if self.config.save is not None:
             self.progress.status("trainer", "saving a checkpoint")
             self.data_source.save(rollout_id)
@@ -246,7 +317,8 @@ class Run:
         self.result.seconds = time.monotonic() - self._began
         self.progress.close()
         plot = plot_rewards(self.run_dir.metrics, self.run_dir.plot("reward"), title=self.run_dir.path.name)
-        show_summary(self.result, self.config, plot, self.progress.console)
+        datasets = [(one.name, one.path) for one in eval_datasets(self.config)]
+        show_summary(self.result, self.config.replace(eval_prompt_data=datasets), plot, self.progress.console)
 
     @contextmanager
     def _dead_engine_named(self) -> Iterator[None]:
@@ -254,21 +326,31 @@ class Run:
         try:
             yield
         except RunFailed:
-            if self.fleet is not None:
-                self.fleet.check()
+            for fleet in (self.fleet, self.teacher_fleet):
+                if fleet is not None:
+                    fleet.check()
             raise
 
 
 def _num_rollout(config: Config, data_source: Any) -> int:
     if config.num_rollout is not None:
         return config.num_rollout
+    if isinstance(data_source, DumpedRollouts):
+        return data_source.count(config.start_rollout_id or 0)
     assert config.num_epoch is not None
     return config.num_epoch * int(data_source.num_rollout_per_epoch)
 
 
-def _eval_datasets(config: Config) -> dict[str, Any]:
+def _data_source(config: Config) -> Any:
+    if config.load_debug_rollout_data is not None:
+        return DumpedRollouts(config)
+    return make_data_source(config)
+
+
+def _eval_prompts(config: Config) -> dict[str, Any]:
     """What the default evaluation will ask for, read now: a broken file must not end a run at its first evaluation."""
-    if not config.eval_prompt_data or config.eval_function_path != DEFAULT_ROLLOUT_FUNCTION:
+    default = config.eval_function_path == DEFAULT_ROLLOUT_FUNCTION
+    if not evaluates(config) or not needs_engines(config) or not default:
         return {}
     return read_eval_datasets(config, load_tokenizer(config.hf_checkpoint, trust_remote_code=config.trust_remote_code))
 
@@ -276,6 +358,11 @@ def _eval_datasets(config: Config) -> dict[str, Any]:
 def _rollout_function(path: str | None, flag: str) -> Callable[..., Any]:
     assert path is not None
     return load_function(path, what=flag, params=("args", "rollout_id", "data_source"))
+
+
+def _log_function(path: str | None, flag: str, params: tuple[str, ...]) -> Callable[..., Any]:
+    """The user's function, or one that leaves the logging to us."""
+    return load_function(path, what=flag, params=params) if path is not None else lambda *_: False
 
 
 def _due(rollout_id: int, interval: int | None, total: int) -> bool:

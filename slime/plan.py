@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 
 from slime.config import Config
+from slime.config.algorithm import serves_teacher
+from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.rollout import SFT_ROLLOUT_FUNCTION
 from slime.config.megatron_flags import MEGATRON_FLAGS
@@ -60,12 +62,14 @@ class Plan:
 
 def make_plan(config: Config, *, device: str, gpu_count: int) -> Plan:
     """The plan of a resolved config on a machine with `gpu_count` GPUs; refuses what cannot be placed."""
-    trainers = config.actor_num_nodes * config.actor_num_gpus_per_node
+    trainers = 0 if config.debug_rollout_only else config.actor_num_nodes * config.actor_num_gpus_per_node
     engines = config.rollout_num_gpus // config.rollout_num_gpus_per_engine if needs_engines(config) else 0
     gpus_needed = _check_gpus(config, device, gpu_count, trainers, engines)
     shape = ModelShape.from_folder(config.hf_checkpoint)
     backend, backend_reason = choose_rollout_backend(config, device) if engines else ("none", "nothing is generated")
-    transport, transport_reason = choose_transport(config, device) if engines else ("none", "there is no engine")
+    transport, transport_reason = ("none", "nothing is trained" if engines else "there is no engine")
+    if engines and trainers:
+        transport, transport_reason = choose_transport(config, device)
     available = nvidia_gpu_memory() if device == "cuda" else available_memory()
     processes = _processes(config, shape, device, trainers, engines, available)
     steps = _optimizer_steps(config)
@@ -97,8 +101,10 @@ def choose_rollout_backend(config: Config, device: str) -> tuple[str, str]:
 
 
 def needs_engines(config: Config) -> bool:
-    """Whether anything is generated: SFT without evaluation only reads answers."""
-    return config.rollout_function_path != SFT_ROLLOUT_FUNCTION or bool(config.eval_prompt_data)
+    """Whether anything is generated: SFT without evaluation only reads answers, and a debug mode leaves it out."""
+    if config.debug_train_only:
+        return False
+    return config.rollout_function_path != SFT_ROLLOUT_FUNCTION or evaluates(config)
 
 
 def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, engines: int) -> int:
@@ -131,8 +137,13 @@ def _processes(
         first = 0 if config.colocate else trainers
         memory = engine_memory(config, shape, device=device, available=available)
         processes.append(ProcessPlan("engine", engines, _where(device, first, config.rollout_num_gpus), memory))
-    memory = trainer_memory(config, shape, device=device, trainers=trainers)
-    processes.append(ProcessPlan("trainer", trainers, _where(device, 0, trainers), memory))
+        if serves_teacher(config) and config.opd_teacher_load is not None:
+            teacher = ModelShape.from_folder(config.opd_teacher_load)
+            memory = engine_memory(config, teacher, device=device, available=available)
+            processes.append(ProcessPlan("teacher", 1, _where(device, first, 1), memory))
+    if trainers:
+        memory = trainer_memory(config, shape, device=device, trainers=trainers)
+        processes.append(ProcessPlan("trainer", trainers, _where(device, 0, trainers), memory))
     return tuple(processes)
 
 
@@ -168,13 +179,16 @@ def _process_rows(
 
 def _batch_rows(config: Config, trainers: int) -> tuple[tuple[str, str], ...]:
     prompts, per_prompt = config.rollout_batch_size, config.n_samples_per_prompt
+    rollout = ("rollout step", f"{prompts} prompts x {per_prompt} samples = {prompts * per_prompt} samples")
+    if not trainers:
+        return (rollout, ("training", "none"))
     batch, steps = config.global_batch_size, config.num_steps_per_rollout
     share = f"{batch // trainers}" if batch % trainers == 0 else f"{batch // trainers} to {batch // trainers + 1}"
     forward = f"{config.micro_batch_size} per forward pass"
     if config.use_dynamic_batch_size:
         forward = f"up to {config.max_tokens_per_gpu} tokens per forward pass"
     return (
-        ("rollout step", f"{prompts} prompts x {per_prompt} samples = {prompts * per_prompt} samples"),
+        rollout,
         ("training", f"{steps} optimizer step{'s' * (steps > 1)} of {batch} samples"),
         ("per trainer", f"{share} samples, {forward}"),
     )
@@ -185,6 +199,8 @@ def _length_rows(config: Config, steps: int | None) -> tuple[tuple[str, str], ..
         length = f"{config.num_rollout} rollout steps, {steps} optimizer steps"
         if config.num_rollout == 0:
             length = "no training, evaluation only"
+    elif config.load_debug_rollout_data is not None:
+        length = "as many rollout steps as there are dumps"
     else:
         length = f"{config.num_epoch} x (prompts / {config.rollout_batch_size}) rollout steps"
     horizon = config.lr_decay_iters or steps or "all"
@@ -194,8 +210,8 @@ def _length_rows(config: Config, steps: int | None) -> tuple[tuple[str, str], ..
     if config.lr_warmup_iters:
         rate += f", after {config.lr_warmup_iters} steps of warm-up"
     rows = [("run", length), ("learning rate", rate)]
-    if config.eval_interval is not None:
-        names = ", ".join(name for name, _ in config.eval_prompt_data)
+    if config.eval_interval is not None and needs_engines(config):
+        names = ", ".join(dataset.name for dataset in eval_datasets(config))
         before = "" if config.skip_eval_before_train else "before training and "
         rows.append(("evaluation", f"{before}every {config.eval_interval} rollout steps on {names}"))
     return tuple(rows)
@@ -245,6 +261,8 @@ def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
         rows.append(("checkpoints", f"{config.save}, {every}"))
     if config.save_hf is not None:
         rows.append(("model folders", f"{config.save_hf}, {every}"))
+    if config.save_debug_rollout_data is not None:
+        rows.append(("rollout dumps", config.save_debug_rollout_data))
     if config.load is not None:
         found = Path(config.load).is_dir() and any(Path(config.load).iterdir())
         rows.append(("continues from", config.load if found else f"{config.load} (empty: a fresh start)"))
@@ -253,12 +271,17 @@ def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
 
 def _notes(config: Config, backend: str) -> list[str]:
     notes = []
-    if config.eval_prompt_data and config.eval_interval is None:
-        notes.append("--eval-prompt-data without --eval-interval: there is no periodic evaluation")
-    own_reward = config.custom_generate_function_path or config.loss_type == "sft_loss"
+    if evaluates(config) and not needs_engines(config):
+        notes.append("--debug-train-only: nothing is evaluated, there are no engines")
+    elif evaluates(config) and config.eval_interval is None:
+        flag = "--eval-prompt-data" if config.eval_prompt_data else "--eval-config"
+        notes.append(f"{flag} without --eval-interval: there is no periodic evaluation")
+    own_reward = config.custom_generate_function_path or config.loss_type == "sft_loss" or config.use_opd
     if config.rm_type is None and config.custom_rm_path is None and not own_reward:
         notes.append("neither --rm-type nor --custom-rm-path: each row's metadata must name its rm_type")
-    if config.save is None and config.save_hf is None:
+    if config.debug_rollout_only:
+        notes.append(f"--debug-rollout-only: engines serve {config.hf_checkpoint} throughout, nothing is trained")
+    elif config.save is None and config.save_hf is None:
         notes.append("neither --save nor --save-hf: the trained model is not kept")
     normalised = not config.disable_rewards_normalization and config.custom_reward_post_process_path is None
     if config.loss_type == "policy_loss" and config.n_samples_per_prompt == 1 and normalised:

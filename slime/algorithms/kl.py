@@ -3,16 +3,23 @@
 With d = log pi - log pi_ref (Schulman 2020, "Approximating KL Divergence"): k1 = d is unbiased with high variance;
 k2 = d^2 / 2 is biased with low variance; k3 = exp(-d) - 1 + d is unbiased, never negative, with low variance;
 low_var_kl is k3 clamped to [-10, 10].
+
+The gradient of such an estimate is not an estimate of the KL's gradient unless the sample is weighed by the ratio of
+the policy it is meant for to the policy it came from (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1):
+    unbiased = pi / pi_old * kl
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
+from slime.algorithms.ratio import MAX_LOG_RATIO, finite_ratio
 
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
 
-def approximate_kl(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
+def approximate_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     difference = log_probs - ref_log_probs
     match kind:
         case "k1":
@@ -20,7 +27,16 @@ def approximate_kl(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: s
         case "k2":
             return 0.5 * difference.square()
         case "k3":
-            return torch.expm1(-difference) + difference
+            return _k3(difference)
         case "low_var_kl":
-            return (torch.expm1(-difference) + difference).clamp(-10.0, 10.0)
+            return _k3(difference).clamp(-10.0, 10.0)
     raise ValueError(f"unknown KL estimator {kind!r}: choose one of {', '.join(KL_TYPES)}")
+
+
+def _k3(difference: Tensor) -> Tensor:
+    return torch.expm1((-difference).clamp_max(MAX_LOG_RATIO)) + difference
+
+
+def unbiased_kl(kl: Tensor, log_ratio: Tensor) -> Tensor:
+    """kl * exp(log pi - log pi_old); the gradient flows through both factors."""
+    return kl * finite_ratio(log_ratio)

@@ -16,6 +16,20 @@ import numpy as np
 STD_EPSILON = 1e-6
 
 
+def group_members(
+    rewards: Sequence[float], group_indices: Sequence[Hashable], excluded: Sequence[bool] | None
+) -> list[list[int]]:
+    """The positions of each group's members, without the excluded ones."""
+    if len(rewards) != len(group_indices):
+        raise ValueError(f"{len(rewards)} rewards but {len(group_indices)} group indices")
+    skip = [False] * len(rewards) if excluded is None else list(excluded)
+    members: dict[Hashable, list[int]] = {}
+    for position, group in enumerate(group_indices):
+        if not skip[position]:
+            members.setdefault(group, []).append(position)
+    return list(members.values())
+
+
 def normalize_group_rewards(
     rewards: Sequence[float],
     group_indices: Sequence[Hashable],
@@ -24,15 +38,8 @@ def normalize_group_rewards(
     excluded: Sequence[bool] | None = None,
 ) -> list[float]:
     """Centre each reward on its group, and scale it by the group's deviation when the group has several members."""
-    if len(rewards) != len(group_indices):
-        raise ValueError(f"{len(rewards)} rewards but {len(group_indices)} group indices")
-    skip = [False] * len(rewards) if excluded is None else list(excluded)
-    members: dict[Hashable, list[int]] = {}
-    for position, group in enumerate(group_indices):
-        if not skip[position]:
-            members.setdefault(group, []).append(position)
     normalized = [0.0] * len(rewards)
-    for positions in members.values():
+    for positions in group_members(rewards, group_indices, excluded):
         values = np.asarray([rewards[position] for position in positions], dtype=np.float64)
         centred = values - values.mean()
         if divide_by_std and len(values) > 1:

@@ -26,6 +26,11 @@ def needs_reference(config: Config) -> bool:
     return config.use_kl_loss or config.kl_coef != 0
 
 
+def serves_teacher(config: Config) -> bool:
+    """An engine of this run serves the teacher of on-policy distillation."""
+    return config.use_opd and config.opd_type == "engine" and config.opd_teacher_load is not None
+
+
 def has_critic(config: Config) -> bool:
     return config.advantage_estimator == "ppo" and config.loss_type == "policy_loss"
 
@@ -188,3 +193,11 @@ def _distillation(config: Config) -> Iterator[str]:
         yield "--opd-type trainer needs --opd-teacher-load, the teacher's model folder"
     elif config.opd_type == "engine" and config.opd_teacher_load is None and config.rm_url is None:
         yield "--opd-type engine needs --opd-teacher-load (a folder to serve) or --rm-url (where it is served)"
+    if config.opd_type == "engine" and config.rollout_temperature != 1:
+        yield (
+            f"--opd-type engine scores at temperature 1, but --rollout-temperature is {config.rollout_temperature}: "
+            "use 1, or --opd-type trainer"
+        )
+    rewards_there = config.rm_type is not None and config.rm_type.removeprefix("boxed_") == "remote_rm"
+    if serves_teacher(config) and config.rm_url is not None and not rewards_there:
+        yield "--opd-teacher-load and --rm-url each name a teacher of --opd-type engine: keep one"

@@ -10,16 +10,20 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slime.config.algorithm import algorithm_contradictions
+from slime.config.algorithm import NONZERO_STD_FILTER, algorithm_contradictions
 from slime.config.config import Config
+from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
 from slime.config.shape_flags import read_model_config
 from slime.errors import UserError
-from slime.plugins import load_function
+from slime.plugins import CONTRACTS, constructor_values, load_plugin
+
+DUMP_SUFFIXES = (".jsonl", ".pt")
+"""Kinds of files that hold the samples of a rollout."""
 
 _SLICE = re.compile(r"(?P<path>.*)@\[-?\d*:-?\d*\]")
-_BUILT_IN = (DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION)
+_BUILT_IN = (DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION, NONZERO_STD_FILTER)
 
 
 def check_flags_fit(config: Config) -> None:
@@ -40,10 +44,11 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 def _length_and_data(config: Config) -> Iterator[str]:
     sft = config.loss_type == "sft_loss"
-    if config.num_rollout is None and config.num_epoch is None:
+    replays = config.load_debug_rollout_data is not None
+    if config.num_rollout is None and config.num_epoch is None and not replays:
         yield "the length of the run is missing: give --num-rollout (steps) or --num-epoch (passes over the prompts)"
     own_source = config.disable_rollout_global_dataset or config.data_source_path != DEFAULT_DATA_SOURCE
-    if config.prompt_data is None and not own_source:
+    if config.prompt_data is None and not own_source and not replays:
         yield "--prompt-data is missing: name a .jsonl or .parquet file of prompts"
     if config.num_rollout is None and config.disable_rollout_global_dataset:
         yield "--num-epoch needs prompt data, but --disable-rollout-global-dataset turns it off: give --num-rollout"
@@ -56,6 +61,9 @@ def _length_and_data(config: Config) -> Iterator[str]:
         yield "--mask-offpolicy-in-partial-rollout is about continued responses: add --partial-rollout"
     if config.debug_rollout_only and config.debug_train_only:
         yield "--debug-rollout-only and --debug-train-only leave nothing to run: keep one"
+    generates = config.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION and not config.custom_generate_function_path
+    if config.debug_train_only and generates and not replays:
+        yield "--debug-train-only starts no engine to generate with: add --load-debug-rollout-data FILE"
     if config.balance_by_flops and not config.use_dynamic_batch_size:
         yield "--balance-by-flops shapes dynamic micro-batches: add --use-dynamic-batch-size --max-tokens-per-gpu"
     if config.rollout_max_response_len is None and not sft:
@@ -88,14 +96,14 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 
 def _evaluation(config: Config) -> Iterator[str]:
-    if config.eval_interval is not None and not config.eval_prompt_data:
-        yield f"--eval-interval {config.eval_interval} has nothing to evaluate: give --eval-prompt-data NAME PATH"
-    names = [name for name, _ in config.eval_prompt_data]
-    for name in names:
-        if names.count(name) > 1:
-            yield f"--eval-prompt-data has two datasets named {name}: give each its own name"
-    if config.eval_prompt_data and config.eval_max_response_len is None:
-        yield "--eval-max-response-len is missing: it bounds the tokens of one evaluation response"
+    if config.eval_interval is not None and not evaluates(config):
+        yield (
+            f"--eval-interval {config.eval_interval} has nothing to evaluate: give --eval-prompt-data NAME PATH or "
+            "--eval-config FILE"
+        )
+    for dataset in eval_datasets(config):
+        if dataset.max_response_len is None:
+            yield "--eval-max-response-len is missing: it bounds the tokens of one evaluation response"
 
 
 def _saving(config: Config) -> Iterator[str]:
@@ -121,19 +129,48 @@ def _check_patterns(flag: str, patterns: Sequence[str] | None) -> None:
 def check_files(config: Config) -> None:
     """What the run reads exists and can be read; what it writes can be written."""
     check_model_folder(config.hf_checkpoint, "--hf-checkpoint")
-    if config.prompt_data is not None and not config.disable_rollout_global_dataset:
+    if config.opd_teacher_load is not None:
+        check_model_folder(config.opd_teacher_load, "--opd-teacher-load")
+    replays = config.load_debug_rollout_data is not None
+    if config.prompt_data is not None and not config.disable_rollout_global_dataset and not replays:
         _check_data_file(config.prompt_data, "--prompt-data")
-    for name, path in config.eval_prompt_data:
-        _check_data_file(path, f"--eval-prompt-data {name}")
+    if not config.debug_train_only:
+        for dataset in eval_datasets(config):
+            _check_data_file(dataset.path, dataset.origin)
+    _check_dump_files(config)
     _check_checkpoint_folders(config)
     for flag, folder in (
         ("--save", config.save),
         ("--save-hf", config.save_hf),
         ("--output-dir", config.output_dir),
         ("--update-weight-disk-dir", config.update_weight_disk_dir),
+        ("--save-debug-rollout-data", _folder_of(config.save_debug_rollout_data)),
     ):
         if folder is not None:
             _check_writable(folder.partition("{")[0] or ".", flag)
+
+
+def _check_dump_files(config: Config) -> None:
+    for flag, template in (
+        ("--save-debug-rollout-data", config.save_debug_rollout_data),
+        ("--load-debug-rollout-data", config.load_debug_rollout_data),
+    ):
+        if template is None:
+            continue
+        if Path(template).suffix not in DUMP_SUFFIXES:
+            raise UserError(f"{flag} {template}: a dump is a file that ends in {' or '.join(DUMP_SUFFIXES)}")
+        try:
+            first = Path(template.format(rollout_id=config.start_rollout_id or 0))
+        except (KeyError, IndexError, ValueError) as error:
+            raise UserError(f"{flag} {template} may hold only the placeholder {{rollout_id}}") from error
+        if flag == "--save-debug-rollout-data" and str(first) == str(Path(template)):
+            raise UserError(f"{flag} {template} has no {{rollout_id}}: every rollout would overwrite the one before")
+        if flag == "--load-debug-rollout-data" and config.load is None and not first.is_file():
+            raise UserError(f"{flag}: there is no dump {first}")
+
+
+def _folder_of(template: str | None) -> str | None:
+    return None if template is None else str(Path(template).parent)
 
 
 def check_model_folder(folder: str, flag: str) -> None:
@@ -182,23 +219,19 @@ def _check_writable(folder: str, flag: str) -> None:
 
 
 def check_plugins(config: Config) -> None:
-    """Every function the user named imports and takes the arguments it will get."""
-    rollout_params = ("args", "rollout_id", "data_source")
-    named: list[tuple[str, str | None, tuple[str, ...]]] = [
-        ("--rollout-function-path", config.rollout_function_path, rollout_params),
-        ("--eval-function-path", config.eval_function_path, rollout_params),
-        (
-            "--custom-generate-function-path",
-            config.custom_generate_function_path,
-            ("args", "sample", "sampling_params"),
-        ),
-        ("--custom-rm-path", config.custom_rm_path, ("args", "samples" if config.group_rm else "sample")),
-        ("--data-source-path", config.data_source_path, ("args",)),
-        ("--buffer-filter-path", config.buffer_filter_path, ("args", "rollout_id", "buffer", "num_samples")),
-        ("--rollout-sample-filter-path", config.rollout_sample_filter_path, ("args", "groups")),
-        ("--custom-reward-post-process-path", config.custom_reward_post_process_path, ("args", "samples")),
-    ]
-    named += [("--rollout-sample-hook-path", path, ("args", "sample")) for path in config.rollout_sample_hook_path]
-    for flag, path, params in named:
-        if path is not None and path not in _BUILT_IN:
-            load_function(path, what=flag, params=params)
+    """Every function and class the user named imports and can be called the way it will be."""
+    for contract in CONTRACTS:
+        named = getattr(config, contract.field_name)
+        for path in named if isinstance(named, list) else [named]:
+            if path is None or path in _BUILT_IN:
+                continue
+            found = load_plugin(path, contract.flag)
+            if isinstance(found, type) and not contract.is_class:
+                constructor_values(found, config, f"{contract.flag} {path}")
+    for dataset in eval_datasets(config):
+        for flag, path in (
+            ("--custom-generate-function-path", dataset.custom_generate_function_path),
+            ("--custom-rm-path", dataset.custom_rm_path),
+        ):
+            if path is not None:
+                load_plugin(path, flag)

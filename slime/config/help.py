@@ -20,7 +20,7 @@ FILE_FLAGS: tuple[tuple[str, str, str], ...] = (
     (
         "--custom-config-path",
         "FILE",
-        "YAML file whose entries override everything; unknown ones reach plugins as args.<name>",
+        "YAML file of your own values, which plugins read as args.<name>; names of flags are refused",
     ),
     ("--help", "", "show this text"),
 )

@@ -2,7 +2,7 @@
 
 Invariant: every word is accounted for. A flag is a field, a carried-through one (sglang-*, router-*, Megatron's, the
 user's own), a known one this version lacks, or an error that suggests the nearest name. Precedence, lowest first:
-defaults, --config files in order, the command line, --custom-config-path.
+defaults, --config files in order, the command line. Entries of --custom-config-path are the user's own: no flags.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def parse_flags(argv: Sequence[str] | None = None, add_custom_arguments: AddCust
     _take_command_line(occurrences, custom, values, carried)
     for occurrence in occurrences:
         if occurrence.name == "custom-config-path":
-            _take_file(_single_word(occurrence), values, carried, what="--custom-config-path", keep_unknown=True)
+            carried.update(_own_entries(_single_word(occurrence)))
     return Config(**values, carried=carried)
 
 
@@ -182,7 +182,6 @@ def _take_file(
     *,
     what: str,
     custom: _CustomParser | None = None,
-    keep_unknown: bool = False,
 ) -> None:
     own_flags = custom.names if custom is not None else {}
     for key, value in read_config_file(path, what=what).items():
@@ -194,10 +193,23 @@ def _take_file(
         elif spec is not None:
             if value is not None:
                 values[spec.name] = coerce(spec, value, where)
-        elif keep_unknown or flag in own_flags or _is_carried(flag):
+        elif flag in own_flags or _is_carried(flag):
             carried[flag.replace("-", "_")] = plain_value(value, where)
         else:
             _refuse_key(key, flag, path)
+
+
+def _own_entries(path: str) -> dict[str, Any]:
+    """The user's own values, for plugins to read as `args.<name>`; a name that means something already is refused."""
+    entries: dict[str, Any] = {}
+    for key, value in read_config_file(path, what="--custom-config-path").items():
+        name = key.replace("-", "_")
+        if key.replace("_", "-") in _BY_FLAG:
+            raise UserError(f"{key} in {path} is the flag --{name.replace('_', '-')}: give it there, or rename the key")
+        if hasattr(Config, name):
+            raise UserError(f"{key} in {path} is taken: args.{name} is part of the config object, rename the key")
+        entries[name] = plain_value(value, f"{key} in {path}")
+    return entries
 
 
 def _is_carried(flag: str) -> bool:

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slime.config.algorithm import derive_algorithm
+from slime.config.algorithm import derive_algorithm, has_critic
 from slime.config.batch import derive_batch_sizes
 from slime.config.checks import check_files, check_flags_fit, check_plugins
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.config.roles import critic_flags, role_overrides
 from slime.config.shape_flags import check_shape_flags
 from slime.config.values import coerce
 from slime.errors import UserError
@@ -25,9 +26,12 @@ _log = logging.getLogger(__name__)
 def resolve(config: Config) -> Config:
     """The config a run works with; raises UserError when the flags do not make a run."""
     config = _checked_values(config)
+    config = config.replace(**role_overrides(config, "actor"))
     config = derive(config)
     check_flags_fit(config)
     check_files(config)
+    if has_critic(config):
+        critic_flags(config)
     check_shape_flags(config)
     check_plugins(config)
     return config

@@ -25,7 +25,8 @@ from slime.plugins import load_function
 
 logger = logging.getLogger(__name__)
 
-Group = list[Sample]
+Group = list[Sample] | list[Sample | list[Sample]]
+"""All that belongs to one prompt; a member that is a list is the fan-out of one sample."""
 BufferFilter = Callable[[Any, int | None, list[Group], int], list[Group]]
 
 
@@ -34,6 +35,8 @@ class RolloutDataSource:
 
     def __init__(self, args: Any) -> None:
         self.args = args
+        self.rollout_id: int | None = None
+        """The rollout that asks for samples; set by whoever calls the rollout function."""
         self.epoch_id = 0
         self.sample_offset = 0
         self.sample_group_index = 0
@@ -174,7 +177,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self.buffer: list[Group] = []
-        self.buffer_filter: BufferFilter = pop_first
+        self.buffer_filter: BufferFilter = _method_or_default(self)
         if args.buffer_filter_path is not None:
             self.buffer_filter = load_function(
                 args.buffer_filter_path,
@@ -190,8 +193,10 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def add_samples(self, samples: list[Group]) -> None:
         """Put groups back; they are served again before new prompts."""
         for group in samples:
-            if not isinstance(group, list) or not group or not all(isinstance(sample, Sample) for sample in group):
-                raise TypeError("add_samples takes a list of groups, each a non-empty list of Sample")
+            if not isinstance(group, list) or not group or not all(_is_member(member) for member in group):
+                raise TypeError(
+                    "add_samples takes a list of groups, each a non-empty list of Sample, or of lists of them"
+                )
         self.buffer.extend(samples)
 
     def get_buffer_length(self) -> int:
@@ -202,18 +207,18 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """The position and the buffered groups as JSON values."""
         return {
             **super().state_dict(),
-            "buffer": [[sample_to_json(sample) for sample in group] for group in self.buffer],
+            "buffer": [[_member_to_json(member) for member in group] for group in self.buffer],
         }
 
     def load_state_dict(self, state: dict[str, Any], *, origin: str = "the saved data position") -> None:
         """Take over a position and its buffered groups."""
         super().load_state_dict(state, origin=origin)
-        self.buffer = [[sample_from_json(sample) for sample in group] for group in state.get("buffer", [])]
+        self.buffer = [[_member_from_json(member) for member in group] for group in state.get("buffer", [])]
 
     def _take_from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer or num_samples <= 0:
             return []
-        groups = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        groups = self.buffer_filter(self.args, self.rollout_id, self.buffer, num_samples)
         if len(groups) > num_samples:
             raise UserError(
                 f"--buffer-filter-path {self.args.buffer_filter_path}: returned {len(groups)} groups when asked for at "
@@ -227,6 +232,40 @@ def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_sample
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken
+
+
+def _is_member(member: Any) -> bool:
+    if isinstance(member, list):
+        return bool(member) and all(isinstance(sample, Sample) for sample in member)
+    return isinstance(member, Sample)
+
+
+def _member_to_json(member: Sample | list[Sample]) -> Any:
+    return sample_to_json(member) if isinstance(member, Sample) else [sample_to_json(sample) for sample in member]
+
+
+def _member_from_json(data: Any) -> Sample | list[Sample]:
+    return [sample_from_json(sample) for sample in data] if isinstance(data, list) else sample_from_json(data)
+
+
+def remove_chosen(buffer: list[Any], chosen: list[Any]) -> None:
+    """Take out of the buffer, in place, the very objects that were chosen and are still there."""
+    gone = {id(item) for item in chosen}
+    buffer[:] = [item for item in buffer if id(item) not in gone]
+
+
+def _method_or_default(source: RolloutDataSource) -> BufferFilter:
+    """`buffer_filter(self, args, buffer, num_samples)` of a subclass that has this method; else `pop_first`."""
+    method = getattr(type(source), "buffer_filter", None)
+    if method is None:
+        return pop_first
+
+    def choose(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+        chosen = list(method(source, args, buffer, num_samples))
+        remove_chosen(buffer, chosen)
+        return chosen
+
+    return choose
 
 
 def _open_dataset(args: Any) -> PromptDataset:

@@ -47,7 +47,10 @@ class EngineStartTimeout(RunFailed):
 
 
 class EngineFleet:
-    """`rollout_num_gpus // rollout_num_gpus_per_engine` engines on this machine, named engine-0, engine-1, ..."""
+    """`rollout_num_gpus // rollout_num_gpus_per_engine` engines on this machine, named engine-0, engine-1, ...
+
+    Each writes its log to `logs/<name>-<i>.log`.
+    """
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class EngineFleet:
         device: str,
         run_dir: str | os.PathLike[str],
         model_path: str | os.PathLike[str],
+        name: str = "engine",
         launcher: Sequence[str] = EMBEDDED_ENGINE,
     ) -> None:
         _, reason = choose_backend(config.rollout_backend)
@@ -64,6 +68,7 @@ class EngineFleet:
         self._device = device
         self._logs = Path(run_dir) / "logs"
         self._model_path = os.fspath(model_path)
+        self._name = name
         self._launcher = list(launcher)
         self._processes = ProcessSet()
         self._ports: list[int] = []
@@ -124,7 +129,7 @@ class EngineFleet:
         return fixed_ports(self._config) or free_ports(self.size, self._config.host)
 
     def _engine(self, index: int) -> ChildProcess:
-        name = f"engine-{index}"
+        name = f"{self._name}-{index}"
         return ChildProcess(name, self._argv(index), env=self._env(index), log_path=self._logs / f"{name}.log")
 
     def _argv(self, index: int) -> list[str]:

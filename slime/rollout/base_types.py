@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.data.sample import Sample
+from slime.data.source import RolloutDataSource
 
 Produced = Sample | list[Sample]
 """What one dispatched sample became: itself, or several training samples (fan-out)."""
@@ -38,7 +39,9 @@ class RolloutFnEvalOutput:
 def call_rollout_fn(
     fn: Callable[..., Any], args: Any, rollout_id: int, data_source: Any, *, evaluation: bool
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a rollout function and wrap a bare result."""
+    """Call a rollout function and wrap a bare result; the default data sources learn which rollout asks them."""
+    if isinstance(data_source, RolloutDataSource) and not evaluation:
+        data_source.rollout_id = rollout_id
     output = fn(args, rollout_id, data_source, evaluation=evaluation)
     if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
         return output

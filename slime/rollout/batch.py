@@ -1,4 +1,8 @@
-"""One training rollout: a batch of prompts in, as many groups of finished samples out, sorted by index."""
+"""One training rollout: groups are dispatched, judged as they finish, and collected until the batch is full.
+
+Invariant: every group the data source hands out ends exactly once: in the batch, dropped by the filter, or back in the
+source's buffer (finished ones too many, and those cut off when the batch was full). The batch is sorted by index.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import time
 from typing import Any
 
 from slime.config import Config
-from slime.data.sample import Sample
 from slime.rollout.base_types import Group, RolloutFnTrainOutput, leaves
 from slime.rollout.failures import refuse_all_failed
-from slime.rollout.group import gather_or_cancel
-from slime.rollout.metrics import rollout_metrics
+from slime.rollout.flight import Flight
+from slime.rollout.judge import GroupJudge
+from slime.rollout.metrics import Metrics, rollout_metrics
 from slime.rollout.runtime import RolloutRuntime, runtime_for
+from slime.rollout.scoring import refuse_bad_rewards
 
 
 async def generate_batch(args: Config, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
@@ -22,26 +27,79 @@ async def generate_batch(args: Config, rollout_id: int, data_source: Any) -> Rol
     runtime = runtime_for(args)
     started = time.monotonic()
     runtime.state.reset(rollout_id)
-    prompts: list[list[Sample]] = data_source.get_samples(args.rollout_batch_size)
-    groups = await _finished_groups(runtime, prompts)
+    judge = GroupJudge(runtime, f"rollout {rollout_id}")
+    flight = Flight(runtime)
+    try:
+        groups, surplus = await _filled(runtime, data_source, flight, judge)
+        landed = await flight.land()
+    except BaseException:
+        await flight.cancel()
+        raise
+    finally:
+        runtime.state.remaining_batch_size = 0
+    surplus += landed.finished
+    if surplus or landed.unfinished:
+        data_source.add_samples(sorted(surplus, key=_index) + sorted(landed.unfinished, key=_index))
     groups.sort(key=_index)
     samples = list(leaves(groups))
     refuse_all_failed(samples, f"rollout {rollout_id}")
+    _call_plugins(runtime, groups, sorted([*groups, *judge.dropped], key=_index), data_source)
+    metrics = rollout_metrics(args, samples, time.monotonic() - started)
+    if args.over_sampling_batch_size > args.rollout_batch_size or args.dynamic_sampling_filter_path is not None:
+        metrics |= judge.metrics() | _left_over(surplus, landed.unfinished)
+    return RolloutFnTrainOutput(groups, metrics)
+
+
+async def _filled(
+    runtime: RolloutRuntime, data_source: Any, flight: Flight, judge: GroupJudge
+) -> tuple[list[Group], list[Group]]:
+    """A full batch, and the groups that finished in the same moment as its last one.
+
+    `state.remaining_batch_size` counts the groups dispatched and not dropped. A source that has nothing more to hand
+    out ends a batch early.
+    """
+    args, state = runtime.args, runtime.state
+    target = args.rollout_batch_size
+    groups: list[Group] = []
+    surplus: list[Group] = []
+    while len(groups) < target:
+        while state.remaining_batch_size < target:
+            prompts = data_source.get_samples(args.over_sampling_batch_size)
+            if not prompts:
+                break
+            flight.take_off(prompts)
+        if not len(flight):
+            break
+        for group in await flight.next_finished():
+            if len(groups) == target:
+                surplus.append(group)
+                continue
+            refuse_bad_rewards(runtime.args, list(leaves(group)))
+            if judge.keeps(group, insufficient=state.remaining_batch_size <= target):
+                groups.append(group)
+            else:
+                state.remaining_batch_size -= 1
+    return groups, surplus
+
+
+def _call_plugins(runtime: RolloutRuntime, groups: list[Group], everything: list[Group], data_source: Any) -> None:
+    args = runtime.args
     if args.rollout_sample_filter_path is not None:
         sample_filter = runtime.function(
             args.rollout_sample_filter_path, flag="--rollout-sample-filter-path", params=("args", "groups")
         )
         sample_filter(args, groups)
-    return RolloutFnTrainOutput(groups, rollout_metrics(args, samples, time.monotonic() - started))
+    if args.rollout_all_samples_process_path is not None:
+        process = runtime.function(
+            args.rollout_all_samples_process_path,
+            flag="--rollout-all-samples-process-path",
+            params=("args", "all_groups", "data_source"),
+        )
+        process(args, everything, data_source)
 
 
-async def _finished_groups(runtime: RolloutRuntime, prompts: list[list[Sample]]) -> list[Group]:
-    tasks = runtime.state.submit_generate_tasks(prompts)
-    try:
-        return await gather_or_cancel(tasks)
-    finally:
-        runtime.state.pendings.difference_update(tasks)
-        runtime.state.remaining_batch_size = 0
+def _left_over(surplus: list[Group], unfinished: list[Group]) -> Metrics:
+    return {"rollout/surplus_groups": float(len(surplus)), "rollout/returned_groups": float(len(unfinished))}
 
 
 def _index(group: Group) -> int:

@@ -61,6 +61,7 @@ def forget_response(sample: Sample) -> None:
     sample.response_length = 0
     sample.loss_mask = None
     sample.rollout_log_probs = None
+    sample.teacher_log_probs = None
     sample.rollout_top_p_token_ids = None
     sample.rollout_top_p_token_offsets = None
     sample.rollout_routed_experts = None

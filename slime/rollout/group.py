@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import uuid
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from slime.config import Config
@@ -22,25 +22,37 @@ from slime.rollout.failures import forget_response, mark_failed
 from slime.rollout.generate import generate
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
 from slime.rollout.scoring import score_one, score_together
+from slime.rollout.teacher import teach
 
 T = TypeVar("T")
 
 
 async def generate_and_rm_group(
-    args: Config, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+    args: Config, group: Sequence[Produced], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Group:
-    """Generate and score all samples of one prompt."""
+    """Generate and score all samples of one prompt; fan-outs that an earlier rollout finished are taken as they are.
+
+    A group reward is asked for only when the whole group is there, not when part of it was aborted.
+    """
     runtime = runtime_for(args)
-    for sample in group:
+    for sample in leaves(group):
         if sample.session_id is None:
             sample.session_id = str(uuid.uuid4())
     results: Group = await gather_or_cancel(
-        generate_and_rm(args, sample, _own_params(args, sample, sampling_params, evaluation), evaluation)
-        for sample in group
+        _generated_member(args, member, sampling_params, evaluation) for member in group
     )
-    if args.group_rm:
-        await score_together(runtime, list(leaves(results)))
+    samples = list(leaves(results))
+    if args.group_rm and not any(sample.status is Sample.Status.ABORTED for sample in samples):
+        await score_together(runtime, samples)
     return results
+
+
+async def _generated_member(
+    args: Config, member: Produced, sampling_params: dict[str, Any], evaluation: bool
+) -> Produced:
+    if not isinstance(member, Sample):
+        return member
+    return await generate_and_rm(args, member, _own_params(args, member, sampling_params, evaluation), evaluation)
 
 
 async def generate_and_rm(
@@ -56,8 +68,12 @@ async def generate_and_rm(
             if runtime.state.aborted:
                 sample.status = Sample.Status.ABORTED
                 return sample
+            if args.mask_offpolicy_in_partial_rollout and sample.status is Sample.Status.ABORTED:
+                sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
             produced = await _generated(runtime, sample, sampling_params, evaluation)
         produced = await _hooked(runtime, produced, evaluation)
+    if not evaluation:
+        await teach(runtime, list(leaves([produced])))
     if not args.group_rm:
         if isinstance(produced, Sample):
             await score_one(runtime, produced)

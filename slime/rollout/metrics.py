@@ -14,6 +14,7 @@ from typing import Any
 
 from slime.config import Config
 from slime.data.sample import Sample
+from slime.errors import UserError
 
 Metrics = dict[str, float]
 
@@ -22,9 +23,12 @@ REPETITION_COMPRESSION = 10.0
 
 
 def rollout_metrics(args: Config, samples: Sequence[Sample], rollout_time: float) -> Metrics:
-    """Everything logged about one training rollout: ``rollout/*`` and ``perf/*``."""
+    """Everything logged about one training rollout: ``rollout/*``, ``perf/*``, and what ``--log-*`` flags ask for."""
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples).items()}
     metrics |= {f"rollout/{name}": value for name, value in _reward_metrics(args, _usable(samples)).items()}
+    metrics |= _asked_for(args, [sample for sample in _usable(samples) if sample.reward is not None])
+    if args.log_multi_turn:
+        metrics |= _multi_turn_metrics(args, _usable(samples))
     return metrics | {f"perf/{name}": value for name, value in _perf_metrics(args, samples, rollout_time).items()}
 
 
@@ -115,6 +119,58 @@ def _reward_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
     metrics["zero_std/count"] = float(len(flat))
     for reward, count in Counter(round(reward, 1) for reward in flat).items():
         metrics[f"zero_std/count_{reward}"] = float(count)
+    return metrics
+
+
+def _asked_for(args: Config, scored: Sequence[Sample]) -> Metrics:
+    """``--log-passrate``, ``--log-reward-category`` and ``--log-correct-samples``; a reward of 1 is a right answer."""
+    metrics: Metrics = {}
+    if args.log_reward_category is not None:
+        categories = Counter(_category(sample, args.log_reward_category) for sample in scored)
+        metrics |= {f"rollout/error_cat/{name}": count / len(scored) for name, count in categories.items()}
+    right = [sample.get_reward_value(args) == 1 for sample in scored]
+    if args.log_passrate:
+        groups: dict[Hashable, list[bool]] = defaultdict(list)
+        for sample, is_right in zip(scored, right, strict=True):
+            groups[sample.group_index].append(is_right)
+        metrics |= {f"passrate/{name}": value for name, value in pass_at_k(groups.values()).items()}
+    if args.log_correct_samples:
+        lengths = [sample.effective_response_length for sample, yes in zip(scored, right, strict=True) if yes]
+        metrics["rollout/correct_samples/count"] = float(len(lengths))
+        if lengths:
+            metrics |= _spread("rollout/correct_samples/response_len", lengths)
+    return metrics
+
+
+def _category(sample: Sample, key: str) -> str:
+    if not isinstance(sample.reward, dict) or key not in sample.reward:
+        raise UserError(
+            f"--log-reward-category {key}: the reward of sample {sample.index} is {sample.reward!r:.80}, but it must "
+            "be a dict with this entry"
+        )
+    return str(sample.reward[key])
+
+
+def _multi_turn_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
+    """Lengths with observations (all tokens of the response) and without (those trained on), and rounds."""
+    if not samples:
+        return {}
+    raw = [sample.response_length for sample in samples]
+    own = [sample.effective_response_length for sample in samples]
+    metrics: Metrics = {
+        "multi_turn/raw_response_length/response_length_mean": fmean(raw),
+        "multi_turn/raw_response_length/response_length_max": float(max(raw)),
+        "multi_turn/wo_obs_response_length/response_length_mean": fmean(own),
+        "multi_turn/wo_obs_response_length/response_length_max": float(max(own)),
+    }
+    if args.rollout_max_response_len is not None:
+        clipped = fmean(length >= args.rollout_max_response_len for length in raw)
+        metrics["multi_turn/raw_response_length/response_length_clip_ratio"] = clipped
+    rounds = [sample.metadata["round_number"] for sample in samples if "round_number" in sample.metadata]
+    if rounds:
+        metrics["multi_turn/multi_turn_metric/round_number_mean"] = fmean(rounds)
+        metrics["multi_turn/multi_turn_metric/round_number_max"] = float(max(rounds))
+        metrics["multi_turn/multi_turn_metric/round_number_min"] = float(min(rounds))
     return metrics
 
 

@@ -20,7 +20,8 @@ from slime.config import Config
 from slime.data.tokenizer import load_tokenizer
 from slime.engine.client import EnginePool
 from slime.engine.router import Router
-from slime.plugins import load_function
+from slime.plugins import load_function, load_plugin
+from slime.rollout.adapters import as_generate
 from slime.rollout.failures import FailureLog
 from slime.rollout.loop import LoopThread
 from slime.rollout.rewards.hub import RewardHub
@@ -29,6 +30,7 @@ from slime.rollout.state import GenerateState
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 30.0
+GENERATE_FLAG = "--custom-generate-function-path"
 
 
 class RolloutRuntime:
@@ -47,7 +49,7 @@ class RolloutRuntime:
         self.failures = FailureLog()
         self._pool = EnginePool(engine_urls, timeout_s=config.engine_request_timeout) if self.engine_urls else None
         self._router = Router(self._pool) if self._pool is not None and len(self._pool) > 1 else None
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[tuple[str, str], Callable[..., Any]] = {}
         try:
             self.args = config.replace(carried={**config.carried, **self._router_address()})
         except BaseException:
@@ -78,10 +80,14 @@ class RolloutRuntime:
         return RewardHub(self.args, self._reward)
 
     def function(self, path: str, *, flag: str, params: Sequence[str]) -> Callable[..., Any]:
-        """A plugin function by its path, loaded once."""
-        if path not in self._functions:
-            self._functions[path] = load_function(path, what=flag, params=params)
-        return self._functions[path]
+        """A plugin function by its path, loaded once; a generate function in the form that takes one sample."""
+        key = (flag, path)
+        if key not in self._functions:
+            if flag == GENERATE_FLAG:
+                self._functions[key] = as_generate(load_plugin(path, flag), lambda: self.tokenizer)
+            else:
+                self._functions[key] = load_function(path, what=flag, params=params)
+        return self._functions[key]
 
     def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine on the runtime's event loop and wait for it."""

@@ -1,7 +1,9 @@
 """The rollout function of supervised training: answers come from the data, no engine takes part.
 
-Invariant: `tokens` are the prompt as generation would see it followed by the answer and the end-of-sequence token;
-the loss mask is 1 on exactly the latter two. Nothing is generated or scored: samples have no reward, metrics no speed.
+Invariant: a text prompt is followed by its label and the end-of-sequence token, both trained on. A conversation is
+rendered once as a whole, and every assistant turn in it is trained on (`slime.data.turn_mask`); its response runs from
+the first trained token to the end. Nothing is generated or scored: samples have no reward, metrics no speed. The chat
+template finds the turns under every `--loss-mask-type`.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from typing import Any
 
 from slime.config import Config
 from slime.data.sample import Sample
+from slime.data.turn_mask import ASSISTANT, mask_turns
 from slime.errors import UserError
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.metrics import sample_metrics
 from slime.rollout.runtime import runtime_for
-from slime.rollout.tokenization import encode, prompt_token_ids, render_messages
+from slime.rollout.tokenization import encode, prompt_token_ids
 
 
 def generate_rollout(args: Config, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
@@ -37,42 +40,61 @@ def generate_rollout(args: Config, rollout_id: int, data_source: Any, evaluation
 
 
 def fill_supervised(sample: Sample, tokenizer: Any, *, max_context: int | None = None) -> None:
-    """Write the answer (label, or last assistant turn) of `sample` into it as a response to be trained on."""
-    prompt_ids, answer = _prompt_and_answer(sample, tokenizer)
+    """Write the answers of `sample` (its label, or its assistant turns) into it as a response to be trained on."""
+    if isinstance(sample.prompt, str):
+        _fill_text(sample, tokenizer)
+    else:
+        _fill_conversation(sample, tokenizer)
+    sample.status = Sample.Status.COMPLETED
+    sample.rollout_log_probs = None
+    sample.reward = None
+    if max_context is not None and len(sample.tokens) > max_context:
+        _cut(sample, max_context)
+
+
+def _fill_text(sample: Sample, tokenizer: Any) -> None:
+    answer = _label_text(sample)
     answer_ids = encode(tokenizer, answer)
     if tokenizer.eos_token_id is not None and answer_ids[-1:] != [tokenizer.eos_token_id]:
         answer_ids.append(tokenizer.eos_token_id)
-    sample.status = Sample.Status.COMPLETED
-    if max_context is not None and len(prompt_ids) + len(answer_ids) > max_context:
-        if len(prompt_ids) >= max_context:
-            raise UserError(
-                f"sample {sample.index}: the prompt has {len(prompt_ids)} tokens and leaves no room for an answer "
-                f"in --rollout-max-context-len {max_context}"
-            )
-        answer_ids = answer_ids[: max_context - len(prompt_ids)]
-        sample.status = Sample.Status.TRUNCATED
-    sample.tokens = prompt_ids + answer_ids
+    sample.tokens = prompt_token_ids(tokenizer, sample) + answer_ids
     sample.response = answer
     sample.response_length = len(answer_ids)
     sample.loss_mask = [1] * len(answer_ids)
-    sample.rollout_log_probs = None
-    sample.reward = None
 
 
-def _prompt_and_answer(sample: Sample, tokenizer: Any) -> tuple[list[int], str]:
-    if isinstance(sample.prompt, str):
-        return prompt_token_ids(tokenizer, sample), _label_text(sample)
+def _fill_conversation(sample: Sample, tokenizer: Any) -> None:
+    assert isinstance(sample.prompt, list)
     messages = sample.prompt
-    if messages[-1]["role"] != "assistant":
-        messages = [*messages, {"role": "assistant", "content": _label_text(sample)}]
-    prompt = render_messages(tokenizer, sample, messages[:-1], add_generation_prompt=True)
-    whole = render_messages(tokenizer, sample, messages, add_generation_prompt=False)
-    if not whole.startswith(prompt):  # a template that treats the last turn specially: take the words themselves
-        return encode(tokenizer, prompt), str(messages[-1]["content"])
-    answer = whole[len(prompt) :]
-    if tokenizer.eos_token and tokenizer.eos_token in answer:
-        answer = answer[: answer.index(tokenizer.eos_token) + len(tokenizer.eos_token)]
-    return encode(tokenizer, prompt), answer
+    answered = any(message["role"] == ASSISTANT for message in messages)
+    if messages[-1]["role"] != ASSISTANT and not (answered and sample.label in (None, "")):
+        messages = [*messages, {"role": ASSISTANT, "content": _label_text(sample)}]
+    masked = mask_turns(
+        tokenizer,
+        messages,
+        tools=sample.metadata.get("tools"),
+        template_kwargs=sample.apply_chat_template_kwargs,
+    )
+    split = len(masked.token_ids) - masked.response_length
+    sample.tokens = masked.token_ids
+    sample.response = tokenizer.decode(masked.token_ids[split:])
+    sample.response_length = masked.response_length
+    sample.loss_mask = masked.loss_mask[split:]
+
+
+def _cut(sample: Sample, max_context: int) -> None:
+    """Leave out what does not fit; the first trained token must."""
+    assert sample.loss_mask is not None
+    if sample.response_length and sample.prompt_length >= max_context:
+        raise UserError(
+            f"sample {sample.index}: the prompt has {sample.prompt_length} tokens and leaves no room for an answer "
+            f"in --rollout-max-context-len {max_context}"
+        )
+    kept = max(0, max_context - sample.prompt_length)
+    sample.loss_mask = sample.loss_mask[:kept]
+    sample.tokens = sample.tokens[:max_context]
+    sample.response_length = kept
+    sample.status = Sample.Status.TRUNCATED
 
 
 def _label_text(sample: Sample) -> str:

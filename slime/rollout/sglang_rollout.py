@@ -5,10 +5,11 @@ Called from synchronous code; the work happens on the event loop of the runtime 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from slime.config import Config
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.base_types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.batch import generate_batch
 from slime.rollout.evaluate import evaluate
 from slime.rollout.generate import generate
@@ -19,10 +20,12 @@ from slime.utils.http_utils import get_model_url
 
 __all__ = [
     "GenerateState",
+    "eval_rollout",
     "generate",
     "generate_and_rm",
     "generate_and_rm_group",
     "generate_rollout",
+    "generate_rollout_async",
     "get_model_url",
 ]
 
@@ -35,6 +38,35 @@ def generate_rollout(
     if evaluation:
         return runtime.run(evaluate(runtime.args, rollout_id))
     return runtime.run(generate_batch(runtime.args, rollout_id, data_source))
+
+
+async def generate_rollout_async(
+    args: Config, rollout_id: int, data_source: Any
+) -> tuple[RolloutFnTrainOutput, list[Group]]:
+    """One training rollout on the running loop, and the groups to put back into the data source.
+
+    `data_source` is a data source, which gets its groups back at once, or only its `get_samples` method.
+    """
+    if not callable(data_source):
+        return await generate_batch(runtime_for(args).args, rollout_id, data_source), []
+    source = _GetSamples(data_source)
+    return await generate_batch(runtime_for(args).args, rollout_id, source), source.put_back
+
+
+async def eval_rollout(args: Config, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:
+    """One pass over the evaluation datasets on the running loop; nothing to put back."""
+    return await evaluate(runtime_for(args).args, rollout_id), []
+
+
+class _GetSamples:
+    """A data source of which only `get_samples` is known."""
+
+    def __init__(self, get_samples: Callable[[int], list[Group]]) -> None:
+        self.get_samples = get_samples
+        self.put_back: list[Group] = []
+
+    def add_samples(self, samples: list[Group]) -> None:
+        self.put_back += samples
 
 
 def GenerateState(args: object) -> _GenerateState:

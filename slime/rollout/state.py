@@ -6,18 +6,25 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from slime.data.sample import Sample
 from slime.engine.protocol import rollout_sampling_params
+from slime.rollout.base_types import Group
+from slime.rollout.rewards.hub import RewardHub
 
 if TYPE_CHECKING:
     from slime.config import Config
     from slime.rollout.runtime import RolloutRuntime
+    from slime.rollout.teacher import Teacher
 
 
 class GenerateState:
-    """One per runtime. `aborted` makes samples that have not started return as ABORTED; `reset` starts a rollout."""
+    """One per runtime. `aborted` makes samples that have not started return as ABORTED; `reset` starts a rollout.
+
+    `teacher` scores finished samples for distillation; `rewardless` says that distillation is all there is, so that
+    samples without a verifier of their own get the reward 0.
+    """
 
     processor = None  # text only
 
@@ -28,6 +35,8 @@ class GenerateState:
         self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
         self.rollout_id: int | None = None
         self._dp_users: Counter[int] = Counter()
+        self.teacher: Teacher | None = None
+        self.rewardless = args.use_opd and args.rm_type is None and args.custom_rm_path is None
         self.reset()
 
     @property
@@ -38,14 +47,19 @@ class GenerateState:
     def semaphore(self) -> asyncio.Semaphore:
         return self._runtime.semaphore
 
+    @cached_property
+    def typed_hub(self) -> RewardHub:
+        """Rewards by ``rm_type`` alone, for evaluation datasets that name one; created on first use."""
+        return RewardHub(self.args.replace(custom_rm_path=None))
+
     def reset(self, rollout_id: int | None = None) -> None:
         """Forget the previous rollout."""
         self.rollout_id = rollout_id
         self.remaining_batch_size = 0
-        self.pendings: set[asyncio.Task[list[Any]]] = set()
+        self.pendings: set[asyncio.Task[Group]] = set()
         self.aborted = False
 
-    def submit_generate_tasks(self, samples: Sequence[list[Sample]]) -> list[asyncio.Task[list[Any]]]:
+    def submit_generate_tasks(self, samples: Sequence[Group]) -> list[asyncio.Task[Group]]:
         """Start one task per group on the running loop; the tasks are also in `pendings`."""
         from slime.rollout.group import generate_and_rm_group
 

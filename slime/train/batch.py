@@ -8,18 +8,16 @@ zero and no say in its group's statistics.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from slime.algorithms.rewards import normalize_group_rewards
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.plugins import load_function
+from slime.train.shaping import shape_rewards
 
 
 @dataclass
@@ -38,7 +36,9 @@ class TrainBatch:
     rollout_ids: list[int]
     rollout_mask_sums: list[int]
     rollout_log_probs: list[np.ndarray] | None
+    teacher_log_probs: list[np.ndarray] | None
     train_metadata: list[dict[str, Any] | None]
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of a user's own conversion
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -52,11 +52,22 @@ class TrainBatch:
         return self.response_lengths[position] > 0
 
     def select(self, positions: Sequence[int]) -> TrainBatch:
-        lists: dict[str, Any] = {
-            field.name: None if (column := getattr(self, field.name)) is None else [column[i] for i in positions]
-            for field in dataclasses.fields(self)
+        lists = {name: None if column is None else [column[i] for i in positions] for name, column in self._columns()}
+        extra = {name: [column[i] for i in positions] for name, column in self.extra.items()}
+        return TrainBatch(**lists, extra=extra)  # type: ignore[arg-type]
+
+    def followed_by(self, other: TrainBatch) -> TrainBatch:
+        """This batch's rows, then the other's; a column that one of them lacks is dropped."""
+        theirs = dict(other._columns())
+        lists = {
+            name: None if column is None or theirs[name] is None else column + theirs[name]
+            for name, column in self._columns()
         }
-        return TrainBatch(**lists)
+        extra = {name: column + other.extra[name] for name, column in self.extra.items() if name in other.extra}
+        return TrainBatch(**lists, extra=extra)  # type: ignore[arg-type]
+
+    def _columns(self) -> Iterator[tuple[str, Any]]:
+        return ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "extra")
 
     def to_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -78,8 +89,13 @@ def flatten_samples(nested: Iterable[Any]) -> list[Sample]:
 
 
 def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
+    """The batch of one rollout."""
     excluded = [_is_excluded(sample) for sample in samples]
-    raw_reward, rewards = _post_process_rewards(config, samples, excluded)
+    groups = _complete_ids([sample.group_index for sample in samples])
+    if config.loss_type == "sft_loss":
+        raw_reward, rewards = [0.0] * len(samples), [0.0] * len(samples)
+    else:
+        raw_reward, rewards = shape_rewards(config, samples, groups, excluded)
     rollout_ids = _complete_ids([sample.rollout_id for sample in samples])
     masks = [_loss_mask(sample, skip) for sample, skip in zip(samples, excluded, strict=True)]
     mask_sums: dict[int, int] = {}
@@ -94,10 +110,11 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
         truncated=[int(sample.status is Sample.Status.TRUNCATED) for sample in samples],
         excluded=excluded,
         sample_indices=_complete_ids([sample.index for sample in samples]),
-        group_indices=_complete_ids([sample.group_index for sample in samples]),
+        group_indices=groups,
         rollout_ids=rollout_ids,
         rollout_mask_sums=[mask_sums[rollout_id] for rollout_id in rollout_ids],
-        rollout_log_probs=_rollout_log_probs(samples),
+        rollout_log_probs=_log_prob_column(samples, "rollout_log_probs"),
+        teacher_log_probs=_log_prob_column(samples, "teacher_log_probs"),
         train_metadata=[sample.train_metadata for sample in samples],
     )
 
@@ -148,48 +165,17 @@ def _complete_ids(ids: Sequence[int | None]) -> list[int]:
     return complete
 
 
-def _rollout_log_probs(samples: Sequence[Sample]) -> list[np.ndarray] | None:
-    if any(sample.rollout_log_probs is None and sample.response_length for sample in samples):
+def _log_prob_column(samples: Sequence[Sample], name: str) -> list[np.ndarray] | None:
+    """One array per sample, or None when a sample with a response has none."""
+    given: list[Any] = [getattr(sample, name) for sample in samples]
+    if any(value is None and sample.response_length for value, sample in zip(given, samples, strict=True)):
         return None
-    columns = [np.asarray(sample.rollout_log_probs or [], dtype=np.float32) for sample in samples]
+    columns = [np.asarray([] if value is None else value, dtype=np.float32) for value in given]
     for sample, column in zip(samples, columns, strict=True):
         if len(column) != sample.response_length:
-            raise UserError(
-                f"sample {sample.index} has {len(column)} rollout log-probs for {sample.response_length} tokens"
-            )
+            kind = name.replace("_log_probs", " log-probs")
+            raise UserError(f"sample {sample.index} has {len(column)} {kind} for {sample.response_length} tokens")
+        if not np.isfinite(column).all():
+            at = int(np.flatnonzero(~np.isfinite(column))[0])
+            raise UserError(f"sample {sample.index} has {name}[{at}] = {column[at]}: log-probs must be finite")
     return columns
-
-
-def _reward_of(config: Config, sample: Sample, excluded: bool) -> float:
-    if excluded and sample.reward is None:
-        return math.nan
-    if sample.reward is None:
-        raise UserError(f"sample {sample.index} has no reward: its reward function must set one or fail the sample")
-    return float(sample.get_reward_value(config))
-
-
-def _post_process_rewards(
-    config: Config, samples: Sequence[Sample], excluded: Sequence[bool]
-) -> tuple[list[float], list[float]]:
-    """(raw rewards for the logs, rewards the advantages are made of)."""
-    if config.loss_type == "sft_loss":
-        zeros = [0.0] * len(samples)
-        return zeros, zeros
-    if config.custom_reward_post_process_path is not None:
-        path = config.custom_reward_post_process_path
-        hook = load_function(path, what="--custom-reward-post-process-path", params=("args", "samples"))
-        raw, rewards = hook(config, list(samples))
-        if len(raw) != len(samples) or len(rewards) != len(samples):
-            raise UserError(f"{path} returned {len(raw)} and {len(rewards)} rewards for {len(samples)} samples")
-        return [float(value) for value in raw], [float(value) for value in rewards]
-    rewards = [_reward_of(config, sample, skip) for sample, skip in zip(samples, excluded, strict=True)]
-    raw = [float(sample.metadata.get("raw_reward", value)) for sample, value in zip(samples, rewards, strict=True)]
-    if config.disable_rewards_normalization:
-        return raw, rewards
-    normalized = normalize_group_rewards(
-        rewards,
-        _complete_ids([sample.group_index for sample in samples]),
-        divide_by_std=not config.disable_grpo_std_normalization,
-        excluded=excluded,
-    )
-    return raw, normalized

@@ -2,6 +2,7 @@
 
     <save>/iter_{rollout_id:07d}/model-*.safetensors   float32 master weights, whole tensors
                                  optim-*.safetensors   AdamW moments
+                                 ref-*.safetensors     a reference that moves with the policy
                                  rng.safetensors       random state of every rank
                                  meta.json             counters and what model this is
     <save>/latest_checkpointed_iteration.txt           written last
@@ -31,6 +32,7 @@ from slime.data.state_file import state_path
 from slime.errors import UserError
 from slime.models.saving import replace_folder
 from slime.models.shards import ShardWriter, fsync_path
+from slime.train.backends.frozen import FrozenModel
 from slime.train.backends.protocol import NamedTensor, TrainBackend
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -93,6 +95,7 @@ class CheckpointFolder:
         config: Config,
         *,
         with_optimizer: bool,
+        reference: FrozenModel | None = None,
     ) -> Path:
         """Save; all ranks call it, rank 0 writes."""
         target = root / f"iter_{rollout_id:07d}"
@@ -104,6 +107,8 @@ class CheckpointFolder:
         _write_stream(backend.full_parameters(), staging, "model", is_writer)
         if with_optimizer:
             _write_stream(backend.full_optimizer_state(), staging, "optim", is_writer)
+        if reference is not None:
+            _write_stream(reference.full_parameters(), staging, "ref", is_writer)
         random_states = {f"cpu.{rank}": s for rank, s in enumerate(backend.ranks.gather(torch.get_rng_state()))}
         if is_writer:
             save_file(random_states, staging / "rng.safetensors")
@@ -144,6 +149,15 @@ class CheckpointFolder:
         except (SafetensorError, OSError) as cause:
             raise UserError(f"checkpoint {self.path} is damaged ({cause}): choose an older iteration") from cause
         return TrainState(step=meta["step"], next_rollout_id=meta["next_rollout_id"])
+
+    def load_reference(self, reference: FrozenModel) -> None:
+        """The reference as it had moved; a checkpoint of a run whose reference stood still has none."""
+        found = False
+        for name, tensor in self._read("ref"):
+            reference.load_parameter(name, tensor)
+            found = True
+        if not found:
+            logger.warning("checkpoint %s has no reference: it starts from --ref-load or --hf-checkpoint", self.path)
 
     def _load_parameters(self, backend: TrainBackend) -> None:
         missing = set(backend.parameter_shapes())

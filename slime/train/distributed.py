@@ -6,7 +6,9 @@ ranks.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -39,6 +41,13 @@ class Ranks:
         gathered = [torch.empty_like(local) for _ in range(self.world_size)]
         dist.all_gather(gathered, local)
         return [tensor.cpu() for tensor in gathered]
+
+    def union(self, names: Iterable[str]) -> set[str]:
+        """All names that any rank has."""
+        own = json.dumps(sorted(names)).encode()
+        longest = int(self.max(torch.tensor([len(own)], device=self.device)).item())
+        padded = torch.tensor(list(own.ljust(longest)), dtype=torch.uint8)
+        return {name for part in self.gather(padded) for name in json.loads(bytes(part.tolist()))}
 
     def barrier(self) -> None:
         self.sum(torch.zeros(1, device=self.device)).item()

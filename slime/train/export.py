@@ -23,7 +23,7 @@ from slime.train.backends.protocol import NamedTensor, TrainBackend
 def hf_tensors(backend: TrainBackend) -> Iterator[NamedTensor]:
     """Whole tensors under their names in a model folder."""
     for _, members in groupby(backend.full_parameters(), key=lambda pair: _layer_of(pair[0])):
-        yield from _as_in_folder(backend.policy.model, dict(members)).items()
+        yield from _as_in_folder(backend.module.model, dict(members)).items()
 
 
 def export_weights(

@@ -1,11 +1,13 @@
 """The trainer ranks as the driver sees them.
 
 Invariant: a call goes to all ranks and returns when all have answered; when a rank dies, fails or outlasts the
-deadline, the error names the rank and shows the end of its log, and the other ranks are not waited for.
+deadline, the error names the rank and shows the end of its log, and the other ranks are not waited for. Rollouts that
+do not fill an optimizer step are kept here and put in front of the next batch.
 """
 
 from __future__ import annotations
 
+import logging
 import select
 import sys
 import time
@@ -19,12 +21,19 @@ from slime.cluster.devices import threads_per_process
 from slime.cluster.ports import free_port
 from slime.cluster.process import ChildProcess
 from slime.config import Config
+from slime.data.sample import Sample
 from slime.errors import RunFailed, UserError
 from slime.train.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
+from slime.train.carry import in_front_of, load_carried, remove_stale, save_carried
+from slime.train.conversion import converted_batch
+from slime.train.dump import write_train_dump
+from slime.train.flops import FlopsModel
 from slime.train.schedule import Schedule, build_schedule
 
 POLL_S = 0.2
 STOP_GRACE_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class TrainerDied(RunFailed):
@@ -37,7 +46,7 @@ class TrainerTimeout(RunFailed):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """`metrics`: one dict per optimizer step; `rollout_metrics`: means over the batch and timings."""
+    """`metrics`: one dict per optimizer step (none when no step was filled); `rollout_metrics`: means and timings."""
 
     metrics: list[dict[str, float]]
     rollout_metrics: dict[str, float]
@@ -59,43 +68,71 @@ class TrainerGroup:
         self.world_size = config.actor_num_nodes * config.actor_num_gpus_per_node
         self._ranks: list[_Rank] = []
         self._next_id = 0
+        self._flops: FlopsModel | None = None
+        self._carried: TrainBatch | None = None
         self._deadline_s = config.distributed_timeout_minutes * 60.0
 
     def start(self) -> int:
-        """Start all ranks and load the model; the first rollout id to train on."""
+        """Start all ranks, load the model and what waited for training; the first rollout id to train on."""
+        config = self.config
+        if (config.balance_data or config.balance_by_flops) and config.hf_checkpoint is not None:
+            from slime.models.loading import load_config  # torch, which the driver does without otherwise
+
+            facts = load_config(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
+            self._flops = FlopsModel.from_config(facts)
         port = free_port()
         self._ranks = [self._launch(rank, port) for rank in range(self.world_size)]
         params = {"config": self.config.to_dict(), "device": self.device}
-        return self._call("init", [params] * self.world_size)[0]
+        begin = int(self._call("init", [params] * self.world_size)[0])
+        if begin and config.load is not None:
+            self._carried = load_carried(config.load, begin - 1)
+        return begin
 
-    def train(self, rollout_id: int, samples_by_group: Sequence[Any]) -> TrainResult:
-        """Train on one rollout: groups of samples, or groups of fanned-out rollouts."""
+    def train(self, rollout_id: int, samples_by_group: Sequence[Any], *, last: bool = False) -> TrainResult:
+        """Train on one rollout: groups of samples, or groups of fanned-out rollouts.
+
+        Steps have exactly `--global-batch-size` rollouts; what fills none waits for the next call, unless this is the
+        `last`.
+        """
         begin = time.perf_counter()
-        batch = make_train_batch(self.config, flatten_samples(samples_by_group))
-        if not any(batch.trainable(i) for i in range(len(batch))):
+        fresh = self._make_batch(flatten_samples(samples_by_group))
+        if not any(fresh.trainable(i) for i in range(len(fresh))):
             raise UserError(
-                f"rollout {rollout_id} has no response token in any of its {len(batch)} samples to train on"
+                f"rollout {rollout_id} has no response token in any of its {len(fresh)} samples to train on"
             )
-        schedule = build_schedule(
-            batch.total_lengths,
-            batch.rollout_ids,
-            num_ranks=self.world_size,
-            global_batch_size=self._global_batch_size(len(set(batch.rollout_ids))),
-            micro_batch_size=self.config.micro_batch_size,
-            max_tokens=self.config.max_tokens_per_gpu if self.config.use_dynamic_batch_size else None,
-            trainable=[batch.trainable(i) for i in range(len(batch))],
-        )
+        batch = in_front_of(self._carried, fresh)
+        schedule = self._schedule(batch, fill_last=last)
+        self._carried = batch.select(schedule.left_over) if schedule.left_over else None
+        rollout_metrics = batch_metrics(fresh, with_rewards=self.config.loss_type != "sft_loss")
+        rollout_metrics["rollout/carried_rollouts"] = float(self._num_carried)
         shares = [rank_share(batch, schedule, rank) for rank in range(self.world_size)]
         prepared = time.perf_counter() - begin
+        if not schedule.steps:
+            logger.warning(
+                "rollout %d is not trained on yet: with it %d rollouts wait, and a step takes --global-batch-size %d",
+                rollout_id,
+                self._num_carried,
+                self.config.global_batch_size,
+            )
+            rollout_metrics |= {"perf/data_preprocess_time": prepared, "perf/train_time": prepared}
+            return TrainResult(metrics=[], rollout_metrics=rollout_metrics)
         answers = self._call("train", [{"rollout_id": rollout_id, "data": share} for share in shares])
-        scored = self.config.loss_type != "sft_loss"
-        rollout_metrics = batch_metrics(batch, with_rewards=scored) | answers[0]["rollout_metrics"]
+        rollout_metrics |= answers[0]["rollout_metrics"]
+        if self.config.save_debug_train_data is not None:
+            write_train_dump(self.config.save_debug_train_data, rollout_id, [answer["dump"] for answer in answers])
         rollout_metrics["perf/data_preprocess_time"] += prepared
         rollout_metrics["perf/train_time"] += prepared
         return TrainResult(metrics=answers[0]["metrics"], rollout_metrics=rollout_metrics)
 
     def save(self, rollout_id: int) -> Path:
-        return Path(self._call_same("save", rollout_id=rollout_id)[0])
+        """What waits first, the checkpoint last: only a whole one is ever resumed from."""
+        folder = self.config.save
+        if folder is not None:
+            save_carried(folder, rollout_id, self._carried)
+        saved = Path(self._call_same("save", rollout_id=rollout_id)[0])
+        if folder is not None:
+            remove_stale(folder)
+        return saved
 
     def export_weights(self, out_dir: str | Path, version: int) -> list[Path]:
         paths = self._call_same("export_weights", out_dir=str(out_dir), version=version)[0]
@@ -127,6 +164,29 @@ class TrainerGroup:
     @property
     def pids(self) -> list[int]:
         return [rank.process.pid for rank in self._ranks]
+
+    @property
+    def _num_carried(self) -> int:
+        return 0 if self._carried is None else len(set(self._carried.rollout_ids))
+
+    def _make_batch(self, samples: list[Sample]) -> TrainBatch:
+        own = self.config.custom_convert_samples_to_train_data_path is not None
+        return converted_batch(self.config, samples) if own else make_train_batch(self.config, samples)
+
+    def _schedule(self, batch: TrainBatch, *, fill_last: bool) -> Schedule:
+        config, lengths = self.config, batch.total_lengths
+        return build_schedule(
+            lengths,
+            batch.rollout_ids,
+            num_ranks=self.world_size,
+            global_batch_size=self._global_batch_size(len(set(batch.rollout_ids))),
+            micro_batch_size=config.micro_batch_size,
+            max_tokens=config.max_tokens_per_gpu if config.use_dynamic_batch_size else None,
+            trainable=[batch.trainable(i) for i in range(len(batch))],
+            costs=None if self._flops is None else [self._flops.sequence(length) for length in lengths],
+            by_flops=config.balance_by_flops,
+            fill_last=fill_last,
+        )
 
     def _global_batch_size(self, num_rollouts: int) -> int:
         if self.config.global_batch_size is not None:
@@ -214,20 +274,18 @@ class TrainerGroup:
 
 def rank_share(batch: TrainBatch, schedule: Schedule, rank: int) -> dict[str, Any]:
     """This rank's samples, with the micro-batches in local positions and the divisors of the whole step."""
-    positions = schedule.positions_of_rank(rank)
+    positions, lengths = schedule.positions_of_rank(rank), batch.total_lengths
     local = {position: i for i, position in enumerate(positions)}
-    steps = []
-    for step in schedule.steps:
-        everyone = [p for micro_batches in step.ranks for members in micro_batches for p in members]
-        steps.append(
-            {
-                "num_rollouts": step.num_rollouts,
-                "num_tokens": int(sum(batch.loss_masks[p].sum() for p in everyone)),
-                "micro_batches": [[local[p] for p in members] for members in step.ranks[rank]],
-            }
-        )
+    steps = [
+        {
+            "num_rollouts": step.num_rollouts,
+            "num_tokens": int(sum(batch.loss_masks[p].sum() for p in step.positions)),
+            "micro_batches": [[local[p] for p in members] for members in step.ranks[rank]],
+        }
+        for step in schedule.steps
+    ]
     return {
         "batch": batch.select(positions).to_dict(),
         "steps": steps,
-        "num_tokens": sum(batch.total_lengths[p] for p in range(len(batch)) if batch.trainable(p)),
+        "num_tokens": sum(lengths[p] for step in schedule.steps for p in step.positions),
     }

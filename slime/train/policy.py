@@ -1,7 +1,7 @@
-"""The policy as training sees it: packed tokens in, log-probs and entropies of the response tokens out.
+"""The models as training sees them: a packed row of tokens in, numbers for its response tokens out.
 
-Invariant: the output projection is applied inside this module's forward. A sharding backend that wraps this module
-therefore has the head's weight whole when the log-probs are computed from it.
+Invariant: the output layer is applied inside the module's forward. A sharding backend that wraps the module therefore
+has the layer's weight whole when it is used.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ from slime.train.attention import attach_context
 from slime.train.packing import PackedRow
 
 
-class PolicyModel(nn.Module):
-    """A Hugging Face causal language model (loaded with the packed attention) and how its tokens were sampled."""
+class PackedModel(nn.Module):
+    """A Hugging Face causal language model that was loaded with the packed attention."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0, chunk_rows: int = -1) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.temperature = temperature
-        self.chunk_rows = chunk_rows
-        self.head = OutputHead.from_config(model.config)
         self.context = attach_context(model)
 
-    def forward(self, row: PackedRow, with_entropy: bool = True) -> tuple[Tensor, Tensor]:
-        """Log-probs [R] of the targets at the sampling temperature, and entropies [R] (zeros when not asked for)."""
+    def hidden_states(self, row: PackedRow) -> Tensor:
+        """Last hidden states [T, H] of the row; a sequence sees only itself."""
         self.context.begin(row.layout)
         body = self.model.base_model
         hidden = body(input_ids=row.tokens, position_ids=row.position_ids, use_cache=False).last_hidden_state[0]
@@ -38,7 +35,27 @@ class PolicyModel(nn.Module):
                 f"{type(self.model).__name__} does not use transformers' attention interface, so packed training would "
                 "mix sequences: choose a model that does"
             )
+        return hidden
+
+
+class PolicyModel(PackedModel):
+    """Log-probs at the temperature that the tokens were sampled with."""
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0, chunk_rows: int = -1) -> None:
+        super().__init__(model)
+        self.temperature = temperature
+        self.chunk_rows = chunk_rows
+        self.head = OutputHead.from_config(model.config)
+
+    def forward(self, row: PackedRow, with_entropy: bool = True, as_logits: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probs [R] of the targets, and entropies [R] (zeros when not asked for).
+
+        `as_logits`: for losses that want them, the logits [1, T, V] in float32, before the temperature.
+        """
         projection = output_projection(self.model)
+        hidden = self.hidden_states(row)
+        if as_logits:
+            return self._logits(projection(hidden))[None], hidden.new_zeros(1)
         log_probs, entropy = linear_log_probs(
             hidden.index_select(0, row.predict_index),
             projection.weight,
@@ -51,3 +68,16 @@ class PolicyModel(nn.Module):
             with_entropy=with_entropy,
         )
         return log_probs, entropy if entropy is not None else torch.zeros_like(log_probs)
+
+    def _logits(self, projected: Tensor) -> Tensor:
+        logits = projected.float() * self.head.scale
+        return logits if self.head.softcap is None else self.head.softcap * torch.tanh(logits / self.head.softcap)
+
+
+class ValueModel(PackedModel):
+    """The critic: the expected return before each response token."""
+
+    def forward(self, row: PackedRow) -> Tensor:
+        """Values [R], float32."""
+        hidden = self.hidden_states(row).index_select(0, row.predict_index)
+        return output_projection(self.model)(hidden).float().squeeze(-1)

@@ -1,14 +1,34 @@
-"""Tokenizer and image helpers under the path that slime plugins import them from."""
+"""Tokenizer, processor and image helpers under the path that slime plugins import them from."""
 
 from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Mapping
 from typing import Any
 
 from slime.data.tokenizer import load_tokenizer
 
-__all__ = ["encode_image_for_rollout_engine", "load_tokenizer"]
+__all__ = ["build_processor_kwargs", "encode_image_for_rollout_engine", "load_processor", "load_tokenizer"]
+
+
+def load_processor(path: str, trust_remote_code: bool = False) -> Any | None:
+    """The processor of a multimodal model folder; None for a text model."""
+    from transformers import AutoProcessor, PreTrainedTokenizerBase
+
+    try:
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):  # what transformers raises for a folder without one
+        return None
+    return None if isinstance(processor, PreTrainedTokenizerBase) else processor
+
+
+def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Arguments of a processor call: the inputs, and tensors as the answer for each kind of them."""
+    inputs = dict(multimodal_inputs or {})
+    for kind in ("images_kwargs", "videos_kwargs", "audio_kwargs"):
+        inputs[kind] = {**inputs.get(kind, {}), "return_tensors": "pt"}
+    return inputs
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:

@@ -205,13 +205,20 @@ def test_bad_files_are_one_sentence(tmp_path: Path, text: str, sentence: str) ->
     assert sentence.format(file=file) in refused("--config", str(file))
 
 
-def test_custom_config_overrides_and_adds(tmp_path: Path) -> None:
+def test_custom_config_adds_entries_and_never_sets_flags(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("lr: 0.5\nsearch_url: http://x\nnested: {a: [1, 2]}\n")
+    file.write_text("search-url: http://x\nnested: {a: [1, 2], lr: {b: null}}\n")
     config = parse_flags(["--lr", "0.1", "--custom-config-path", str(file)])
-    assert config.lr == 0.5
+    assert config.lr == 0.1
     assert config.search_url == "http://x"
-    assert config.carried["nested"] == {"a": [1, 2]}
+    assert config.nested == {"a": [1, 2], "lr": {"b": None}}
+    for text, sentence in (
+        ("lr: 0.5", f"lr in {file} is the flag --lr: give it there, or rename the key"),
+        ("rollout_batch_size: 3", f"rollout_batch_size in {file} is the flag --rollout-batch-size: give it there"),
+        ("replace: 3", f"replace in {file} is taken: args.replace is part of the config object"),
+    ):
+        file.write_text(text)
+        assert sentence in refused("--custom-config-path", str(file))
 
 
 def test_custom_arguments_land_in_carried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -228,3 +228,29 @@ def test_without_a_dataset_samples_are_empty(make_config: MakeConfig) -> None:
     source.load(0)
     with pytest.raises(UserError, match="--prompt-data"):
         RolloutDataSource(make_config(prompt_data=None))
+
+
+def test_fan_outs_in_the_buffer_survive_a_restart(make_config: MakeConfig) -> None:
+    source = RolloutDataSourceWithBuffer(make_config())
+    first, second = source.get_samples(1)[0]
+    fanned = [[first, Sample(index=7, rollout_id=7)], second]
+    source.add_samples([fanned])
+    again = RolloutDataSourceWithBuffer(make_config())
+    again.load_state_dict(source.state_dict())
+    assert again.buffer == [fanned]
+    assert again.get_samples(1) == [fanned]
+    for wrong in ([[[]]], [[[1]]], [[]], [first]):
+        with pytest.raises(TypeError, match="add_samples takes a list of groups"):
+            source.add_samples(wrong)
+
+
+def test_the_buffer_filter_is_told_the_rollout(make_config: MakeConfig, tmp_path: Path) -> None:
+    plugin = tmp_path / "which.py"
+    plugin.write_text(
+        "def which(args, rollout_id, buffer, num_samples):\n    buffer[0][0].metadata['r'] = rollout_id\n"
+        "    return [buffer.pop(0)]\n"
+    )
+    source = RolloutDataSourceWithBuffer(make_config(buffer_filter_path=f"{plugin}:which"))
+    source.add_samples(source.get_samples(1))
+    groups = call_rollout_fn(lambda a, r, d, evaluation: d.get_samples(1), None, 12, source, evaluation=False).samples
+    assert groups[0][0].metadata == {"r": 12}

@@ -38,6 +38,18 @@ def too_few(args, samples):
 def nothing(args, sample):
     return None
 
+def text(args, sample):
+    return "1.0"
+
+def several(args, sample):
+    return np.array([1.0, 2.0])
+
+def truth(args, sample):
+    return True
+
+def infinite_entry(args, sample):
+    return {"score": float("inf"), "other": "text"}
+
 def not_a_number(args, sample):
     return float("nan")
 
@@ -128,9 +140,16 @@ def test_custom_functions(make_hub: Callable[..., RewardHub], plugin: Callable[[
 def test_a_custom_function_that_gives_no_reward(
     make_hub: Callable[..., RewardHub], plugin: Callable[[str], str]
 ) -> None:
-    for name, message in (("nothing", "must be a number or a dict, got None"), ("not_a_number", "no finite number")):
-        with pytest.raises(RewardError, match=message):
-            score(make_hub(custom_rm_path=plugin(name)), Sample())
+    for name, kind, message in (
+        ("nothing", RewardError, "sample 3 must be a number or a dict, got None"),
+        ("text", RewardError, r":text: the reward of sample 3 must be a number or a dict, got '1.0' \(str\)"),
+        ("several", RewardError, r":several: the reward of sample 3 must be .*, got array\(\[1., 2.\]\) \(ndarray\)"),
+        ("not_a_number", UserError, r":not_a_number: the reward of sample 3 is nan, which is no finite number"),
+        ("infinite_entry", UserError, r":infinite_entry: the reward's score of sample 3 is inf"),
+    ):
+        with pytest.raises(kind, match=message):
+            score(make_hub(custom_rm_path=plugin(name), reward_key="score"), Sample(index=3))
+    assert score(make_hub(custom_rm_path=plugin("truth")), Sample()) == 1.0
     with pytest.raises(ZeroDivisionError, match="oops"):
         score(make_hub(custom_rm_path=plugin("broken")), Sample())
     with pytest.raises(RewardError, match="must return a list of 2 rewards"):

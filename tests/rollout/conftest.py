@@ -51,8 +51,11 @@ class ScriptedEngine:
         self.respond = lambda body: "7</s>"
         self.requests = []
         self.version = "1"
+        self.aborts = []
+        self._held = []
         app = web.Application()
         app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
         self._loop = LoopThread("scripted-engine")
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         self._loop.run(self._runner.setup())
@@ -82,6 +85,20 @@ class ScriptedEngine:
             "output_token_logprobs": [[-t / 100, t, None] for t in ids],
         }
         return web.json_response({"text": text, "output_ids": ids, "meta_info": meta_info})
+
+    async def held(self, text, finish="abort"):
+        """An answer that comes when the engine is told to abort."""
+        released = asyncio.get_running_loop().create_future()
+        self._held.append(released)
+        await released
+        return {"text": text, "finish": finish}
+
+    async def _abort(self, request):
+        self.aborts.append(await request.json())
+        held, self._held = self._held, []
+        for released in held:
+            released.set_result(None)
+        return web.Response()
 
     def close(self):
         self._loop.run(self._runner.cleanup())
@@ -155,9 +172,15 @@ class Prompts:
             for g, prompt in enumerate(prompts)
         ]
 
+        self.asked = []
+
     def get_samples(self, count):
+        self.asked.append(count)
         taken, self.groups = self.groups[:count], self.groups[count:]
         return taken
+
+    def add_samples(self, groups):
+        self.groups = groups + self.groups
 
 
 @pytest.fixture

@@ -169,3 +169,59 @@ def test_repetition():
 
 def test_a_custom_evaluation_may_give_rewards_only():
     assert eval_metrics(None, {"x": {"rewards": [1.0, 0.0]}}) == {"eval/x": 0.5}
+
+
+EVAL_CONFIG = """
+eval:
+  defaults: {{input_key: q, label_key: a, n_samples_per_eval_prompt: 2}}
+  datasets:
+    typed: {{path: {short}, rm_type: f1, temperature: 0.25, max_response_len: 4, metadata_overrides: {{lang: en}}}}
+    own: {{path: {short}, custom_rm_path: "{rm}", custom_generate_function_path: "{generate}"}}
+"""
+
+
+@pytest.mark.parametrize("group_rm", [False, True])
+def test_datasets_of_a_file_have_their_own_rewards_and_functions(
+    engine, make_runtime, datasets, write_plugin, tmp_path, group_rm
+):
+    generate = write_plugin(
+        "async def f(args, sample, sampling_params, evaluation=False):\n"
+        "    assert evaluation\n    sample.tokens, sample.response = [1], 'made'\n"
+        "    sample.status = sample.Status.COMPLETED\n    return sample\n",
+        "generate",
+    )
+    rm = write_plugin("def f(args, sample):\n    return float(len(sample.response))\n", "rm")
+    training = write_plugin("def f(args, samples):\n    return [9.0] * len(samples)\n", "training")
+    file = tmp_path / "eval.yaml"
+    file.write_text(EVAL_CONFIG.format(short=datasets[0][1], rm=rm, generate=generate))
+    engine.respond = lambda body: "1"
+    runtime = make_runtime(
+        [engine.url],
+        eval_config=str(file),
+        eval_prompt_data=[("plain", datasets[0][1])],
+        eval_input_key="q",
+        custom_rm_path=training,
+        group_rm=group_rm,
+    )
+    output = evaluate(runtime)
+    assert list(output.data) == ["plain", "typed", "own"]
+    assert output.data["plain"]["rewards"] == [9.0, 9.0]
+    assert output.data["typed"]["rewards"] == [1.0, 1.0, 0.0, 0.0]  # f1 against the labels 1 and 2
+    assert output.data["own"]["rewards"] == [4.0] * 4
+    assert output.metrics["eval/typed"] == 0.5
+    assert [sample.metadata["lang"] for sample in output.data["typed"]["samples"]] == ["en"] * 4
+    asked = {(r["sampling_params"]["temperature"], r["sampling_params"]["max_new_tokens"]) for r in engine.requests}
+    assert asked == {(1.0, 8), (0.25, 4)}
+    assert len(engine.requests) == 2 + 4
+
+
+def test_a_bad_reward_stops_an_evaluation(engine, make_runtime, datasets, write_plugin):
+    path = write_plugin(
+        "async def f(args, sample, sampling_params):\n    sample.tokens, sample.reward = [1], float('nan')\n"
+        "    sample.status = sample.Status.COMPLETED\n    return sample\n"
+    )
+    runtime = make_runtime(
+        [engine.url], eval_prompt_data=datasets[:1], eval_input_key="q", custom_generate_function_path=path
+    )
+    with pytest.raises(UserError, match=r"sample 0: the generate function .* gave the reward nan"):
+        evaluate(runtime)

@@ -1,4 +1,4 @@
-"""Supervised samples: prompt as generation sees it, answer and end of sequence trained on."""
+"""Supervised samples: a label and its end of sequence, or the assistant turns of a conversation."""
 
 import pytest
 
@@ -22,21 +22,45 @@ def test_a_string_prompt_gets_its_label_and_one_end_token(tokenizer, label):
     assert (sample.reward, sample.rollout_log_probs, sample.status) == (None, None, Sample.Status.COMPLETED)
 
 
+def turns(*pairs, **more):
+    return [{"role": role, "content": text, **more.get(text, {})} for role, text in pairs]
+
+
 def test_messages_get_their_label_as_assistant_turn(tokenizer):
-    _, prompt, answer = filled(tokenizer, [{"role": "user", "content": "hi"}], "yo")
-    assert (prompt, answer) == ("<user>hi</s>\n<assistant>", "yo</s>")
+    sample, prompt, answer = filled(tokenizer, turns(("user", "hi")), "yo")
+    assert (prompt, answer, sample.response) == ("<user>hi</s>\n<assistant>", "yo</s>\n", "yo</s>\n")
+    assert sample.loss_mask == [1, 1, 1, 0]  # the line break after the end of the turn is the template's
 
 
-def test_the_last_assistant_turn_is_the_answer_and_earlier_ones_are_context(tokenizer):
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    _, prompt, answer = filled(tokenizer, [{"role": role, "content": text} for role, text in turns])
-    assert (prompt, answer) == ("<user>a</s>\n<assistant>b</s>\n<user>c</s>\n<assistant>", "d</s>")
+def test_every_assistant_turn_is_trained_and_the_response_starts_with_the_first(tokenizer):
+    pairs = [("system", "s"), ("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "d")]
+    sample, prompt, answer = filled(tokenizer, turns(*pairs))
+    assert (prompt, answer) == ("<system>s</s>\n<user>a</s>\n<assistant>", "bb</s>\n<user>c</s>\n<assistant>d</s>\n")
+    assert sample.loss_mask == [1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 0]
+    assert sample.effective_response_length == 5
+    dropped, prompt, answer = filled(tokenizer, turns(*pairs, bb={"step_loss_mask": 0}))
+    assert (answer, dropped.loss_mask) == ("d</s>\n", [1, 1, 0])
+    assert dropped.tokens == sample.tokens
 
 
-def test_a_template_that_changes_the_prompt_falls_back_to_the_words(tokenizer, monkeypatch):
+def test_a_conversation_that_ends_with_a_question_trains_the_turns_before_it(tokenizer):
+    sample, prompt, answer = filled(tokenizer, turns(("user", "a"), ("assistant", "b"), ("user", "c")))
+    assert (prompt, answer) == ("<user>a</s>\n<assistant>", "b</s>\n<user>c</s>\n")
+    assert sample.loss_mask == [1, 1, 0, 0, 0, 0, 0]
+
+
+def test_a_template_that_rewrites_the_prompt_shows_the_turn_where_it_is(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }}{{ messages[-1].content }}")
-    _, prompt, answer = filled(tokenizer, [{"role": "user", "content": "q"}], "yes")
-    assert (prompt, answer) == ("1q", "yes</s>")
+    _, prompt, answer = filled(tokenizer, turns(("user", "q")), "yes")
+    assert (prompt, answer) == ("2", "yes")
+
+
+def test_a_conversation_that_is_too_long_is_cut(tokenizer):
+    pairs = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    sample, _, answer = filled(tokenizer, turns(*pairs), max_context=8)
+    assert (answer, sample.loss_mask, sample.status) == ("b</s>\n", [1, 1, 0], Sample.Status.TRUNCATED)
+    with pytest.raises(UserError, match="leaves no room"):
+        filled(tokenizer, turns(*pairs), max_context=5)
 
 
 def test_too_long_answers_are_cut_and_too_long_prompts_refused(tokenizer):

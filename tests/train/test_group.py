@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from slime.config import Config
+from slime.config import Config, derive
 from slime.errors import UserError
 from slime.train.group import TrainerDied, TrainerGroup, TrainResult
 from tests.train.tiny_training import make_samples
@@ -33,7 +33,7 @@ def config(model: Path, **changes) -> Config:
         "dtype": "float32",
         "distributed_timeout_minutes": 2,
     }
-    return Config(**(values | changes))
+    return derive(Config(**(values | changes)))
 
 
 def train(config: Config, run_dir: Path, *, rollouts: range = range(3), save: bool = False):

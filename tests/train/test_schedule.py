@@ -1,24 +1,30 @@
-"""The schedule gives every sample to exactly one micro-batch, and every rank the same number of them."""
+"""The schedule gives every sample to exactly one micro-batch or names it as left over, and treats all ranks alike."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slime.train.schedule import Schedule, build_schedule
 
 
 def check(schedule: Schedule, lengths, rollout_ids, *, ranks, trainable=None) -> None:
     seen = [p for step in schedule.steps for rank in step.ranks for members in rank for p in members]
-    expected = [p for p in range(len(lengths)) if trainable is None or trainable[p]]
+    left = {rollout_ids[p] for p in schedule.left_over}
+    expected = [p for p in range(len(lengths)) if (trainable is None or trainable[p]) and rollout_ids[p] not in left]
     assert sorted(seen) == expected
-    assert sum(step.num_rollouts for step in schedule.steps) == len(set(rollout_ids))
+    assert schedule.left_over == [p for p in range(len(lengths)) if rollout_ids[p] in left]
+    assert sum(step.num_rollouts for step in schedule.steps) + len(left) == len(set(rollout_ids))
     step_of_rollout: dict[int, int] = {}
     for number, step in enumerate(schedule.steps):
         assert len(step.ranks) == ranks
         assert {len(micro_batches) for micro_batches in step.ranks} == {step.num_micro_batches}
-        for p in (p for rank in step.ranks for members in rank for p in members):
+        assert step.num_micro_batches >= 1
+        for p in step.positions:
             assert step_of_rollout.setdefault(rollout_ids[p], number) == number
 
 
@@ -48,7 +54,7 @@ def test_samples_of_one_rollout_stay_in_one_step() -> None:
 
 
 def test_fewer_samples_than_ranks_gives_empty_micro_batches() -> None:
-    schedule = build_schedule([5], [0], num_ranks=3, global_batch_size=4)
+    schedule = build_schedule([5], [0], num_ranks=3, global_batch_size=4, fill_last=True)
     check(schedule, [5], [0], ranks=3)
     assert sorted(len(rank[0]) for rank in schedule.steps[0].ranks) == [0, 0, 1]
 
@@ -60,9 +66,20 @@ def test_untrainable_samples_count_as_rollouts_only() -> None:
     assert schedule.steps[0].num_rollouts == 4
 
 
-def test_trailing_rollouts_make_a_smaller_step_and_are_not_dropped() -> None:
-    schedule = build_schedule([3] * 5, list(range(5)), num_ranks=1, global_batch_size=2)
-    assert [step.num_rollouts for step in schedule.steps] == [2, 2, 1]
+def test_trailing_rollouts_are_left_over_or_make_a_smaller_last_step() -> None:
+    rollout_ids = [4, 4, 5, 6, 7, 8, 6, 8]
+    waiting = build_schedule([3] * 8, rollout_ids, num_ranks=1, global_batch_size=2)
+    assert [step.num_rollouts for step in waiting.steps] == [2, 2]
+    assert waiting.left_over == [5, 7]
+    last = build_schedule([3] * 8, rollout_ids, num_ranks=1, global_batch_size=2, fill_last=True)
+    assert [step.num_rollouts for step in last.steps] == [2, 2, 1]
+    assert last.left_over == []
+    assert last.steps[:2] == waiting.steps
+
+
+def test_too_few_rollouts_make_no_step() -> None:
+    schedule = build_schedule([3, 4], [0, 1], num_ranks=1, global_batch_size=3)
+    assert schedule == Schedule(steps=[], left_over=[0, 1])
 
 
 def test_ranks_get_similar_numbers_of_tokens() -> None:
@@ -73,19 +90,103 @@ def test_ranks_get_similar_numbers_of_tokens() -> None:
     assert max(loads) - min(loads) <= 0.1 * max(loads)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_shapes(seed) -> None:
-    generator = random.Random(seed)
-    count = generator.randint(1, 40)
-    lengths = [generator.randint(2, 50) for _ in range(count)]
-    rollout_ids = [generator.randint(0, count) for _ in range(count)]
-    ranks = generator.randint(1, 5)
+def quadratic(length: int) -> float:
+    return 1000.0 * length + length * length
+
+
+def loads(schedule: Schedule, weights) -> list[float]:
+    return [sum(weights[p] for members in rank for p in members) for rank in schedule.steps[0].ranks]
+
+
+def spread(values) -> float:
+    return max(values) / (sum(values) / len(values))
+
+
+@pytest.mark.parametrize("cut", [{"max_tokens": 8192}, {"micro_batch_size": 1}, {"micro_batch_size": 4}])
+def test_costs_balance_the_ranks(cut: dict[str, Any]) -> None:
+    generator = random.Random(0)
+    lengths = [int(generator.lognormvariate(7, 0.7)) + 10 for _ in range(128)]
+    costs = [quadratic(length) for length in lengths]
+    ids, shape = list(range(128)), {"num_ranks": 8, "global_batch_size": 128}
+    by_tokens = build_schedule(lengths, ids, **shape, **cut)
+    by_costs = build_schedule(lengths, ids, **shape, **cut, costs=costs)
+    check(by_costs, lengths, ids, ranks=8)
+    assert spread(loads(by_costs, costs)) < 1.01 < 1.1 < spread(loads(by_tokens, costs))
+    for rank in by_costs.steps[0].ranks:  # the heaviest first: ranks meet in micro-batches of the same number
+        in_order = [sum(costs[p] for p in members) for members in rank]
+        assert in_order == sorted(in_order, reverse=True)
+
+
+def test_by_flops_makes_equal_micro_batches_as_many_as_the_tokens_fill() -> None:
+    generator = random.Random(0)
+    lengths = [generator.randint(100, 3000) for _ in range(128)]
+    costs = [quadratic(length) for length in lengths]
     schedule = build_schedule(
-        lengths,
-        rollout_ids,
-        num_ranks=ranks,
-        global_batch_size=generator.randint(1, 10),
-        micro_batch_size=generator.randint(1, 4),
-        max_tokens=generator.choice([None, 60]),
+        lengths, list(range(128)), num_ranks=4, global_batch_size=128, max_tokens=8192, costs=costs, by_flops=True
     )
-    check(schedule, lengths, rollout_ids, ranks=ranks)
+    check(schedule, lengths, list(range(128)), ranks=4)
+    assert (
+        4 * (schedule.steps[0].num_micro_batches - 1) < sum(lengths) / 8192 <= 4 * schedule.steps[0].num_micro_batches
+    )
+    micro_batches = [sum(costs[p] for p in members) for rank in schedule.steps[0].ranks for members in rank]
+    assert spread(micro_batches) < 1.05
+    assert max(sum(lengths[p] for p in members) for rank in schedule.steps[0].ranks for members in rank) > 8192
+
+
+def test_by_flops_without_costs_or_tokens_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="need the costs"):
+        build_schedule([1], [0], num_ranks=1, global_batch_size=1, max_tokens=5, by_flops=True)
+    with pytest.raises(ValueError, match="a number of tokens"):
+        build_schedule([1], [0], num_ranks=1, global_batch_size=1, costs=[1.0], by_flops=True)
+
+
+def test_without_costs_the_assignment_is_by_tokens() -> None:
+    lengths = [8, 7, 6, 5, 4, 3]
+    schedule = build_schedule(lengths, list(range(6)), num_ranks=2, global_batch_size=6, max_tokens=9)
+    assert schedule.steps[0].ranks == [[[2, 5], [0]], [[3, 4], [1]]]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[list[int], list[int], list[bool], dict[str, Any]]:
+    """Lengths, rollout ids, trainable flags, and how to schedule them."""
+    count = draw(st.integers(0, 40))
+    lengths = draw(st.lists(st.integers(1, 80), min_size=count, max_size=count))
+    rollout_ids = draw(st.lists(st.integers(0, 30), min_size=count, max_size=count))
+    trainable = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    options: dict[str, Any] = {
+        "num_ranks": draw(st.integers(1, 5)),
+        "global_batch_size": draw(st.integers(1, 10)),
+        "micro_batch_size": draw(st.integers(1, 4)),
+        "max_tokens": draw(st.sampled_from([None, 60])),
+        "fill_last": draw(st.booleans()),
+        "trainable": trainable,
+    }
+    if draw(st.booleans()):
+        options["costs"] = [quadratic(length) for length in lengths]
+        options["by_flops"] = options["max_tokens"] is not None and draw(st.booleans())
+    return lengths, rollout_ids, trainable, options
+
+
+@given(shapes())
+def test_every_sample_once_whatever_the_shape(shape) -> None:
+    lengths, rollout_ids, trainable, options = shape
+    schedule = build_schedule(lengths, rollout_ids, **options)
+    check(schedule, lengths, rollout_ids, ranks=options["num_ranks"], trainable=trainable)
+    size = options["global_batch_size"]
+    full = schedule.steps[:-1] if options["fill_last"] else schedule.steps
+    assert all(step.num_rollouts == size for step in full)
+    assert all(1 <= step.num_rollouts <= size for step in schedule.steps)
+    assert len({rollout_ids[p] for p in schedule.left_over}) < size
+    assert not (options["fill_last"] and schedule.left_over)
+    assert schedule == build_schedule(list(lengths), list(rollout_ids), **options)
+
+
+@given(shapes())
+def test_micro_batches_keep_to_their_size(shape) -> None:
+    lengths, rollout_ids, _, options = shape
+    schedule = build_schedule(lengths, rollout_ids, **options)
+    for members in (members for step in schedule.steps for rank in step.ranks for members in rank):
+        if options["max_tokens"] is None:
+            assert len(members) <= options["micro_batch_size"]
+        elif not options.get("by_flops"):
+            assert sum(lengths[p] for p in members) <= 60 or len(members) == 1

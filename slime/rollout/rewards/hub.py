@@ -1,10 +1,12 @@
 """`RewardHub`: finds the right verifier for a sample and returns its verdict.
 
 Invariant: a verdict is a finite number or a dict; a verifier that cannot judge raises (`RewardError`, or whatever a
-custom function raised), and a flag that makes no sense is a `UserError`. Nothing turns into a reward of 0 here.
+custom function raised), and a flag that makes no sense is a `UserError`. Nothing turns into a reward of 0 here. A
+reward of the wrong type fails its sample, one that is no finite number ends the run: both name function and sample.
 
-Custom functions (`--custom-rm-path`, or a sample's own `custom_rm_path`) may be plain or async. They take one sample,
-or a list of them when their second parameter is called `samples` or `--group-rm` is on.
+Custom functions (`--custom-rm-path`, or a sample's own `custom_rm_path`, which goes first) may be plain or async. They
+take one sample, or a list of them when their second parameter is called `samples`, when they are a class with
+`compute_reward`, or when `--group-rm` is on and the function is the flag's.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any
 
 from slime.data.sample import Reward, Sample
 from slime.errors import UserError
-from slime.plugins import load_function
+from slime.plugins import load_plugin, takes_samples
+from slime.rollout.adapters import as_reward
 from slime.rollout.rewards.answers import last_boxed
 from slime.rollout.rewards.dapo import dapo_reward
 from slime.rollout.rewards.deepscaler import deepscaler_reward
@@ -34,6 +37,7 @@ RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")
 BOXED_PREFIX = "boxed_"
 _WITHOUT_LABEL = ("remote_rm", "random")
 GIVEN = "the given reward function"
+FLAG = "--custom-rm-path"
 _KEPT_HUBS = 8
 
 
@@ -44,17 +48,19 @@ class RewardHub:
         """`function` takes the place of --custom-rm-path; it comes from callers that have it as an object."""
         self.config = config
         self._verifier = MathVerifier()
-        self._functions: dict[str, Callable[..., Any]] = {} if function is None else {GIVEN: function}
+        self._functions: dict[str, Callable[..., Any]] = {}
+        if function is not None:
+            self._functions[GIVEN] = as_reward(function, config, GIVEN)
 
     async def score(self, sample: Sample) -> Reward:
         """The reward of one sample."""
         path = self._custom_path(sample)
         if path is None:
-            return _checked(await self._builtin(sample), f"--rm-type {self._rm_type(sample)}")
+            return self._checked(await self._builtin(sample), f"--rm-type {self._rm_type(sample)}", sample)
         function = self._function(path)
-        if _takes_list(function):
+        if self._in_list(sample, function):
             return (await self._call_with_list(path, function, [sample]))[0]
-        return _checked(await _call(function, self.config, sample), path)
+        return self._checked(await _call(function, self.config, sample), path, sample)
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Reward]:
         """The rewards of several samples, in their order; samples with one custom list function are scored together.
@@ -65,7 +71,7 @@ class RewardHub:
         alone: list[int] = []
         for position, sample in enumerate(samples):
             path = self._custom_path(sample)
-            if path is not None and (self.config.group_rm or _takes_list(self._function(path))):
+            if path is not None and self._in_list(sample, self._function(path)):
                 together.setdefault(path, []).append(position)
             else:
                 alone.append(position)
@@ -97,8 +103,12 @@ class RewardHub:
 
     def _function(self, path: str) -> Callable[..., Any]:
         if path not in self._functions:
-            self._functions[path] = load_function(path, what="--custom-rm-path", params=("args", "sample"))
+            self._functions[path] = as_reward(load_plugin(path, FLAG), self.config, f"{FLAG} {path}")
         return self._functions[path]
+
+    def _in_list(self, sample: Sample, function: Callable[..., Any]) -> bool:
+        """Whether the function gets lists; --group-rm speaks of the flag's function, not of a sample's own."""
+        return takes_samples(function) or (self.config.group_rm and sample.custom_rm_path is None)
 
     async def _score_as_list(self, sample: Sample) -> list[Reward]:
         return [await self.score(sample)]
@@ -107,7 +117,16 @@ class RewardHub:
         rewards = await _call(function, self.config, samples)
         if isinstance(rewards, (str, dict)) or not hasattr(rewards, "__len__") or len(rewards) != len(samples):
             raise RewardError(f"{path}: must return a list of {len(samples)} rewards, got {rewards!r:.80}")
-        return [_checked(reward, path) for reward in rewards]
+        return [self._checked(reward, path, sample) for reward, sample in zip(rewards, samples, strict=True)]
+
+    def _checked(self, reward: Any, who: str, sample: Sample) -> Reward:
+        """The reward as a float, or as the dict it is, whose entries that flags name are numbers."""
+        if not isinstance(reward, dict):
+            return _finite(reward, "the reward", who, sample)
+        for key in (self.config.reward_key, self.config.eval_reward_key):
+            if key is not None and key in reward:
+                _finite(reward[key], f"the reward's {key}", who, sample)
+        return reward
 
     def _rm_type(self, sample: Sample) -> str:
         rm_type = str(sample.metadata.get("rm_type") or self.config.rm_type or "").strip()
@@ -184,22 +203,22 @@ async def _call(function: Callable[..., Any], config: Any, subject: Sample | lis
     return await result if inspect.isawaitable(result) else result
 
 
-def _takes_list(function: Callable[..., Any]) -> bool:
-    try:
-        parameters = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return False
-    return len(parameters) > 1 and parameters[1] == "samples"
-
-
-def _checked(reward: Any, who: str) -> Reward:
-    if isinstance(reward, dict):
-        return reward
-    if isinstance(reward, (str, bytes)) or not hasattr(reward, "__float__"):
-        raise RewardError(f"{who}: a reward must be a number or a dict, got {reward!r:.80}")
-    number = float(reward)
+def _finite(value: Any, what: str, who: str, sample: Sample) -> float:
+    """A number, numpy and torch scalars included, as a float."""
+    number = math.nan
+    is_number = hasattr(value, "__float__") and not isinstance(value, (str, bytes))
+    if is_number:
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):  # arrays and tensors of several numbers
+            is_number = False
+    if not is_number:
+        raise RewardError(
+            f"{who}: {what} of sample {sample.index} must be a number or a dict, got {value!r:.80} "
+            f"({type(value).__name__})"
+        )
     if not math.isfinite(number):
-        raise RewardError(f"{who}: gave the reward {number}, which is no finite number")
+        raise UserError(f"{who}: {what} of sample {sample.index} is {number}, which is no finite number: correct it")
     return number
 
 

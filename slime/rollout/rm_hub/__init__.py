@@ -1,10 +1,11 @@
 """Rewards under the path that slime plugins import them from."""
 
-from slime.rollout.rewards.answers import last_boxed as extract_boxed_answer
-from slime.rollout.rewards.dapo import dapo_reward as compute_score_dapo
-from slime.rollout.rewards.f1 import f1_score
-from slime.rollout.rewards.gpqa import gpqa_reward as compute_gpqa_reward
 from slime.rollout.rewards.hub import async_rm, batched_async_rm
+from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
+from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
+from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
 
 __all__ = [
     "async_rm",
@@ -13,4 +14,6 @@ __all__ = [
     "compute_score_dapo",
     "extract_boxed_answer",
     "f1_score",
+    "get_deepscaler_rule_based_reward",
+    "grade_answer_verl",
 ]

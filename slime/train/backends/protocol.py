@@ -13,7 +13,7 @@ import torch
 from transformers import PretrainedConfig
 
 from slime.train.distributed import Ranks
-from slime.train.policy import PolicyModel
+from slime.train.policy import PackedModel
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -21,8 +21,7 @@ NamedTensor = tuple[str, torch.Tensor]
 class TrainBackend(Protocol):
     ranks: Ranks
     model_config: PretrainedConfig
-    policy: PolicyModel
-    reference: PolicyModel | None
+    module: PackedModel
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Gradients are reduced over ranks in the backward of the last micro-batch of a step."""
@@ -32,6 +31,12 @@ class TrainBackend(Protocol):
 
     def update(self, learning_rate: float) -> None:
         """Apply the optimizer and drop the gradients."""
+
+    def drop_gradients(self) -> None:
+        """Forget what was computed since the last update."""
+
+    def forget_optimizer_state(self) -> None:
+        """Adam starts anew."""
 
     def full_parameters(self) -> Iterator[NamedTensor]:
         """Master weights under Hugging Face module names, whole, each tied weight once; all ranks iterate together."""

@@ -10,7 +10,6 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,35 +18,70 @@ from types import ModuleType
 from typing import Any
 
 from slime.errors import UserError
+from slime.plugins.contracts import check, check_call, contract_of
 
 
 def load_function(path: str, *, what: str, params: Sequence[str] | None = None) -> Callable[..., Any]:
-    """The callable behind `pkg.module.name`, `pkg.module:name`, `file.py:name` or `file.py` (the function `file`).
+    """The callable behind `pkg.module.name`, `pkg.module:name`, `file.py:name` or `file.py`.
 
-    `what` names the flag or field for error messages; `params` are the positional arguments it will be called with.
+    A file alone stands for the function named like the file, else the one that has a name usual for the flag, else
+    the only public one. `what` names the flag or field for error messages; `params` are the positional arguments it
+    will be called with.
     """
     module_name, attribute = _split(path, what)
     if module_name.endswith(".py"):
         module = _load_file(Path(module_name), what)
     else:
         module = _import_module(module_name, path, what)
-    found = _attribute(module, attribute, path, what)
+    found = _attribute(module, attribute or _implied_name(module, path, what), path, what)
     if not callable(found):
         raise UserError(f"{what} {path} is a {type(found).__name__}, not a function: name a callable")
     if params is not None:
-        _check_parameters(found, params, path, what)
+        check_call(found, params, f"{what} {path}")
+    return found
+
+
+def load_plugin(path: str, flag: str) -> Callable[..., Any]:
+    """The function or class of a path flag, checked against the whole of its contract."""
+    contract = contract_of(flag)
+    assert contract is not None, f"{flag} has no contract"
+    found = load_function(path, what=flag)
+    check(found, contract, path)
     return found
 
 
 def _split(path: str, what: str) -> tuple[str, str]:
+    """Module or file, and the name in it; no name where only a file is given."""
     module_name, colon, attribute = path.rpartition(":")
     if not colon and path.endswith(".py"):
-        return path, Path(path).stem
+        return path, ""
     if not colon:
         module_name, _, attribute = path.rpartition(".")
     if not module_name or not attribute:
         raise UserError(f"{what} {path} names no function: write it as package.module.function or file.py:function")
     return module_name, attribute
+
+
+def _implied_name(module: ModuleType, path: str, what: str) -> str:
+    """Which function of a file is meant when only the file is named."""
+    contract = contract_of(what)
+    stem = Path(path).stem
+    for name in (stem, *(contract.names if contract is not None else ())):
+        if name in vars(module):
+            return name
+    own = _own_callables(module)
+    if len(own) > 1:
+        raise UserError(f"{what} {path}: which of {', '.join(own)} is meant? write {path}:{own[0]}")
+    return own[0] if own else stem
+
+
+def _own_callables(module: ModuleType) -> list[str]:
+    """Public functions and classes that the module itself defines."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
 
 
 def _load_file(file: Path, what: str) -> ModuleType:
@@ -107,16 +141,3 @@ def _attribute(module: ModuleType, attribute: str, path: str, what: str) -> Any:
     where = module.__file__ if path.partition(":")[0].endswith(".py") else module.__name__
     hint = f"did you mean {close[0]}?" if close else f"it defines {', '.join(own) or 'no functions'}"
     raise UserError(f"{what} {path}: {where} has no {attribute}: {hint}")
-
-
-def _check_parameters(function: Callable[..., Any], params: Sequence[str], path: str, what: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # a builtin without a signature: only the call itself can tell
-    try:
-        signature.bind(*params)
-    except TypeError:
-        call = f"({', '.join(params)})"
-        shown = signature.replace(return_annotation=inspect.Signature.empty)
-        raise UserError(f"{what} {path} is called with {call}, but its signature is {shown}: change it") from None

@@ -1,0 +1,33 @@
+"""Several turns: the model answers, is told something, and answers again, --max-turns times.
+
+    --custom-generate-function-path examples/plugins/multi_turn_generate.py --max-turns 2
+
+What was sampled is trained on, what is put in between is not. Each call gets a seed of its own, or it would draw with
+the same random numbers as the first.
+"""
+
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+
+
+async def multi_turn_generate(args, sample, sampling_params, evaluation=False):
+    """Fill in the turns of one sample."""
+    tokenizer = GenerateState(args).tokenizer
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    sample.tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
+    for turn in range(args.max_turns):
+        if turn:
+            note = " Are you sure? "
+            note_ids = tokenizer.encode(note, add_special_tokens=False)
+            sample.append_response_tokens(args, tokens=note_ids, trainable=False, text=note)
+        params = {**sampling_params, "sampling_seed": sampling_params["sampling_seed"] + turn}
+        answer = await post(url, {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True})
+        sampled = answer["meta_info"]["output_token_logprobs"]
+        sample.append_response_tokens(
+            args,
+            tokens=[token for _, token, _ in sampled],
+            log_probs=[log_prob for log_prob, _, _ in sampled],
+            meta_info=answer["meta_info"],
+            text=answer["text"],
+        )
+    return sample

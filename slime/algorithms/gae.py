@@ -1,0 +1,49 @@
+"""Generalised advantage estimation over the tokens that are actions.
+
+GAE (Schulman et al. 2016, eq. 16), over the unmasked tokens of a sequence in order, with V = 0 after the last:
+    delta_t = r_t + gamma V_{t+1} - V_t
+    A_t = sum_k (gamma lambda)^k delta_{t+k};    G_t = A_t + V_t
+A masked token (a tool's answer, say) is no action: it is skipped, costs no discount, and has A = 0, G = V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.returns import discounted_returns
+from slime.algorithms.token_rewards import token_rewards
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of one sequence, all [T]."""
+    is_action = mask != 0
+    own = values[is_action]
+    following = own.roll(-1)
+    following[-1:] = 0.0
+    advantages = torch.zeros_like(values)
+    advantages[is_action] = discounted_returns(rewards[is_action] + gamma * following - own, gamma * lambd)
+    return advantages, advantages + values
+
+
+def ppo_advantages(
+    rewards: Sequence[float],
+    values: Sequence[Tensor],
+    kl: Sequence[Tensor] | None,
+    masks: Sequence[Tensor],
+    *,
+    kl_coef: float,
+    gamma: float,
+    lambd: float,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """GAE of each sample, its reward at the last unmasked token and the KL charged at every unmasked one."""
+    advantages, returns = [], []
+    penalties = [None] * len(rewards) if kl is None else kl
+    for reward, value, penalty, mask in zip(rewards, values, penalties, masks, strict=True):
+        by_token = token_rewards(reward, penalty, mask, kl_coef=kl_coef, dtype=value.dtype)
+        advantage, target = gae(by_token, value, mask, gamma=gamma, lambd=lambd)
+        advantages.append(advantage)
+        returns.append(target)
+    return advantages, returns

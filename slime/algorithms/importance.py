@@ -1,0 +1,89 @@
+"""Importance weights between the engine that sampled and the trainer that learns.
+
+With d_t = log pi_train - log pi_rollout of the sampled token, the ratio is exp(clamp(l, -20, 20)), where l is
+    token        d_t
+    sequence     the sum of d over the unmasked tokens of the sequence
+    geometric    their mean
+and the weight is
+    truncate     min(ratio, upper)                      (TIS; Yao et al. 2025, "Your Efficient RL Framework ...")
+    clip         min(max(ratio, lower), upper)
+    mask         ratio within [lower, upper], else 0    (IcePop; Ling Team 2025, "Every Step Evolves")
+Sequence-level weights: Liu et al. 2025, "When Speed Kills Stability". Weights are constants: no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.segments import masked_means, segment_sums, spread
+
+LOG_RATIO_BOUND = 20.0
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "clip", "mask")
+
+
+@dataclass(frozen=True)
+class ImportanceWeights:
+    """All [R], one entry for each response token."""
+
+    weights: Tensor
+    ratio: Tensor  # before the bounds
+    out_of_bounds: Tensor  # 1.0 where the bounds changed the weight
+
+
+@torch.no_grad()
+def level_log_ratio(
+    train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], level: str
+) -> Tensor:
+    """[R]: the log-ratio each token is judged by; at token level that of a masked token is 0."""
+    difference = train_log_probs - rollout_log_probs
+    kept = torch.where(mask != 0, difference, torch.zeros_like(difference))
+    match level:
+        case "token":
+            return kept
+        case "sequence":
+            return spread(segment_sums(kept, lengths), lengths)
+        case "geometric":
+            return spread(masked_means(kept, mask, lengths), lengths)
+    raise ValueError(f"unknown level {level!r}: choose one of {', '.join(LEVELS)}")
+
+
+@torch.no_grad()
+def importance_weights(
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int],
+    *,
+    level: str,
+    mode: str,
+    lower: float,
+    upper: float,
+) -> ImportanceWeights:
+    """What each token's loss is multiplied by; `truncate` does not look at `lower`."""
+    log_ratio = level_log_ratio(train_log_probs, rollout_log_probs, mask, lengths, level)
+    ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    too_large, too_small = ratio > upper, ratio < lower
+    match mode:
+        case "truncate":
+            weights, outside = ratio.clamp_max(upper), too_large
+        case "clip":
+            weights, outside = ratio.clamp(lower, upper), too_large | too_small
+        case "mask":
+            outside = too_large | too_small
+            weights = ratio.masked_fill(outside, 0.0)
+        case _:
+            raise ValueError(f"unknown mode {mode!r}: choose one of {', '.join(MODES)}")
+    return ImportanceWeights(weights, ratio, outside.to(ratio.dtype))
+
+
+@torch.no_grad()
+def normalized(weights: Tensor, mask: Tensor) -> Tensor:
+    """Weights over their mean over the unmasked tokens; where that is 0 there is nothing to scale."""
+    kept = mask != 0
+    mean = torch.where(kept, weights, torch.zeros_like(weights)).sum() / kept.sum().clamp_min(1)
+    return weights / torch.where(mean > 0, mean, torch.ones_like(mean))

@@ -1,0 +1,74 @@
+"""The critic's flags: the run's, with what was given for the critic alone.
+
+What is more specific wins: a `--critic-*` flag, then `--critic-config`, then the role file, then the run's own flag.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slime.config.config import FLAG_SPECS, Config
+from slime.config.files import read_config_file
+from slime.config.suggest import did_you_mean
+from slime.config.values import coerce
+from slime.errors import UserError
+
+_OWN = {
+    "critic_hf_checkpoint": "hf_checkpoint",
+    "critic_lr": "lr",
+    "critic_lr_warmup_iters": "lr_warmup_iters",
+}
+_NOT_FOR_A_CRITIC = {"use_kl_loss": False, "kl_coef": 0.0, "use_opd": False, "start_rollout_id": None}
+
+
+def critic_flags(config: Config) -> Config:
+    """The config that the critic is made with."""
+    changes: dict[str, Any] = {**role_overrides(config, "critic"), **_file_overrides(config)}
+    for name, own in _OWN.items():
+        value = getattr(config, name)
+        if value is not None:
+            changes[own] = value
+    load = config.critic_load
+    if load is not None and not Path(load).is_dir():
+        load = None  # the first start of a run that will resume from there
+    return config.replace(**{**changes, **_NOT_FOR_A_CRITIC, "save": config.critic_save, "load": load})
+
+
+def role_overrides(config: Config, role: str) -> dict[str, Any]:
+    """What `--megatron-config-path` says about a role: `megatron: [{role: critic, overrides: {...}}]`."""
+    path = config.megatron_config_path
+    if path is None:
+        return {}
+    entries = read_config_file(path, what="--megatron-config-path").get("megatron")
+    if not isinstance(entries, list) or not all(isinstance(e, dict) and "role" in e for e in entries):
+        raise UserError(f"--megatron-config-path {path} must hold a list `megatron` of entries with a `role`")
+    overrides: dict[str, Any] = {}
+    for entry in entries:
+        if entry["role"] not in ("actor", "critic"):
+            raise UserError(f"--megatron-config-path {path}: role {entry['role']!r} is neither actor nor critic")
+        if entry["role"] == role:
+            overrides |= entry.get("overrides") or {}
+    return _coerced(overrides, path, "--megatron-config-path")
+
+
+def _file_overrides(config: Config) -> dict[str, Any]:
+    if config.critic_config is None:
+        return {}
+    return _coerced(
+        read_config_file(config.critic_config, what="--critic-config"), config.critic_config, "--critic-config"
+    )
+
+
+def _coerced(values: dict[str, Any], path: str, flag: str) -> dict[str, Any]:
+    result = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in FLAG_SPECS:
+            raise UserError(f"{flag} {path}: there is no flag {key}{did_you_mean(name, FLAG_SPECS)}")
+        spec = FLAG_SPECS[name]
+        result[name] = None if value is None else coerce(spec, value, f"{path}: {key}")
+        complaint = spec.info.check(result[name]) if spec.info.check and result[name] is not None else None
+        if complaint:
+            raise UserError(f"{flag} {path}: {key} {complaint}, not {value}")
+    return result

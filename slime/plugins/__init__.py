@@ -1,0 +1,24 @@
+"""Functions of the user: finding them by name (`loading`) and what each flag expects of them (`contracts`)."""
+
+from slime.plugins.contracts import (
+    CONTRACTS,
+    Contract,
+    check,
+    constructor_values,
+    contract_of,
+    takes_nothing,
+    takes_samples,
+)
+from slime.plugins.loading import load_function, load_plugin
+
+__all__ = [
+    "CONTRACTS",
+    "Contract",
+    "check",
+    "constructor_values",
+    "contract_of",
+    "load_function",
+    "load_plugin",
+    "takes_nothing",
+    "takes_samples",
+]

@@ -1,0 +1,1 @@
+"""Filters that say whether a finished group is worth training on."""

@@ -1,0 +1,103 @@
+"""On-policy distillation: the log-probs of a teacher for the tokens that the student sampled.
+
+Invariant: `teacher_log_probs` has one entry per response token, each for the very id that was sampled; the teacher sees
+`sample.tokens`, so it must share the student's vocabulary. It scores at temperature 1 (raw logits).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from slime.data.sample import Sample
+from slime.engine.client import EngineClient, EngineError, EngineProtocolError
+from slime.engine.protocol import quote
+from slime.errors import UserError
+from slime.rollout.failures import mark_failed
+from slime.rollout.runtime import RolloutRuntime
+
+TRIES = 4
+FIRST_BACKOFF_S = 0.5
+
+
+class Teacher:
+    """A served model that is asked for log-probs and never updated."""
+
+    def __init__(self, url: str, *, timeout_s: float, concurrency: int) -> None:
+        self._client = EngineClient(url.rstrip("/").removesuffix("/generate"), timeout_s=timeout_s)
+        self._semaphore = asyncio.Semaphore(concurrency)
+
+    async def log_probs(self, tokens: Sequence[int], response_length: int) -> list[float]:
+        """The log-probs of the last `response_length` tokens, each given those before it."""
+        payload = {
+            "input_ids": list(tokens),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": max(0, len(tokens) - response_length - 1),
+        }
+        async with self._semaphore:
+            answer = await self._ask(payload)
+        found = _input_log_probs(answer, list(tokens)[-response_length:])
+        if found is None:
+            raise EngineProtocolError(
+                self._client.base_url,
+                "/generate",
+                f"gave no meta_info.input_token_logprobs for the {response_length} tokens asked for: {quote(answer)}",
+            )
+        return found
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop."""
+        await self._client.aclose()
+
+    async def _ask(self, payload: dict[str, Any]) -> dict[str, Any]:
+        for attempt in range(TRIES - 1):
+            try:
+                return await self._client.generate(payload)
+            except EngineError as error:
+                if not error.transient:
+                    raise
+            await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
+        return await self._client.generate(payload)
+
+
+async def teach(runtime: RolloutRuntime, samples: Sequence[Sample]) -> None:
+    """Give finished samples their `teacher_log_probs`; without a teacher nothing happens."""
+    teacher = runtime.state.teacher
+    if teacher is None:
+        return
+    await asyncio.gather(*(_teach_one(runtime, teacher, sample) for sample in samples if _wants_teacher(sample)))
+
+
+async def _teach_one(runtime: RolloutRuntime, teacher: Teacher, sample: Sample) -> None:
+    try:
+        sample.teacher_log_probs = await teacher.log_probs(sample.tokens, sample.response_length)
+    except UserError:
+        raise
+    except EngineError as error:
+        mark_failed([sample], runtime.failures.record("engine", error))
+
+
+def _wants_teacher(sample: Sample) -> bool:
+    if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED) or sample.response_length == 0:
+        return False
+    return sample.teacher_log_probs is None or len(sample.teacher_log_probs) != sample.response_length
+
+
+def _input_log_probs(answer: dict[str, Any], response: list[int]) -> list[float] | None:
+    """The log-probs of the last prompt tokens, or None when the answer does not hold them for these very ids."""
+    meta_info = answer.get("meta_info")
+    entries = meta_info.get("input_token_logprobs") if isinstance(meta_info, dict) else None
+    if not isinstance(entries, list) or len(entries) < len(response):
+        return None
+    entries = entries[len(entries) - len(response) :]
+    if not all(isinstance(entry, list) and len(entry) >= 2 for entry in entries):
+        return None
+    if [entry[1] for entry in entries] != response:
+        return None
+    values = [entry[0] for entry in entries]
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        return None
+    return [float(value) for value in values]

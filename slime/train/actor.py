@@ -1,0 +1,189 @@
+"""The policy in training: its weights and optimizer, and the frozen models that it is compared with.
+
+Invariant: `score` is called before the first update of a rollout, so its log-probs are those of the policy that the
+rollout's updates start from. They are not computed where nothing needs them: with one update per rollout the training
+forward itself gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from slime.config import Config
+from slime.config.algorithm import needs_reference
+from slime.errors import UserError
+from slime.train.backends.frozen import FrozenModel
+from slime.train.backends.fsdp import FSDPBackend
+from slime.train.backends.protocol import TrainBackend
+from slime.train.checkpoint import CheckpointFolder, TrainState, find_start
+from slime.train.distributed import Ranks
+from slime.train.finite import blame, first_not_finite
+from slime.train.loading import load_policy
+from slime.train.micro_batch import MicroBatch
+from slime.train.objectives import CustomObjective, supervised_loss
+from slime.train.optimizer import LearningRate
+from slime.train.policy import PolicyModel
+from slime.train.policy_objective import ABS_DIFF, PolicyObjective, largest_gap
+from slime.train.rollout_data import RolloutData, collect
+from slime.train.step import NotFinite, Outcome, train_step
+from slime.train.timers import Timers
+
+
+class Actor:
+    """Made where `--load` says, else from `--hf-checkpoint`."""
+
+    def __init__(self, config: Config, ranks: Ranks, *, compute_dtype: torch.dtype) -> None:
+        self.config = config
+        self.ranks = ranks
+        start = find_start(config)
+        folder = config.hf_checkpoint
+        assert folder is not None
+        module = load_policy(config, str(start.hf_folder or folder), torch.float32)
+        self.backend = FSDPBackend(config, ranks, module, compute_dtype=compute_dtype)
+        self.frozen: dict[str, FrozenModel] = {}
+        for name, source in self._frozen_folders(str(start.hf_folder or folder)).items():
+            self.frozen[name] = FrozenModel(load_policy(config, source, compute_dtype), ranks)
+        self.learning_rate = LearningRate.from_config(config)
+        self.state = TrainState()
+        if start.checkpoint is not None:
+            checkpoint = CheckpointFolder(start.checkpoint)
+            self.state = checkpoint.load(self.backend, config)
+            if config.ref_update_interval is not None:
+                checkpoint.load_reference(self.frozen["ref"])
+        self._objective = PolicyObjective(config) if config.loss_type == "policy_loss" else None
+        self._custom = CustomObjective(config) if config.loss_type == "custom_loss" else None
+
+    def _frozen_folders(self, start: str) -> dict[str, str]:
+        config, folders = self.config, {}
+        if needs_reference(config):
+            folders["ref"] = config.ref_load or config.hf_checkpoint or start
+        if config.use_opd and config.opd_type == "trainer":
+            assert config.opd_teacher_load is not None, "checked when the flags were"
+            folders["teacher"] = config.opd_teacher_load
+        if config.keep_old_actor:
+            folders["old_actor"] = start
+        return folders
+
+    @property
+    def policy(self) -> PolicyModel:
+        assert isinstance(self.backend.module, PolicyModel)
+        return self.backend.module
+
+    # before the updates
+
+    def score(self, data: RolloutData, micro_batches: Sequence[MicroBatch], *, num_steps: int, timers: Timers) -> None:
+        """Log-probs of the old policy, the reference and the teacher, as far as they are needed."""
+        if self._needs_own_log_probs(num_steps):
+            old = self.frozen.get("old_actor")
+            with timers.measure("log_probs"):
+                model = self.policy if old is None else old.module
+                self._pass(model, data, micro_batches, "log_probs", with_entropy=self.config.use_rollout_entropy)
+        for name in ("ref", "teacher"):
+            if name in self.frozen:
+                with timers.measure(f"{name}_log_probs"):
+                    self._pass(self.frozen[name].module, data, micro_batches, f"{name}_log_probs")
+
+    def _needs_own_log_probs(self, num_steps: int) -> bool:
+        config = self.config
+        if config.loss_type == "custom_loss" or config.use_rollout_entropy or config.keep_old_actor:
+            return True
+        if config.use_rollout_logprobs:
+            return False
+        hooks = config.custom_advantage_function_path, config.rollout_data_postprocess_path
+        return num_steps > 1 or config.kl_coef != 0 or config.use_opd or any(path is not None for path in hooks)
+
+    @torch.no_grad()
+    def _pass(
+        self,
+        model: PolicyModel,
+        data: RolloutData,
+        micro_batches: Sequence[MicroBatch],
+        name: str,
+        with_entropy: bool = False,
+    ) -> None:
+        log_probs, entropies = [], []
+        for micro in micro_batches:
+            found, entropy = model(micro.row, with_entropy=with_entropy)
+            log_probs += micro.give(found)
+            entropies += micro.give(entropy)
+        collect(data, name, log_probs)
+        if with_entropy:
+            collect(data, "entropy", entropies)
+
+    # the updates
+
+    def train(self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """One optimizer step."""
+        rate = self.learning_rate.at(self.state.step)
+        try:
+            metrics = train_step(self.backend, micro_batches, lambda micro: self._measure(data, micro), rate)
+        except NotFinite as found:
+            raise UserError(self._explain(found, rollout_id, data, micro_batches)) from found
+        named = {f"train/{name}": value for name, value in metrics.items()}
+        return named | {"train/lr-pg_0": rate} | self.idle_step()
+
+    def idle_step(self) -> dict[str, float]:
+        """Count a step, also one that only the critic made."""
+        self.state.step += 1
+        return {"train/step": float(self.state.step - 1)}
+
+    def _measure(self, data: RolloutData, micro: MicroBatch) -> Outcome:
+        if self._custom is not None:
+            logits, _ = self.policy(micro.row, as_logits=True)
+            return Outcome(*self._custom(data, micro, logits))
+        log_probs, entropy = self.policy(micro.row, with_entropy=self._objective is not None)
+        if self._objective is None:
+            return Outcome(*supervised_loss(micro, log_probs))
+        loss, sums = self._objective(micro, log_probs, entropy)
+        gap = largest_gap(self._objective, micro, log_probs)
+        if micro.train_log_probs is None:
+            micro.train_log_probs = log_probs.detach()
+        return Outcome(loss, sums, {} if gap is None else {f"{ABS_DIFF}_max": gap})
+
+    @torch.no_grad()
+    def _explain(
+        self, found: NotFinite, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]
+    ) -> str:
+        """Which sample it was, from the same forward once more; all ranks take part."""
+        what = f"log-probs that make the loss {found.loss} (gradient norm {found.grad_norm})"
+        parts = [part for micro in micro_batches for part in micro.give(self.policy(micro.row, with_entropy=False)[0])]
+        positions = [position for position, _ in parts]
+        masks = [data["loss_masks"][position] for position in positions]
+        bad = first_not_finite([values for _, values in parts], masks)
+        if bad is not None:
+            return blame(data, positions[bad], what, rollout_id=rollout_id, run_dir=self.config.output_dir or ".")
+        return (
+            f"the loss of rollout {rollout_id} is {found.loss} and its gradient norm {found.grad_norm}; nothing was "
+            "updated: lower --lr, or look for extreme log-probs and rewards in the samples"
+        )
+
+    # after the updates
+
+    def finish_rollout(self, rollout_id: int) -> None:
+        self.state.next_rollout_id = rollout_id + 1
+        interval = self.config.ref_update_interval
+        if interval is not None and (rollout_id + 1) % interval == 0:
+            self.frozen["ref"].copy_from(self.backend)
+
+    def remember_exported(self) -> None:
+        """The weights that go to the engines now are the old policy of the rollouts they will sample."""
+        if "old_actor" in self.frozen:
+            self.frozen["old_actor"].copy_from(self.backend)
+
+    def save(self, rollout_id: int) -> Path:
+        assert self.config.save is not None
+        self.state.next_rollout_id = rollout_id + 1
+        moving_reference = self.frozen["ref"] if self.config.ref_update_interval is not None else None
+        backend: TrainBackend = self.backend
+        return CheckpointFolder.write(
+            Path(self.config.save),
+            rollout_id,
+            backend,
+            self.state,
+            self.config,
+            with_optimizer=not self.config.no_save_optim,
+            reference=moving_reference,
+        )

@@ -1,0 +1,87 @@
+"""Advantages of one rollout, by the estimator that was chosen.
+
+Invariant: they depend on the samples, not on which rank holds which: whitening uses sums over all ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.distillation import distilled, reverse_kl
+from slime.algorithms.gae import ppo_advantages
+from slime.algorithms.grpo import grpo_advantages
+from slime.algorithms.kl import approximate_kl
+from slime.algorithms.reinforce_plus_plus import (
+    reinforce_plus_plus_advantages,
+    reinforce_plus_plus_baseline_advantages,
+)
+from slime.algorithms.whitening import whiten, whitening_sums
+from slime.config import Config
+from slime.errors import UserError
+from slime.plugins import load_function
+from slime.train.distributed import Ranks
+from slime.train.rollout_data import RolloutData, check_columns
+
+
+def set_advantages(config: Config, data: RolloutData, ranks: Ranks) -> None:
+    """Fill in `advantages` and `returns` (and `kl`, `opd_reverse_kl` where they take part)."""
+    if config.kl_coef != 0:
+        pairs = zip(_old_log_probs(config, data), data["ref_log_probs"], strict=True)
+        data["kl"] = [approximate_kl(own, reference, config.kl_loss_type) for own, reference in pairs]
+    path = config.custom_advantage_function_path
+    if path is not None:
+        load_function(path, what="--custom-advantage-function-path", params=("args", "rollout_data"))(config, data)
+        check_columns(data, ("advantages", "returns"), path)
+    else:
+        _estimate(config, data)
+    if config.use_opd:
+        _distil(config, data)
+    if config.normalize_advantages:
+        data["advantages"] = _whitened(data["advantages"], data["loss_masks"], ranks)
+
+
+def _estimate(config: Config, data: RolloutData) -> None:
+    rewards, masks, kl = data["rewards"], data["loss_masks"], data.get("kl")
+    match config.advantage_estimator:
+        case "ppo":
+            data["advantages"], data["returns"] = ppo_advantages(
+                rewards, data["values"], kl, masks, kl_coef=config.kl_coef, gamma=config.gamma, lambd=config.lambd
+            )
+            return
+        case "reinforce_plus_plus":
+            advantages = reinforce_plus_plus_advantages(rewards, kl, masks, kl_coef=config.kl_coef, gamma=config.gamma)
+        case "reinforce_plus_plus_baseline":
+            advantages = reinforce_plus_plus_baseline_advantages(rewards, kl, masks, kl_coef=config.kl_coef)
+        case _:
+            advantages = grpo_advantages(rewards, data["response_lengths"])
+    data["advantages"], data["returns"] = advantages, list(advantages)
+
+
+def _distil(config: Config, data: RolloutData) -> None:
+    if "teacher_log_probs" not in data:
+        raise UserError("--use-opd found no teacher log-probs on the samples: the rollout must set teacher_log_probs")
+    student, teacher = _old_log_probs(config, data), data["teacher_log_probs"]
+    data["advantages"] = distilled(data["advantages"], student, teacher, config.opd_kl_coef)
+    data["opd_reverse_kl"] = [reverse_kl(s, t) for s, t in zip(student, teacher, strict=True)]
+
+
+def _old_log_probs(config: Config, data: RolloutData) -> list[Tensor]:
+    name = "rollout_log_probs" if config.use_rollout_logprobs else "log_probs"
+    if name not in data:
+        raise UserError(
+            "--use-rollout-logprobs: a sample has no rollout log-probs; its generate function must set them"
+        )
+    columns: list[Tensor] = data[name]
+    return columns
+
+
+def _whitened(advantages: list[Tensor], masks: list[Tensor], ranks: Ranks) -> list[Tensor]:
+    sums = torch.zeros(3, dtype=torch.float64)
+    for values, mask in zip(advantages, masks, strict=True):
+        sums += whitening_sums(values, mask)
+    count, total, squares = ranks.sum(sums.to(ranks.device)).cpu()
+    return [
+        whiten(values.double(), mask, count=count, total=total, squares=squares).float()
+        for values, mask in zip(advantages, masks, strict=True)
+    ]

@@ -1,0 +1,74 @@
+"""A training batch that the user's own function made of the samples.
+
+Invariant: what the function leaves out is filled in as if every sample stood alone; columns that training does not know
+travel along to custom losses and hooks under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.config import Config
+from slime.data.sample import Sample
+from slime.errors import UserError
+from slime.plugins import load_function
+from slime.train.batch import TrainBatch
+
+FLAG = "--custom-convert-samples-to-train-data-path"
+REQUIRED = ("tokens", "response_lengths", "rewards")
+
+
+def converted_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
+    """Call the conversion and check what it returned."""
+    path = config.custom_convert_samples_to_train_data_path
+    assert path is not None
+    hook = load_function(path, what=FLAG, params=("args", "samples"))
+    made = hook(config, list(samples))
+    if not isinstance(made, Mapping):
+        raise UserError(f"{path} returned a {type(made).__name__}: {FLAG} must return a dict of lists")
+    for name in REQUIRED:
+        if name not in made:
+            raise UserError(f"{path} returned no {name!r}: {FLAG} must return at least {', '.join(REQUIRED)}")
+    count = len(made["tokens"])
+    for name, column in made.items():
+        if len(column) != count:
+            raise UserError(f"{path} returned {len(column)} entries of {name!r} for {count} of 'tokens'")
+    return _batch_of({name: list(column) for name, column in made.items()}, count)
+
+
+def _batch_of(made: dict[str, list[Any]], count: int) -> TrainBatch:
+    tokens = [np.asarray(ids, dtype=np.int64) for ids in made.pop("tokens")]
+    lengths = [int(length) for length in made.pop("response_lengths")]
+    rewards = [float(reward) for reward in made.pop("rewards")]
+    masks = made.pop("loss_masks", None) or [np.ones(length) for length in lengths]
+    loss_masks = [np.asarray(mask, dtype=np.float32) for mask in masks]
+    rollout_ids = [int(i) for i in made.pop("rollout_ids", range(count))]
+    sums: dict[int, int] = {}
+    for rollout_id, mask in zip(rollout_ids, loss_masks, strict=True):
+        sums[rollout_id] = sums.get(rollout_id, 0) + int(mask.sum())
+    made.pop("rollout_mask_sums", None)  # counted here
+    made.pop("total_lengths", None)
+    return TrainBatch(
+        tokens=tokens,
+        response_lengths=lengths,
+        loss_masks=loss_masks,
+        rewards=rewards,
+        raw_reward=[float(reward) for reward in made.pop("raw_reward", rewards)],
+        truncated=[int(flag) for flag in made.pop("truncated", [0] * count)],
+        excluded=[bool(flag) for flag in made.pop("excluded", [False] * count)],
+        sample_indices=[int(i) for i in made.pop("sample_indices", range(count))],
+        group_indices=[int(i) for i in made.pop("group_indices", range(count))],
+        rollout_ids=rollout_ids,
+        rollout_mask_sums=[sums[rollout_id] for rollout_id in rollout_ids],
+        rollout_log_probs=_floats(made.pop("rollout_log_probs", None)),
+        teacher_log_probs=_floats(made.pop("teacher_log_probs", None)),
+        train_metadata=made.pop("train_metadata", [None] * count),
+        extra=made,
+    )
+
+
+def _floats(column: list[Any] | None) -> list[np.ndarray] | None:
+    return None if column is None else [np.asarray(values, dtype=np.float32) for values in column]

@@ -1,0 +1,68 @@
+"""The value model of PPO: its own weights, optimizer, learning rate and checkpoints, on the policy's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.config import Config
+from slime.config.roles import critic_flags
+from slime.train.backends.fsdp import FSDPBackend
+from slime.train.checkpoint import CheckpointFolder, TrainState, find_start
+from slime.train.distributed import Ranks
+from slime.train.loading import load_critic
+from slime.train.micro_batch import MicroBatch
+from slime.train.objectives import value_loss
+from slime.train.optimizer import LearningRate
+from slime.train.step import Outcome, train_step
+
+
+class Critic:
+    """Predicts the return before each response token, and learns from the returns that came."""
+
+    def __init__(self, config: Config, ranks: Ranks, *, compute_dtype: torch.dtype) -> None:
+        self.config = critic_flags(config)
+        start = find_start(self.config)
+        assert self.config.hf_checkpoint is not None
+        module = load_critic(self.config, str(start.hf_folder or self.config.hf_checkpoint))
+        self.backend = FSDPBackend(self.config, ranks, module, compute_dtype=compute_dtype)
+        self.learning_rate = LearningRate.from_config(self.config)
+        self.state = TrainState()
+        if start.checkpoint is not None:
+            self.state = CheckpointFolder(start.checkpoint).load(self.backend, self.config)
+
+    @torch.no_grad()
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, Tensor]]:
+        """(sample, its values) for all samples of the micro-batches."""
+        return [part for micro in micro_batches for part in micro.give(self.backend.module(micro.row))]
+
+    def train(self, steps: Sequence[Sequence[MicroBatch]]) -> list[dict[str, float]]:
+        """One update for each step; metrics under the names that a critic's have."""
+        return [self._step(step) for step in steps]
+
+    def save(self, rollout_id: int) -> None:
+        assert self.config.save is not None
+        self.state.next_rollout_id = rollout_id + 1
+        CheckpointFolder.write(
+            Path(self.config.save),
+            rollout_id,
+            self.backend,
+            self.state,
+            self.config,
+            with_optimizer=not self.config.no_save_optim,
+        )
+
+    def _step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        rate = self.learning_rate.at(self.state.step)
+        metrics: dict[str, Any] = train_step(self.backend, micro_batches, self._objective, rate)
+        self.state.step += 1
+        return {f"train/critic-{name}": value for name, value in metrics.items()} | {"train/critic-lr-pg_0": rate}
+
+    def _objective(self, micro: MicroBatch) -> Outcome:
+        values = self.backend.module(micro.row)
+        loss, sums = value_loss(micro, values, value_clip=self.config.value_clip)
+        return Outcome(loss, sums)

@@ -1,0 +1,40 @@
+"""What training computed for each sample, as JSON lines: a header, then a row per sample in the order of their indices.
+
+Invariant: numbers are those that the losses used, whole responses each; a file is complete or absent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.train.rollout_data import PER_TOKEN, RolloutData
+
+FORMAT_VERSION = 2
+COLUMNS = ("sample_indices", "group_indices", "rollout_ids", "rewards", "raw_reward", "truncated")
+
+
+def dump_rows(data: RolloutData, *, rank: int) -> list[dict[str, Any]]:
+    """One plain dict per sample of a rank."""
+    rows = []
+    for position in range(len(data["response_lengths"])):
+        row: dict[str, Any] = {"data_parallel_rank": rank}
+        row |= {name: data[name][position] for name in COLUMNS}
+        for name in ("tokens", "loss_masks", *PER_TOKEN):
+            if name in data:
+                row[name] = data[name][position].tolist()
+        rows.append(row)
+    return rows
+
+
+def write_train_dump(template: str, rollout_id: int, ranks: Sequence[Sequence[dict[str, Any]]]) -> Path:
+    """Write the rows of all ranks; `{rollout_id}` in the template is filled in."""
+    path = Path(template.format(rollout_id=rollout_id))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = sorted((row for rank in ranks for row in rank), key=lambda row: row["sample_indices"])
+    header = {"format": "slime-train-dump", "format_version": FORMAT_VERSION, "rollout_id": rollout_id}
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.write_text("".join(json.dumps(entry) + "\n" for entry in (header, *rows)))
+    return draft.replace(path)

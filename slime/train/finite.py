@@ -1,0 +1,69 @@
+"""Numbers that are none: found, tied to their sample, and written down.
+
+Invariant: training never updates weights from them, and the sample that brought them can be looked at afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.errors import UserError
+from slime.train.distributed import Ranks
+from slime.train.rollout_data import PER_TOKEN, RolloutData
+
+FOLDER = "not_finite"
+
+
+def check_columns_finite(data: RolloutData, ranks: Ranks, *, rollout_id: int, run_dir: str) -> None:
+    """Every per-token number of an unmasked token is finite, on all ranks; else dump the sample and stop."""
+    found = None
+    for name in PER_TOKEN:
+        if name in data and found is None:
+            position = first_not_finite(data[name], data["loss_masks"])
+            found = None if position is None else (position, name)
+    if not _anywhere(found is not None, ranks):
+        return
+    if found is None:
+        raise UserError("another training process found numbers that are not finite: its message says which")
+    position, name = found
+    raise UserError(blame(data, position, f"{name} that are not finite", rollout_id=rollout_id, run_dir=run_dir))
+
+
+def first_not_finite(column: Iterable[Tensor], masks: Iterable[Tensor]) -> int | None:
+    """Position of the first sample with such a number at an unmasked token."""
+    for position, (values, mask) in enumerate(zip(column, masks, strict=True)):
+        if not bool(torch.isfinite(values[mask != 0]).all()):
+            return position
+    return None
+
+
+def blame(data: RolloutData, position: int, what: str, *, rollout_id: int, run_dir: str) -> str:
+    """Write the sample down; the sentence that names it."""
+    index = data["sample_indices"][position]
+    path = Path(run_dir) / FOLDER / f"rollout_{rollout_id}-sample_{index}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    count = len(data["response_lengths"])
+    row = {name: _plain(values[position]) for name, values in data.items() if _has(values, count)}
+    path.write_text(json.dumps({"rollout_id": rollout_id, "what": what, **row}, indent=1))
+    return (
+        f"sample {index} of rollout {rollout_id} has {what}; nothing was updated, the sample is in {path}: look at its "
+        "tokens, log-probs and reward, or lower --lr"
+    )
+
+
+def _anywhere(here: bool, ranks: Ranks) -> bool:
+    return bool(ranks.max(torch.tensor([float(here)], device=ranks.device)).item())
+
+
+def _has(values: Any, count: int) -> bool:
+    return isinstance(values, list | Tensor) and len(values) == count
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value

@@ -1,0 +1,98 @@
+"""The work of training on a sequence, from the model's config alone.
+
+    training(L) = 3 (per_token L + per_pair sum over attention layers of pairs(L, window))
+
+A forward pass costs 2 FLOPs for each weight that a token meets (projections, its own experts and their router, LM
+head) and, in an attention layer, for each number of the scores and of the weighted values of a query-key pair. The
+backward pass costs twice the forward. Causal attention has `L (L + 1) / 2` pairs; a sliding window stops at `window`
+keys per query; linear attention keeps a state of fixed size and has none. Norms, activations, biases and embeddings
+are left out, and so is recomputation, which scales everything alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slime.errors import UserError
+from slime.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+PASSES = 3
+_GATED_DELTA_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
+@dataclass(frozen=True)
+class FlopsModel:
+    """`layers_by_window`: how many attention layers see so many earlier tokens (None: all of them)."""
+
+    per_token: float
+    per_pair: float
+    layers_by_window: Mapping[int | None, int]
+
+    @classmethod
+    def from_config(cls, hf_config: PretrainedConfig) -> FlopsModel:
+        """The model of a transformers config (of a multimodal one: its text part)."""
+        facts = hf_config.get_text_config().to_dict()
+        shape = ModelShape.from_config(facts)
+        forward = shape.flops_per_token(0)
+        if forward is None or shape.num_layers is None or shape.num_heads is None or shape.head_dim is None:
+            raise UserError(
+                f"the config of a {shape.model_type} model does not tell its FLOPs: leave out --balance-data and "
+                "--balance-by-flops"
+            )
+        kinds = _layer_kinds(facts, shape.num_layers)
+        linear_layers = kinds.count("linear_attention")
+        forward += 2 * linear_layers * _linear_layer_excess(facts, shape)
+        if shape.model_type in _GATED_DELTA_FAMILIES:  # their attention layers gate the output: a second query matrix
+            gate = (shape.hidden_size or 0) * shape.num_heads * shape.head_dim
+            forward += 2 * (shape.num_layers - linear_layers) * gate
+        windows = Counter(
+            facts.get("sliding_window") if kind == "sliding_attention" else None
+            for kind in kinds
+            if kind != "linear_attention"
+        )
+        return cls(float(forward), 4.0 * shape.num_heads * shape.head_dim, dict(windows))
+
+    def sequence(self, length: int) -> float:
+        """Training FLOPs of one sequence."""
+        pairs = sum(layers * causal_pairs(length, window) for window, layers in self.layers_by_window.items())
+        return PASSES * (self.per_token * length + self.per_pair * pairs)
+
+    def packed(self, lengths: Sequence[int]) -> float:
+        """Training FLOPs of sequences in one row: attention stays within each, so the row costs what they cost."""
+        return sum(self.sequence(length) for length in lengths)
+
+
+def causal_pairs(length: int, window: int | None) -> int:
+    """Query-key pairs when a token sees itself and earlier ones, at most `window` in all."""
+    full = length if window is None else min(length, window)
+    return full * (full + 1) // 2 + (length - full) * full
+
+
+def _layer_kinds(facts: Mapping[str, Any], layers: int) -> list[str]:
+    kinds = facts.get("layer_types")
+    if kinds:
+        return [str(kind) for kind in kinds]
+    return ["sliding_attention" if facts.get("sliding_window") else "full_attention"] * layers
+
+
+def _linear_layer_excess(facts: Mapping[str, Any], shape: ModelShape) -> int:
+    """Multiply-adds per token of a linear-attention layer beyond the projections of an attention layer.
+
+    A gated delta rule reads its state, corrects it and reads it again: three products of key and value size per head.
+    Of other kinds only the heads are known: projections like attention's, and a state that is written and read.
+    """
+    heads, head_dim, hidden = shape.num_heads or 0, shape.head_dim or 0, shape.hidden_size or 0
+    if shape.model_type not in _GATED_DELTA_FAMILIES:
+        return 2 * heads * head_dim * head_dim
+    value_heads, key_size = facts["linear_num_value_heads"], facts["linear_key_head_dim"]
+    keys, values = facts["linear_num_key_heads"] * key_size, value_heads * facts["linear_value_head_dim"]
+    projections = hidden * (2 * keys + 2 * values + 2 * value_heads) + values * hidden
+    convolution = (2 * keys + values) * facts["linear_conv_kernel_dim"]
+    state = 3 * values * key_size
+    return projections + convolution + state - (shape.attention_weights_per_layer or 0)

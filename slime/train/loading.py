@@ -1,0 +1,36 @@
+"""Hugging Face folders as models that training can run."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from slime.config import Config
+from slime.models.loading import load_causal_lm
+from slime.models.value import put_value_head
+from slime.train.attention import ATTENTION_NAME, register_packed_attention
+from slime.train.policy import PolicyModel, ValueModel
+
+
+def load_policy(config: Config, folder: str, dtype: torch.dtype) -> PolicyModel:
+    """A language model; float32 for one that is trained (its master weights), the compute dtype for a frozen one."""
+    model = _load(config, folder, dtype)
+    return PolicyModel(model, temperature=config.rollout_temperature, chunk_rows=config.log_probs_chunk_size)
+
+
+def load_critic(config: Config, folder: str) -> ValueModel:
+    """A language model's body with a new value head."""
+    model = _load(config, folder, torch.float32)
+    put_value_head(model)
+    return ValueModel(model)
+
+
+def _load(config: Config, folder: str, dtype: torch.dtype) -> PreTrainedModel:
+    register_packed_attention()
+    return load_causal_lm(
+        folder,
+        dtype=dtype,
+        device="cpu",
+        attn_implementation=ATTENTION_NAME,
+        trust_remote_code=config.trust_remote_code,
+    )

@@ -1,0 +1,203 @@
+"""The policy's loss on one micro-batch.
+
+Invariant: every term is a sum of per-token values times the micro-batch's weights, so the parts of a step add up to the
+whole however it was cut; what a correction rejects leaves the numerator and stays in the denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.cispo import cispo_loss
+from slime.algorithms.gspo import sequence_log_ratio
+from slime.algorithms.importance import importance_weights, normalized
+from slime.algorithms.kl import approximate_kl, unbiased_kl
+from slime.algorithms.opsm import off_policy_sequence_mask
+from slime.algorithms.policy_loss import clipped_policy_loss
+from slime.algorithms.reduce import weighted_sum
+from slime.algorithms.rejection import rejection_mask
+from slime.config import Config
+from slime.errors import UserError
+from slime.plugins import load_function
+from slime.train.loss_settings import Correction, LossSettings
+from slime.train.micro_batch import MicroBatch
+
+ABS_DIFF = "train_rollout_logprob_abs_diff"
+Metrics = dict[str, Tensor]
+
+
+class PolicyObjective:
+    """Surrogate - entropy bonus + KL to the reference, with the corrections and functions the user chose."""
+
+    def __init__(self, config: Config) -> None:
+        self.settings = LossSettings.from_config(config)
+        self._config = config
+        self._custom_correction = _plugin(config.custom_tis_function_path, "--custom-tis-function-path", None)
+        self._custom_reducer = _plugin(
+            config.custom_pg_loss_reducer_function_path,
+            "--custom-pg-loss-reducer-function-path",
+            ("total_lengths", "response_lengths", "loss_masks"),
+        )
+
+    def __call__(self, micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
+        """The loss, and metrics that are partial sums of this micro-batch."""
+        s = self.settings
+        old = self.old_log_probs(micro, log_probs)
+        log_ratio = log_probs - old
+        if s.estimator == "gspo":
+            log_ratio = sequence_log_ratio(log_probs, old, micro.mask, micro.lengths)
+        token_loss, was_clipped = self._surrogate(micro, log_probs, log_ratio)
+        metrics: Metrics = {
+            "pg_clipfrac": weighted_sum(was_clipped, micro.weights),
+            "ppo_kl": weighted_sum(-log_ratio.detach(), micro.weights),
+        }
+        if s.opsm_delta is not None:
+            keep = off_policy_sequence_mask(
+                log_probs.detach(), old, micro.columns["advantages"], micro.mask, micro.lengths, delta=s.opsm_delta
+            )
+            token_loss = token_loss * keep
+            metrics["opsm_clipfrac"] = weighted_sum(1.0 - keep, micro.weights)
+        token_loss, kept, more = self._corrected(micro, token_loss, log_probs, log_ratio)
+        metrics |= more
+        pg_loss = self._reduced(micro, token_loss, kept)
+        loss = pg_loss
+        with torch.set_grad_enabled(s.entropy_coef != 0.0):
+            entropy_loss = weighted_sum(entropy, micro.weights)
+        if s.entropy_coef:
+            loss = loss - s.entropy_coef * entropy_loss
+        metrics = {"pg_loss": pg_loss.detach(), "entropy_loss": entropy_loss.detach(), **metrics}
+        if s.use_kl_loss:
+            kl_loss = self._kl(micro, log_probs, log_ratio)
+            loss = loss + s.kl_loss_coef * kl_loss if s.kl_loss_coef else loss
+            metrics["kl_loss"] = kl_loss.detach()
+        if "rollout_log_probs" in micro.columns:
+            gap = self.own_log_probs(micro, log_probs) - micro.columns["rollout_log_probs"]
+            metrics[ABS_DIFF] = weighted_sum(gap.abs(), micro.weights)
+        metrics["loss"] = loss.detach()
+        return loss, metrics
+
+    def own_log_probs(self, micro: MicroBatch, log_probs: Tensor) -> Tensor:
+        """The trainer's own log-probs before the rollout's first update; those of this forward if that is it."""
+        own = micro.columns.get("log_probs")
+        return log_probs.detach() if own is None else own
+
+    def old_log_probs(self, micro: MicroBatch, log_probs: Tensor) -> Tensor:
+        """Those of the old policy in the ratio: the engine's, or the trainer's own."""
+        if not self.settings.rollout_is_old:
+            return self.own_log_probs(micro, log_probs)
+        if "rollout_log_probs" not in micro.columns:
+            raise UserError(
+                "--use-rollout-logprobs: a sample has no rollout log-probs; its generate function must set them"
+            )
+        return micro.columns["rollout_log_probs"]
+
+    def _surrogate(self, micro: MicroBatch, log_probs: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+        s, advantages = self.settings, micro.columns["advantages"]
+        if s.estimator == "cispo":
+            return cispo_loss(log_probs, log_ratio, advantages, eps_clip=s.eps_clip, eps_clip_high=s.eps_clip_high)
+        return clipped_policy_loss(
+            log_ratio, advantages, eps_clip=s.eps_clip, eps_clip_high=s.eps_clip_high, eps_clip_c=s.eps_clip_c
+        )
+
+    def _kl(self, micro: MicroBatch, log_probs: Tensor, log_ratio: Tensor) -> Tensor:
+        s = self.settings
+        with torch.set_grad_enabled(s.kl_loss_coef != 0.0):
+            kl = approximate_kl(log_probs, micro.columns["ref_log_probs"], s.kl_loss_type)
+            return weighted_sum(unbiased_kl(kl, log_ratio) if s.unbiased_kl else kl, micro.weights)
+
+    # corrections
+
+    def _corrected(
+        self, micro: MicroBatch, token_loss: Tensor, log_probs: Tensor, log_ratio: Tensor
+    ) -> tuple[Tensor, Tensor, Metrics]:
+        """(weighted token loss, 0/1 of what was not rejected, metrics)."""
+        correction, everything = self.settings.correction, torch.ones_like(micro.mask)
+        if correction is None:
+            return token_loss, everything, {}
+        if "rollout_log_probs" not in micro.columns:
+            raise UserError("--use-tis: a sample has no rollout log-probs; its generate function must set them")
+        train, rollout = self.own_log_probs(micro, log_probs), micro.columns["rollout_log_probs"]
+        metrics = {"ois": weighted_sum(torch.exp(log_ratio.detach()), micro.weights)}
+        if self._custom_correction is not None:
+            changed, kept, more = self._call_custom(self._custom_correction, micro, token_loss, train, rollout)
+        else:
+            changed, kept, more = self._weigh_and_reject(correction, micro, token_loss, train, rollout)
+        if not (correction.weigh or correction.reject):  # --get-mismatch-metrics alone only looks
+            changed, kept = token_loss, everything
+        return changed, kept, metrics | more
+
+    def _weigh_and_reject(
+        self, c: Correction, micro: MicroBatch, token_loss: Tensor, train: Tensor, rollout: Tensor
+    ) -> tuple[Tensor, Tensor, Metrics]:
+        found = importance_weights(
+            train, rollout, micro.mask, micro.lengths, level=c.level, mode=c.mode, lower=c.lower, upper=c.upper
+        )
+        weights = normalized(found.weights, micro.mask) if c.batch_normalize else found.weights
+        metrics = {
+            "tis": weighted_sum(found.ratio, micro.weights),
+            "tis_clipfrac": weighted_sum(found.out_of_bounds, micro.weights),
+            "tis_abs": weighted_sum((found.ratio - 1.0).abs(), micro.weights),
+        }
+        kept = torch.ones_like(micro.mask)
+        if c.reject:
+            kept = rejection_mask(
+                train,
+                rollout,
+                micro.mask,
+                micro.lengths,
+                level=c.reject_level,
+                lower=c.reject_lower,
+                upper=c.reject_upper,
+                veto_threshold=c.veto_threshold,
+            )
+            metrics["rs_rejected"] = weighted_sum(1.0 - kept, micro.weights)
+        return (token_loss * weights if c.weigh else token_loss), kept, metrics
+
+    def _call_custom(
+        self, function: Callable[..., Any], micro: MicroBatch, token_loss: Tensor, train: Tensor, rollout: Tensor
+    ) -> tuple[Tensor, Tensor, Metrics]:
+        masks = list(micro.mask.split(micro.lengths))
+        token_loss, new_masks, found = function(
+            self._config,
+            pg_loss=token_loss,
+            train_log_probs=list(train.split(micro.lengths)),
+            rollout_log_probs=list(rollout.split(micro.lengths)),
+            loss_masks=masks,
+            total_lengths=list(micro.row.layout.lengths),
+            response_lengths=list(micro.lengths),
+        )
+        kept = torch.ones_like(micro.mask)
+        if new_masks is not None:
+            kept = (torch.cat([mask.to(micro.mask) for mask in new_masks]) != 0).to(micro.mask)
+        metrics = {
+            name: weighted_sum(value.detach().expand_as(micro.mask), micro.weights) for name, value in found.items()
+        }
+        return token_loss, kept, metrics
+
+    def _reduced(self, micro: MicroBatch, token_loss: Tensor, kept: Tensor) -> Tensor:
+        if self._custom_reducer is None:
+            return weighted_sum(token_loss, micro.weights * kept)
+        masks = list((micro.mask * kept).split(micro.lengths))
+        reducer = self._custom_reducer(
+            list(micro.row.layout.lengths),
+            list(micro.lengths),
+            masks,
+            calculate_per_token_loss=self._config.calculate_per_token_loss,
+        )
+        return reducer(token_loss) * micro.scale if micro.positions else token_loss.sum() * 0.0
+
+
+def largest_gap(objective: PolicyObjective, micro: MicroBatch, log_probs: Tensor) -> Tensor | None:
+    """Largest |train - rollout| log-prob difference over the unmasked tokens."""
+    if "rollout_log_probs" not in micro.columns:
+        return None
+    gap = (objective.own_log_probs(micro, log_probs) - micro.columns["rollout_log_probs"]).abs()
+    return torch.where(micro.weights != 0, gap, torch.zeros_like(gap)).max()
+
+
+def _plugin(path: str | None, flag: str, params: tuple[str, ...] | None) -> Callable[..., Any] | None:
+    return None if path is None else load_function(path, what=flag, params=params)

@@ -1,0 +1,110 @@
+"""What one rank knows about its samples, under the names that plugins use.
+
+Invariant: every list has one entry per sample of the rank, in the rank's order; per-token entries are float32 tensors
+on the host, one number for each response token. Hooks may change the lists in place and add their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.errors import UserError
+from slime.train.batch import TrainBatch
+from slime.train.micro_batch import MicroBatch
+
+RolloutData = dict[str, Any]
+
+PER_TOKEN = (
+    "rollout_log_probs",
+    "teacher_log_probs",
+    "log_probs",
+    "entropy",
+    "ref_log_probs",
+    "values",
+    "kl",
+    "opd_reverse_kl",
+    "advantages",
+    "returns",
+)
+"""What training itself computes or reads for each response token."""
+
+
+def make_rollout_data(batch: TrainBatch) -> RolloutData:
+    data: RolloutData = {
+        "tokens": [torch.from_numpy(tokens) for tokens in batch.tokens],
+        "total_lengths": batch.total_lengths,
+        "response_lengths": list(batch.response_lengths),
+        "loss_masks": [torch.from_numpy(mask) for mask in batch.loss_masks],
+        "rewards": list(batch.rewards),
+        "raw_reward": list(batch.raw_reward),
+        "truncated": list(batch.truncated),
+        "sample_indices": list(batch.sample_indices),
+        "group_indices": list(batch.group_indices),
+        "rollout_ids": list(batch.rollout_ids),
+        "rollout_mask_sums": torch.tensor(batch.rollout_mask_sums, dtype=torch.float32),
+        "train_metadata": list(batch.train_metadata),
+        **batch.extra,
+    }
+    for name in ("rollout_log_probs", "teacher_log_probs"):
+        column = getattr(batch, name)
+        if column is not None:
+            data[name] = [torch.from_numpy(values) for values in column]
+    return data
+
+
+def _is_per_token(values: Any, lengths: list[int]) -> bool:
+    if not isinstance(values, list) or len(values) != len(lengths):
+        return False
+    return all(isinstance(v, Tensor) and v.shape == (n,) for v, n in zip(values, lengths, strict=True))
+
+
+def collect(data: RolloutData, name: str, parts: Iterable[tuple[int, Tensor]]) -> None:
+    """Put what was computed per micro-batch into the data, by sample."""
+    column: list[Tensor] = [torch.zeros(length) for length in data["response_lengths"]]
+    for position, values in parts:
+        column[position] = values
+    data[name] = column
+
+
+def distribute(data: RolloutData, micro_batches: Iterable[MicroBatch]) -> None:
+    """Hand the per-token columns to the micro-batches."""
+    for micro in micro_batches:
+        for name in PER_TOKEN:
+            if name in data:
+                micro.take(name, data[name])
+
+
+def batch_for_plugins(data: RolloutData, micro: MicroBatch) -> dict[str, Any]:
+    """The part of the data that is in a micro-batch, every key of it, in the order of the row.
+
+    Besides: `tokens` [1, T] as the model sees them, `unconcat_tokens` by sample.
+    """
+    batch: dict[str, Any] = {}
+    count = len(data["response_lengths"])
+    for name, values in data.items():
+        if isinstance(values, list) and len(values) == count:
+            batch[name] = [_on(values[position], micro) for position in micro.positions]
+        elif isinstance(values, Tensor) and values.shape[:1] == (count,):
+            batch[name] = values[micro.positions].to(micro.mask.device)
+        else:
+            batch[name] = values
+    batch["unconcat_tokens"] = batch["tokens"]
+    batch["tokens"] = micro.row.tokens
+    return batch
+
+
+def _on(value: Any, micro: MicroBatch) -> Any:
+    return value.to(micro.mask.device) if isinstance(value, Tensor) else value
+
+
+def check_columns(data: RolloutData, names: Iterable[str], path: str) -> None:
+    """A hook has set per-token lists of the right shape."""
+    for name in names:
+        if name not in data or not _is_per_token(data[name], data["response_lengths"]):
+            raise UserError(
+                f"{path} must set rollout_data[{name!r}] to a list with one tensor per sample, as long as its response"
+            )

@@ -1,0 +1,79 @@
+"""From the rewards of samples to those that advantages are made of.
+
+Invariant: groups go by `group_index`, whatever their sizes; a sample that is excluded gets zero and has no say; every
+reward that leaves here is a finite number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from slime.algorithms.overlong import overlong_penalties
+from slime.algorithms.rewards import normalize_group_rewards
+from slime.algorithms.rloo import leave_one_out_rewards
+from slime.config import Config
+from slime.data.sample import Sample
+from slime.errors import UserError
+from slime.plugins import load_function
+
+GROUP_RELATIVE = ("grpo", "gspo", "cispo", "dr_grpo", "dapo", "reinforce_plus_plus_baseline")
+SCALED_BY_STD = ("grpo", "gspo", "cispo", "dapo")
+
+
+def shape_rewards(
+    config: Config, samples: Sequence[Sample], groups: Sequence[int], excluded: Sequence[bool]
+) -> tuple[list[float], list[float]]:
+    """(raw rewards for the logs, rewards the advantages are made of)."""
+    if config.custom_reward_post_process_path is not None:
+        return _custom(config, config.custom_reward_post_process_path, samples, excluded)
+    rewards = [_reward_of(config, sample, skip) for sample, skip in zip(samples, excluded, strict=True)]
+    raw = [float(sample.metadata.get("raw_reward", value)) for sample, value in zip(samples, rewards, strict=True)]
+    if config.overlong_buffer_len:
+        rewards = _less_overlong(config, samples, rewards)
+    if config.disable_rewards_normalization:
+        return raw, rewards
+    estimator = config.advantage_estimator
+    if estimator == "rloo":
+        return raw, leave_one_out_rewards(rewards, groups, excluded=excluded)
+    if estimator not in GROUP_RELATIVE:
+        return raw, rewards
+    by_std = estimator in SCALED_BY_STD and not config.disable_grpo_std_normalization
+    return raw, normalize_group_rewards(rewards, groups, divide_by_std=by_std, excluded=excluded)
+
+
+def _reward_of(config: Config, sample: Sample, excluded: bool) -> float:
+    if excluded and sample.reward is None:
+        return math.nan
+    if sample.reward is None:
+        if config.use_opd:  # the teacher may be the only judge
+            return 0.0
+        raise UserError(f"sample {sample.index} has no reward: its reward function must set one or fail the sample")
+    reward = float(sample.get_reward_value(config))
+    if not math.isfinite(reward) and not excluded:
+        raise UserError(f"sample {sample.index} has reward {reward}: rewards must be finite, see its reward function")
+    return reward
+
+
+def _less_overlong(config: Config, samples: Sequence[Sample], rewards: Sequence[float]) -> list[float]:
+    assert config.rollout_max_response_len is not None, "checked when the flags were"
+    penalties = overlong_penalties(
+        [sample.response_length for sample in samples],
+        max_len=config.rollout_max_response_len,
+        buffer_len=config.overlong_buffer_len,
+        penalty=config.overlong_penalty,
+    )
+    return [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+
+
+def _custom(
+    config: Config, path: str, samples: Sequence[Sample], excluded: Sequence[bool]
+) -> tuple[list[float], list[float]]:
+    hook = load_function(path, what="--custom-reward-post-process-path", params=("args", "samples"))
+    raw, rewards = hook(config, list(samples))
+    if len(raw) != len(samples) or len(rewards) != len(samples):
+        raise UserError(f"{path} returned {len(raw)} and {len(rewards)} rewards for {len(samples)} samples")
+    for sample, reward, skip in zip(samples, rewards, excluded, strict=True):
+        if not skip and not math.isfinite(reward):
+            raise UserError(f"{path} returned reward {reward} for sample {sample.index}: rewards must be finite")
+    return [float(value) for value in raw], [float(value) for value in rewards]

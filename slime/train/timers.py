@@ -1,0 +1,35 @@
+"""Seconds of the parts of a rollout's training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Timers:
+    """Wall-clock seconds by name; on CUDA a part ends when the device is done with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: dict[str, float] = {}
+
+    def clear(self) -> None:
+        self._seconds = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        self._seconds[name] = time.perf_counter() - begin
+
+    def metrics(self, num_tokens: int) -> dict[str, float]:
+        """All parts, and the tokens per second of the policy's updates."""
+        metrics = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
+        if "actor_train" in self._seconds:
+            metrics["perf/actor_train_tok_per_s"] = num_tokens / max(self._seconds["actor_train"], 1e-9)
+        return metrics

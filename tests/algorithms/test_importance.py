@@ -1,0 +1,124 @@
+"""Importance weights and rejection between engine and trainer, against loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.algorithms.importance import LEVELS, MODES, importance_weights, normalized
+from slime.algorithms.rejection import rejection_mask
+from tests.algorithms.ragged import Ragged, leaf, masked_mean, ragged
+
+
+def reference_log_ratio(batch: Ragged, difference, span: range, t: int, level: str) -> float:
+    if level == "token":
+        return float(difference[t]) if batch.mask[t] else 0.0
+    mean = masked_mean(difference, batch.mask, span)
+    return mean if level == "geometric" else sum(float(difference[s]) for s in span if batch.mask[s])
+
+
+@given(ragged(), st.sampled_from(LEVELS), st.sampled_from(MODES))
+def test_weights_token_by_token(batch: Ragged, level: str, mode: str) -> None:
+    train, rollout = leaf(batch.numbers(0)), batch.numbers(1)
+    lower, upper = 0.5, 2.0
+    result = importance_weights(
+        train,
+        torch.tensor(rollout),
+        torch.tensor(batch.mask),
+        batch.lengths,
+        level=level,
+        mode=mode,
+        lower=lower,
+        upper=upper,
+    )
+    difference = train.detach().numpy() - rollout
+    for span in batch.spans():
+        for t in span:
+            ratio = math.exp(reference_log_ratio(batch, difference, span, t, level))
+            weight = {
+                "truncate": min(ratio, upper),
+                "clip": min(max(ratio, lower), upper),
+                "mask": ratio if lower <= ratio <= upper else 0.0,
+            }[mode]
+            assert result.ratio[t].item() == pytest.approx(ratio, rel=1e-9)
+            assert result.weights[t].item() == pytest.approx(weight, rel=1e-9)
+            assert result.out_of_bounds[t].item() == float(abs(weight - ratio) > 1e-12)
+    assert not result.weights.requires_grad
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_ratios_are_bounded(level, dtype) -> None:
+    train = torch.tensor([0.0, 0.0, -500.0, -math.inf], dtype=dtype)
+    rollout = torch.tensor([-500.0, math.nan, 0.0, 0.0], dtype=dtype)
+    result = importance_weights(
+        train, rollout, torch.tensor([1, 0, 1, 1]), [2, 1, 1], level=level, mode="clip", lower=0.0, upper=1e30
+    )
+    first = math.exp(20)
+    expected = [first, 1.0 if level == "token" else first, math.exp(-20), math.exp(-20)]
+    assert result.weights.dtype == dtype
+    assert result.weights.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@given(ragged())
+def test_normalized_weights_have_a_masked_mean_of_one(batch: Ragged) -> None:
+    weights, mask = torch.tensor(batch.numbers(0)).abs(), torch.tensor(batch.mask)
+    result = normalized(weights, mask)
+    kept = [w for w, m in zip(weights.tolist(), batch.mask, strict=True) if m]
+    scale = sum(kept) / len(kept) if kept else 1.0
+    assert result.tolist() == pytest.approx([w / scale for w in weights.tolist()], rel=1e-12)
+
+
+def test_weights_that_are_all_zero_stay_zero() -> None:
+    assert normalized(torch.zeros(3), torch.ones(3)).tolist() == [0.0, 0.0, 0.0]
+
+
+@given(ragged(), st.sampled_from(LEVELS), st.sampled_from([None, 0.3]))
+def test_rejection_token_by_token(batch: Ragged, level: str, veto: float | None) -> None:
+    train, rollout = leaf(batch.numbers(0, 0.7)), batch.numbers(1, 0.7)
+    kept = rejection_mask(
+        train,
+        torch.tensor(rollout),
+        torch.tensor(batch.mask),
+        batch.lengths,
+        level=level,
+        lower=0.5,
+        upper=2.0,
+        veto_threshold=veto,
+    )
+    difference = train.detach().numpy() - rollout
+    expected = []
+    for span in batch.spans():
+        vetoed = veto is not None and any(batch.mask[t] and math.exp(difference[t]) < veto for t in span)
+        for t in span:
+            inside = 0.5 <= math.exp(reference_log_ratio(batch, difference, span, t, level)) <= 2.0
+            expected.append(float(bool(batch.mask[t]) and inside and not vetoed))
+    assert kept.tolist() == expected
+    assert not kept.requires_grad
+
+
+def test_a_veto_below_the_clamp_of_the_weights_still_counts() -> None:
+    train, rollout = torch.tensor([-30.0, -1.0, -1.0, -15.0]), torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    kept = rejection_mask(
+        train, rollout, torch.ones(4), [2, 2], level="token", lower=0.0, upper=2.0, veto_threshold=1e-10
+    )
+    assert kept.tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_a_ratio_that_is_not_a_number_is_rejected() -> None:
+    kept = rejection_mask(
+        torch.tensor([math.nan, -1.0]), torch.zeros(2), torch.ones(2), [1, 1], level="token", lower=0.0, upper=2.0
+    )
+    assert kept.tolist() == [0.0, 1.0]
+
+
+def test_unknown_levels_and_modes_are_refused() -> None:
+    zeros = torch.zeros(1)
+    with pytest.raises(ValueError, match="unknown level 'word'"):
+        importance_weights(zeros, zeros, zeros, [1], level="word", mode="clip", lower=0.0, upper=1.0)
+    with pytest.raises(ValueError, match="unknown mode 'cut'"):
+        importance_weights(zeros, zeros, zeros, [1], level="token", mode="cut", lower=0.0, upper=1.0)

@@ -1,0 +1,50 @@
+"""What goes in as float32 or float64 comes out as that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slime.algorithms.cispo import cispo_loss
+from slime.algorithms.distillation import distilled
+from slime.algorithms.gae import gae
+from slime.algorithms.gspo import sequence_log_ratio
+from slime.algorithms.importance import importance_weights, normalized
+from slime.algorithms.kl import KL_TYPES, approximate_kl, unbiased_kl
+from slime.algorithms.opsm import off_policy_sequence_mask
+from slime.algorithms.policy_loss import clipped_policy_loss
+from slime.algorithms.reinforce_plus_plus import (
+    reinforce_plus_plus_advantages,
+    reinforce_plus_plus_baseline_advantages,
+)
+from slime.algorithms.rejection import rejection_mask
+from slime.algorithms.segments import masked_means, segment_sums, spread
+from slime.algorithms.value_loss import clipped_value_loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mask", [torch.tensor([1, 0, 1]), torch.tensor([1.0, 0.0, 1.0])], ids=["int", "float"])
+def test_precision_is_kept(dtype, mask) -> None:
+    x, y, lengths = torch.tensor([-1.0, -2.0, -0.5], dtype=dtype), torch.tensor([-1.5, -1.0, -0.7], dtype=dtype), [2, 1]
+    weights = importance_weights(x, y, mask, lengths, level="sequence", mode="clip", lower=0.5, upper=2.0)
+    found = [
+        segment_sums(x, lengths),
+        masked_means(x, mask, lengths),
+        spread(x[:2], lengths),
+        *clipped_policy_loss(x, y, eps_clip=0.2, eps_clip_high=0.2, eps_clip_c=3.0),
+        *cispo_loss(x, y, x, eps_clip=1.0, eps_clip_high=0.2),
+        sequence_log_ratio(x, y, mask, lengths),
+        off_policy_sequence_mask(x, y, x, mask, lengths, delta=0.1),
+        *(unbiased_kl(approximate_kl(x, y, kind), x - y) for kind in KL_TYPES),
+        weights.weights,
+        weights.ratio,
+        weights.out_of_bounds,
+        normalized(x.abs(), mask),
+        rejection_mask(x, y, mask, lengths, level="geometric", lower=0.5, upper=2.0, veto_threshold=0.1),
+        *clipped_value_loss(x, y, x, value_clip=0.2),
+        *gae(x, y, mask, gamma=0.9, lambd=0.9),
+        *reinforce_plus_plus_advantages([1.0], [x], [mask], kl_coef=0.1, gamma=0.9),
+        *reinforce_plus_plus_baseline_advantages([1.0], [x], [mask], kl_coef=0.1),
+        *distilled([x], [y], [x], 0.5),
+    ]
+    assert {values.dtype for values in found} == {dtype}

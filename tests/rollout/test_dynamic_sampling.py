@@ -1,0 +1,338 @@
+"""Over-sampling, dynamic filters, aborts and partial rollouts: where every group ends up."""
+
+import pytest
+
+from slime.data.sample import Sample
+from slime.errors import UserError
+from slime.rollout.base_types import leaves
+from slime.rollout.failures import RolloutFailed
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
+from slime.rollout.filter_hub.dynamic_sampling_filters import (
+    check_reward_nonzero_std,
+    check_reward_nonzero_std_with_fallback,
+)
+from slime.rollout.sglang_rollout import generate_rollout
+
+STATUS = Sample.Status
+NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+LENGTH = "def f(args, sample):\n    return float(len(sample.response))\n"
+
+
+@pytest.fixture
+def answer(engine, tokenizer):
+    """`answer(a="7</s>", ...)`: what the engine says to each one-letter prompt, whatever was already sampled."""
+
+    def script(**answers):
+        def respond(body):
+            said = answers[tokenizer.decode(body["input_ids"][:1])]
+            return said(body) if callable(said) else said
+
+        engine.respond = respond
+
+    return script
+
+
+def prompts_of(groups):
+    return [next(leaves(group)).prompt for group in groups]
+
+
+def test_what_is_cut_off_goes_back_as_a_prompt(engine, make_runtime, prompts, answer):
+    hold = lambda body: engine.held("12")  # noqa: E731
+    answer(a="7</s>", b=hold, c="7</s>", d=hold)
+    runtime = make_runtime([engine.url], over_sampling_batch_size=4, rm_type="random")
+    source = prompts(["a", "b", "c", "d", "e"], n=2)
+    output = generate_rollout(runtime.args, 3, source)
+    assert prompts_of(output.samples) == ["a", "c"]
+    assert prompts_of(source.groups) == ["b", "d", "e"]
+    assert source.asked == [4]
+    for sample in leaves(source.groups):
+        assert (sample.status, sample.tokens, sample.response, sample.metadata) == (STATUS.PENDING, [], "", {})
+    assert engine.aborts[0] == {"abort_all": True}
+    assert (output.metrics["rollout/surplus_groups"], output.metrics["rollout/returned_groups"]) == (0.0, 2.0)
+    assert not runtime.state.pendings
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_partial_response_is_continued_with_its_tokens(engine, make_runtime, prompts, answer, tokenizer, masked):
+    answer(a="7</s>", b=lambda body: engine.held("12"))
+    runtime = make_runtime(
+        [engine.url],
+        rollout_batch_size=1,
+        over_sampling_batch_size=2,
+        partial_rollout=True,
+        mask_offpolicy_in_partial_rollout=masked,
+        rm_type="random",
+    )
+    source = prompts(["a", "b"], n=2)
+    generate_rollout(runtime.args, 3, source)
+    for sample in leaves(source.groups):
+        assert (sample.status, sample.response, sample.response_length) == (STATUS.ABORTED, "12", 2)
+        assert (sample.metadata, sample.reward) == ({"start_rollout_id": 3}, None)
+    engine.version = "2"
+    engine.requests.clear()
+    answer(b="345</s>")
+    output = generate_rollout(runtime.args, 4, source)
+    ids = tokenizer.encode("b12345</s>", add_special_tokens=False)
+    assert [request["input_ids"] for request in engine.requests] == [ids[:3], ids[:3]]
+    assert [request["sampling_params"]["max_new_tokens"] for request in engine.requests] == [6, 6]
+    for sample in leaves(output.samples):
+        assert (sample.tokens, sample.response, sample.status) == (ids, "12345</s>", STATUS.COMPLETED)
+        assert sample.rollout_log_probs == [-t / 100 for t in ids[1:]]
+        assert sample.loss_mask == ([0, 0] if masked else [1, 1]) + [1] * 4
+        assert sample.weight_versions == ["1", "2"]
+        assert sample.metadata == {"start_rollout_id": 3}
+    assert source.groups == []
+
+
+def test_finished_groups_too_many_are_served_first_and_not_generated_again(
+    engine, make_runtime, prompts, answer, write_plugin, tokenizer
+):
+    answer(a="7</s>", b=lambda body: engine.held("77</s>", finish="stop"))
+    runtime = make_runtime(
+        [engine.url], rollout_batch_size=1, over_sampling_batch_size=2, custom_rm_path=write_plugin(LENGTH)
+    )
+    source = prompts(["a", "b", "c"], n=2)
+    output = generate_rollout(runtime.args, 0, source)
+    assert (output.metrics["rollout/surplus_groups"], output.metrics["rollout/returned_groups"]) == (1.0, 0.0)
+    kept = source.groups[0]
+    assert [(sample.response, sample.reward, sample.status) for sample in kept] == [
+        ("77</s>", 6.0, STATUS.COMPLETED)
+    ] * 2
+    engine.requests.clear()
+    answer(c=lambda body: engine.held("7"))
+    output = generate_rollout(runtime.args, 1, source)
+    assert output.samples == [kept]
+    assert {tokenizer.decode(request["input_ids"]) for request in engine.requests} <= {"c"}
+    assert prompts_of(source.groups) == ["c"]
+
+
+def test_a_filter_drops_groups_and_more_are_asked_for(engine, make_runtime, prompts, answer, write_plugin):
+    answer(a="7", b="77", c="777", d="7777", e="77777")
+    keeps_long = (
+        "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
+        "def f(args, samples):\n"
+        "    n = len(samples[0].response)\n"
+        "    if n == 1:\n        return False\n"
+        "    return DynamicFilterOutput(n > 2, reason=f'short_{n}')\n"
+    )
+    process = "def f(args, all_groups, data_source):\n    data_source.seen = all_groups\n"
+    runtime = make_runtime(
+        [engine.url],
+        dynamic_sampling_filter_path=write_plugin(keeps_long, "keeps_long"),
+        rollout_all_samples_process_path=write_plugin(process, "process"),
+        rm_type="random",
+    )
+    source = prompts(["a", "b", "c", "d", "e"], n=2)
+    output = generate_rollout(runtime.args, 0, source)
+    assert prompts_of(output.samples) == ["c", "d"]
+    assert source.asked == [2, 2]
+    assert prompts_of(source.groups) == ["e"]
+    assert prompts_of(source.seen) == ["a", "b", "c", "d"]
+    dropped = {name: value for name, value in output.metrics.items() if "dynamic_filter" in name}
+    assert dropped == {
+        "rollout/dynamic_filter/drop_unnamed": 1.0,
+        "rollout/dynamic_filter/drop_short_2": 1.0,
+    }
+
+
+def test_the_fallback_keeps_dull_groups_rather_than_asking_for_more(engine, make_runtime, prompts, write_plugin):
+    differs = "def f(args, sample):\n    return float(sample.prompt == 'b' and sample.index % 2)\n"
+    runtime = make_runtime(
+        [engine.url],
+        rollout_batch_size=2,
+        over_sampling_batch_size=3,
+        sglang_server_concurrency=1,
+        dynamic_sampling_filter_path=NONZERO_STD + "_with_fallback",
+        custom_rm_path=write_plugin(differs),
+    )
+    source = prompts(["a", "b", "c", "d"], n=2)
+    output = generate_rollout(runtime.args, 0, source)
+    assert source.asked == [3]
+    assert prompts_of(output.samples) == ["b", "c"]  # a is dropped while three are under way, c is needed
+    assert output.metrics["rollout/dynamic_filter/drop_zero_std_0.0"] == 1.0
+
+
+class Endless:
+    """A data source without an end."""
+
+    def __init__(self):
+        self.handed_out = 0
+
+    def get_samples(self, count):
+        self.handed_out += count
+        return [[Sample(prompt="a", index=0, group_index=0)] for _ in range(count)]
+
+
+def test_a_filter_that_drops_everything_ends_the_run(engine, make_runtime, write_plugin):
+    path = write_plugin("def f(args, samples):\n    return False\n")
+    runtime = make_runtime([engine.url], dynamic_sampling_filter_path=path, rm_type="random")
+    source = Endless()
+    with pytest.raises(RolloutFailed, match=r"rollout 5: .* dropped 200 groups in a row \(unnamed: 200\): use prompts"):
+        generate_rollout(runtime.args, 5, source)
+    assert 200 <= source.handed_out <= 202
+    assert not runtime.state.pendings
+
+
+def test_failures_are_not_taken_for_dull_groups(make_runtime):
+    runtime = make_runtime(["http://127.0.0.1:9"], dynamic_sampling_filter_path=NONZERO_STD, rm_type="random")
+    source = Endless()
+    with pytest.raises(RolloutFailed, match=r"rollout 0: all 2 samples failed; the first one: engine: EngineUnreach"):
+        generate_rollout(runtime.args, 0, source)
+
+
+def test_the_filter_does_not_see_failed_samples(engine, make_runtime, prompts, write_plugin):
+    reward = (
+        "def f(args, sample):\n    if sample.index == 0:\n        raise ValueError('x')\n    return sample.index % 2\n"
+    )
+    runtime = make_runtime(
+        [engine.url],
+        rollout_batch_size=1,
+        n_samples_per_prompt=3,
+        dynamic_sampling_filter_path=NONZERO_STD,
+        custom_rm_path=write_plugin(reward),
+    )
+    output = generate_rollout(runtime.args, 0, prompts(["a"], n=3))
+    assert [sample.reward for sample in leaves(output.samples)] == [None, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "keep", "reason"),
+    [
+        ([1.0, 0.0], True, None),
+        ([0.3, 0.3 + 3e-6], True, None),
+        ([0.3, 0.3 + 1e-7], False, "zero_std_0.3"),
+        ([1.0, 1.0, 1.0], False, "zero_std_1.0"),
+        ([1.0], False, "zero_std_1.0"),
+        ([None, None], False, "no_reward"),
+        ([None, 1.0, 0.0], True, None),
+    ],
+)
+def test_nonzero_std(make_runtime, engine, rewards, keep, reason):
+    args = make_runtime([engine.url]).args
+    samples = [Sample(reward=reward) for reward in rewards]
+    assert check_reward_nonzero_std(args, samples) == DynamicFilterOutput(keep, reason)
+    assert check_reward_nonzero_std_with_fallback(args, samples) == DynamicFilterOutput(keep, reason, True)
+
+
+def test_a_filter_must_decide(make_runtime, engine):
+    args = make_runtime([engine.url], dynamic_sampling_filter_path="mine.f").args
+    assert call_dynamic_filter(None, args, []).keep
+    with pytest.raises(UserError, match=r"--dynamic-sampling-filter-path mine.f returned None: it must return a bool"):
+        call_dynamic_filter(lambda args, samples: None, args, [])
+
+
+FAN_OUT = """
+import copy
+from slime.rollout.sglang_rollout import generate
+async def f(args, sample, sampling_params):
+    sample.metadata["touched"] = True
+    sample = await generate(args, sample, sampling_params)
+    return [sample, copy.deepcopy(sample)]
+"""
+
+
+def test_fan_outs_are_cut_off_kept_and_restarted(engine, make_runtime, prompts, answer, write_plugin):
+    calls = []
+
+    def half(body):
+        calls.append(body)
+        return "77</s>" if len(calls) == 1 else engine.held("1")
+
+    answer(a="7</s>", b=half)
+    runtime = make_runtime(
+        [engine.url],
+        rollout_batch_size=1,
+        over_sampling_batch_size=2,
+        partial_rollout=True,
+        custom_generate_function_path=write_plugin(FAN_OUT, "fan"),
+        custom_rm_path=write_plugin("def f(args, samples):\n    return [1.0] * len(samples)\n", "reward"),
+        dynamic_sampling_filter_path=write_plugin("def f(args, samples):\n    return len(samples) == 4\n", "filter"),
+    )
+    source = prompts(["a", "b"], n=2)
+    output = generate_rollout(runtime.args, 0, source)
+    assert [len(member) for member in output.samples[0]] == [2, 2]
+    done, cut_off = sorted(source.groups[0], key=lambda member: isinstance(member, Sample))
+    assert [(sample.response, sample.reward) for sample in done] == [("77</s>", 1.0)] * 2
+    assert (cut_off.tokens, cut_off.metadata, cut_off.status) == ([], {}, STATUS.PENDING)
+    answer(b="777</s>")
+    output = generate_rollout(runtime.args, 1, source)
+    assert sorted(sample.response for sample in leaves(output.samples)) == ["777</s>"] * 2 + ["77</s>"] * 2
+    assert source.groups == []
+
+
+def test_whoever_does_not_heed_an_abort_is_cancelled_and_starts_over(
+    engine, make_runtime, prompts, write_plugin, monkeypatch
+):
+    monkeypatch.setattr("slime.rollout.flight.ABORT_DEADLINE_S", 0.1)
+    stubborn = (
+        "import asyncio\nfrom slime.rollout.sglang_rollout import generate\n"
+        "async def f(args, sample, sampling_params):\n"
+        "    if sample.prompt == 'b':\n"
+        "        sample.tokens += [1, 2]\n        sample.metadata['tool'] = 'running'\n"
+        "        await asyncio.sleep(3600)\n"
+        "    return await generate(args, sample, sampling_params)\n"
+    )
+    runtime = make_runtime(
+        [engine.url],
+        rollout_batch_size=1,
+        over_sampling_batch_size=2,
+        partial_rollout=True,
+        custom_generate_function_path=write_plugin(stubborn),
+        rm_type="random",
+    )
+    source = prompts(["a", "b"], n=1)
+    generate_rollout(runtime.args, 0, source)
+    assert [(s.prompt, s.tokens, s.metadata, s.status) for s in leaves(source.groups)] == [
+        ("b", [], {}, STATUS.PENDING)
+    ]
+
+
+def test_group_rewards_wait_for_the_whole_group(engine, make_runtime, prompts, answer, write_plugin):
+    calls = []
+
+    def half(body):
+        calls.append(body)
+        return "77</s>" if len(calls) == 1 else engine.held("1")
+
+    answer(a="7</s>", b=half)
+    runtime = make_runtime(
+        [engine.url],
+        rollout_batch_size=1,
+        over_sampling_batch_size=2,
+        partial_rollout=True,
+        group_rm=True,
+        custom_rm_path=write_plugin("def f(args, samples):\n    return [float(len(samples))] * len(samples)\n"),
+    )
+    source = prompts(["a", "b"], n=2)
+    generate_rollout(runtime.args, 0, source)
+    assert {(sample.status, sample.reward) for sample in leaves(source.groups)} == {
+        (STATUS.COMPLETED, None),
+        (STATUS.ABORTED, None),
+    }
+    answer(b="2</s>")
+    output = generate_rollout(runtime.args, 1, source)
+    assert [sample.reward for sample in leaves(output.samples)] == [2.0, 2.0]
+    assert sorted(sample.response for sample in leaves(output.samples)) == ["12</s>", "77</s>"]
+
+
+@pytest.mark.parametrize(("reward", "said"), [("float('nan')", "nan"), ("float('inf')", "inf")])
+def test_a_reward_that_is_no_number_stops_the_step(engine, make_runtime, prompts, write_plugin, reward, said):
+    path = write_plugin(
+        "async def f(args, sample, sampling_params):\n"
+        f"    sample.tokens, sample.reward = [1], {reward} if sample.index == 3 else 1.0\n"
+        "    sample.status = sample.Status.COMPLETED\n    return sample\n"
+    )
+    runtime = make_runtime([engine.url], custom_generate_function_path=path)
+    with pytest.raises(UserError) as caught:
+        generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2))
+    assert str(caught.value).startswith(f"sample 3: the generate function {path} gave the reward {said}, which would")
+
+
+def test_a_reward_of_the_wrong_type_names_who_gave_it(engine, make_runtime, prompts, write_plugin):
+    runtime = make_runtime(
+        [engine.url],
+        custom_rm_path=write_plugin("def f(args, sample):\n    return {'score': 'good'}\n"),
+        reward_key="score",
+    )
+    with pytest.raises((UserError, RolloutFailed), match=r"plugin\.py:f"):
+        generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2))

@@ -1,0 +1,71 @@
+"""A trainer of one rank in the test's own process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.cluster.ports import free_port
+from slime.config import Config, derive
+from slime.train.batch import flatten_samples, make_train_batch
+from slime.train.distributed import Ranks, join_ranks
+from slime.train.group import rank_share
+from slime.train.schedule import build_schedule
+from slime.train.trainer import Trainer
+
+_ranks: list[Ranks] = []
+
+
+def one_rank() -> Ranks:
+    """The process group of this test process; there can be one only."""
+    if not _ranks:
+        group = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ.update(group | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+        _ranks.append(join_ranks("cpu", timeout_minutes=2))
+    return _ranks[0]
+
+
+def config_for(model: Path, out: Path, **changes: Any) -> Config:
+    values: dict[str, Any] = {
+        "hf_checkpoint": str(model),
+        "rollout_batch_size": 3,
+        "n_samples_per_prompt": 3,
+        "num_steps_per_rollout": 1,
+        "num_rollout": 4,
+        "rollout_max_response_len": 16,
+        "lr": 1e-3,
+        "micro_batch_size": 2,
+        "dtype": "float32",
+        "output_dir": str(out),
+    }
+    return derive(Config(**(values | changes)))
+
+
+class InProcess:
+    """Feeds a real `Trainer` the way the driver does."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.trainer = Trainer(config, "cpu")
+        self.start = self.trainer.init(one_rank())
+
+    def train(self, rollout_id: int, groups: list[Any]) -> dict[str, Any]:
+        batch = make_train_batch(self.config, flatten_samples(groups))
+        count = len(set(batch.rollout_ids))
+        schedule = build_schedule(
+            batch.total_lengths,
+            batch.rollout_ids,
+            num_ranks=1,
+            global_batch_size=-(-count // (self.config.num_steps_per_rollout or 1)),
+            micro_batch_size=self.config.micro_batch_size,
+            trainable=[batch.trainable(i) for i in range(len(batch))],
+            fill_last=True,
+        )
+        return self.trainer.train(rollout_id, rank_share(batch, schedule, 0))
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.trainer.actor.backend.full_parameters()}

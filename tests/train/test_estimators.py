@@ -1,0 +1,298 @@
+"""Every estimator through the real trainer: the cut into micro-batches and ranks changes nothing; hooks do what they say."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.data.sample import Sample
+from slime.errors import UserError
+from slime.train.batch import flatten_samples, make_train_batch
+from slime.train.group import TrainerGroup
+from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import make_samples
+
+Folder = Callable[[str], Path]
+HOOKS = "tests.train.hooks"
+
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "grpo": {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01},
+    "gspo": {"advantage_estimator": "gspo", "use_tis": True, "tis_level": "geometric"},
+    "cispo": {"advantage_estimator": "cispo", "eps_clip": 1.0, "use_opsm": True},
+    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.1},
+    "reinforce_plus_plus_baseline": {
+        "advantage_estimator": "reinforce_plus_plus_baseline",
+        "normalize_advantages": True,
+        "kl_coef": 0.1,
+    },
+    "ppo": {"advantage_estimator": "ppo", "lambd": 0.95, "gamma": 0.99, "kl_coef": 0.05, "normalize_advantages": True},
+    "rloo": {"advantage_estimator": "rloo"},
+    "dr_grpo": {"advantage_estimator": "dr_grpo"},
+    "dapo": {"advantage_estimator": "dapo", "use_rs": True, "rs_lower_bound": 0.1, "rs_upper_bound": 9.0},
+}
+
+
+SMOOTH = {"lr": 0.1, "adam_eps": 1.0}
+"""Updates in proportion to the gradient; Adam's usual ones make the sign of a rounding error as large as any other."""
+
+
+def close_to_policy(groups: list[list[Sample]], folder: Path) -> list[list[Sample]]:
+    """Rollout log-probs as an engine would have them: the model's own, a little off."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(7)
+    for sample in flatten_samples(groups):
+        tokens = torch.tensor(sample.tokens)
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(input_ids=tokens[None]).logits[0], -1)
+        n = sample.response_length
+        own = log_p[-n - 1 : -1].gather(1, tokens[-n:, None])[:, 0]
+        sample.rollout_log_probs = (own + 0.05 * torch.randn(n, generator=generator)).tolist()
+    return groups
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_cut_into_micro_batches_changes_nothing(estimator: str, model_folder: Folder, tmp_path: Path) -> None:
+    folder = model_folder("qwen3")
+    groups = close_to_policy(make_samples(3, 3), folder)
+    outcomes = []
+    for size in (1, 4, 9):
+        run = InProcess(
+            config_for(
+                folder, tmp_path, micro_batch_size=size, num_steps_per_rollout=3, **SMOOTH, **ESTIMATORS[estimator]
+            )
+        )
+        answer = run.train(0, groups)
+        numbers = [step[name] for step in answer["metrics"] for name in sorted(step)]
+        rollout = [v for k, v in sorted(answer["rollout_metrics"].items()) if not k.startswith("perf/")]
+        outcomes.append((torch.tensor(numbers + rollout), run.weights))
+    assert len(outcomes[0][0]) > 30
+    for numbers, weights in outcomes[1:]:
+        torch.testing.assert_close(numbers, outcomes[0][0], atol=1e-6, rtol=1e-5)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, outcomes[0][1][name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "gspo", "dapo"])
+def test_two_ranks_compute_what_one_does(estimator: str, model_folder: Folder, tmp_path: Path) -> None:
+    folder = model_folder("qwen3")
+    groups = close_to_policy(make_samples(3, 3), folder)
+    outcomes = []
+    for ranks in (1, 2):
+        flags = ESTIMATORS[estimator] | SMOOTH | {"actor_num_gpus_per_node": ranks, "global_batch_size": 3}
+        config = config_for(folder, tmp_path / str(ranks), num_steps_per_rollout=3, **flags)
+        with TrainerGroup(config, device="cpu", run_dir=tmp_path / str(ranks)) as group:
+            group.start()
+            result = group.train(0, groups)
+            weights: dict[str, torch.Tensor] = {}
+            for path in group.export_weights(tmp_path / str(ranks) / "export", version=1):
+                weights |= load_file(path)
+        outcomes.append((result, weights))
+    (one, one_weights), (two, two_weights) = outcomes
+    for first, second in zip(one.metrics, two.metrics, strict=True):
+        assert first == pytest.approx(second, rel=1e-4, abs=1e-6)
+    for name, tensor in one_weights.items():
+        torch.testing.assert_close(two_weights[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+def test_groups_of_one_three_and_eight_samples_have_their_own_statistics(model_folder: Folder, tmp_path: Path) -> None:
+    config = config_for(model_folder("qwen3"), tmp_path)
+    sizes, rewards = (1, 3, 8), [5.0, 1.0, 2.0, 6.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 4.0, 1.0]
+    samples = []
+    for group, size in enumerate(sizes):
+        for _ in range(size):
+            samples.append(
+                Sample(group_index=group, index=len(samples), tokens=[1, 2, 3], response_length=2,
+                       reward=rewards[len(samples)], status=Sample.Status.COMPLETED)
+            )  # fmt: skip
+    batch = make_train_batch(config, samples)
+    expected, begin = [], 0
+    for size in sizes:
+        own = rewards[begin : begin + size]
+        mean = sum(own) / size
+        deviation = math.sqrt(sum((r - mean) ** 2 for r in own) / max(size - 1, 1))
+        expected += [(r - mean) / (deviation + 1e-6) if size > 1 else 0.0 for r in own]
+        begin += size
+    assert batch.rewards == pytest.approx(expected, abs=1e-9)
+    alone = make_train_batch(config.replace(advantage_estimator="rloo"), samples).rewards
+    assert alone[0] == 0.0
+    assert alone[1] == pytest.approx(1.0 - (2.0 + 6.0) / 2)
+
+
+def test_a_critic_learns_the_returns_and_resumes_with_the_policy(model_folder: Folder, tmp_path: Path) -> None:
+    folder = model_folder("qwen3")
+    flags: dict[str, Any] = {
+        "advantage_estimator": "ppo", "num_critic_only_steps": 2, "critic_lr": 3e-3, "num_rollout": 6,
+        "save": str(tmp_path / "ckpt"), "load": str(tmp_path / "ckpt"), "value_clip": 10.0,
+    }  # fmt: skip
+    run = InProcess(config_for(folder, tmp_path, **flags))
+    before = run.weights
+    groups = make_samples(3, 3)
+    losses = []
+    for rollout_id in range(2):
+        answer = run.train(rollout_id, groups)
+        losses.append(answer["metrics"][0]["train/critic-value_loss"])
+        assert "train/pg_loss" not in answer["metrics"][0]
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.weights.items())
+    for rollout_id in range(2, 4):
+        losses.append(run.train(rollout_id, groups)["metrics"][0]["train/critic-value_loss"])
+    assert losses[-1] < 0.7 * losses[0]
+    assert not all(torch.equal(before[name], tensor) for name, tensor in run.weights.items())
+    run.trainer.save(3)
+    ahead = run.train(4, groups)
+    again = InProcess(config_for(folder, tmp_path, **flags))
+    assert again.start == 4
+    resumed = again.train(4, groups)
+    assert resumed["metrics"] == ahead["metrics"]
+    assert (tmp_path / "ckpt/critic/iter_0000003/meta.json").is_file()
+
+
+def test_a_moving_reference_is_the_policy_it_was_copied_from_and_survives_a_resume(
+    model_folder: Folder, tmp_path: Path
+) -> None:
+    flags: dict[str, Any] = {
+        "use_kl_loss": True, "kl_loss_type": "k2", "ref_update_interval": 2, "save": str(tmp_path / "c"),
+        "load": str(tmp_path / "c"), "lr": 1e-2,
+    }  # fmt: skip
+    run = InProcess(config_for(model_folder("llama"), tmp_path, **flags))
+    groups = make_samples(3, 3)
+    kl = [run.train(i, groups)["metrics"][0]["train/kl_loss"] for i in range(3)]
+    assert kl[0] == pytest.approx(0.0, abs=1e-9)
+    assert kl[1] > 1e-4
+    assert kl[2] == pytest.approx(0.0, abs=1e-9)
+    run.trainer.save(2)
+    ahead = run.train(3, groups)["metrics"][0]
+    assert ahead["train/kl_loss"] > 1e-4
+    again = InProcess(config_for(model_folder("llama"), tmp_path, **flags))
+    assert again.train(3, groups)["metrics"][0] == ahead
+
+
+def test_the_old_actor_is_the_policy_that_was_exported(model_folder: Folder, tmp_path: Path) -> None:
+    run = InProcess(config_for(model_folder("llama"), tmp_path, keep_old_actor=True, lr=1e-2))
+    groups = make_samples(3, 3)
+    run.trainer.export_weights(str(tmp_path / "w"), 0)
+    first = run.train(0, groups)
+    second = run.train(1, groups)  # nothing was exported in between: the old policy is still the first one
+    assert second["rollout_metrics"]["rollout/log_probs"] == first["rollout_metrics"]["rollout/log_probs"]
+    assert abs(second["metrics"][0]["train/ppo_kl"]) > 1e-5
+    run.trainer.export_weights(str(tmp_path / "w"), 2)
+    assert run.train(2, groups)["metrics"][0]["train/ppo_kl"] == pytest.approx(0.0, abs=1e-7)
+
+
+def test_a_teacher_in_the_trainer_pulls_the_student_towards_it(model_folder: Folder, tmp_path: Path) -> None:
+    from tests.train.tiny_training import build_model
+
+    teacher = tmp_path / "teacher"
+    build_model("llama", seed=3).save_pretrained(teacher)
+    flags: dict[str, Any] = {
+        "use_opd": True, "opd_type": "trainer", "opd_teacher_load": str(teacher), "opd_kl_coef": 0.5,
+    }  # fmt: skip
+    run = InProcess(config_for(model_folder("llama"), tmp_path, **flags))
+    groups = make_samples(3, 3)
+    for sample in flatten_samples(groups):
+        sample.reward = None
+    found = run.train(0, groups)["rollout_metrics"]
+    gap = found["rollout/log_probs"] - found["rollout/teacher_log_probs"]
+    assert found["rollout/opd_reverse_kl"] == pytest.approx(gap, abs=1e-5)
+    assert found["rollout/advantages"] == pytest.approx(-0.5 * gap, abs=1e-5)
+
+
+def train_once(folder: Path, out: Path, groups: list[list[Sample]] | None = None, **flags: Any) -> dict[str, Any]:
+    return InProcess(config_for(folder, out, **flags)).train(0, groups or make_samples(3, 3))
+
+
+def test_hooks_change_what_they_say(model_folder: Folder, tmp_path: Path) -> None:
+    folder = model_folder("llama")
+    groups = close_to_policy(make_samples(3, 3), folder)
+
+    def loss(**flags: Any) -> float:
+        return train_once(folder, tmp_path, groups, num_steps_per_rollout=1, **flags)["metrics"][0]["train/pg_loss"]
+
+    plain = loss(disable_rewards_normalization=True)
+    assert plain != 0
+    doubled = loss(disable_rewards_normalization=True, rollout_data_postprocess_path=f"{HOOKS}.double_advantages")
+    assert doubled == pytest.approx(2 * plain, rel=1e-5)
+    assert loss(custom_advantage_function_path=f"{HOOKS}.zero_advantages") == 0.0
+    halved = train_once(
+        folder, tmp_path, groups, use_tis=True, disable_rewards_normalization=True,
+        custom_tis_function_path=f"{HOOKS}.half_weights",
+    )["metrics"][0]  # fmt: skip
+    assert halved["train/pg_loss"] == pytest.approx(0.5 * plain, rel=1e-5)
+    assert abs(halved["train/my_gap"]) < 0.1
+    by_constant = loss(
+        disable_rewards_normalization=True, custom_pg_loss_reducer_function_path=f"{HOOKS}.constant_reducer"
+    )
+    constant = loss(disable_rewards_normalization=True, loss_aggregation="constant")
+    assert by_constant == pytest.approx(constant, rel=1e-5)
+    with pytest.raises(UserError, match="must set rollout_data\\['advantages'\\]"):
+        loss(custom_advantage_function_path=f"{HOOKS}.advantages_of_the_wrong_length")
+
+
+def test_a_custom_loss_sees_train_metadata_and_is_scaled_like_ours(model_folder: Folder, tmp_path: Path) -> None:
+    folder, groups = model_folder("llama"), make_samples(3, 3)
+    for sample in flatten_samples(groups):
+        sample.train_metadata = {"weight": 1.0}
+    flags = {"loss_type": "custom_loss", "custom_loss_function_path": f"{HOOKS}.likelihood_by_metadata"}
+    own = train_once(folder, tmp_path, groups, **flags)["metrics"][0]
+    supervised = train_once(folder, tmp_path, groups, loss_type="sft_loss")["metrics"][0]
+    assert own["train/loss"] == pytest.approx(supervised["train/loss"], rel=1e-5)
+    assert own["train/grad_norm"] == pytest.approx(supervised["train/grad_norm"], rel=1e-4)
+    assert own["train/samples"] == pytest.approx(1.0)
+    for sample in flatten_samples(groups):
+        sample.train_metadata = {"weight": 3.0}
+    assert train_once(folder, tmp_path, groups, **flags)["metrics"][0]["train/loss"] == pytest.approx(
+        3 * own["train/loss"], rel=1e-5
+    )
+
+
+def test_an_infinite_log_prob_stops_the_step_and_leaves_the_sample_for_inspection(
+    model_folder: Folder, tmp_path: Path
+) -> None:
+    run = InProcess(config_for(model_folder("llama"), tmp_path))
+    before = run.weights
+    with torch.no_grad():
+        run.trainer.actor.backend.module.model.lm_head.weight.to_local()[:, 0] = float("inf")
+    broken = {name: tensor for name, tensor in run.weights.items() if name != "lm_head.weight"}
+    with pytest.raises(UserError, match=r"sample \d+ of rollout 5 has log-probs") as caught:
+        run.train(5, make_samples(3, 3))
+    assert all(torch.equal(before[name], tensor) for name, tensor in broken.items())
+    (dump,) = (tmp_path / "not_finite").iterdir()
+    assert str(dump) in str(caught.value)
+    facts = json.loads(dump.read_text())
+    assert facts["rollout_id"] == 5
+    assert len(facts["advantages"]) == facts["response_lengths"]
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_names_its_sample(reward: float, model_folder: Folder, tmp_path: Path) -> None:
+    groups = make_samples(3, 3)
+    groups[1][2].reward = reward
+    with pytest.raises(UserError, match=r"sample 5 has reward (nan|inf)"):
+        make_train_batch(config_for(model_folder("llama"), tmp_path), flatten_samples(groups))
+
+
+def test_a_conversion_of_the_users_own_and_the_dump_of_what_training_computed(
+    model_folder: Folder, tmp_path: Path
+) -> None:
+    flags: dict[str, Any] = {
+        "custom_convert_samples_to_train_data_path": f"{HOOKS}.convert", "global_batch_size": 9,
+        "save_debug_train_data": str(tmp_path / "train_{rollout_id}.jsonl"),
+    }  # fmt: skip
+    config = config_for(model_folder("llama"), tmp_path, **flags)
+    groups = make_samples(3, 3)
+    with TrainerGroup(config, device="cpu", run_dir=tmp_path) as group:
+        group.start()
+        group.train(0, groups)
+    header, *rows = [json.loads(line) for line in (tmp_path / "train_0.jsonl").read_text().splitlines()]
+    assert header == {"format": "slime-train-dump", "format_version": 2, "rollout_id": 0}
+    for row, sample in zip(rows, flatten_samples(groups), strict=True):
+        assert row["tokens"] == sample.tokens
+        assert row["advantages"] == pytest.approx([sample.reward] * sample.response_length)

@@ -1,0 +1,67 @@
+"""Bins of nearly equal sums: every number once, the same bins each time, close to the best there is."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.train.partition import partition
+
+weights_lists = st.lists(st.floats(0, 1e6, allow_nan=False), max_size=40)
+
+
+def sums(bins: list[list[int]], weights: list[float]) -> list[float]:
+    return [sum(weights[i] for i in members) for members in bins]
+
+
+@given(weights_lists, st.integers(1, 9), st.booleans())
+def test_every_number_once_in_k_bins(weights: list[float], k: int, equal_size: bool) -> None:
+    bins = partition(weights, k, equal_size=equal_size)
+    assert len(bins) == k
+    assert sorted(i for members in bins for i in members) == list(range(len(weights)))
+    assert bins == partition(list(weights), k, equal_size=equal_size)
+    assert all(members == sorted(members) for members in bins)
+    assert sums(bins, weights) == sorted(sums(bins, weights), reverse=True)
+    if equal_size:
+        assert {len(members) for members in bins} <= {len(weights) // k, -(-len(weights) // k)}
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(2, 3))
+def test_no_worse_than_four_thirds_of_the_best(weights: list[int], k: int) -> None:
+    best = min(
+        max(sum(w for w, b in zip(weights, choice, strict=True) if b == number) for number in range(k))
+        for choice in product(range(k), repeat=len(weights))
+    )
+    assert max(sums(partition(weights, k, equal_size=False), weights)) <= best * 4 / 3
+
+
+def test_the_textbook_example() -> None:
+    # 8 7 6 5 4 in two: differences 8-7=1, 6-5=1, 4-1=3, 3-1=2, so sums of 16 and 14
+    bins = partition([8, 7, 6, 5, 4], 2, equal_size=False)
+    assert sums(bins, [8, 7, 6, 5, 4]) == [16, 14]
+
+
+def test_equal_sizes_cost_little_among_many_numbers() -> None:
+    generator = random.Random(1)
+    weights = [generator.lognormvariate(7, 1) for _ in range(256)]
+    for equal_size in (False, True):
+        loads = sums(partition(weights, 8, equal_size=equal_size), weights)
+        assert max(loads) <= 1.002 * sum(loads) / 8
+
+
+def test_swaps_relieve_the_bin_with_a_heavy_number() -> None:
+    # neighbours start together, so the 20 would meet middling numbers; swaps give it the smallest ones
+    bins = partition([20, 9, 8, 7, 2, 1, 6, 5], 2, equal_size=True)
+    assert [len(members) for members in bins] == [4, 4]
+    assert max(sums(bins, [20, 9, 8, 7, 2, 1, 6, 5])) == 29
+
+
+def test_no_numbers_and_no_bins() -> None:
+    assert partition([], 3, equal_size=True) == [[], [], []]
+    with pytest.raises(ValueError, match="0 bins"):
+        partition([1.0], 0, equal_size=False)
