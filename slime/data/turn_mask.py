@@ -19,6 +19,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -143,43 +144,41 @@ class Conversation:
         return (len(asked), len(answered)) if fits else None
 
     def _by_marker(self, turn: int, begin: int) -> Span:
-        marked = self._marked(turn)
-        whole, until = self._render(marked), self._render(marked[: turn + 1])
-        after, tail = whole.partition(_MARKER)[2], until.partition(_MARKER)[2]
-        rest = after.removeprefix(tail)
-        if not after.startswith(tail) or not self.text.endswith(rest):
-            raise self._unknown(turn)
-        end = len(self.text) - len(rest)
-        common = _common_prefix(self.text, whole)
-        return min(self._after_header(turn, begin, common), end), end
+        for marked in self._marked(turn):
+            try:
+                whole, until = self._render(marked), self._render(marked[: turn + 1])
+            except _REFUSALS:
+                continue
+            after, tail = whole.partition(_MARKER)[2], until.partition(_MARKER)[2]
+            rest = after.removeprefix(tail)
+            shown_once = whole.count(_MARKER) == until.count(_MARKER) == 1
+            if shown_once and after.startswith(tail) and self.text.endswith(rest):
+                end = len(self.text) - len(rest)
+                return min(self._after_header(turn, begin, _common_prefix(self.text, whole)), end), end
+        raise self._unknown(turn)
 
-    def _marked(self, turn: int) -> list[Message]:
-        """The messages with a marker in this turn: for its content, or where that is not shown, in a tool call."""
+    def _marked(self, turn: int) -> Iterator[list[Message]]:
+        """The messages with a marker in this turn: for its content, or for the name of its first tool call."""
         message = self.messages[turn]
         variants: list[Message] = [{**message, "content": _MARKER}]
         if message.get("tool_calls"):
             first, *others = message["tool_calls"]
-            renamed = {**first, "function": {**first.get("function", first), "name": _MARKER}}
-            variants.append({**message, "tool_calls": [renamed, *others]})
+            named = {**first, "function": {**first["function"], "name": _MARKER}} if "function" in first else first
+            variants.append({**message, "tool_calls": [named, *others]})
         for variant in variants:
-            marked = [*self.messages[:turn], variant, *self.messages[turn + 1 :]]
-            try:
-                if all(self._render(part).count(_MARKER) == 1 for part in (marked, marked[: turn + 1])):
-                    return marked
-            except _REFUSALS:
-                continue
-        raise self._unknown(turn)
+            yield [*self.messages[:turn], variant, *self.messages[turn + 1 :]]
 
     def _after_header(self, turn: int, begin: int, common: int) -> int:
         """Where the text after a turn's header starts: within [begin, common], what does not depend on its content."""
         header, asked = self._header(turn)
         if not header:
-            return len(asked) if self.text.startswith(asked) else common  # the turn goes on where a tool's ended
+            goes_on = self.text.startswith(asked) and len(asked) <= common  # directly after a tool's result
+            return len(asked) if goes_on else common
         region = self.text[begin:common]
         for length in range(len(header), 0, -1):
             part = header[:length]
             at = region.rfind(part)
-            if at >= 0 and (length == len(header) or any(token in part for token in self._special_tokens())):
+            if at >= 0 and (length == len(header) or any(token in part for token in self._special_tokens)):
                 return begin + at + length
         raise self._unknown(turn)
 
@@ -198,10 +197,11 @@ class Conversation:
         """A turn ends with the token that closes it; a line break after that is the template's."""
         start, end = span
         stripped = self.text[start:end].rstrip()
-        if stripped.endswith(tuple(self._special_tokens())):
+        if stripped.endswith(tuple(self._special_tokens)):
             return start, start + len(stripped)
         return span
 
+    @cached_property
     def _special_tokens(self) -> set[str]:
         added = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         return added | set(self._tokenizer.all_special_tokens)

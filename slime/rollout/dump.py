@@ -1,7 +1,7 @@
 """Rollouts as files: written with `--save-debug-rollout-data`, trained on again with `--load-debug-rollout-data`.
 
 Invariant: reading a dump gives samples equal to those written, number for number, in the same groups and fan-outs, so
-training on it gives the identical loss. Nothing is unpickled.
+training on it gives the identical loss. No file can make the reader run code.
 
 `.jsonl`: a header line, then one sample per line. `.pt`: `{"rollout_id", "samples": [dict]}` as slime writes it, read
 with weights_only. Evaluations are written under `eval_<rollout id>`.

@@ -12,6 +12,7 @@ from slime.config import Config
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.errors import UserError
+from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.data_source import RolloutDataSourceWithBuffer as PluginSource
 
 ROWS = [{"input": f"question {number}", "answer": number, "metadata": {"n": [number]}} for number in range(7)]
@@ -253,4 +254,4 @@ def test_the_buffer_filter_is_told_the_rollout(make_config: MakeConfig, tmp_path
     source = RolloutDataSourceWithBuffer(make_config(buffer_filter_path=f"{plugin}:which"))
     source.add_samples(source.get_samples(1))
     groups = call_rollout_fn(lambda a, r, d, evaluation: d.get_samples(1), None, 12, source, evaluation=False).samples
-    assert groups[0][0].metadata == {"r": 12}
+    assert groups[0][0].metadata["r"] == 12

@@ -197,6 +197,18 @@ def test_a_token_that_joins_header_and_content_is_not_trained() -> None:
     assert trained("qwen2_5", JOINED) == ["\nx<|im_end|>"]
 
 
+def test_a_tool_call_is_found_where_the_template_shows_no_content_beside_it() -> None:
+    tokenizer = tokenizer_for("qwen3")
+    tokenizer.chat_template = (
+        "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    masked = mask_turns(tokenizer, WITH_TOOL)  # no rendering is a prefix of another: each begins with its length
+    texts = MultiTurnLossMaskGenerator(tokenizer).get_text_from_loss_mask(masked.token_ids, masked.loss_mask)
+    assert texts == ["2<|im_end|>", "add<|im_end|>", "It is 7<|im_end|>"]
+
+
 def test_templates_that_hide_or_refuse_turns_are_named() -> None:
     tokenizer = tokenizer_for("qwen3")
     tokenizer.chat_template = "{{ messages | length }}"

@@ -179,7 +179,7 @@ def test_a_contract_that_awaits_refuses_plain_functions() -> None:
 
     check(later, awaited, "m.later")
     check(Later(), awaited, "m.Later")
-    with pytest.raises(UserError, match="m.plain is a plain function, but it is awaited: write it as async def"):
+    with pytest.raises(UserError, match=r"m\.plain is a plain function, but it is awaited: write it as async def"):
         check(plain, awaited, "m.plain")
 
 

@@ -311,9 +311,7 @@ def test_a_subclass_may_choose_from_the_buffer_with_a_method(write):
 
 
 def test_evaluation_data_and_turns_as_printed():
-    config = parse_flags(
-        "--eval-prompt-data aime /path/to/aime.jsonl --eval-prompt-data gsm8k /path/to/gsm8k.jsonl "
-        "--n-samples-per-eval-prompt 16 --max-turns 5".split()
-    )
+    words = ["--eval-prompt-data", "aime", "/path/to/aime.jsonl", "--eval-prompt-data", "gsm8k", "/path/to/gsm8k.jsonl"]
+    config = parse_flags([*words, "--n-samples-per-eval-prompt", "16", "--max-turns", "5"])
     assert config.eval_prompt_data == [("aime", "/path/to/aime.jsonl"), ("gsm8k", "/path/to/gsm8k.jsonl")]
     assert (config.n_samples_per_eval_prompt, config.max_turns) == (16, 5)

@@ -16,6 +16,7 @@ from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.batch import flatten_samples, make_train_batch
 from slime.train.group import TrainerGroup
+from tests.test_docs import documented_metrics
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
@@ -73,6 +74,8 @@ def test_the_cut_into_micro_batches_changes_nothing(estimator: str, model_folder
         answer = run.train(0, groups)
         numbers = [step[name] for step in answer["metrics"] for name in sorted(step)]
         rollout = [v for k, v in sorted(answer["rollout_metrics"].items()) if not k.startswith("perf/")]
+        names = {name for step in answer["metrics"] for name in step} | set(answer["rollout_metrics"])
+        assert names <= documented_metrics(), "docs/metrics.md lacks some"
         outcomes.append((torch.tensor(numbers + rollout), run.weights))
     assert len(outcomes[0][0]) > 30
     for numbers, weights in outcomes[1:]:

@@ -1,0 +1,94 @@
+"""Import paths that plugin files written for slime use, and what a few of them do."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+
+import pytest
+
+from slime.rollout.base_types import RolloutFnEvalOutput, leaves
+from slime.rollout.sglang_rollout import eval_rollout, generate_rollout_async
+from slime.utils.processing_utils import build_processor_kwargs, load_processor
+
+NAMES = {
+    "slime.utils.types": "Sample RolloutBatch",
+    "slime.utils.http_utils": "post get init_http_client get_rollout_num_engines get_model_url",
+    "slime.utils.misc": "load_function SingletonMeta",
+    "slime.utils.async_utils": "run",
+    "slime.utils.arguments": "parse_args",
+    "slime.utils.mask_utils": "MultiTurnLossMaskGenerator",
+    "slime.utils.processing_utils": (
+        "load_tokenizer load_processor encode_image_for_rollout_engine build_processor_kwargs"
+    ),
+    "slime.rollout.sglang_rollout": (
+        "GenerateState generate generate_and_rm generate_and_rm_group generate_rollout generate_rollout_async "
+        "eval_rollout get_model_url"
+    ),
+    "slime.rollout.sft_rollout": "generate_rollout",
+    "slime.rollout.base_types": "RolloutFnTrainOutput RolloutFnEvalOutput call_rollout_fn",
+    "slime.rollout.data_source": "RolloutDataSource RolloutDataSourceWithBuffer pop_first",
+    "slime.rollout.filter_hub.base_types": "DynamicFilterOutput",
+    "slime.rollout.filter_hub.dynamic_sampling_filters": "check_reward_nonzero_std",
+    "slime.rollout.rm_hub": (
+        "async_rm batched_async_rm grade_answer_verl extract_boxed_answer get_deepscaler_rule_based_reward "
+        "compute_score_dapo f1_score compute_gpqa_reward"
+    ),
+    "slime.rollout.rm_hub.math_utils": "extract_answer extract_boxed_answer grade_answer_verl",
+    "slime.rollout.rm_hub.math_dapo_utils": "compute_score",
+    "slime.rollout.rm_hub.deepscaler": "get_deepscaler_rule_based_reward",
+    "slime.rollout.rm_hub.f1": "f1_score",
+    "slime.rollout.rm_hub.gpqa": "compute_gpqa_reward",
+}
+
+
+@pytest.mark.parametrize("module", sorted(NAMES))
+def test_names_resolve(module):
+    found = importlib.import_module(module)
+    assert all(callable(getattr(found, name)) or name == "RolloutBatch" for name in NAMES[module].split())
+
+
+def test_graders_without_await_also_on_an_event_loop():
+    from slime.rollout.rm_hub import get_deepscaler_rule_based_reward, grade_answer_verl
+
+    async def on_a_loop():
+        return grade_answer_verl(r"so \boxed{\frac{1}{2}}", "0.5"), grade_answer_verl("no box", "1")
+
+    assert asyncio.run(on_a_loop()) == (True, False)
+    assert grade_answer_verl(r"\boxed{3}", "4") is False
+    assert get_deepscaler_rule_based_reward(r"hm </think> \boxed{4}", "4") == 1.0
+    assert get_deepscaler_rule_based_reward(r"\boxed{4}", "4") == 0.0
+
+
+def test_a_rollout_on_the_running_loop_from_a_source_or_its_method(engine, make_runtime, prompts):
+    runtime = make_runtime([engine.url], rm_type="random", rollout_batch_size=1, over_sampling_batch_size=2)
+
+    async def respond(body):
+        if len(body["input_ids"]) == 2:
+            await asyncio.sleep(60)  # cut off when the batch is full
+        return "7</s>"
+
+    engine.respond = respond
+    source = prompts(["a", "bb"], n=1)
+    output, back = runtime.run(generate_rollout_async(runtime.args, 0, source.get_samples))
+    assert [sample.prompt for sample in leaves(output.samples)] == ["a"]
+    assert [sample.prompt for sample in leaves(back)] == ["bb"]
+
+
+def test_an_evaluation_on_the_running_loop(engine, make_runtime, tmp_path):
+    file = tmp_path / "sums.jsonl"
+    file.write_text('{"input": "1+6=", "label": "7"}\n')
+    runtime = make_runtime(
+        [engine.url], eval_prompt_data=[("sums", str(file))], label_key="label", custom_rm_path=None, rm_type="f1"
+    )
+    output, back = runtime.run(eval_rollout(runtime.args, 0))
+    assert isinstance(output, RolloutFnEvalOutput)
+    assert (len(output.data["sums"]["samples"]), back) == (1, [])
+
+
+def test_processors(model_folder):
+    assert load_processor(model_folder) is None  # a text model
+    made = build_processor_kwargs({"images": ["i"], "images_kwargs": {"size": 1}})
+    assert made["images"] == ["i"]
+    assert made["images_kwargs"] == {"size": 1, "return_tensors": "pt"}
+    assert made["videos_kwargs"] == {"return_tensors": "pt"}

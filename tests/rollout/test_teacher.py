@@ -1,0 +1,90 @@
+"""A teacher's log-probs for sampled tokens, over HTTP."""
+
+import pytest
+from aiohttp import web
+
+from slime.data.sample import Sample
+from slime.rollout.base_types import leaves
+from slime.rollout.failures import RolloutFailed
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.teacher import Teacher
+
+
+def scores(body, shift=0):
+    """The answer of a served model: token t has log-prob -t / 10, the first one none."""
+    start = body["logprob_start_len"]
+    tokens = body["input_ids"][start:]
+    entries = [[None if i == 0 else -t / 10, t + shift, None] for i, t in enumerate(tokens)]
+    return web.json_response({"text": "", "meta_info": {"input_token_logprobs": entries}})
+
+
+@pytest.fixture
+def taught(make_engine, make_runtime, monkeypatch):
+    """`taught(respond, **flags)`: a runtime over an engine, with a teacher that answers so."""
+    monkeypatch.setattr("slime.rollout.teacher.FIRST_BACKOFF_S", 0.01)
+    student, served = make_engine(), make_engine()
+    teachers = []
+
+    def make(respond, **flags):
+        served.respond = respond
+        flags = {"use_opd": True, "opd_type": "engine", "rm_url": served.url} | flags
+        runtime = make_runtime([student.url], **flags)
+        teachers.append((runtime, Teacher(f"{served.url}/generate", timeout_s=10, concurrency=2)))
+        runtime.state.teacher = teachers[-1][1]
+        return runtime, student, served
+
+    yield make
+    for runtime, teacher in teachers:
+        runtime.run(teacher.aclose())
+
+
+def test_every_finished_sample_is_scored_by_the_teacher_and_needs_no_reward(taught, prompts, tokenizer):
+    runtime, student, served = taught(scores)
+    student.respond = lambda body: "78</s>"
+    output = generate_rollout(runtime.args, 0, prompts(["ab", "c"], n=2))
+    response = tokenizer.encode("78</s>", add_special_tokens=False)
+    for sample in leaves(output.samples):
+        assert sample.teacher_log_probs == [-t / 10 for t in response]
+        assert sample.reward == 0.0
+    assert len(served.requests) == 4
+    for body in served.requests:
+        assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
+        assert body["return_logprob"] is True
+        assert body["logprob_start_len"] == len(body["input_ids"]) - len(response) - 1
+
+
+def test_a_named_reward_is_still_asked_for(taught, prompts):
+    runtime, _, _ = taught(scores, rm_type="f1")
+    output = generate_rollout(runtime.args, 0, prompts(["a", "b"], n=1, labels=["7</s>", "8"]))
+    assert [sample.reward for sample in leaves(output.samples)] == [1.0, 0.0]
+
+
+def test_a_teacher_that_scores_other_tokens_fails_the_samples(taught, prompts):
+    runtime, _, _ = taught(lambda body: scores(body, shift=1))
+    with pytest.raises(
+        RolloutFailed, match=r"engine: EngineProtocolError: .*no meta_info.input_token_logprobs for the 2"
+    ):
+        generate_rollout(runtime.args, 0, prompts(["a"], n=1))
+
+
+def test_a_teacher_that_stumbles_is_asked_again(taught, prompts):
+    answers = []
+
+    def respond(body):
+        answers.append(body)
+        return web.Response(status=500) if len(answers) == 1 else scores(body)
+
+    runtime, _, _ = taught(respond)
+    (sample,) = leaves(generate_rollout(runtime.args, 0, prompts(["a"], n=1)).samples)
+    assert (len(answers), len(sample.teacher_log_probs)) == (2, 2)
+
+
+def test_the_teacher_is_not_asked_twice_nor_about_empty_responses(taught):
+    from slime.rollout.sglang_rollout import generate_and_rm
+
+    runtime, _, served = taught(scores)
+    known = Sample(tokens=[1, 2], response_length=1, teacher_log_probs=[-1.0], status=Sample.Status.COMPLETED)
+    empty = Sample(tokens=[1], status=Sample.Status.COMPLETED)
+    for sample in (known, empty):
+        runtime.run(generate_and_rm(runtime.args, sample, runtime.state.sampling_params))
+    assert (served.requests, known.teacher_log_probs, empty.teacher_log_probs) == ([], [-1.0], None)

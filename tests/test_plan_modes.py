@@ -1,0 +1,58 @@
+"""Plans of the debug modes, of evaluation files and of a teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slime.config import Config, resolve
+from slime.plan import Plan, make_plan
+from tests.test_plan import flags
+
+__all__ = ["flags"]
+
+
+def plan_of(flags: dict[str, Any], device: str = "cpu", gpus: int = 0, **changes: Any) -> Plan:
+    return make_plan(resolve(Config(**{**flags, "device": device, **changes})), device=device, gpu_count=gpus)
+
+
+def counts(plan: Plan) -> dict[str, int]:
+    return {process.name: process.count for process in plan.processes}
+
+
+def test_rollouts_alone_need_only_the_engines_gpus(flags: dict[str, Any]) -> None:
+    plan = plan_of(flags, "cuda", 2, debug_rollout_only=True, actor_num_gpus_per_node=8, rollout_num_gpus=2)
+    assert counts(plan) == {"driver": 1, "engine": 2}
+    assert (plan.gpus_needed, plan.weight_transport) == (2, "none")
+    text = plan.render()
+    assert "none (nothing is trained)" in text
+    assert f"engines serve {flags['hf_checkpoint']} throughout" in text
+
+
+def test_training_on_dumps_needs_no_engine(flags: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").write_text("")
+    changes = {"load_debug_rollout_data": str(tmp_path / "{rollout_id}.jsonl"), "num_rollout": None}
+    data = [("a", flags["prompt_data"])]
+    plan = plan_of(flags, **changes, eval_prompt_data=data, eval_interval=1)
+    assert counts(plan) == {"driver": 1, "trainer": 1}
+    text = plan.render()
+    assert "as many rollout steps as there are dumps" in text
+    assert "nothing is evaluated, there are no engines" in text
+
+
+def test_a_teacher_is_one_more_engine_on_the_first_engines_gpu(flags: dict[str, Any]) -> None:
+    teacher = {"use_opd": True, "opd_type": "engine", "opd_teacher_load": flags["hf_checkpoint"], "rm_type": None}
+    plan = plan_of(flags, "cuda", 3, **teacher, actor_num_gpus_per_node=1, rollout_num_gpus=2)
+    assert counts(plan) == {"driver": 1, "engine": 2, "teacher": 1, "trainer": 1}
+    where = {process.name: process.where for process in plan.processes}
+    assert (where["engine"], where["teacher"]) == ("GPUs 1-2", "GPU 1")
+    assert not any("rm_type" in note for note in plan.notes)
+
+
+def test_datasets_of_a_file_are_named(flags: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "eval.yaml"
+    file.write_text(f"eval: {{datasets: {{few: {flags['prompt_data']}}}}}\n")
+    assert "every 2 rollout steps on few" in plan_of(flags, eval_config=str(file), eval_interval=2).render()
+    sft = plan_of({**flags, "rm_type": None}, loss_type="sft_loss", eval_config=str(file))
+    assert counts(sft)["engine"] == 1
+    assert "--eval-config without --eval-interval" in sft.render()
