@@ -4,21 +4,18 @@ from __future__ import annotations
 
 _NAMES = """
     train-backend offload offload-train no-offload-train distributed-backend qwen-gdn-backend train-env-vars
-    update-weight-mode release-train update-weight-disk-keep-files update-weight-delta-encoding
-    update-weight-delta-checksum custom-update-weight-post-write-path update-weight-local-checkpoint-dir
-    custom-model-provider-path recompute-loss-function freeze-indexer allgather-cp model-name
-    update-weights-interval rollout-data-transport rollout-external-engine-addrs use-fault-tolerance
-    rollout-health-check-interval rollout-health-check-timeout rollout-health-check-first-wait multimodal-keys
-    log-probs-max-tokens-per-gpu eval-max-context-len ref-ckpt-step async-save use-stateless-adam use-routing-replay
-    use-rollout-routing-replay opd-teacher-ckpt-step wandb-always-use-train-step load-forge-rollout-data
-    memory-snapshot-dir memory-snapshot-num-steps profile-target memory-recorder record-memory-history
-    check-weight-update-equal http-proxy use-distributed-post rollout-buffer-url fetch-trajectory-retry-times
-    min-batch-collection-ratio rollout-task-type data-pad-size-multiplier mtp-num-layers mtp-loss-scaling-factor
-    enable-mtp-training ci-disable-kl-checker ci-train-rollout-logprob-abs-diff-threshold ci-save-grad-norm
-    ci-load-grad-norm custom-megatron-init-path custom-megatron-before-log-prob-hook-path
-    custom-megatron-before-train-step-hook-path megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
-    megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules padded-vocab-size prefill-num-servers
-    sglang-config sglang-custom-pull-weights-pre-read-hook async-buffer-size
+    release-train custom-model-provider-path recompute-loss-function freeze-indexer allgather-cp model-name
+    update-weights-interval rollout-data-transport multimodal-keys log-probs-max-tokens-per-gpu eval-max-context-len
+    ref-ckpt-step async-save use-stateless-adam use-routing-replay use-rollout-routing-replay opd-teacher-ckpt-step
+    wandb-always-use-train-step load-forge-rollout-data memory-snapshot-dir memory-snapshot-num-steps profile-target
+    memory-recorder record-memory-history http-proxy use-distributed-post rollout-buffer-url
+    fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type data-pad-size-multiplier
+    mtp-num-layers mtp-loss-scaling-factor enable-mtp-training ci-disable-kl-checker
+    ci-train-rollout-logprob-abs-diff-threshold ci-save-grad-norm ci-load-grad-norm custom-megatron-init-path
+    custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path
+    megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules megatron-deepgemm-moe-forward-layers
+    megatron-deepgemm-moe-forward-modules padded-vocab-size sglang-custom-pull-weights-pre-read-hook
+    async-buffer-size
 """
 
 NOT_YET: frozenset[str] = frozenset(_NAMES.split())

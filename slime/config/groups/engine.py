@@ -11,9 +11,39 @@ class EngineFlags:
 
     rollout_backend: str = flag(
         "auto",
-        "inference engine; auto: the embedded one (launching SGLang servers is not in this version)",
+        "inference engine; auto: SGLang where it is installed and there is a GPU, else the embedded one",
         choices=("auto", "embedded", "sglang"),
     )
+    sglang_python: str | None = flag(
+        None, "Python interpreter that has SGLang, if it is not the run's own", metavar="FILE", derived="this one"
+    )
+    sglang_config: str | None = flag(
+        None,
+        "YAML file of SGLang server groups and models: their own arguments, frozen models, disaggregation",
+        metavar="FILE",
+    )
+    prefill_num_servers: int | None = flag(
+        None, "this many SGLang engines only prefill, the others decode", check=at_least(1)
+    )
+    rollout_external_engine_addrs: list[str] | None = flag(
+        None,
+        "engines that somebody else runs; they are used and updated, never started or stopped",
+        metavar="HOST:PORT",
+    )
+    rollout_router: str = flag(
+        "auto",
+        "who spreads requests over engines: sglang-router, or the run itself; auto: sglang-router with SGLang engines, "
+        "if it is installed",
+        choices=("auto", "builtin", "sglang"),
+    )
+    sglang_router_python: str | None = flag(
+        None, "Python interpreter that has sglang-router", metavar="FILE", derived="that of SGLang"
+    )
+    use_fault_tolerance: bool = flag(False, "restart engines that die or hang, and go on with their requests elsewhere")
+    rollout_health_check_interval: float = flag(30.0, "seconds between health checks of an engine", check=above(0))
+    rollout_health_check_timeout: float = flag(30.0, "seconds until a health check must be answered", check=above(0))
+    rollout_health_check_first_wait: float = flag(0.0, "seconds before the first health check", check=at_least(0))
+    engine_max_restarts: int = flag(5, "restarts of one engine after which the run gives up", check=at_least(0))
     rollout_compile: bool | None = flag(None, "embedded engine: use torch.compile", derived="on for CUDA")
     engine_max_running_requests: int = flag(256, "embedded engine: sequences decoded together", check=at_least(1))
     engine_max_total_tokens: int | None = flag(

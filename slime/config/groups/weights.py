@@ -11,9 +11,32 @@ class WeightFlags:
 
     update_weight_transport: str = flag(
         "auto",
-        "carrier of weight updates; auto: shared memory on one machine (nccl is read as auto)",
-        choices=("auto", "tensor", "disk", "nccl"),
+        "carrier of weight updates: shared memory, a broadcast (NCCL; gloo on a CPU), or files; auto: shared memory on "
+        "one machine, else a broadcast",
+        choices=("auto", "tensor", "nccl", "disk"),
     )
+    update_weight_mode: str = flag(
+        "full", "send all weights, or (through files) only the bytes that changed", choices=("full", "delta")
+    )
+    update_weight_delta_encoding: str = flag(
+        "xor", "a delta's changed bytes: against the old ones, or with their positions", choices=("xor", "overwrite")
+    )
+    update_weight_delta_checksum: str = flag(
+        "xxh3-128", "checksum of each new tensor in a delta", choices=("xxh3-128", "blake3", "adler32")
+    )
+    update_weight_pause_mode: str = flag(
+        "abort",
+        "what happens to running requests: aborted and continued by the rollout, kept in place, or put back",
+        choices=("abort", "in_place", "retract"),
+    )
+    update_weight_disk_keep_files: bool = flag(False, "keep the files of old versions")
+    update_weight_local_checkpoint_dir: str | None = flag(
+        None, "folder on the engine's machine in which deltas are applied, for SGLang", metavar="DIR"
+    )
+    custom_update_weight_post_write_path: str | None = flag(
+        None, "function (args, version_dir, rollout_engines) called once the files of a version are written"
+    )
+    check_weight_update_equal: bool = flag(False, "compare checksums of every tensor after each update")
     update_weight_disk_dir: str | None = flag(
         None, "folder for the disk transport", metavar="DIR", derived="weights/ in the run folder"
     )
