@@ -37,6 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "mine.yaml").write_text("wanted_words: [the, answer, zebra]\n")
     (folder / "custom_generate.py").write_text(LIST_GENERATE)
+    (folder / "own.py").write_text("def length_share(args, sample):\n    return sample.response_length / 6\n")
     return folder
 
 
@@ -108,3 +109,35 @@ def test_a_generate_function_of_a_list_that_writes_only_text(place: Path) -> Non
     trained = records(place / "listed", "train")
     assert [record["rollout_id"] for record in trained] == [0, 1]
     assert all(record["train/grad_norm"] > 0 for record in trained)
+
+
+def test_the_training_side(place: Path) -> None:
+    flags = [
+        *("--prompt-data", "sums.jsonl", "--input-key", "messages", "--label-key", "label", "--apply-chat-template"),
+        *("--custom-rm-path", "own.py:length_share", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1"),
+        *("--custom-convert-samples-to-train-data-path", f"{P}/convert_samples.py"),
+        *("--custom-advantage-function-path", f"{P}/advantage.py"),
+        *("--rollout-data-postprocess-path", f"{P}/data_postprocess.py"),
+        *("--use-tis", "--custom-tis-function-path", f"{P}/tis.py"),
+        *("--custom-pg-loss-reducer-function-path", f"{P}/pg_loss_reducer.py", "--output-dir", "training"),
+    ]
+    done = run([*TRAIN, *COMMON, *flags], place)
+    assert done.code == 0, done.err
+    for record in records(place / "training", "train"):
+        assert record["train/own_ratio"] == pytest.approx(1.0, abs=1e-3)
+        assert record["train/grad_norm"] > 0
+    for record in records(place / "training", "rollout"):
+        assert record["rollout/raw_reward"] == pytest.approx(record["rollout/rewards"])  # not normalised
+        assert 0 < record["rollout/advantages"] <= record["rollout/returns"] <= 1.0
+
+
+def test_a_loss_of_ones_own(place: Path) -> None:
+    flags = [
+        *("--prompt-data", "sums.jsonl", "--input-key", "messages", "--label-key", "label", "--apply-chat-template"),
+        *("--custom-rm-path", "own.py:length_share", "--disable-rewards-normalization", "--output-dir", "loss"),
+        *("--loss-type", "custom_loss", "--custom-loss-function-path", f"{P}/loss.py"),
+    ]
+    done = run([*TRAIN, *COMMON, *flags], place)
+    assert done.code == 0, done.err
+    for record in records(place / "loss", "train"):
+        assert record["train/reinforce_loss"] == record["train/loss"] > 0
