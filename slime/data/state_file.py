@@ -31,11 +31,16 @@ def latest_state_path(folder: str | Path) -> Path | None:
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
     """Write all or nothing, and durably."""
+    write_durably(path, json.dumps(state).encode())
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file so that it is found whole or not at all, whatever happens meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(state, file)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

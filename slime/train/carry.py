@@ -8,7 +8,6 @@ absent (nothing waits) or complete, since it is written beside its final name, f
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from slime.data.state_file import write_durably
 from slime.errors import UserError
 from slime.train.batch import TrainBatch
 
@@ -48,21 +48,7 @@ def save_carried(folder: str | Path, rollout_id: int, carried: TrainBatch | None
     content = msgpack.packb(
         {"format": FORMAT, "batch": carried.to_dict()}, default=_encode, unicode_errors="surrogatepass"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    parent = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)
+    write_durably(path, content)
 
 
 def load_carried(folder: str | Path, rollout_id: int) -> TrainBatch | None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.data.state_file import write_durably
 from slime.train.rollout_data import PER_TOKEN, RolloutData
 
 FORMAT_VERSION = 2
@@ -32,9 +33,7 @@ def dump_rows(data: RolloutData, *, rank: int) -> list[dict[str, Any]]:
 def write_train_dump(template: str, rollout_id: int, ranks: Sequence[Sequence[dict[str, Any]]]) -> Path:
     """Write the rows of all ranks; `{rollout_id}` in the template is filled in."""
     path = Path(template.format(rollout_id=rollout_id))
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows = sorted((row for rank in ranks for row in rank), key=lambda row: row["sample_indices"])
     header = {"format": "slime-train-dump", "format_version": FORMAT_VERSION, "rollout_id": rollout_id}
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text("".join(json.dumps(entry) + "\n" for entry in (header, *rows)))
-    return draft.replace(path)
+    write_durably(path, "".join(json.dumps(entry) + "\n" for entry in (header, *rows)).encode())
+    return path

@@ -1,0 +1,137 @@
+"""What an installed SGLang or sglang-router says of itself: its version, and the options its command line takes.
+
+The package may live in another interpreter, so that interpreter is asked. The version is asked every time, which is
+quick; the options need the package imported, so the answer is kept per version in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime.errors import UserError
+
+_VERSION_TIMEOUT_S = 60.0
+_OPTIONS_TIMEOUT_S = 300.0
+_VERSION = """
+import importlib.metadata
+try:
+    print(importlib.metadata.version({package!r}))
+except importlib.metadata.PackageNotFoundError:
+    print()
+"""
+_OPTIONS = """
+import argparse, json
+from {module} import {name}
+parser = argparse.ArgumentParser()
+{name}.add_cli_args(parser)
+texts = lambda choices: None if choices is None else [str(choice) for choice in choices]
+print()
+print(json.dumps({{
+    option.removeprefix("--"): {{"is_switch": action.nargs == 0, "choices": texts(action.choices)}}
+    for action in parser._actions for option in action.option_strings if option.startswith("--")
+}}))
+"""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package with a command line, and where that is declared."""
+
+    name: str
+    module: str
+    arguments: str
+
+
+SGLANG = Package("sglang", "sglang.srt.server_args", "ServerArgs")
+ROUTER = Package("sglang-router", "sglang_router.router_args", "RouterArgs")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a command line: a switch takes no value."""
+
+    is_switch: bool = False
+    choices: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A package in the interpreter that has it."""
+
+    package: Package
+    python: str
+    version: str
+    options: Mapping[str, Option] = field(repr=False)
+    """By name, without the dashes in front."""
+
+    def __str__(self) -> str:
+        return f"{self.package.name} {self.version}"
+
+
+def installed_version(package: Package, python: str | None = None) -> str | None:
+    """The version of the package in `python` (None: this interpreter), or None where it is not installed."""
+    if python is not None and not os.access(python, os.X_OK):
+        raise UserError(f"{python} is not a Python interpreter that can be run: give the path of one that has {package.name}")
+    text = _ask(python, _VERSION.format(package=package.name), _VERSION_TIMEOUT_S)
+    return text.strip() or None
+
+
+def find_installed(package: Package, python: str | None = None) -> Installed | None:
+    """The package in `python` with all its options, or None where it is not installed."""
+    version = installed_version(package, python)
+    if version is None:
+        return None
+    kept = _cache_folder() / f"{package.name}-{version}-options.json"
+    options = _read_kept(kept)
+    if options is None:
+        script = _OPTIONS.format(module=package.module, name=package.arguments)
+        options = json.loads(_ask(python, script, _OPTIONS_TIMEOUT_S).strip().splitlines()[-1])
+        _keep(kept, options)
+    return Installed(package, python or sys.executable, version, {name: _option(entry) for name, entry in options.items()})
+
+
+def _ask(python: str | None, script: str, timeout_s: float) -> str:
+    interpreter = python or sys.executable
+    try:
+        asked = subprocess.run([interpreter, "-c", script], capture_output=True, text=True, timeout=timeout_s, check=True)
+    except subprocess.CalledProcessError as failed:
+        last = (failed.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise UserError(f"{interpreter} could not be asked about its packages, it said: {last}") from failed
+    except (OSError, subprocess.TimeoutExpired) as failed:
+        raise UserError(f"{interpreter} could not be asked about its packages ({failed})") from failed
+    return asked.stdout
+
+
+def _option(entry: Mapping[str, Any]) -> Option:
+    choices = entry["choices"]
+    return Option(entry["is_switch"], None if choices is None else tuple(choices))
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime"
+
+
+def _read_kept(path: Path) -> dict[str, Any] | None:
+    try:
+        kept = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return kept if isinstance(kept, dict) else None
+
+
+def _keep(path: Path, options: dict[str, Any]) -> None:
+    """Best effort: without a cache the next run asks again."""
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(options))
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
