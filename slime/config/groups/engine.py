@@ -1,5 +1,7 @@
 """The inference engines: which kind, and the limits of the embedded one."""
 
+# ruff: noqa: RUF009 (`flag` declares a dataclass field)
+
 from dataclasses import dataclass
 
 from slime.config.flag import above, at_least, between, flag
