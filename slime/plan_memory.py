@@ -9,6 +9,7 @@ import dataclasses
 
 from slime.cluster.devices import resolve_dtype, resolve_rollout_dtype
 from slime.config import Config
+from slime.config.algorithm import has_critic, needs_reference
 from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 _LOGIT_ROWS = 2048
@@ -34,8 +35,15 @@ def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: 
     if shape.num_parameters is not None:
         shard = -(-shape.num_parameters // trainers)
         parts = {"weights": 4 * shard, "gradients": 4 * shard, "Adam moments": 8 * shard}
-        if config.use_kl_loss:
-            parts["reference"] = BYTES_PER_ELEMENT[dtype] * shard
+        frozen = BYTES_PER_ELEMENT[dtype] * shard
+        if has_critic(config):
+            parts["critic with its optimizer"] = 16 * shard
+        if needs_reference(config):
+            parts["reference"] = frozen
+        if config.keep_old_actor:
+            parts["old policy"] = frozen
+        if config.use_opd and config.opd_type == "trainer":
+            parts["teacher (if it is as large)"] = frozen
     tokens = tokens_per_forward(config)
     if shape.vocab_size is not None:
         rows = config.log_probs_chunk_size if config.log_probs_chunk_size > 0 else _LOGIT_ROWS
