@@ -89,7 +89,7 @@ def test_repeated_flags_add_up_or_the_last_one_wins() -> None:
         (["--disable-wandb-random-suffix"], "never get a random suffix"),
         (
             ["--lr-decay-style", "WSD"],
-            "--lr-decay-style WSD exists in slime, but this version does not have it yet: use constant, linear or cosine",
+            "--lr-decay-style WSD exists in slime, but this version does not have it yet: use constant or linear or cosine",
         ),
         (["--num-layers", "x"], "--num-layers must be a whole number, not 'x'"),
         (["--num-layers"], "--num-layers needs a value"),
