@@ -4,8 +4,9 @@
     python benchmarks/grpo_step.py --shape qwen3-0.6b --device cuda --prompts 32 --samples 8 \
         --prompt-len 128 --response-len 512 --max-tokens 32768                           # 256 x (128 + 512) tokens
 
-The first steps warm up (compilation, graphs); the figures are medians of the others. Rewards are random: the work
-is the same as with real ones.
+Flags that it does not know are the run's own (--rollout-backend sglang --sglang-python FILE ...). The first steps warm
+up (compilation, graphs); the figures are medians of the others. Rewards are random: the work is the same as with real
+ones.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from workload import make_model
 
-import slime
+from slime.config import parse_flags
+from slime.driver import train
 
 PARTS = {
     "generation": "perf/rollout_time",
@@ -45,7 +47,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--kl", action="store_true", help="with a reference model")
-    args = parser.parse_args()
+    args, more = parser.parse_known_args()
     dtype = "bfloat16" if args.device == "cuda" else "float32"
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as scratch:
@@ -55,13 +57,14 @@ def main() -> None:
             "".join(rng.choices(string.ascii_lowercase, k=args.prompt_len)) for _ in range(args.prompts * args.steps)
         )
         data.write_text("".join(json.dumps({"input": row}) + "\n" for row in rows))
-        result = slime.run(
+        config = parse_flags(more).replace(
             hf_checkpoint=str(folder), prompt_data=str(data), rm_type="random", device=args.device, dtype=dtype,
             num_rollout=args.steps, rollout_batch_size=args.prompts, n_samples_per_prompt=args.samples,
             rollout_max_response_len=args.response_len, use_dynamic_batch_size=True, max_tokens_per_gpu=args.max_tokens,
             engine_max_running_requests=args.prompts * args.samples, use_kl_loss=args.kl, kl_loss_coef=0.001 * args.kl,
             lr=1e-6, output_dir=str(Path("outputs") / f"grpo_step-{args.shape}"),
         )  # fmt: skip
+        result = train(config)
     measured = result.metrics[args.warm_up :]
     figures = {"step_s": median(m["perf/step_time"] for m in measured)}
     for part, name in PARTS.items():

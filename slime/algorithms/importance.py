@@ -82,8 +82,13 @@ def importance_weights(
 
 
 @torch.no_grad()
-def normalized(weights: Tensor, mask: Tensor) -> Tensor:
-    """Weights over their mean over the unmasked tokens; where that is 0 there is nothing to scale."""
+def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
+    """[sum of weights, count] over unmasked tokens, in float64: to be added up over a step for `unit_mean_scale`."""
     kept = mask != 0
-    mean = torch.where(kept, weights, torch.zeros_like(weights)).sum() / kept.sum().clamp_min(1)
-    return weights / torch.where(mean > 0, mean, torch.ones_like(mean))
+    total = torch.where(kept, weights, torch.zeros_like(weights)).double().sum()
+    return torch.stack([total, kept.sum().double()])
+
+
+def unit_mean_scale(total: float, count: float) -> float:
+    """What weights are multiplied by to have a mean of 1; where all are 0 there is nothing to scale."""
+    return count / total if total > 0 else 1.0

@@ -26,7 +26,7 @@ from slime.train.micro_batch import MicroBatch
 from slime.train.objectives import CustomObjective, supervised_loss
 from slime.train.optimizer import LearningRate
 from slime.train.policy import PolicyModel
-from slime.train.policy_objective import ABS_DIFF, PolicyObjective, largest_gap
+from slime.train.policy_objective import ABS_DIFF, PolicyObjective, largest_gap, set_importance_scale
 from slime.train.rollout_data import RolloutData, collect
 from slime.train.step import NotFinite, Outcome, train_step
 from slime.train.timers import Timers
@@ -90,6 +90,8 @@ class Actor:
         config = self.config
         if config.loss_type == "custom_loss" or config.use_rollout_entropy or config.keep_old_actor:
             return True
+        if config.tis_batch_normalize:
+            return True
         if config.use_rollout_logprobs:
             return False
         hooks = config.custom_advantage_function_path, config.rollout_data_postprocess_path
@@ -117,6 +119,8 @@ class Actor:
 
     def train(self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """One optimizer step."""
+        if self._objective is not None:
+            set_importance_scale(self._objective.settings.correction, micro_batches, self.ranks)
         rate = self.learning_rate.at(self.state.step)
         try:
             metrics = train_step(self.backend, micro_batches, lambda micro: self._measure(data, micro), rate)

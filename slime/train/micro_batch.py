@@ -33,6 +33,7 @@ class MicroBatch:
     metric_weights: Tensor  # share of the rollout's per-rollout mean, over all steps
     scale: float  # what a sum over samples is divided by to become a share of the step's loss
     columns: dict[str, Tensor] = field(default_factory=dict)
+    importance_scale: float = 1.0  # what the importance weights of the step are multiplied by
     train_log_probs: Tensor | None = None  # of the first training forward, when no separate pass was made
 
     @property

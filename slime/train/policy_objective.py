@@ -6,7 +6,7 @@ whole however it was cut; what a correction rejects leaves the numerator and sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slime.algorithms.cispo import cispo_loss
 from slime.algorithms.gspo import sequence_log_ratio
-from slime.algorithms.importance import importance_weights, normalized
+from slime.algorithms.importance import ImportanceWeights, importance_weights, unit_mean_scale, weight_sums
 from slime.algorithms.kl import approximate_kl, unbiased_kl
 from slime.algorithms.opsm import off_policy_sequence_mask
 from slime.algorithms.policy_loss import clipped_policy_loss
@@ -23,6 +23,7 @@ from slime.algorithms.rejection import rejection_mask
 from slime.config import Config
 from slime.errors import UserError
 from slime.plugins import load_function
+from slime.train.distributed import Ranks
 from slime.train.loss_settings import Correction, LossSettings
 from slime.train.micro_batch import MicroBatch
 
@@ -133,10 +134,8 @@ class PolicyObjective:
     def _weigh_and_reject(
         self, c: Correction, micro: MicroBatch, token_loss: Tensor, train: Tensor, rollout: Tensor
     ) -> tuple[Tensor, Tensor, Metrics]:
-        found = importance_weights(
-            train, rollout, micro.mask, micro.lengths, level=c.level, mode=c.mode, lower=c.lower, upper=c.upper
-        )
-        weights = normalized(found.weights, micro.mask) if c.batch_normalize else found.weights
+        found = _weights(c, micro, train, rollout)
+        weights = found.weights * micro.importance_scale
         metrics = {
             "tis": weighted_sum(found.ratio, micro.weights),
             "tis_clipfrac": weighted_sum(found.out_of_bounds, micro.weights),
@@ -189,6 +188,25 @@ class PolicyObjective:
             calculate_per_token_loss=self._config.calculate_per_token_loss,
         )
         return reducer(token_loss) * micro.scale if micro.positions else token_loss.sum() * 0.0
+
+
+def set_importance_scale(correction: Correction | None, micro_batches: Sequence[MicroBatch], ranks: Ranks) -> None:
+    """`--tis-batch-normalize`: importance weights have a mean of 1 over the step, however it is cut."""
+    if correction is None or not correction.batch_normalize:
+        return
+    sums = torch.zeros(2, dtype=torch.float64)
+    for micro in micro_batches:
+        found = _weights(correction, micro, micro.columns["log_probs"], micro.columns["rollout_log_probs"])
+        sums += weight_sums(found.weights, micro.mask).cpu()
+    scale = unit_mean_scale(*ranks.sum(sums.to(ranks.device)).tolist())
+    for micro in micro_batches:
+        micro.importance_scale = scale
+
+
+def _weights(c: Correction, micro: MicroBatch, train: Tensor, rollout: Tensor) -> ImportanceWeights:
+    return importance_weights(
+        train, rollout, micro.mask, micro.lengths, level=c.level, mode=c.mode, lower=c.lower, upper=c.upper
+    )
 
 
 def largest_gap(objective: PolicyObjective, micro: MicroBatch, log_probs: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ from slime.algorithms.cispo import cispo_loss
 from slime.algorithms.distillation import distilled
 from slime.algorithms.gae import gae
 from slime.algorithms.gspo import sequence_log_ratio
-from slime.algorithms.importance import importance_weights, normalized
+from slime.algorithms.importance import importance_weights
 from slime.algorithms.kl import KL_TYPES, approximate_kl, unbiased_kl
 from slime.algorithms.opsm import off_policy_sequence_mask
 from slime.algorithms.policy_loss import clipped_policy_loss
@@ -39,7 +39,6 @@ def test_precision_is_kept(dtype, mask) -> None:
         weights.weights,
         weights.ratio,
         weights.out_of_bounds,
-        normalized(x.abs(), mask),
         rejection_mask(x, y, mask, lengths, level="geometric", lower=0.5, upper=2.0, veto_threshold=0.1),
         *clipped_value_loss(x, y, x, value_clip=0.2),
         *gae(x, y, mask, gamma=0.9, lambd=0.9),

@@ -25,7 +25,7 @@ HOOKS = "tests.train.hooks"
 
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "grpo": {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01},
-    "gspo": {"advantage_estimator": "gspo", "use_tis": True, "tis_level": "geometric"},
+    "gspo": {"advantage_estimator": "gspo", "use_tis": True, "tis_level": "sequence", "tis_batch_normalize": True},
     "cispo": {"advantage_estimator": "cispo", "eps_clip": 1.0, "use_opsm": True},
     "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.1},
     "reinforce_plus_plus_baseline": {

@@ -22,7 +22,7 @@ class CorrectionFlags:
         "weights out of bounds: truncate from above, clip on both sides, or mask (IcePop)",
         choices=("truncate", "clip", "mask"),
     )
-    tis_batch_normalize: bool = flag(False, "scale the weights of a micro-batch to a mean of 1")
+    tis_batch_normalize: bool = flag(False, "scale the weights of a step to a mean of 1")
     use_rs: bool = flag(False, "reject tokens or sequences whose ratio is out of bounds")
     rs_level: str = flag(None, "what the rejection looks at", choices=LEVELS, derived="--tis-level")
     rs_lower_bound: float = flag(None, "smallest ratio that is kept", check=at_least(0), derived="--tis-clip-low")
