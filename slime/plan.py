@@ -1,6 +1,7 @@
 """What a run is going to do, said before it does it: processes, batches, memory, files.
 
-Invariant: making a plan starts nothing, writes nothing and imports no torch.
+Invariant: making a plan starts no part of the run, writes nothing and imports no torch. With SGLang it asks the
+interpreter that has it for its version and flags.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.rollout import SFT_ROLLOUT_FUNCTION
 from slime.config.megatron_flags import MEGATRON_FLAGS
-from slime.engine.sglang import choose_backend
+from slime.engine.backend import choose_backend
+from slime.engine.engines import check_engines, count_engines
 from slime.errors import UserError
 from slime.models.shape import ModelShape
 from slime.plan_memory import MemoryEstimate, available_memory, engine_memory, longest_sample, trainer_memory
@@ -63,10 +65,12 @@ class Plan:
 def make_plan(config: Config, *, device: str, gpu_count: int) -> Plan:
     """The plan of a resolved config on a machine with `gpu_count` GPUs; refuses what cannot be placed."""
     trainers = 0 if config.debug_rollout_only else config.actor_num_nodes * config.actor_num_gpus_per_node
-    engines = config.rollout_num_gpus // config.rollout_num_gpus_per_engine if needs_engines(config) else 0
+    backend, backend_reason = "none", "nothing is generated"
+    if needs_engines(config) and config.rollout_num_gpus:
+        backend, backend_reason = choose_rollout_backend(config, device)
+    engines = 0 if backend == "none" else count_engines(config, backend)
     gpus_needed = _check_gpus(config, device, gpu_count, trainers, engines)
     shape = ModelShape.from_folder(config.hf_checkpoint)
-    backend, backend_reason = choose_rollout_backend(config, device) if engines else ("none", "nothing is generated")
     transport, transport_reason = ("none", "nothing is trained" if engines else "there is no engine")
     if engines and trainers:
         transport, transport_reason = choose_transport(config, device)
@@ -94,10 +98,10 @@ def detect_device(device: str) -> tuple[str, int]:
 
 
 def choose_rollout_backend(config: Config, device: str) -> tuple[str, str]:
-    """Which engine generates, and why."""
-    if config.rollout_backend == "auto" and device != "cuda":
-        return "embedded", "there is no GPU for SGLang"
-    return choose_backend(config.rollout_backend)
+    """Which engine generates, and why; flags that it does not have are refused."""
+    backend, reason = choose_backend(config, device)
+    check_engines(config, backend, device)
+    return backend, reason
 
 
 def needs_engines(config: Config) -> bool:
@@ -115,7 +119,7 @@ def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, engi
             f"--actor-num-nodes {config.actor_num_nodes}: this version trains on one machine; "
             "use --actor-num-gpus-per-node"
         )
-    rollout = config.rollout_num_gpus if engines else 0
+    rollout = config.rollout_num_gpus if engines and not config.rollout_external_engine_addrs else 0
     needed = max(trainers, rollout) if config.colocate else trainers + rollout
     if gpu_count == 0:
         raise UserError("--device cuda, but this machine has no NVIDIA GPU: use --device cpu")
@@ -136,7 +140,10 @@ def _processes(
     if engines:
         first = 0 if config.colocate else trainers
         memory = engine_memory(config, shape, device=device, available=available)
-        processes.append(ProcessPlan("engine", engines, _where(device, first, config.rollout_num_gpus), memory))
+        if config.rollout_external_engine_addrs:
+            processes.append(ProcessPlan("engine", engines, "the addresses given", None))
+        else:
+            processes.append(ProcessPlan("engine", engines, _where(device, first, config.rollout_num_gpus), memory))
         if serves_teacher(config) and config.opd_teacher_load is not None:
             teacher = ModelShape.from_folder(config.opd_teacher_load)
             memory = engine_memory(config, teacher, device=device, available=available)
@@ -291,8 +298,9 @@ def _notes(config: Config, backend: str) -> list[str]:
     if megatron:
         notes.append(f"Megatron flags without effect on the FSDP trainer: {_flags(megatron)}")
     sglang = [name for name in config.carried if name.startswith(("sglang_", "router_"))]
-    if sglang and backend == "embedded":
-        notes.append(f"SGLang flags without effect on the embedded engine: {_flags(sglang)}")
+    if sglang and backend in ("embedded", "external"):
+        those = "the embedded engine" if backend == "embedded" else "engines that run already"
+        notes.append(f"SGLang flags without effect on {those}: {_flags(sglang)}")
     return notes
 
 

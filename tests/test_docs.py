@@ -20,6 +20,7 @@ from slime.config.megatron_flags import MEGATRON_FLAGS
 from slime.config.not_yet import NOT_YET
 from slime.data.sample import Sample
 from slime.engine.embedded.options import parse_options
+from slime.engine.serve import wants_fleet
 from slime.plugins import CONTRACTS
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.train.batch import batch_metrics, make_train_batch
@@ -30,6 +31,7 @@ PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONT
 HAND_WRITTEN = [page for page in PAGES if page.name != "flags.md"]
 OF_TRAIN = {spec.flag for spec in FLAG_SPECS.values()} | {name for name, _, _ in FILE_FLAGS}
 SWITCHES = {spec.flag for spec in FLAG_SPECS.values() if spec.kind == "bool"}
+CARRIED = ("--sglang-", "--router-")
 KNOWN_ELSEWHERE = {f"--{name}" for name in (*MEGATRON_FLAGS, *NOT_YET)}
 PAGES_BY_NAME = pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
 
@@ -78,7 +80,7 @@ def without_environment(words: list[str]) -> list[str]:
 def is_flag_of_train(word: str) -> bool:
     flag = word.partition("=")[0]
     positive = "--" + flag.removeprefix("--no-")
-    return flag in OF_TRAIN or positive in SWITCHES or flag[2:] in MEGATRON_FLAGS or flag.startswith("--sglang-")
+    return flag in OF_TRAIN or positive in SWITCHES or flag[2:] in MEGATRON_FLAGS or flag.startswith(CARRIED)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -93,9 +95,9 @@ def test_commands_use_flags_that_exist(page: Path, serve_flags: set[str]) -> Non
     for words in map(without_environment, commands(page)):
         program = [Path(word).name for word in words[:2]]
         flags = [word for word in words if re.match(r"--[a-z]", word)]
-        if program == ["slime", "serve"]:
+        if program == ["slime", "serve"] and not wants_fleet(words):
             wrong = [flag for flag in flags if flag not in serve_flags]
-        elif program in (["slime", "train"], ["slime", "plan"], ["python", "train.py"]):
+        elif program in (["slime", "train"], ["slime", "plan"], ["slime", "serve"], ["python", "train.py"]):
             wrong = [flag for flag in flags if not is_flag_of_train(flag)]
         else:
             continue

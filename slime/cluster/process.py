@@ -175,6 +175,13 @@ class ProcessSet:
         self._processes.append(process)
         return process
 
+    def replace(self, index: int, process: ChildProcess, grace_s: float = 5.0) -> ChildProcess:
+        """Stop what is left of one process and start another in its place."""
+        self._processes[index].stop(grace_s)
+        process.start()
+        self._processes[index] = process
+        return process
+
     def __iter__(self) -> Iterator[ChildProcess]:
         return iter(tuple(self._processes))
 

@@ -1,4 +1,4 @@
-"""Asynchronous HTTP client of one engine, and the pool over several.
+"""Asynchronous HTTP client of one engine.
 
 Invariants: every call has a deadline that covers connecting, retrying and reading the answer; every failure is an
 `EngineError` that names the engine, the call and (for timeouts) the deadline; a request is resent by this module only
@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import weakref
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -34,17 +34,24 @@ __all__ = [
     "EngineClient",
     "EngineError",
     "EngineFailed",
-    "EnginePool",
     "EngineProtocolError",
     "EngineRejected",
     "EngineTimeout",
     "EngineUnreachable",
     "GenerateResult",
+    "Growing",
     "PauseMode",
 ]
 
 CONNECT_TIMEOUT_S = 30.0
 FIRST_BACKOFF_S = 0.1
+
+
+@dataclass
+class Growing:
+    """A streamed answer: all of it so far, or None while nothing has come."""
+
+    latest: dict[str, Any] | None = None
 
 
 class EngineClient:
@@ -116,6 +123,38 @@ class EngineClient:
         """Forget all cached prefixes."""
         await self._control("POST", "/flush_cache", {}, timeout_s)
 
+    async def generate_into(
+        self, answers: Growing, payload: dict[str, Any], *, headers: dict[str, str] | None = None
+    ) -> None:
+        """``POST /generate`` as a stream; `answers` always holds the last state of the answer.
+
+        Returns when the answer is complete. A connection that breaks raises, and what had come is still there.
+        """
+        body = json.dumps({**payload, "stream": True}).encode()
+        own = {"Content-Type": "application/json", **(headers or {})}
+        try:
+            async with (
+                asyncio.timeout(self.timeout_s),
+                self.open("POST", "/generate", data=body, headers=own) as response,
+            ):
+                if response.status != 200:
+                    raise self._refusal("/generate", response.status, await response.text(errors="replace"))
+                async for line in response.content:
+                    event = line.removeprefix(b"data: ").strip()
+                    if line.startswith(b"data: ") and event != b"[DONE]":
+                        answers.latest = self._streamed(event.decode(errors="replace"))
+        except TimeoutError:
+            raise EngineTimeout(self.base_url, "/generate", self.timeout_s) from None
+
+    def _streamed(self, event: str) -> dict[str, Any]:
+        try:
+            answer = json.loads(event)
+        except json.JSONDecodeError:
+            answer = None
+        if not isinstance(answer, dict) or "error" in answer:
+            raise EngineProtocolError(self.base_url, "/generate", f"streamed what is no answer: {quote(event)}")
+        return answer
+
     # -- health -------------------------------------------------------------------------------------------------
 
     async def health(self, *, timeout_s: float | None = None) -> bool:
@@ -156,13 +195,72 @@ class EngineClient:
         }
         return await self._control_json("POST", "/update_weights_from_tensor", body, timeout_s)
 
+    async def init_weights_update_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Join a process group with the trainer; answered when all have joined."""
+        body = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._control_json("POST", "/init_weights_update_group", body, timeout_s)
+
+    async def update_weights_from_distributed(
+        self,
+        tensors: Sequence[dict[str, Any]],
+        version: int | str,
+        *,
+        group_name: str,
+        flush_cache: bool = False,
+        bucket: tuple[int, int] | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Receive tensors (name, dtype, shape) from rank 0 of a group. `bucket` (number, count) is understood by the
+        embedded engine alone: it takes the version with the last one."""
+        body: dict[str, Any] = {
+            "names": [tensor["name"] for tensor in tensors],
+            "dtypes": [tensor["dtype"] for tensor in tensors],
+            "shapes": [tensor["shape"] for tensor in tensors],
+            "group_name": group_name,
+            "flush_cache": flush_cache,
+            "weight_version": str(version),
+        }
+        if bucket is not None:
+            body["bucket"] = list(bucket)
+        return await self._control_json("POST", "/update_weights_from_distributed", body, timeout_s)
+
+    async def destroy_weights_update_group(self, group_name: str, *, timeout_s: float | None = None) -> None:
+        """Leave such a group."""
+        await self._control_json("POST", "/destroy_weights_update_group", {"group_name": group_name}, timeout_s)
+
+    async def check_weights(self, action: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """``/weights_checker``: checksum or shapes (embedded engine); snapshot, compare (SGLang)."""
+        return await self._control_json("POST", "/weights_checker", {"action": action}, timeout_s)
+
     async def get_weight_version(self, *, timeout_s: float | None = None) -> str:
-        """The version of the weights the engine samples with now."""
-        answer = await self._control_json("GET", "/get_weight_version", None, timeout_s)
+        """The version of the weights the engine samples with now; where the call is gone (404), from /model_info."""
+        call = "/get_weight_version"
+        try:
+            answer = await self._control_json("GET", call, None, timeout_s)
+        except EngineRejected as refused:
+            if refused.status != HTTPStatus.NOT_FOUND:
+                raise
+            call = "/model_info"
+            answer = await self._control_json("GET", call, None, timeout_s)
         if "weight_version" not in answer:
-            raise EngineProtocolError(
-                self.base_url, "/get_weight_version", f"gave an answer without weight_version: {quote(answer)}"
-            )
+            raise EngineProtocolError(self.base_url, call, f"gave an answer without weight_version: {quote(answer)}")
         return str(answer["weight_version"])
 
     async def release_memory(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = None) -> None:
@@ -278,11 +376,13 @@ class EngineClient:
                 status = response.status
         except aiohttp.ClientError as error:
             raise self._unreachable(call, error) from error
-        if status >= 500:
-            raise EngineFailed(self.base_url, call, status, error_message(text))
         if status != 200:
-            raise EngineRejected(self.base_url, call, status, error_message(text))
+            raise self._refusal(call, status, text)
         return text
+
+    def _refusal(self, call: str, status: int, text: str) -> EngineError:
+        kind = EngineFailed if status >= 500 else EngineRejected
+        return kind(self.base_url, call, status, error_message(text))
 
     def _unreachable(self, call: str, error: aiohttp.ClientError) -> EngineUnreachable:
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
@@ -291,150 +391,6 @@ class EngineClient:
         return EngineUnreachable(
             self.base_url, call, f"lost its connection before the answer was complete ({cause})", accepted=True
         )
-
-
-@dataclass(eq=False)
-class _Member:
-    client: EngineClient
-    in_flight: int = 0
-    suspect_until: float = 0.0
-
-
-class EnginePool:
-    """Several engines behind one `generate`.
-
-    Requests with the same ``affinity_key`` (a group, a session) go to the same engine, so that their common prefix is
-    computed once; a new key goes to the engine with the fewest requests in flight. An engine that could not be
-    reached is avoided for ``suspect_s`` and its request goes to another one. Used from one event loop.
-    """
-
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        timeout_s: float = 3600.0,
-        control_timeout_s: float = 120.0,
-        imbalance_limit: int = 64,
-        suspect_s: float = 5.0,
-        remembered_keys: int = 16384,
-    ) -> None:
-        if not urls:
-            raise ValueError("an engine pool needs at least one engine")
-        self._members = [
-            _Member(EngineClient(url, timeout_s=timeout_s, control_timeout_s=control_timeout_s)) for url in urls
-        ]
-        self._imbalance_limit = imbalance_limit
-        self._suspect_s = suspect_s
-        self._remembered_keys = remembered_keys
-        self._pinned: OrderedDict[Hashable, _Member] = OrderedDict()
-
-    @property
-    def urls(self) -> list[str]:
-        """Base URLs, in the order given."""
-        return [member.client.base_url for member in self._members]
-
-    @property
-    def clients(self) -> list[EngineClient]:
-        """One client per engine, in the order given."""
-        return [member.client for member in self._members]
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    async def generate(
-        self,
-        payload: dict[str, Any],
-        affinity_key: Hashable | None = None,
-        *,
-        headers: dict[str, str] | None = None,
-        timeout_s: float | None = None,
-    ) -> dict[str, Any]:
-        """`EngineClient.generate` on one engine; if that one cannot be reached, on each of the others in turn."""
-        tried: list[_Member] = []
-        while True:
-            member = self._pick(affinity_key, tried)
-            try:
-                with _Load(member):
-                    return await member.client.generate(payload, headers=headers, timeout_s=timeout_s)
-            except EngineUnreachable:
-                self._suspect(member)
-                tried.append(member)
-                if len(tried) == len(self._members):
-                    raise
-
-    async def generate_result(
-        self, payload: dict[str, Any], affinity_key: Hashable | None = None, *, timeout_s: float | None = None
-    ) -> GenerateResult:
-        """Like `generate`, with the answer checked and parsed."""
-        answer = await self.generate(payload, affinity_key, timeout_s=timeout_s)
-        return GenerateResult.from_json(answer, url=" or ".join(self.urls) if len(self) > 1 else self.urls[0])
-
-    async def broadcast(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call one `EngineClient` method on every engine at once; results in order, the first error is raised after
-        all calls have ended."""
-        calls = [getattr(member.client, method)(*args, **kwargs) for member in self._members]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
-
-    @asynccontextmanager
-    async def open(
-        self,
-        method: str,
-        call: str,
-        affinity_key: Hashable | None = None,
-        *,
-        data: bytes | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """`EngineClient.open` on the engine that `generate` would choose."""
-        member = self._pick(affinity_key, [])
-        try:
-            with _Load(member):
-                async with member.client.open(method, call, data=data, headers=headers) as response:
-                    yield response
-        except EngineUnreachable:
-            self._suspect(member)
-            raise
-
-    async def aclose(self) -> None:
-        """Close the HTTP sessions of the running event loop."""
-        for member in self._members:
-            await member.client.aclose()
-
-    def _pick(self, key: Hashable | None, tried: list[_Member]) -> _Member:
-        now = asyncio.get_running_loop().time()
-        candidates = [member for member in self._members if member not in tried and member.suspect_until <= now]
-        candidates = candidates or [member for member in self._members if member not in tried]
-        idlest = min(candidates, key=lambda member: member.in_flight)
-        if key is None:
-            return idlest
-        pinned = self._pinned.get(key)
-        if pinned not in candidates or pinned.in_flight - idlest.in_flight > self._imbalance_limit:
-            pinned = idlest
-        self._pinned[key] = pinned
-        self._pinned.move_to_end(key)
-        if len(self._pinned) > self._remembered_keys:
-            self._pinned.popitem(last=False)
-        return pinned
-
-    def _suspect(self, member: _Member) -> None:
-        member.suspect_until = asyncio.get_running_loop().time() + self._suspect_s
-
-
-class _Load:
-    """Counts a request as in flight on its engine while it lasts."""
-
-    def __init__(self, member: _Member) -> None:
-        self._member = member
-
-    def __enter__(self) -> None:
-        self._member.in_flight += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._member.in_flight -= 1
 
 
 def _tags(tags: Sequence[str] | None) -> dict[str, Any]:

@@ -9,24 +9,26 @@ from __future__ import annotations
 import http.client
 import logging
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from slime.cluster.devices import resolve_rollout_dtype, threads_per_process, visible_gpus
 from slime.cluster.ports import free_ports, require_free_port
 from slime.cluster.process import ChildProcess, ProcessSet
 from slime.config import Config
-from slime.engine.sglang import choose_backend
+from slime.engine.backend import EMBEDDED, choose_backend, installed_sglang
+from slime.engine.launch import EMBEDDED_ENGINE, Launch, client_host, embedded_launches
+from slime.engine.sglang.installed import Installed
+from slime.engine.sglang.launch import PORTS_PER_ENGINE, check_server_flags, sglang_launches
+from slime.engine.sglang.topology import ServedModel, simple_model
 from slime.errors import RunFailed, UserError
 
-EMBEDDED_ENGINE = (sys.executable, "-m", "slime.engine.embedded")
 USER_ERROR_CODE = 2
 _POLL_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
+_RESTART_GRACE_S = 1.0  # an engine that is restarted is hung or dead already
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +49,10 @@ class EngineStartTimeout(RunFailed):
 
 
 class EngineFleet:
-    """`rollout_num_gpus // rollout_num_gpus_per_engine` engines on this machine, named engine-0, engine-1, ...
+    """The engines of one model on this machine, named engine-0, engine-1, ...
 
-    Each writes its log to `logs/<name>-<i>.log`.
+    Each writes its log to `logs/<name>-<i>.log`. `model` says which groups of SGLang servers it has; without one it is
+    `rollout_num_gpus // rollout_num_gpus_per_engine` engines alike.
     """
 
     def __init__(
@@ -61,42 +64,43 @@ class EngineFleet:
         model_path: str | os.PathLike[str],
         name: str = "engine",
         launcher: Sequence[str] = EMBEDDED_ENGINE,
+        model: ServedModel | None = None,
     ) -> None:
-        _, reason = choose_backend(config.rollout_backend)
-        logger.info("embedded engines: %s", reason)
+        self.backend, reason = choose_backend(config, device)
+        logger.info("%s engines: %s", self.backend, reason)
         self._config = config
         self._device = device
         self._logs = Path(run_dir) / "logs"
-        self._model_path = os.fspath(model_path)
+        self._model = model or simple_model(config, os.fspath(model_path))
         self._name = name
-        self._launcher = list(launcher)
+        self._launcher = tuple(launcher)
         self._processes = ProcessSet()
-        self._ports: list[int] = []
-        self.size = config.rollout_num_gpus // config.rollout_num_gpus_per_engine
+        self.launches: list[Launch] = []
+        self.size = self._model.num_engines
         if self.size < 1:
             raise UserError(
                 f"--rollout-num-gpus {config.rollout_num_gpus} is less than --rollout-num-gpus-per-engine "
                 f"{config.rollout_num_gpus_per_engine}: there would be no engine"
             )
-        if device == "cuda" and config.rollout_num_gpus_per_engine > 1:
-            raise UserError(
-                f"--rollout-num-gpus-per-engine {config.rollout_num_gpus_per_engine}: the embedded engine runs on one "
-                "GPU, use 1 and let --rollout-num-gpus count the engines"
-            )
+        self._installed: Installed | None = None
+        if self.backend == EMBEDDED:
+            refuse_for_embedded(config, device)
+        else:
+            self._installed = installed_sglang(config)
+            check_server_flags(config, [self._model], self._installed)
 
     @property
     def urls(self) -> list[str]:
         """The base URLs, engine-0 first."""
-        host = _client_host(self._config.host)
-        return [f"http://{host}:{port}" for port in self._ports]
+        return [launch.url for launch in self.launches]
 
     def start(self) -> list[str]:
         """Start all engines and wait until each one is healthy; returns `urls`."""
-        self._ports = self._choose_ports()
+        self.launches = self._make_launches()
         try:
-            for index in range(self.size):
-                self._processes.start(self._engine(index))
-            self._await_health()
+            for launch in self.launches:
+                self._processes.start(self._process(launch))
+            self._await_health([(p, launch.port) for p, launch in zip(self._processes, self.launches, strict=True)])
         except BaseException:
             self.stop()
             raise
@@ -107,6 +111,17 @@ class EngineFleet:
         for process in self._processes:
             if (code := process.poll()) is not None:
                 raise EngineDied(process.name, code, process.tail(), process.log_path)
+
+    def why_ended(self, index: int) -> str | None:
+        """How one engine's process ended; None while it runs."""
+        process = list(self._processes)[index]
+        code = process.poll()
+        return None if code is None else str(EngineDied(process.name, code, process.tail(), process.log_path))
+
+    def restart(self, index: int) -> None:
+        """End what is left of one engine, start it again on its port, and wait until it is healthy."""
+        process = self._processes.replace(index, self._process(self.launches[index]), _RESTART_GRACE_S)
+        self._await_health([(process, self.launches[index].port)])
 
     def pids(self) -> list[int]:
         """All processes the engines consist of."""
@@ -125,37 +140,30 @@ class EngineFleet:
     ) -> None:
         self.stop()
 
-    def _choose_ports(self) -> list[int]:
-        return fixed_ports(self._config) or free_ports(self.size, self._config.host)
-
-    def _engine(self, index: int) -> ChildProcess:
-        name = f"{self._name}-{index}"
-        return ChildProcess(name, self._argv(index), env=self._env(index), log_path=self._logs / f"{name}.log")
-
-    def _argv(self, index: int) -> list[str]:
+    def _make_launches(self) -> list[Launch]:
         config = self._config
-        dtype = resolve_rollout_dtype(config.rollout_dtype, config.dtype, self._device)
-        argv = [*self._launcher, "--model-path", self._model_path, "--host", config.host]
-        argv += ["--port", str(self._ports[index]), "--device", self._device, "--dtype", dtype]
-        argv += ["--max-running-requests", str(config.engine_max_running_requests)]
-        if config.engine_max_total_tokens is not None:
-            argv += ["--max-total-tokens", str(config.engine_max_total_tokens)]
-        argv += ["--chunked-prefill-size", str(config.engine_chunked_prefill_size)]
-        argv += ["--mem-fraction", str(config.engine_mem_fraction)]
-        argv += ["--log-level", config.log_level]
-        if config.rollout_compile is not None:
-            argv.append("--compile" if config.rollout_compile else "--no-compile")
-        return [*argv, "--trust-remote-code"] if config.trust_remote_code else argv
+        http = fixed_ports(config, self.size) if self._name == "engine" else []
+        if self._installed is None:
+            ports = http or free_ports(self.size, config.host)
+            return embedded_launches(
+                config,
+                ports,
+                device=self._device,
+                model_path=self._model.model_path,
+                name=self._name,
+                launcher=self._launcher,
+            )
+        ports = free_ports(self.size * PORTS_PER_ENGINE, config.host)
+        ports[::PORTS_PER_ENGINE] = http or ports[::PORTS_PER_ENGINE]
+        return sglang_launches(
+            config, ports, device=self._device, model=self._model, name=self._name, installed=self._installed
+        )
 
-    def _env(self, index: int) -> dict[str, str]:
-        if self._device != "cuda":
-            return threads_per_process(self.size)
-        trainers = self._config.actor_num_nodes * self._config.actor_num_gpus_per_node
-        return {"CUDA_VISIBLE_DEVICES": visible_gpus([index if self._config.colocate else trainers + index])}
+    def _process(self, launch: Launch) -> ChildProcess:
+        return ChildProcess(launch.name, launch.argv, env=launch.env, log_path=self._logs / f"{launch.name}.log")
 
-    def _await_health(self) -> None:
+    def _await_health(self, waiting: list[tuple[ChildProcess, int]]) -> None:
         deadline = time.monotonic() + self._config.engine_start_timeout
-        waiting = list(zip(self._processes, self._ports, strict=True))
         while waiting:
             for process, _ in waiting:
                 _raise_if_ended(process)
@@ -170,7 +178,7 @@ class EngineFleet:
                 time.sleep(_POLL_S)
 
     def _is_healthy(self, port: int) -> bool:
-        connection = http.client.HTTPConnection(_client_host(self._config.host), port, timeout=_PROBE_TIMEOUT_S)
+        connection = http.client.HTTPConnection(client_host(self._config.host), port, timeout=_PROBE_TIMEOUT_S)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == http.HTTPStatus.OK
@@ -180,18 +188,30 @@ class EngineFleet:
             connection.close()
 
 
-def fixed_ports(config: Config) -> list[int]:
+def fixed_ports(config: Config, count: int | None = None) -> list[int]:
     """The ports that `--engine-port` asks for, each one free at the moment; none without that flag."""
     first = config.engine_port
-    if first is None:
+    if first is None or config.rollout_external_engine_addrs:
         return []
-    ports = range(first, first + config.rollout_num_gpus // config.rollout_num_gpus_per_engine)
-    return [require_free_port(port, config.host, flag="--engine-port") for port in ports]
+    count = config.rollout_num_gpus // config.rollout_num_gpus_per_engine if count is None else count
+    return [require_free_port(port, config.host, flag="--engine-port") for port in range(first, first + count)]
 
 
-def _client_host(host: str) -> str:
-    """The address to reach a server that binds to `host`: a wildcard is reached over loopback."""
-    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(host, host)
+def refuse_for_embedded(config: Config, device: str) -> None:
+    """What only SGLang can do."""
+    for flag, value in (
+        ("--sglang-config", config.sglang_config),
+        ("--prefill-num-servers", config.prefill_num_servers),
+    ):
+        if value is not None:
+            raise UserError(
+                f"{flag} is about SGLang servers, but the embedded engine was chosen: use --rollout-backend sglang"
+            )
+    if device == "cuda" and config.rollout_num_gpus_per_engine > 1:
+        raise UserError(
+            f"--rollout-num-gpus-per-engine {config.rollout_num_gpus_per_engine}: the embedded engine runs on one "
+            "GPU, use 1 and let --rollout-num-gpus count the engines"
+        )
 
 
 def _raise_if_ended(process: ChildProcess) -> None:

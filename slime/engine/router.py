@@ -12,8 +12,8 @@ import asyncio
 import aiohttp
 from aiohttp import web
 
-from slime.engine.client import EnginePool
 from slime.engine.errors import EngineError, EngineUnreachable
+from slime.engine.pool import EnginePool
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 MAX_BODY_BYTES = 1 << 30

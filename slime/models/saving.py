@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from slime.errors import UserError
-from slime.models.shards import NamedTensors, ShardWriter, fsync_path, iter_named, write_index
+from slime.models.files import fsync_path
+from slime.models.shards import NamedTensors, ShardWriter, iter_named, write_index
 
 MAX_SHARD_BYTES = 5 * 1000**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")

@@ -7,26 +7,19 @@ Invariant: at most one shard of tensors is held in memory, every name is written
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from slime.models.files import fsync_path
+
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 def iter_named(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
     return iter(tensors.items()) if isinstance(tensors, Mapping) else iter(tensors)
-
-
-def fsync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class ShardWriter:

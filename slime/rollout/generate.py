@@ -7,7 +7,7 @@ log-probs; text is never tokenised again. A sample that already holds part of a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from slime.config import Config
@@ -20,6 +20,8 @@ from slime.rollout.tokenization import prompt_token_ids
 TRANSIENT_RETRIES = 3
 FIRST_BACKOFF_S = 0.5
 MOST_RESUMES = 16
+FAULTY_RETRIES = 8
+MOST_BACKOFF_S = 10.0
 
 
 class PromptTooLong(Exception):
@@ -75,6 +77,8 @@ async def _call_engine(
         params["sampling_seed"] = sampling_seed(params["sampling_seed"], sample.response_length)
     payload = generate_payload(sample.tokens, params)
     affinity_key = sample.session_id if sample.group_index is None else sample.group_index
+    if runtime.config.use_fault_tolerance:
+        return await _keep_calling(runtime, payload, affinity_key)
     for attempt in range(TRANSIENT_RETRIES):
         try:
             return await runtime.pool.generate_result(payload, affinity_key)
@@ -83,3 +87,23 @@ async def _call_engine(
                 raise
         await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
     return await runtime.pool.generate_result(payload, affinity_key)
+
+
+async def _keep_calling(
+    runtime: RolloutRuntime, payload: dict[str, Any], affinity_key: Hashable | None
+) -> GenerateResult:
+    """What an engine sampled, perhaps not to the end: a broken answer counts as aborted and is continued elsewhere."""
+    error: EngineError | None = None
+    for attempt in range(FAULTY_RETRIES):
+        if attempt:
+            await asyncio.sleep(min(FIRST_BACKOFF_S * 2**attempt, MOST_BACKOFF_S))
+        try:
+            result, error = await runtime.pool.generate_kept(payload, affinity_key)
+        except EngineError as raised:
+            if not raised.transient:
+                raise
+            result, error = None, raised
+        if result is not None and (error is None or result.token_ids):
+            return result
+    assert error is not None
+    raise error

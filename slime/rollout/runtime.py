@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -18,8 +18,9 @@ from urllib.parse import urlsplit
 
 from slime.config import Config
 from slime.data.tokenizer import load_tokenizer
-from slime.engine.client import EnginePool
+from slime.engine.pool import EnginePool
 from slime.engine.router import Router
+from slime.engine.sglang_router import RoutedPool
 from slime.plugins import load_function, load_plugin
 from slime.rollout.adapters import as_generate
 from slime.rollout.failures import FailureLog
@@ -37,21 +38,33 @@ class RolloutRuntime:
     """Engine pool, tokenizer, reward hub, plugins, concurrency limit and the event loop they live in.
 
     `args` is the config to hand to rollout functions: the given one plus `sglang_router_ip` and `sglang_router_port`,
-    which point at the only engine, or at a router of our own when there are several. With no engine (supervised
-    training) those two are absent and `pool` refuses to be used.
+    which point at `router_url` if the engines have a router, else at the only engine, or at a router of our own when
+    there are several. With no engine (supervised training) those two are absent and `pool` refuses to be used.
+    `model_urls` are the addresses of every model that is served: `sglang_model_routers` has one for each.
     """
 
-    def __init__(self, config: Config, engine_urls: Sequence[str], *, reward: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine_urls: Sequence[str],
+        *,
+        reward: Callable[..., Any] | None = None,
+        router_url: str | None = None,
+        model_urls: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self.config = config
         self._reward = reward
         self.engine_urls = list(engine_urls)
         self.loop_thread = LoopThread()
         self.failures = FailureLog()
-        self._pool = EnginePool(engine_urls, timeout_s=config.engine_request_timeout) if self.engine_urls else None
-        self._router = Router(self._pool) if self._pool is not None and len(self._pool) > 1 else None
+        self._router_url = router_url
+        self._model_urls = dict(model_urls or {})
+        self._pool = self._make_pool(engine_urls)
+        self._other_pools: list[EnginePool] = []
+        self._routers: list[Router] = []
         self._functions: dict[tuple[str, str], Callable[..., Any]] = {}
         try:
-            self.args = config.replace(carried={**config.carried, **self._router_address()})
+            self.args = config.replace(carried={**config.carried, **self._router_addresses()})
         except BaseException:
             self.loop_thread.close()
             raise
@@ -113,25 +126,47 @@ class RolloutRuntime:
     ) -> None:
         self.close()
 
+    def _make_pool(self, urls: Sequence[str]) -> EnginePool | None:
+        if not urls:
+            return None
+        if self._router_url is not None:
+            return RoutedPool(urls, self._router_url, timeout_s=self.config.engine_request_timeout)
+        return EnginePool(urls, timeout_s=self.config.engine_request_timeout)
+
     async def _aclose(self) -> None:
-        if self._router is not None:
-            await self._router.aclose()
+        for router in self._routers:
+            await router.aclose()
+        for pool in self._other_pools:
+            await pool.aclose()
         if "hub" in self.__dict__:
             await self.hub.aclose()
         if self._pool is not None:
             await self._pool.aclose()
 
-    def _router_address(self) -> dict[str, Any]:
-        if self._router is not None:
-            host, port = self.run(self._router.start(), CLOSE_TIMEOUT_S)
-        elif self.engine_urls:
-            address = urlsplit(self.engine_urls[0])
-            if address.hostname is None or address.port is None:
-                raise ValueError(f"an engine URL needs a host and a port: {self.engine_urls[0]}")
-            host, port = address.hostname, address.port
-        else:
+    def _router_addresses(self) -> dict[str, Any]:
+        if self._pool is None:
             return {}
-        return {"sglang_router_ip": host, "sglang_router_port": port}
+        host, port = self._address([self._router_url] if self._router_url else self.engine_urls, self._pool)
+        models: dict[str, tuple[str, int]] = {}
+        for name, urls in self._model_urls.items():
+            if name == next(iter(self._model_urls)):
+                models[name] = (host, port)  # the model that is trained
+            else:
+                pool = EnginePool(urls, timeout_s=self.config.engine_request_timeout)
+                self._other_pools.append(pool)
+                models[name] = self._address(urls, pool)
+        return {"sglang_router_ip": host, "sglang_router_port": port, "sglang_model_routers": models}
+
+    def _address(self, urls: Sequence[str], pool: EnginePool) -> tuple[str, int]:
+        """The only URL, or a router of our own over the pool."""
+        if len(urls) > 1:
+            router = Router(pool)
+            self._routers.append(router)
+            return self.run(router.start(), CLOSE_TIMEOUT_S)
+        address = urlsplit(urls[0])
+        if address.hostname is None or address.port is None:
+            raise ValueError(f"an engine URL needs a host and a port: {urls[0]}")
+        return address.hostname, address.port
 
 
 class _Registry:

@@ -8,22 +8,34 @@ walk through together; rank 0 has the tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from slime.errors import RunFailed
 from slime.models.shards import ShardWriter
 from slime.train.backends.protocol import NamedTensor, TrainBackend
 
 
 def hf_tensors(backend: TrainBackend) -> Iterator[NamedTensor]:
     """Whole tensors under their names in a model folder."""
-    for _, members in groupby(backend.full_parameters(), key=lambda pair: _layer_of(pair[0])):
-        yield from _as_in_folder(backend.module.model, dict(members)).items()
+    for members in by_layer(backend.full_parameters()):
+        yield from as_in_folder(backend.module.model, members).items()
+
+
+def hf_layout(backend: TrainBackend, dtype: torch.dtype) -> list[NamedTensor]:
+    """What `hf_tensors` yields, in its order and as the engines get it, on the meta device: nothing is gathered."""
+    empty = (
+        (name, torch.empty(shape, dtype=rollout_dtype(kind, dtype), device="meta"))
+        for name, (shape, kind) in backend.parameter_facts().items()
+    )
+    return [pair for members in by_layer(empty) for pair in as_in_folder(backend.module.model, members).items()]
 
 
 def export_weights(
@@ -32,21 +44,45 @@ def export_weights(
     """Write `weights-v{version}-{i}.safetensors` buckets of at most `buffer_size` bytes; rank 0 returns their paths."""
     tensors = hf_tensors(backend)
     if backend.ranks.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        writer = ShardWriter(folder, prefix=f"weights-v{version:06d}", max_bytes=buffer_size, dtype=dtype, sync=False)
-        for name, tensor in tensors:
-            writer.add(name, tensor)
-        return writer.finish()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            prefix = f"weights-v{version:06d}"
+            writer = ShardWriter(folder, prefix=prefix, max_bytes=buffer_size, dtype=dtype, sync=False)
+            for name, tensor in tensors:
+                writer.add(name, tensor)
+            return writer.finish()
+        except (OSError, SafetensorError) as cause:
+            raise not_written(folder, version, cause) from cause
     for _ in tensors:
         pass
     return []
 
 
+def not_written(folder: Path, version: int, cause: Exception) -> RunFailed:
+    """The sentence for files that could not be written."""
+    free = shutil.disk_usage(folder).free if folder.exists() else 0
+    return RunFailed(
+        f"cannot write version {version} of the weights to {folder} ({free / 2**30:.2f} GiB free there): {cause}; free "
+        "some space, or choose another place with --update-weight-transport disk and --update-weight-disk-dir"
+    )
+
+
+def rollout_dtype(found: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """Floating tensors travel in the rollout's dtype, others in their own."""
+    return dtype if found.is_floating_point else found
+
+
+def by_layer(tensors: Iterable[NamedTensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of one decoder layer at a time, and others one by one."""
+    for _, members in groupby(tensors, key=lambda pair: _layer_of(pair[0])):
+        yield dict(members)
+
+
+def as_in_folder(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers may fuse weights while loading (experts of one layer, say); this undoes it for one layer."""
+    return revert_weight_conversion(model, tensors)
+
+
 def _layer_of(name: str) -> str:
     match = re.search(r"^(.*?\.\d+)\.", name)
     return match.group(1) if match else name
-
-
-def _as_in_folder(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers may fuse weights while loading (experts of one layer, say); this undoes it for one layer."""
-    return revert_weight_conversion(model, tensors)

@@ -138,6 +138,42 @@ class TrainerGroup:
         paths = self._call_same("export_weights", out_dir=str(out_dir), version=version)[0]
         return [Path(path) for path in paths]
 
+    def export_delta(self, out_dir: str | Path, version: int, base_version: int) -> list[dict[str, Any]]:
+        """What changed since `base_version`, one file per rank; each rank's answer (`slime.train.delta.DeltaPart`)."""
+        return self._call_same("export_delta", out_dir=str(out_dir), version=version, base_version=base_version)
+
+    def weight_buckets(self) -> list[list[dict[str, Any]]]:
+        """Name, dtype and shape of each tensor in each bucket of a broadcast."""
+        buckets: list[list[dict[str, Any]]] = self._call_same("weight_buckets")[0]
+        return buckets
+
+    def join_engines(
+        self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float
+    ) -> None:
+        """Rank 0 joins the engines' process group; returns when all engines have joined."""
+        self._call_same(
+            "join_engines",
+            address=address,
+            port=port,
+            world_size=world_size,
+            name=name,
+            backend=backend,
+            timeout_s=timeout_s,
+        )
+
+    def broadcast_weights(self) -> None:
+        """Send every bucket; returns when the engines have them all."""
+        self._call_same("broadcast_weights")
+
+    def leave_engines(self) -> None:
+        """Rank 0 leaves the engines' process group, if it is in one."""
+        self._call_same("leave_engines")
+
+    def weight_checksums(self) -> dict[str, str]:
+        """The xxh3-128 of every tensor in the rollout's dtype."""
+        checksums: dict[str, str] = self._call_same("weight_checksums")[0]
+        return checksums
+
     def save_hf(self, path: str | Path) -> Path:
         return Path(self._call_same("save_hf", path=str(path))[0])
 

@@ -30,6 +30,7 @@ from slime.train.export import export_weights, hf_tensors
 from slime.train.finite import check_columns_finite
 from slime.train.micro_batch import MicroBatch, StepShare, make_micro_batch
 from slime.train.rollout_data import RolloutData, collect, distribute, make_rollout_data
+from slime.train.sender import WeightSender
 from slime.train.timers import Timers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,6 +60,7 @@ class Trainer:
         config = self.config
         self.ranks = ranks or join_ranks(self.device_name, timeout_minutes=config.distributed_timeout_minutes)
         self.timers = Timers(self.ranks.device)
+        self.sender = WeightSender(config, dtype=self.rollout_dtype)
         _seed_everything(config.seed + self.ranks.rank)
         self.critic = Critic(config, self.ranks, compute_dtype=self.dtype) if has_critic(config) else None
         self.actor = Actor(config, self.ranks, compute_dtype=self.dtype)
@@ -103,7 +105,35 @@ class Trainer:
         paths = export_weights(
             self.actor.backend, Path(out_dir), version=version, dtype=self.rollout_dtype, buffer_size=size
         )
+        if self.sender.published is not None:
+            self.sender.published.remember(self.actor.backend, version)
         return [str(path) for path in paths]
+
+    def export_delta(self, out_dir: str, version: int, base_version: int) -> dict[str, Any]:
+        """This rank's share of what changed since `base_version`, as a file of blobs."""
+        self.actor.remember_exported()
+        return self.sender.export_delta(self.actor.backend, Path(out_dir), version=version, base_version=base_version)
+
+    def weight_buckets(self) -> list[list[dict[str, Any]]]:
+        """Name, dtype and shape of each tensor in each bucket that `broadcast_weights` sends."""
+        return self.sender.buckets(self.actor.backend)
+
+    def join_engines(self, **meeting_point: Any) -> None:
+        """Rank 0 waits for the engines in a process group; the other ranks have nothing to do with them."""
+        if self.ranks.rank == 0:
+            self.sender.join(**meeting_point)
+
+    def broadcast_weights(self) -> None:
+        """Send all buckets to the engines that joined."""
+        self.actor.remember_exported()
+        self.sender.broadcast(self.actor.backend)
+
+    def leave_engines(self) -> None:
+        self.sender.leave()
+
+    def weight_checksums(self) -> dict[str, str]:
+        """The xxh3-128 of every tensor as the engines should have it (from rank 0)."""
+        return self.sender.checksums(self.actor.backend)
 
     def save_hf(self, path: str) -> str:
         tensors = hf_tensors(self.actor.backend)

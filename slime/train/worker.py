@@ -41,6 +41,12 @@ class Worker:
             "train": self.trainer.train,
             "save": self.trainer.save,
             "export_weights": self.trainer.export_weights,
+            "export_delta": self.trainer.export_delta,
+            "weight_buckets": self.trainer.weight_buckets,
+            "join_engines": self.trainer.join_engines,
+            "broadcast_weights": self.trainer.broadcast_weights,
+            "leave_engines": self.trainer.leave_engines,
+            "weight_checksums": self.trainer.weight_checksums,
             "save_hf": self.trainer.save_hf,
         }
         return methods[method](**params)

@@ -42,6 +42,8 @@ def init_http_client(args: Config) -> None:
 
 def get_rollout_num_engines(args: Config) -> int:
     """How many engines a run has."""
+    if args.rollout_external_engine_addrs:
+        return len(args.rollout_external_engine_addrs)
     return max(1, (args.rollout_num_gpus or 1) // args.rollout_num_gpus_per_engine)
 
 

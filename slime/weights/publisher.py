@@ -22,10 +22,36 @@ T = TypeVar("T")
 
 
 class WeightSource(Protocol):
-    """Who has the weights: the trainers."""
+    """Who has the weights: the trainers. What a transport does not use, its source need not have."""
 
     def export_weights(self, out_dir: Path, version: int) -> Sequence[Path]:
         """Write HF-named tensors in the rollout dtype as safetensors files into `out_dir`; the files written."""
+        ...
+
+    def export_delta(self, out_dir: Path, version: int, base_version: int) -> Sequence[dict[str, Any]]:
+        """Write what changed since `base_version`; for each rank its file, the names in it and some numbers."""
+        ...
+
+    def weight_buckets(self) -> Sequence[Sequence[dict[str, Any]]]:
+        """Name, dtype and shape of each tensor in each bucket of a broadcast."""
+        ...
+
+    def join_engines(
+        self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float
+    ) -> None:
+        """Wait for the engines in a process group, as its rank 0."""
+        ...
+
+    def broadcast_weights(self) -> None:
+        """Send every bucket to that group."""
+        ...
+
+    def leave_engines(self) -> None:
+        """Leave that group."""
+        ...
+
+    def weight_checksums(self) -> dict[str, str]:
+        """The xxh3-128 of every tensor in the rollout dtype."""
         ...
 
 
@@ -49,36 +75,71 @@ class WeightVersionMismatch(RunFailed):
 
 @dataclass(frozen=True)
 class PublishResult:
-    """One update: its version, how long it took in all, how long of that the engines stood still, its size."""
+    """One update: its version, how long it took in all, how long of that the engines stood still, its size.
+
+    `write_seconds` is the part before the pause; of a delta also the share of bytes that changed, and how many engines
+    had to be sent the whole weights instead.
+    """
 
     version: int
     seconds: float
     paused_seconds: float
     bytes: int
+    write_seconds: float = 0.0
+    density: float | None = None
+    full_fallbacks: int = 0
 
     def metrics(self) -> dict[str, float]:
         """Under the names used in metrics files."""
-        return {
+        metrics = {
             "perf/update_weights_time": self.seconds,
             "perf/update_weights_paused_time": self.paused_seconds,
+            "perf/update_weights_write_time": self.write_seconds,
             "perf/update_weights_wire_bytes": self.bytes,
         }
+        if self.density is not None:
+            metrics["perf/update_weights_density"] = self.density
+            metrics["perf/update_weights_full_fallbacks"] = self.full_fallbacks
+        return metrics
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Files of one version, where the engines can read them."""
+    """One version, ready for the engines: its size, and its files where there are any."""
 
-    folder: Path
-    files: tuple[Path, ...]
+    bytes: int
+    folder: Path | None = None
+    files: tuple[Path, ...] = ()
+    density: float | None = None
+    """Of a delta: the share of bytes that changed."""
+    full_fallbacks: int = 0
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """The engines after an update: how long they stood still, and those that refused it (still paused)."""
+
+    paused_seconds: float
+    refused: Sequence[EngineClient] = ()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every transport treats the engines; requests are only cut off by an update in pause mode `abort`."""
+
+    timeout_s: float = 600.0
+    pause_mode: PauseMode = "abort"
+    check: Callable[[int], None] | None = None
+    """Called with the version after an update (`slime.weights.check`)."""
 
     @property
-    def bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.files)
+    def flush_cache(self) -> bool:
+        """SGLang dies of a flush with live requests, which only `abort` does not leave behind."""
+        return self.pause_mode == "abort"
 
 
 class WeightPublisher(ABC):
-    """Publishes a source's weights to all engines; a transport says how files are staged, announced and removed."""
+    """Publishes a source's weights to all engines; a transport says how they are staged, announced and removed."""
 
     def __init__(
         self,
@@ -86,27 +147,62 @@ class WeightPublisher(ABC):
         clients: Sequence[EngineClient],
         run_async: RunAsync,
         *,
-        timeout_s: float = 600.0,
-        pause_mode: PauseMode = "abort",
+        settings: Settings | None = None,
     ) -> None:
         self._source = source
         self._clients = list(clients)
         self._run_async = run_async
-        self._timeout_s = timeout_s
-        self._pause_mode = pause_mode
+        self._settings = settings or Settings()
 
     def publish(self, version: int) -> PublishResult:
         """Bring every engine to the trainer's present weights under the number `version`."""
         started = time.perf_counter()
-        staged = self._stage(version)
-        size = staged.bytes
+        staged = written_or_failed(self._stage, version)
+        written = time.perf_counter() - started
         arrived = False
         try:
-            paused_seconds = self._run_async(self._swap(staged, version))
+            swapped = self._run_async(self._swap(self._clients, staged, version))
+            paused_seconds = swapped.paused_seconds
+            if swapped.refused:
+                began = time.perf_counter()
+                whole = self._send_whole(swapped.refused, version)
+                paused_seconds += time.perf_counter() - began
+                staged = Staged(
+                    staged.bytes + whole.bytes, staged.folder, staged.files, staged.density, len(swapped.refused)
+                )
             arrived = True
         finally:
             self._retire(staged, version, arrived=arrived)
-        return PublishResult(version, time.perf_counter() - started, paused_seconds, size)
+        if self._settings.check is not None:
+            self._settings.check(version)
+        return PublishResult(
+            version,
+            time.perf_counter() - started,
+            paused_seconds,
+            staged.bytes,
+            written,
+            staged.density,
+            staged.full_fallbacks,
+        )
+
+    def bring(self, clients: Sequence[EngineClient], version: int) -> bool:
+        """Send the trainer's present weights, which the other engines have as `version`, to these engines only.
+
+        False where that cannot be done before the next update.
+        """
+        staged = written_or_failed(self._stage_whole, version)
+        try:
+            self._run_async(self._swap(clients, staged, version))
+        finally:
+            self._retire(staged, version, arrived=False)
+        return True
+
+    def engines_changed(self) -> None:  # noqa: B027 (most transports know nothing about engines)
+        """Some engine was started again since the last update."""
+
+    def _stage_whole(self, version: int) -> Staged:
+        """Like `_stage`, for engines whose version nobody knows."""
+        return self._stage(version)
 
     @abstractmethod
     def _stage(self, version: int) -> Staged:
@@ -114,7 +210,7 @@ class WeightPublisher(ABC):
 
     @abstractmethod
     async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
-        """Have one engine load the staged files."""
+        """Have one engine load what is staged."""
 
     @abstractmethod
     def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
@@ -124,28 +220,52 @@ class WeightPublisher(ABC):
     def close(self) -> None:
         """Remove everything this publisher still holds. Safe to call again."""
 
-    async def _swap(self, staged: Staged, version: int) -> float:
+    async def _transfer(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Sequence[EngineClient]:
+        """Have the paused engines load what is staged; those that refused it and are to get whole weights."""
+        await all_of(clients, lambda client: self._announce(client, staged, version))
+        return ()
+
+    def _send_whole(self, refused: Sequence[EngineClient], version: int) -> Staged:
+        """Bring engines that refused an update, and are still paused, to `version` all the same."""
+        raise NotImplementedError(f"{type(self).__name__} has no refusals")
+
+    async def _swap(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Swapped:
         started = time.perf_counter()
         try:
-            await self._all(lambda client: client.pause(self._pause_mode))
-            await self._all(lambda client: self._announce(client, staged, version))
+            await all_of(clients, lambda client: client.pause(self._settings.pause_mode))
+            refused = await self._transfer(clients, staged, version)
         except BaseException:
-            await asyncio.gather(*(client.continue_() for client in self._clients), return_exceptions=True)
+            await self._continue_whatever(clients)
             raise
-        await self._all(lambda client: client.continue_())
+        updated = [client for client in clients if client not in refused]
+        await all_of(updated, lambda client: client.continue_())
         paused_seconds = time.perf_counter() - started
-        found = await self._all(lambda client: client.get_weight_version())
-        for client, engine_version in zip(self._clients, found, strict=True):
+        found = await all_of(updated, lambda client: client.get_weight_version())
+        for client, engine_version in zip(updated, found, strict=True):
             if engine_version != str(version):
                 raise WeightVersionMismatch(client.base_url, version, engine_version)
-        return paused_seconds
+        return Swapped(paused_seconds, refused)
 
-    async def _all(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
-        """Call all engines at once; the first error is raised after every call has ended."""
-        results = await asyncio.gather(*(call(client) for client in self._clients), return_exceptions=True)
-        values: list[T] = []
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-            values.append(result)
-        return values
+    async def _continue_whatever(self, clients: Sequence[EngineClient]) -> None:
+        await asyncio.gather(*(client.continue_() for client in clients), return_exceptions=True)
+
+
+def written_or_failed(stage: Callable[[int], Staged], version: int) -> Staged:
+    """What `stage` writes; a file that could not be written ends the run with a sentence."""
+    try:
+        return stage(version)
+    except OSError as cause:
+        raise RunFailed(
+            f"cannot write version {version} of the weights: {cause}; the engines keep the version they have"
+        ) from cause
+
+
+async def all_of(clients: Sequence[EngineClient], call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
+    """Call all engines at once; the first error is raised after every call has ended."""
+    results = await asyncio.gather(*(call(client) for client in clients), return_exceptions=True)
+    values: list[T] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        values.append(result)
+    return values

@@ -4,26 +4,54 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 from slime.config import Config
-from slime.engine.client import EngineClient
+from slime.engine.client import EngineClient, PauseMode
+from slime.errors import UserError
+from slime.plugins import load_function
+from slime.weights.broadcast import BroadcastPublisher
+from slime.weights.check import ChecksumCheck, ReloadCheck
+from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
 from slime.weights.disk import DiskPublisher
-from slime.weights.publisher import RunAsync, WeightPublisher, WeightSource
+from slime.weights.kind import EngineKind
+from slime.weights.publisher import RunAsync, Settings, WeightPublisher, WeightSource
 from slime.weights.staging import choose_root
-from slime.weights.tensor import TensorPublisher
+from slime.weights.tensor import FolderInMemoryPublisher, TensorPublisher
+
+POST_WRITE = "--custom-update-weight-post-write-path"
+_LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
 logger = logging.getLogger(__name__)
 
 
-def choose_transport(config: Config, device: str) -> tuple[str, str]:
-    """The transport ("tensor" or "disk") for `--update-weight-transport`, and why."""
+def choose_transport(config: Config, device: str, engine_kind: EngineKind = "embedded") -> tuple[str, str]:
+    """The transport (`tensor`, `nccl` or `disk`) of a run, and why; refuses flags that contradict one another."""
     asked = config.update_weight_transport
-    if asked in ("tensor", "disk"):
+    if config.update_weight_mode == "delta":
+        if asked not in ("auto", "disk"):
+            raise UserError(
+                f"--update-weight-mode delta travels through files, not by --update-weight-transport {asked}: use disk"
+            )
+        where = "each engine applies them to its own weights"
+        if engine_kind == "sglang":
+            where = "they are applied to a model folder beside the engines, which load it"
+        return "disk", f"only changed bytes ({config.update_weight_delta_encoding}), {where}"
+    if asked == "nccl" and device == "cuda" and config.colocate:
+        raise UserError(
+            "--update-weight-transport nccl cannot join two processes on one GPU, which --colocate makes: use tensor"
+        )
+    if config.custom_update_weight_post_write_path is not None and asked != "disk":
+        raise UserError(f"{POST_WRITE} is called for versions on disk: add --update-weight-transport disk")
+    if asked != "auto":
         return asked, "asked for"
-    note = " (nccl is read as auto)" if asked == "nccl" else ""
-    return "tensor", f"trainer and engines are on one machine, weights on {device} pass through shared memory{note}"
+    if away := _addresses_elsewhere(config):
+        return "nccl", f"engines run on other machines ({', '.join(away)})"
+    how = "files in shared memory" if engine_kind == "embedded" else "a model folder in shared memory"
+    return "tensor", f"trainer and engines are on one machine, weights on {device} pass through {how}"
 
 
 def make_publisher(
@@ -34,20 +62,92 @@ def make_publisher(
     source: WeightSource,
     clients: Sequence[EngineClient],
     run_async: RunAsync,
+    engine_kind: EngineKind = "embedded",
 ) -> WeightPublisher:
     """The publisher of this run; loading new weights gets as long as loading the first ones (engine_start_timeout)."""
-    transport, reason = choose_transport(config, device)
+    transport, reason = choose_transport(config, device, engine_kind)
     logger.info("weight updates by %s: %s", transport, reason)
-    hf_checkpoint = Path(config.hf_checkpoint)
-    timeout_s = config.engine_start_timeout
-    if transport == "disk":
-        root = Path(config.update_weight_disk_dir or Path(run_dir) / "weights")
-        return DiskPublisher(source, clients, run_async, root=root, hf_checkpoint=hf_checkpoint, timeout_s=timeout_s)
-    root, why = choose_root(largest_export_bytes(hf_checkpoint))
-    logger.info("weights are staged in %s: %s", root, why)
-    return TensorPublisher(source, clients, run_async, root=root, timeout_s=timeout_s)
+    settings = Settings(config.engine_start_timeout, cast(PauseMode, config.update_weight_pause_mode))
+    if config.check_weight_update_equal:
+        check = _make_check(config, source, clients, run_async, engine_kind, settings)
+        settings = replace(settings, check=check)
+    if transport == "tensor":
+        return _in_memory(config, source, clients, run_async, engine_kind, settings)
+    if transport == "nccl":
+        return BroadcastPublisher(
+            source,
+            clients,
+            run_async,
+            backend="nccl" if device == "cuda" else "gloo",
+            engine_kind=engine_kind,
+            processes_per_engine=config.rollout_num_gpus_per_engine if engine_kind == "sglang" else 1,
+            settings=settings,
+        )
+    on_disk: dict[str, Any] = {
+        "root": Path(config.update_weight_disk_dir or Path(run_dir) / "weights"),
+        "hf_checkpoint": Path(config.hf_checkpoint or ""),
+        "settings": settings,
+        "keep_files": config.update_weight_disk_keep_files,
+        "on_written": _post_write_hook(config, clients),
+    }
+    if config.update_weight_mode == "full":
+        return DiskPublisher(source, clients, run_async, **on_disk)
+    on_disk |= {"encoding": config.update_weight_delta_encoding, "checksum": config.update_weight_delta_checksum}
+    if engine_kind == "embedded":
+        return DeltaPublisher(source, clients, run_async, **on_disk)
+    local = Path(config.update_weight_local_checkpoint_dir or Path(run_dir) / "weights_local")
+    return LocalDeltaPublisher(source, clients, run_async, local=local, **on_disk)
 
 
 def largest_export_bytes(hf_checkpoint: Path) -> int:
     """An upper bound of what one version takes: the checkpoint's tensors, should a 16-bit one be published in 32."""
     return 2 * sum(path.stat().st_size for path in hf_checkpoint.glob("*.safetensors"))
+
+
+def _in_memory(
+    config: Config,
+    source: WeightSource,
+    clients: Sequence[EngineClient],
+    run_async: RunAsync,
+    engine_kind: EngineKind,
+    settings: Settings,
+) -> WeightPublisher:
+    hf_checkpoint = Path(config.hf_checkpoint or "")
+    root, why = choose_root(largest_export_bytes(hf_checkpoint))
+    logger.info("weights are staged in %s: %s", root, why)
+    if engine_kind == "embedded":
+        return TensorPublisher(source, clients, run_async, root=root, settings=settings)
+    return FolderInMemoryPublisher(
+        source, clients, run_async, root=root, hf_checkpoint=hf_checkpoint, settings=settings
+    )
+
+
+def _make_check(
+    config: Config,
+    source: WeightSource,
+    clients: Sequence[EngineClient],
+    run_async: RunAsync,
+    engine_kind: EngineKind,
+    settings: Settings,
+) -> Callable[[int], None]:
+    if engine_kind == "embedded":
+        return ChecksumCheck(source, clients, run_async, timeout_s=settings.timeout_s)
+    reload = _in_memory(config, source, clients, run_async, engine_kind, settings)
+    return ReloadCheck(reload, clients, run_async, timeout_s=settings.timeout_s)
+
+
+def _post_write_hook(config: Config, clients: Sequence[EngineClient]) -> Callable[[Path], None] | None:
+    path = config.custom_update_weight_post_write_path
+    if path is None:
+        return None
+    hook = load_function(path, what=POST_WRITE, params=("args", "version_dir", "rollout_engines"))
+
+    def call(version_dir: Path) -> None:
+        hook(config, str(version_dir), list(clients))
+
+    return call
+
+
+def _addresses_elsewhere(config: Config) -> list[str]:
+    addresses = config.rollout_external_engine_addrs or []
+    return [one for one in addresses if not one.removeprefix("http://").startswith(_LOOPBACK)]

@@ -109,9 +109,13 @@ def test_a_port_in_use_is_a_user_error(tmp_path: Path) -> None:
             make_fleet(tmp_path, "fine", engine_port=port).start()
 
 
-def test_sglang_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not launched by this version yet"):
+def test_sglang_that_is_not_there_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="SGLang is not installed in this interpreter; install it with"):
         make_fleet(tmp_path, "fine", rollout_backend="sglang")
+    with pytest.raises(UserError, match=r"/nowhere/python is not a Python interpreter"):
+        make_fleet(tmp_path, "fine", rollout_backend="sglang", sglang_python="/nowhere/python")
+    with pytest.raises(UserError, match="--prefill-num-servers is about SGLang servers"):
+        make_fleet(tmp_path, "fine", rollout_num_gpus=2, prefill_num_servers=1)
 
 
 def test_no_engine_or_several_gpus_per_engine_are_user_errors(tmp_path: Path) -> None:

@@ -66,10 +66,6 @@ def test_sft_reads_answers_and_still_evaluates_by_generating(valid: dict[str, An
     assert sentence.startswith("--eval-max-response-len is missing")
 
 
-def test_nccl_is_read_as_auto(valid: dict[str, Any]) -> None:
-    assert resolve(Config(**valid, update_weight_transport="nccl")).update_weight_transport == "auto"
-
-
 @pytest.mark.parametrize(
     ("given", "derived"),
     [

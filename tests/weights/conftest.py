@@ -22,6 +22,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.bodies: list[Any] = []
         self.version = "default"
         self.tensors: dict[str, torch.Tensor] = {}
         self.fail_on: str | None = None
@@ -41,23 +42,24 @@ class Engine:
         )
         return app
 
-    def note(self, request: web.Request) -> None:
+    async def note(self, request: web.Request) -> None:
         self.calls.append(request.path.strip("/"))
+        self.bodies.append(await request.json() if request.can_read_body else None)
         if self.fail_on == self.calls[-1]:
             raise web.HTTPInternalServerError(text=json.dumps({"error": {"message": "no luck"}}))
 
     async def plain(self, request: web.Request) -> web.Response:
-        self.note(request)
+        await self.note(request)
         return web.json_response({"status": "ok"})
 
     async def from_tensor(self, request: web.Request) -> web.Response:
-        self.note(request)
+        await self.note(request)
         body = await request.json()
         assert body["load_format"] == "safetensors_file"
         return self.load([Path(path) for path in body["paths"]], body["weight_version"])
 
     async def from_disk(self, request: web.Request) -> web.Response:
-        self.note(request)
+        await self.note(request)
         body = await request.json()
         folder = Path(body["model_path"])
         assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
@@ -74,7 +76,7 @@ class Engine:
         return web.json_response({"success": True, "message": "loaded"})
 
     async def weight_version(self, request: web.Request) -> web.Response:
-        self.note(request)
+        await self.note(request)
         return web.json_response({"weight_version": self.stuck_version or self.version})
 
 

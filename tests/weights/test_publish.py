@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from safetensors.torch import save_file
 
 from slime.config import Config
 from slime.engine.client import EngineFailed
-from slime.weights import WeightPublisher, WeightVersionMismatch, choose_transport, make_publisher
+from slime.errors import RunFailed, UserError
+from slime.weights import PublishResult, WeightPublisher, WeightVersionMismatch, choose_transport, make_publisher
 from slime.weights.disk import DiskPublisher, copy_model_assets
-from slime.weights.tensor import TensorPublisher
+from slime.weights.publisher import Settings
+from slime.weights.tensor import FolderInMemoryPublisher, TensorPublisher
 from slime.weights.transport import largest_export_bytes
 
 BRACKETS = {
@@ -102,7 +105,7 @@ def test_a_failed_export_leaves_engines_and_folders_alone(
     tmp_path: Path, publisher: Any, engines: Any, source: Any
 ) -> None:
     source.fail = True
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(RunFailed, match="cannot write version 1 of the weights: no space left"):
         publisher[1].publish(1)
     assert files_left(tmp_path) == []
     assert [engine.calls for engine in engines] == [[], []]
@@ -115,20 +118,104 @@ def test_a_disk_version_has_the_model_assets_but_no_old_weights(tmp_path: Path, 
     assert sorted(path.name for path in target.iterdir()) == ["config.json", "tokenizer.json"]
 
 
+DELTA = {"update_weight_mode": "delta"}
+ELSEWHERE = {"rollout_external_engine_addrs": ["127.0.0.1:30000", "10.0.0.7:30000"]}
+
+
 @pytest.mark.parametrize(
-    ("flags", "expected", "reason"),
+    ("flags", "kind", "expected", "reason"),
     [
-        ({}, "tensor", "one machine"),
-        ({"update_weight_transport": "nccl"}, "tensor", "nccl is read as auto"),
-        ({"update_weight_transport": "disk"}, "disk", "asked for"),
-        ({"update_weight_transport": "tensor"}, "tensor", "asked for"),
-        ({"actor_num_nodes": 2}, "tensor", "one machine"),
+        ({}, "embedded", "tensor", "one machine, weights on cpu pass through files in shared memory"),
+        ({}, "sglang", "tensor", "a model folder in shared memory"),
+        ({"update_weight_transport": "nccl"}, "embedded", "nccl", "asked for"),
+        ({"update_weight_transport": "disk"}, "embedded", "disk", "asked for"),
+        ({"update_weight_transport": "tensor"}, "embedded", "tensor", "asked for"),
+        ({"actor_num_nodes": 2}, "embedded", "tensor", "one machine"),
+        (ELSEWHERE, "sglang", "nccl", r"other machines \(10.0.0.7:30000\)"),
+        (DELTA, "embedded", "disk", r"changed bytes \(xor\), each engine applies"),
+        (DELTA, "sglang", "disk", "a model folder beside the engines"),
     ],
 )
-def test_choice_of_transport(flags: dict[str, Any], expected: str, reason: str) -> None:
-    name, why = choose_transport(Config(hf_checkpoint="x", **flags), "cpu")
+def test_choice_of_transport(flags: dict[str, Any], kind: Any, expected: str, reason: str) -> None:
+    name, why = choose_transport(Config(hf_checkpoint="x", **flags), "cpu", kind)
     assert name == expected
-    assert reason in why
+    assert re.search(reason, why)
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "sentence"),
+    [
+        (DELTA | {"update_weight_transport": "nccl"}, "cpu", "delta travels through files"),
+        ({"update_weight_transport": "nccl", "colocate": True}, "cuda", "one GPU"),
+        ({"custom_update_weight_post_write_path": "m.f"}, "cpu", "add --update-weight-transport disk"),
+    ],
+)
+def test_flags_that_contradict_one_another(flags: dict[str, Any], device: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        choose_transport(Config(hf_checkpoint="x", **flags), device)
+
+
+@pytest.mark.parametrize(("mode", "flushes"), [("abort", True), ("in_place", False), ("retract", False)])
+def test_requests_that_are_kept_are_not_flushed(publisher: Any, engines: Any, mode: Any, flushes: bool) -> None:
+    made = publisher[1]
+    made._settings = Settings(pause_mode=mode)
+    made.publish(1)
+    pause, update = engines[0].bodies[:2]
+    assert pause == {"mode": mode}
+    assert update["flush_cache"] is flushes
+
+
+def test_sglang_reads_a_folder_in_memory(
+    tmp_path: Path, hf_folder: Path, engines: Any, source: Any, run_async: Any
+) -> None:
+    clients = [engine.client for engine in engines]
+    made = FolderInMemoryPublisher(source, clients, run_async, root=tmp_path, hf_checkpoint=hf_folder)
+    made.publish(3)
+    assert engines[1].calls == BRACKETS["disk"]
+    assert torch.equal(engines[1].tensors["layer.1.weight"], torch.full((4, 8), 31.0))
+    assert [path.name for path in made._staging.path.iterdir()] == ["owner.lock"]
+    made.close()
+
+
+HOOK = """
+def on_written(args, version_dir, rollout_engines):
+    with open(args.hf_checkpoint + "/seen", "a") as log:
+        log.write(f"{version_dir} {len(rollout_engines)}\\n")
+"""
+
+
+def test_the_users_function_sees_each_complete_version(
+    tmp_path: Path, hf_folder: Path, engines: Any, source: Any, run_async: Any
+) -> None:
+    (tmp_path / "hook.py").write_text(HOOK)
+    config = Config(
+        hf_checkpoint=str(hf_folder),
+        update_weight_transport="disk",
+        update_weight_disk_dir=str(tmp_path / "versions"),
+        update_weight_disk_keep_files=True,
+        custom_update_weight_post_write_path=f"{tmp_path}/hook.py:on_written",
+    )
+    clients = [engine.client for engine in engines]
+    made = make_publisher(config, device="cpu", run_dir=tmp_path, source=source, clients=clients, run_async=run_async)
+    made.publish(1)
+    made.publish(2)
+    folders = [tmp_path / "versions" / f"weight_v{version:06d}" for version in (1, 2)]
+    assert (hf_folder / "seen").read_text().splitlines() == [f"{folder} 2" for folder in folders]
+    assert all((folder / "config.json").exists() for folder in folders)
+
+
+def test_a_density_is_logged_for_deltas_only() -> None:
+    whole = PublishResult(1, 2.0, 0.5, 100, 1.5).metrics()
+    assert whole == {
+        "perf/update_weights_time": 2.0,
+        "perf/update_weights_paused_time": 0.5,
+        "perf/update_weights_write_time": 1.5,
+        "perf/update_weights_wire_bytes": 100,
+    }
+    delta = PublishResult(1, 2.0, 0.5, 100, 1.5, 0.01, 2).metrics()
+    assert delta.items() > whole.items()
+    assert delta["perf/update_weights_density"] == 0.01
+    assert delta["perf/update_weights_full_fallbacks"] == 2
 
 
 @pytest.mark.parametrize("transport", ["auto", "disk"])

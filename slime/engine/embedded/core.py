@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,11 +21,14 @@ import torch
 
 from slime.engine.embedded import weights
 from slime.engine.embedded.cache import KVCache
+from slime.engine.embedded.groups import Announced, WeightGroups
 from slime.engine.embedded.options import EngineOptions
 from slime.engine.embedded.runner import Decoder, ModelRunner, Sampled
 from slime.engine.embedded.sampling_params import BadRequest
 from slime.engine.embedded.scheduler import Extend, Scheduler
 from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.views import FolderViews
+from slime.models.delta_folder import BadDelta, DeltaIndex, read_index
 from slime.models.loading import load_causal_lm
 
 log = logging.getLogger(__name__)
@@ -60,6 +64,9 @@ class EngineCore:
         self.counters = Counters()
         self.weight_version = options.weight_version
         self.paused = False
+        self.stale: str | None = None
+        self.groups = WeightGroups()
+        self._unfinished: str | None = None
         self._released: set[str] = set()
         self._flight: Flight | None = None
         self._on_death = on_death
@@ -89,6 +96,7 @@ class EngineCore:
             probe, max_running=o.max_running_requests, context_len=self.context_len, chunk=o.chunked_prefill_size
         )
         self.runner = ModelRunner(model, self.scheduler.table)
+        self.views = FolderViews(model)
         self.capacity = o.max_total_tokens or self._affordable_slots()
         self.context_len = min(self.context_len, self.capacity)
         self.scheduler.cache = KVCache(self.capacity, share_prefixes=o.share_prefixes)
@@ -283,38 +291,103 @@ class EngineCore:
         self.paused = True
 
     def resume(self) -> None:
+        if self._unfinished is not None:
+            self.mark_stale(self._unfinished)
+        self._unfinished = None
         self.paused = False
 
     def flush_cache(self) -> None:
         self.scheduler.cache.tree.clear()
 
-    def update_weights(self, load: Callable[[], int], version: str | None, *, flush: bool) -> int:
-        """Apply `load` and take the new version; slots of running sequences now mix two sets of weights."""
+    def mark_stale(self, reason: str) -> None:
+        """Refuse to generate until whole weights come: what is loaded is not what anybody published."""
+        log.error("the weights are stale: %s", reason)
+        self.stale = reason
+        self.abort_all(f"the weights are stale: {reason}")
+
+    def update_weights(
+        self,
+        load: Callable[[], int],
+        version: str | None,
+        *,
+        flush: bool,
+        bucket: str | None = None,
+        whole: bool = True,
+    ) -> int:
+        """Apply `load` and take the new version; slots of running sequences now mix two sets of weights.
+
+        `bucket` names what was loaded of an update that goes on; `whole` weights make good whatever was wrong before.
+        """
         if "weights" in self._released:
             raise BadRequest("the weights are released: call /resume_memory_occupation first")
         copied = load()
+        self._unfinished = bucket
         if flush:
             self.flush_cache()
         for seq in [*self.scheduler.running, *self.scheduler.prefilling]:
             seq.kv_version = None
-        if version is not None:
+        if bucket is None and whole:
+            self.stale = None
+        if bucket is None and version is not None:
             self.weight_version = version
         return copied
 
     def update_from_files(self, paths: list[str], version: str | None, *, flush: bool) -> int:
         folder = self.options.model_path
         return self.update_weights(
-            lambda: weights.load_from_files(self.runner.model, paths, config_folder=folder), version, flush=flush
+            lambda: weights.load_from_files(self.views, paths, config_folder=folder), version, flush=flush
         )
 
     def update_from_bytes(self, body: bytes, version: str | None, *, flush: bool) -> int:
-        return self.update_weights(lambda: weights.load_from_bytes(self.runner.model, body), version, flush=flush)
+        return self.update_weights(lambda: weights.load_from_bytes(self.views, body), version, flush=flush, whole=False)
 
     def update_from_folder(self, folder: str, version: str | None, *, flush: bool) -> int:
+        """A model folder, or a version folder with a delta to the weights that are here now."""
+        try:
+            index = read_index(Path(folder))
+        except BadDelta as cause:
+            raise BadRequest(str(cause)) from cause
+        if index is not None:
+            return self._update_from_delta(Path(folder), index, flush=flush)
         trust = self.options.trust_remote_code
         return self.update_weights(
-            lambda: weights.load_from_folder(self.runner.model, folder, trust_remote_code=trust), version, flush=flush
+            lambda: weights.load_from_folder(self.views, folder, trust_remote_code=trust), version, flush=flush
         )
+
+    def _update_from_delta(self, folder: Path, index: DeltaIndex, *, flush: bool) -> int:
+        from slime.engine.embedded.deltas import DifferentWeights, apply_delta  # zstandard, xxhash: for deltas alone
+
+        if self.stale is not None or self._unfinished is not None:
+            raise weights.Conflict(f"a delta needs whole weights to apply to: {self.stale or self._unfinished}")
+        base = self.weight_version
+        try:
+            return self.update_weights(
+                lambda: apply_delta(self.views, folder, index, version=base), str(index.version), flush=flush
+            )
+        except DifferentWeights as cause:
+            self.mark_stale(str(cause))
+            raise
+
+    def update_from_group(self, bucket: Announced, version: str | None, *, flush: bool) -> int:
+        """One bucket of a broadcast; the version is taken with the last."""
+        source = f"group {bucket.group_name}"
+        weights.check_shapes(self.views, dict(zip(bucket.names, bucket.shapes, strict=True)), source)
+
+        def load() -> int:
+            return weights.load_tensors(self.views, self.groups.receive(bucket, self.runner.device), source)
+
+        left = None if bucket.is_last else f"only {bucket.number} of {bucket.count} buckets of version {version} came"
+        return self.update_weights(load, version, flush=flush, bucket=left)
+
+    def check_weights(self, action: str) -> dict[str, Any]:
+        """`checksum`: xxh3-128 of every tensor; `shapes`: what an update may name."""
+        if action == "shapes":
+            return {"shapes": {name: list(tensor.shape) for name, tensor in self.views.readable().items()}}
+        if action != "checksum":
+            raise BadRequest(f"action must be checksum or shapes, not {action!r}")
+        from slime.engine.embedded.deltas import weight_checksums
+
+        return {"checksums": weight_checksums(self.views)}
 
     def release_memory(self, tags: list[str]) -> None:
         """Give device memory back: the KV cache is dropped, weights move to the host (CUDA graphs go with either)."""
@@ -360,6 +433,7 @@ class EngineCore:
             "num_used_tokens": self.capacity - s.cache.pool.free - s.cache.tree.held,
             "num_cached_tokens": s.cache.tree.held,
             "paused": self.paused,
+            "stale": self.stale,
             "released": sorted(self._released),
             "totals": vars(c).copy(),
         }

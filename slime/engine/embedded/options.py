@@ -23,6 +23,7 @@ class EngineOptions:
     share_prefixes: bool
     served_model_name: str
     weight_version: str
+    stream_interval: int
     trust_remote_code: bool
     log_level: str
 
@@ -50,6 +51,7 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
         help="keep computed prefixes and share them between requests")  # fmt: skip
     add("--served-model-name", help="name in /v1/models; default: the folder's")
     add("--weight-version", default="default", help="version reported until the first weight update")
+    add("--stream-interval", type=int, default=1, help="tokens between two events of a stream")
     add("--trust-remote-code", action="store_true")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     given = parser.parse_args(argv)

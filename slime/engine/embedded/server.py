@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,16 +16,19 @@ from aiohttp import web
 
 import slime
 from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.groups import Announced, NotArrived
 from slime.engine.embedded.openai import OpenAIRoutes
 from slime.engine.embedded.requests import GenerateRequest, ModelFacts, answer, parse_generate
 from slime.engine.embedded.sampling_params import BadRequest
 from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.weights import Conflict
 from slime.engine.embedded.wire import json_body, open_event_stream, send_event
 
 log = logging.getLogger(__name__)
 
 _MAX_BODY = 8 << 30
 _PROBE_SECONDS = 20.0
+_GENERATING = ("/generate", "/health_generate", "/v1/completions", "/v1/chat/completions")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -56,6 +60,10 @@ class EngineServer:
         router.add_post("/continue_generation", self.continue_generation)
         router.add_post("/update_weights_from_disk", self.update_weights_from_disk)
         router.add_post("/update_weights_from_tensor", self.update_weights_from_tensor)
+        router.add_post("/init_weights_update_group", self.init_weights_update_group)
+        router.add_post("/update_weights_from_distributed", self.update_weights_from_distributed)
+        router.add_post("/destroy_weights_update_group", self.destroy_weights_update_group)
+        router.add_post("/weights_checker", self.weights_checker)
         router.add_post("/release_memory_occupation", self.release_memory)
         router.add_post("/resume_memory_occupation", self.resume_memory)
         OpenAIRoutes(self).add_to(router)
@@ -65,7 +73,13 @@ class EngineServer:
         try:
             if self.facts is None and request.path not in ("/server_info", "/get_server_info"):
                 return _error(503, "the model is still loading")
+            if self.core.stale is not None and request.path in _GENERATING:
+                return _error(503, f"the weights are stale ({self.core.stale}): publish whole weights to this engine")
             return await handler(request)
+        except Conflict as refused:
+            return _error(409, str(refused))
+        except NotArrived as refused:
+            return _error(503, str(refused))
         except BadRequest as refused:
             return _error(400, str(refused))
         except web.HTTPException as refused:
@@ -115,17 +129,21 @@ class EngineServer:
         return sequences
 
     async def updates(self, request: GenerateRequest) -> Any:
-        """An async iterator over the sequence of a streaming request: once per token, and at the end."""
+        """An async iterator over the sequence of a streaming request: each --stream-interval tokens and at the end."""
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[None] = asyncio.Queue()
         [seq] = request.sequences(self.loaded, lambda _: loop.call_soon_threadsafe(news.put_nowait, None))
         self.core.submit([seq])
+        told = 0
         try:
             while True:
                 await news.get()
                 while not news.empty():
                     news.get_nowait()
                 finished = seq.finish is not None
+                if not finished and len(seq.output_ids) - told < self.core.options.stream_interval:
+                    continue
+                told = len(seq.output_ids)
                 yield seq
                 if finished:
                     return
@@ -238,10 +256,40 @@ class EngineServer:
         version, flush = _version(body.get("weight_version")), body.get("flush_cache", True)
         return await self._updated(lambda: self.core.update_from_files(paths, version, flush=flush))
 
+    async def init_weights_update_group(self, request: web.Request) -> web.Response:
+        body = await json_body(request)
+        await asyncio.to_thread(self.core.groups.join, body)  # waits for the others: not in the engine's thread
+        return web.json_response({"success": True, "message": "joined"})
+
+    async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
+        body = await json_body(request)
+        bucket = Announced.from_json(body)
+        version, flush = _version(body.get("weight_version")), body.get("flush_cache", True)
+        return await self._updated(lambda: self.core.update_from_group(bucket, version, flush=flush))
+
+    async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
+        name = (await json_body(request)).get("group_name", "weight_update_group")
+        self.core.groups.leave(name)
+        return web.json_response({"success": True, "message": "left"})
+
+    async def weights_checker(self, request: web.Request) -> web.Response:
+        action = (await json_body(request)).get("action", "checksum")
+        found = await self._in_engine(lambda: self.core.check_weights(action))
+        return web.json_response({"success": True, "message": "", **found})
+
     async def _updated(self, update: Callable[[], int]) -> web.Response:
-        copied = await self._in_engine(update)
+        def timed() -> tuple[int, float]:
+            started = time.perf_counter()
+            return update(), time.perf_counter() - started
+
+        copied, seconds = await self._in_engine(timed)
         return web.json_response(
-            {"success": True, "message": f"{copied} bytes", "weight_version": self.core.weight_version}
+            {
+                "success": True,
+                "message": f"{copied} bytes",
+                "weight_version": self.core.weight_version,
+                "seconds": seconds,
+            }
         )
 
     async def _in_engine(self, function: Callable[[], Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,26 +19,27 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from slime.engine.embedded.sampling_params import BadRequest
+from slime.engine.embedded.views import FolderViews
 from slime.errors import UserError
 from slime.models.loading import load_causal_lm
 
 
-def targets_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Every tensor that an update may name; tied weights under each of their names."""
-    return model.state_dict()
+class Conflict(BadRequest):
+    """A well-formed update that does not fit the weights that are here now (409)."""
 
 
-def load_from_files(model: PreTrainedModel, paths: Sequence[str], *, config_folder: str) -> int:
+def load_from_files(views: FolderViews, paths: Sequence[str], *, config_folder: str) -> int:
     """Copy the tensors of safetensors files into the model; returns the bytes copied.
 
-    Names that only a model folder has (transformers fuses the experts of a layer while loading, say) go through
-    transformers' loader, with the config of `config_folder`.
+    Names that only a model folder has (transformers fuses the experts of a layer while loading, say) are written to
+    parts of the model's own tensors; where that cannot be, they go through transformers' loader, with the config of
+    `config_folder`.
     """
-    targets = targets_of(model)
     with _readable(paths) as files:
         names = {name: path.name for path, tensors in files for name in tensors.keys()}  # noqa: SIM118
-        if not names.keys() <= targets.keys() and fuses_weights(model, config_folder):
-            return _load_through_transformers(model, paths, names, config_folder)
+        targets = views.targets(names)
+        if not names.keys() <= targets.keys() and fuses_weights(views.model, config_folder):
+            return _load_through_transformers(views, paths, names, config_folder)
         for path, tensors in files:
             for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is no dict)
                 _check(targets, name, tuple(tensors.get_slice(name).get_shape()), str(path))
@@ -48,11 +49,11 @@ def load_from_files(model: PreTrainedModel, paths: Sequence[str], *, config_fold
 def fuses_weights(model: PreTrainedModel, folder: str) -> bool:
     """Whether the model's own names differ from those of the folder it came from."""
     with _readable([str(path) for path in Path(folder).glob("*.safetensors")]) as files:
-        return not {name for _, tensors in files for name in tensors.keys()} <= targets_of(model).keys()  # noqa: SIM118
+        return not {name for _, tensors in files for name in tensors.keys()} <= model.state_dict().keys()  # noqa: SIM118
 
 
 def _load_through_transformers(
-    model: PreTrainedModel, paths: Sequence[str], names: dict[str, str], config_folder: str
+    views: FolderViews, paths: Sequence[str], names: dict[str, str], config_folder: str
 ) -> int:
     """A model folder is laid around the files, loaded as any folder is, and copied over."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -61,7 +62,7 @@ def _load_through_transformers(
         index = {"metadata": {"total_size": 0}, "weight_map": names}
         (Path(scratch) / "model.safetensors.index.json").write_text(json.dumps(index))
         shutil.copy(Path(config_folder) / "config.json", scratch)
-        return load_from_folder(model, scratch, trust_remote_code=False)
+        return load_from_folder(views, scratch, trust_remote_code=False)
 
 
 @contextmanager
@@ -73,29 +74,40 @@ def _readable(paths: Sequence[str]) -> Iterator[list[tuple[Path, safe_open]]]:
     yield opened
 
 
-def load_from_bytes(model: PreTrainedModel, body: bytes) -> int:
+def load_from_bytes(views: FolderViews, body: bytes) -> int:
     """The same for one safetensors blob, as it came over HTTP."""
     try:
         tensors = safetensors.torch.load(body)
     except SafetensorError as cause:
         raise BadRequest(f"the body is not a safetensors blob: {cause}") from cause
-    targets = targets_of(model)
+    return load_tensors(views, tensors, "the request body")
+
+
+def load_tensors(views: FolderViews, tensors: Mapping[str, torch.Tensor], source: str) -> int:
+    """The same for tensors that are in memory already."""
+    targets = views.targets(tensors.keys())
     for name, tensor in tensors.items():
-        _check(targets, name, tuple(tensor.shape), "the request body")
+        _check(targets, name, tuple(tensor.shape), source)
     return sum(_copy(targets[name], tensor) for name, tensor in tensors.items())
 
 
-def load_from_folder(model: PreTrainedModel, folder: str, *, trust_remote_code: bool) -> int:
+def check_shapes(views: FolderViews, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Refuse names and shapes that the model does not have."""
+    targets = views.targets(shapes.keys())
+    for name, shape in shapes.items():
+        _check(targets, name, shape, source)
+
+
+def load_from_folder(views: FolderViews, folder: str, *, trust_remote_code: bool) -> int:
     """A Hugging Face folder; one whose names differ from the model's own goes through transformers' loader."""
     paths = sorted(str(p) for p in Path(folder).glob("*.safetensors"))
     if not paths:
         raise BadRequest(f"{folder} has no *.safetensors files")
-    targets = targets_of(model)
     with _readable(paths) as files:
         names = {name for _, tensors in files for name in tensors.keys()}  # noqa: SIM118
-    if names <= targets.keys():
-        return load_from_files(model, paths, config_folder=folder)
-    dtype = next(model.parameters()).dtype
+    if names <= views.targets(names).keys():
+        return load_from_files(views, paths, config_folder=folder)
+    targets, dtype = views.model.state_dict(), next(views.model.parameters()).dtype
     try:
         fresh = load_causal_lm(
             folder, dtype=dtype, device="cpu", attn_implementation="eager", trust_remote_code=trust_remote_code

@@ -72,7 +72,7 @@ def check_flags(flags: Mapping[str, Any], installed: Installed, *, prefix: str, 
             raise UserError(f"--{prefix}-{name} is decided by {taken[name]}: drop it")
         option = installed.options.get(name)
         if option is None:
-            hint = did_you_mean(name, installed.options, prefix=f"--{prefix}-") or f" ({installed.python} has the list)"
+            hint = did_you_mean(name, installed.options, prefix=f"--{prefix}-") or " (its --help lists all)"
             raise UserError(f"--{prefix}-{name}: {installed} has no option --{name}{hint}")
         _check_value(name, value, option, installed, prefix)
 

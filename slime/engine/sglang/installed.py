@@ -78,7 +78,9 @@ class Installed:
 def installed_version(package: Package, python: str | None = None) -> str | None:
     """The version of the package in `python` (None: this interpreter), or None where it is not installed."""
     if python is not None and not os.access(python, os.X_OK):
-        raise UserError(f"{python} is not a Python interpreter that can be run: give the path of one that has {package.name}")
+        raise UserError(
+            f"{python} is not a Python interpreter that can be run: give the path of one that has {package.name}"
+        )
     text = _ask(python, _VERSION.format(package=package.name), _VERSION_TIMEOUT_S)
     return text.strip() or None
 
@@ -94,13 +96,17 @@ def find_installed(package: Package, python: str | None = None) -> Installed | N
         script = _OPTIONS.format(module=package.module, name=package.arguments)
         options = json.loads(_ask(python, script, _OPTIONS_TIMEOUT_S).strip().splitlines()[-1])
         _keep(kept, options)
-    return Installed(package, python or sys.executable, version, {name: _option(entry) for name, entry in options.items()})
+    return Installed(
+        package, python or sys.executable, version, {name: _option(entry) for name, entry in options.items()}
+    )
 
 
 def _ask(python: str | None, script: str, timeout_s: float) -> str:
     interpreter = python or sys.executable
     try:
-        asked = subprocess.run([interpreter, "-c", script], capture_output=True, text=True, timeout=timeout_s, check=True)
+        asked = subprocess.run(
+            [interpreter, "-c", script], capture_output=True, text=True, timeout=timeout_s, check=True
+        )
     except subprocess.CalledProcessError as failed:
         last = (failed.stderr.strip().splitlines() or ["nothing"])[-1]
         raise UserError(f"{interpreter} could not be asked about its packages, it said: {last}") from failed

@@ -84,6 +84,24 @@ class FSDPBackend:
         shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self.module.model)}
 
+    def parameter_facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        tensors = [*self._parameters.items(), *persistent_buffers(self.module.model)]
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}
+
+    def local_parameters(self) -> Iterator[NamedTensor]:
+        for name, parameter in self._parameters.items():
+            yield name, local_part(parameter.detach())
+        yield from persistent_buffers(self.module.model)
+
+    def gather_part(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        like = self._parameters.get(name)
+        if not isinstance(like, DTensor) or self.ranks.world_size == 1:
+            return part
+        placed = DTensor.from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        return placed.full_tensor()
+
     def load_parameter(self, name: str, full: torch.Tensor) -> None:
         target = self._parameters.get(name)
         with torch.no_grad():

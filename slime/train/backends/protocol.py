@@ -47,6 +47,15 @@ class TrainBackend(Protocol):
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes that `load_parameter` accepts."""
 
+    def parameter_facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Whole shape and dtype of what `full_parameters` yields, in its order."""
+
+    def local_parameters(self) -> Iterator[NamedTensor]:
+        """This rank's parts of what `full_parameters` yields, in its order; nothing is gathered."""
+
+    def gather_part(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor that lies on the ranks as parameter `name` does, of any dtype; all ranks together."""
+
     def load_parameter(self, name: str, full: torch.Tensor) -> None:
         """Overwrite this rank's part of one parameter."""
 

@@ -1,0 +1,150 @@
+"""Bytes and seconds of a weight update: all weights (shared memory, disk) against changed bytes (xor, overwrite).
+
+    python benchmarks/weight_sync.py                            # 29 M parameters on the CPU
+    python benchmarks/weight_sync.py --shape qwen3-0.6b         # 0.6 B: 15 GiB of memory on the CPU
+    python benchmarks/weight_sync.py --shape qwen3-0.6b --device cuda
+
+A real trainer makes real Adam steps (`--lr`, 1e-6 unless told) and publishes to a real engine after each; weights are
+bfloat16 on the wire. Every figure is the median over `--repeat` updates after the first one, which is whole in every
+mode. `encode` is finding, gathering and compressing (for whole weights: casting and writing), `write` the rest until
+the files are there, `apply` the engine's own part, `paused` how long it stood still, `total` the whole update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from workload import engine, make_model
+
+from slime.config import Config, derive
+from slime.data.sample import Sample
+from slime.engine.client import EngineClient
+from slime.train.group import TrainerGroup
+from slime.weights import make_publisher
+
+MODES: dict[str, dict[str, Any]] = {
+    "full, shared memory": {"update_weight_transport": "tensor"},
+    "full, disk": {"update_weight_transport": "disk"},
+    "delta, xor": {"update_weight_mode": "delta", "update_weight_delta_encoding": "xor"},
+    "delta, overwrite": {"update_weight_mode": "delta", "update_weight_delta_encoding": "overwrite"},
+}
+PARTS = ("encode", "write", "apply", "paused", "total")
+
+
+class MeasuredTrainers(TrainerGroup):
+    """Keeps what the ranks say about their last delta."""
+
+    parts: Sequence[dict[str, Any]] = ()
+
+    def export_delta(self, out_dir: str | Path, version: int, base_version: int) -> list[dict[str, Any]]:
+        parts = super().export_delta(out_dir, version, base_version)
+        self.parts = parts
+        return parts
+
+
+class MeasuredEngine(EngineClient):
+    """Keeps what the engine says about its last update."""
+
+    apply_seconds = 0.0
+
+    async def _control_json(self, *call: Any) -> dict[str, Any]:
+        answer = await super()._control_json(*call)
+        self.apply_seconds = answer.get("seconds", self.apply_seconds)
+        return answer
+
+
+def make_samples(count: int, length: int, seed: int) -> list[list[Sample]]:
+    rng = np.random.default_rng(seed)
+    return [
+        [Sample(group_index=i, index=i, tokens=rng.integers(2, 90, length).tolist(), response_length=length - 4,
+                loss_mask=[1] * (length - 4), status=Sample.Status.COMPLETED)]
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def measure(
+    mode: str, folder: Path, url: str, args: argparse.Namespace, run_dir: Path, run_async: Any
+) -> dict[str, Any]:
+    """The medians of one mode."""
+    flags = MODES[mode] | {"update_weight_disk_dir": str(Path(args.disk_dir or run_dir) / "versions")}
+    config = derive(
+        Config(hf_checkpoint=str(folder), loss_type="sft_loss", rollout_batch_size=args.samples, num_rollout=99,
+               global_batch_size=args.samples, micro_batch_size=1, dtype="bfloat16", lr=args.lr, **flags)
+    )  # fmt: skip
+    rows: list[dict[str, float]] = []
+    client = MeasuredEngine(url)
+    with MeasuredTrainers(config, device=args.device, run_dir=run_dir) as trainers:
+        trainers.start()
+        publisher = make_publisher(
+            config, device=args.device, run_dir=run_dir, source=trainers, clients=[client], run_async=run_async
+        )
+        for version in range(args.repeat + 1):
+            if version:
+                trainers.train(version - 1, make_samples(args.samples, args.length, version))
+            result = publisher.publish(version)
+            encode = max((part["encode_seconds"] for part in trainers.parts), default=result.write_seconds)
+            rows.append({
+                "bytes": result.bytes, "density": 1.0 if result.density is None else result.density, "encode": encode,
+                "write": result.write_seconds - encode, "apply": client.apply_seconds, "paused": result.paused_seconds,
+                "total": result.seconds,
+            })  # fmt: skip
+        publisher.close()
+    run_async(client.aclose())
+    return {"mode": mode} | {name: median(row[name] for row in rows[1:]) for name in rows[0]}
+
+
+def show(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
+    full = {row["mode"]: row for row in results}["full, disk"]
+    title = f"{args.shape}, bfloat16, {args.device}, lr {args.lr:g}: one update, median of {args.repeat}"
+    table = Table("mode", "MiB", "of full", "changed", *(f"{part} s" for part in PARTS), "total vs disk", title=title)
+    for row in results:
+        table.add_row(
+            row["mode"], f"{row['bytes'] / 2**20:.1f}", f"{row['bytes'] / full['bytes']:.2%}", f"{row['density']:.2%}",
+            *(f"{row[part]:.3f}" for part in PARTS), f"{full['total'] / row['total']:.2f}x",
+        )  # fmt: skip
+    Console(width=140).print(table)
+    print(json.dumps({"benchmark": "weight_sync", **vars(args), "results": list(results)}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shape", default="small")
+    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--repeat", type=int, default=3)
+    add("--samples", type=int, default=2)
+    add("--length", type=int, default=64)
+    add("--lr", type=float, default=1e-6)
+    add("--disk-dir", help="where versions are written; default: a temporary folder")
+    add("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    args = parser.parse_args()
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    def run_async(coro: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coro, loop).result()
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_model(Path(scratch) / "model", args.shape, "bfloat16")
+        options = ["--dtype", "bfloat16", "--max-total-tokens", "1024", "--no-compile"]
+        results = []
+        with engine(folder, Path(scratch) / "engine.log", options, args.device) as url:
+            for mode in args.modes:
+                run_dir = Path(scratch) / mode.replace(", ", "-").replace(" ", "-")
+                results.append(measure(mode, folder, url, args, run_dir, run_async))
+        show(results, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""A process group beside the default one, joined by processes that started apart: a trainer and the engines.
+
+Invariant: the group has its own store (a TCP store that rank 0 serves at the address given) under its own prefix, so it
+shares nothing with the process's default group, which need not exist. Whoever joins by the same address, port, name
+and size is in the same group; this is the rendezvous that SGLang's `/init_weights_update_group` makes on its side.
+torch has no public call for such a group: the two private names that every framework uses for it are used here only.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import Backend, PrefixStore, ProcessGroup, distributed_c10d
+from torch.distributed.rendezvous import rendezvous
+
+
+def join_process_group(
+    *, address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
+) -> ProcessGroup:
+    """Wait until all `world_size` processes have joined; rank 0 serves the store on `port`."""
+    timeout = timedelta(seconds=timeout_s)
+    host = f"[{address}]" if ":" in address else address
+    store, rank, world_size = next(rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = distributed_c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        Backend(backend),
+        PrefixStore(name, store),
+        group_name=name,  # type: ignore[arg-type]
+        timeout=timeout,
+    )
+    assert isinstance(group, ProcessGroup)
+    distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}
+    return group
+
+
+def leave_process_group(group: ProcessGroup) -> None:
+    """Close the connections to the others."""
+    dist.destroy_process_group(group)

@@ -1,0 +1,132 @@
+"""The model's weights under the names of its Hugging Face folder, as views: writing to one changes the model.
+
+transformers fuses some weights while it loads them (the experts of a layer, say), so a folder's tensor may be a part of
+a parameter. Which part is found by sending the numbers 0, 1, 2, ... in place of the weights through transformers' own
+way back to a folder: where a number comes out says where its element lies.
+
+Invariant: a layout covers every tensor of the folder exactly; a weight that is no regular part of one parameter makes
+the whole layout impossible (`NoLayout`) instead of wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+
+class NoLayout(ValueError):
+    """A weight of the folder is not a part of one parameter."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a folder: elements of the parameter `source` at regular steps."""
+
+    source: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+Layout = dict[str, Part]
+
+
+class FolderViews:
+    """A model's weights by name; the layout is worked out when a name of the folder first asks for it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._layout: Layout | None = None
+
+    def targets(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """What an update of `names` writes to: the model's own tensors (tied ones under each name), and parts of
+        them where a name needs it and a layout exists."""
+        own = self.model.state_dict()
+        if own.keys() >= set(names):
+            return own
+        try:
+            if self._layout is None:
+                self._layout = folder_layout(self.model)
+        except NoLayout:
+            return own
+        return folder_views(self.model, self._layout)
+
+    def readable(self) -> dict[str, torch.Tensor]:
+        """Every tensor under its own name and the folder's, perhaps as a copy."""
+        own = self.model.state_dict()
+        return own | revert_weight_conversion(self.model, dict(own))
+
+
+def folder_layout(model: PreTrainedModel) -> Layout:
+    """Where each tensor of the model's folder lies; layers of one shape are looked at once."""
+    layout: Layout = {}
+    known: dict[tuple[tuple[str, tuple[int, ...]], ...], Layout] = {}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for prefix, members in groupby(shapes, key=_prefix_of):
+        own = {name: shapes[name] for name in members}
+        form = tuple((name.removeprefix(prefix), shape) for name, shape in own.items())
+        if form not in known:
+            found = _parts(model, own)
+            known[form] = {
+                name.removeprefix(prefix): replace(part, source=part.source.removeprefix(prefix))
+                for name, part in found.items()
+            }
+        layout |= {prefix + name: replace(part, source=prefix + part.source) for name, part in known[form].items()}
+    return layout
+
+
+def folder_views(model: PreTrainedModel, layout: Layout) -> dict[str, torch.Tensor]:
+    """The views of a layout on the model's present weights, and the parameters under their own names."""
+    targets = model.state_dict()
+    return targets | {name: part.of(targets[part.source]) for name, part in layout.items()}
+
+
+def _parts(model: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> Layout:
+    """The layout of tensors that are converted together."""
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    kept = set(revert_weight_conversion(model, empty)) & set(shapes)
+    layout = {name: Part(name, shapes[name], _steps(shapes[name]), 0) for name in shapes if name in kept}
+    fused = [name for name in shapes if name not in kept]
+    starts, numbered, total = [], {}, 0
+    for name in fused:
+        count = torch.Size(shapes[name]).numel()
+        numbered[name] = torch.arange(total, total + count).view(shapes[name])
+        starts.append(total)
+        total += count
+    for name, numbers in (revert_weight_conversion(model, numbered) if fused else {}).items():
+        first = int(numbers.reshape(-1)[0])
+        at = max(index for index, start in enumerate(starts) if start <= first)
+        layout[name] = _regular(name, numbers, fused[at], shapes[fused[at]], starts[at])
+    return layout
+
+
+def _regular(name: str, numbers: torch.Tensor, source: str, shape: tuple[int, ...], start: int) -> Part:
+    first = numbers[(0,) * numbers.dim()]
+    stride = tuple(int(numbers.select(d, 1)[(0,) * (numbers.dim() - 1)] - first) if size > 1 else 1
+                   for d, size in enumerate(numbers.shape))  # fmt: skip
+    part = Part(source, tuple(numbers.shape), stride, int(first) - start)
+    last = part.offset + sum(step * (size - 1) for step, size in zip(stride, numbers.shape, strict=True))
+    count = torch.Size(shape).numel()
+    if min(stride, default=1) < 0 or last >= count or not torch.equal(
+        part.of(torch.arange(start, start + count)), numbers
+    ):  # fmt: skip
+        raise NoLayout(f"{name} is not a regular part of {source}")
+    return part
+
+
+def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _prefix_of(name: str) -> str:
+    match = re.match(r"^.*?\.\d+\.", name)
+    return match.group(0) if match else ""

@@ -1,0 +1,34 @@
+"""Single HTTP calls from code that has no event loop: starting, probing, attaching."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+DEFAULT_TIMEOUT_S = 30.0
+
+
+class NoAnswer(Exception):
+    """There was no HTTP answer; the text says why."""
+
+
+def ask(method: str, url: str, body: Any = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[int, Any]:
+    """(status, the answer as JSON, or as text when it is none)."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    path = (address.path or "/") + (f"?{address.query}" if address.query else "")
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        response = connection.getresponse()
+        text = response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise NoAnswer(str(error) or type(error).__name__) from error
+    finally:
+        connection.close()
+    try:
+        return response.status, json.loads(text)
+    except json.JSONDecodeError:
+        return response.status, text

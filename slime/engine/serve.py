@@ -1,0 +1,97 @@
+"""`slime serve` for several engines: a fleet and its router, alone, until it is told to stop.
+
+It takes the engine flags of `train`. What it prints last is the flag with which a run attaches to the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime.cluster.devices import resolve_device
+from slime.config import Config
+from slime.config.parser import parse_flags
+from slime.engine.backend import choose_backend
+from slime.engine.engines import Engines, check_engines
+from slime.engine.pool import EnginePool
+from slime.engine.router import Router
+from slime.errors import UserError
+from slime.models.folder import read_config_json
+
+FLEET_FLAGS = ("--rollout-backend", "--rollout-num-gpus", "--sglang-config", "--prefill-num-servers")
+"""One of these means a fleet; without any of them `slime serve` is a single embedded engine."""
+_CHECK_S = 1.0
+
+
+def wants_fleet(words: Sequence[str]) -> bool:
+    """Whether this command line is about several engines."""
+    return any(word.partition("=")[0] in FLEET_FLAGS for word in words)
+
+
+def serve_fleet(words: Sequence[str]) -> int:
+    """Start the engines, print where they are, and wait for Ctrl-C, SIGTERM or the end of one of them."""
+    config = _resolved(parse_flags(words))
+    device = resolve_device(config.device)
+    backend, reason = choose_backend(config, device)
+    check_engines(config, backend, device)
+    read_config_json(config.hf_checkpoint)
+    run_dir = Path(config.output_dir or tempfile.mkdtemp(prefix="slime-serve-"))
+    print(f"{backend} engines ({reason}), logs in {run_dir / 'logs'}", flush=True)
+    engines = Engines(config, device=device, run_dir=run_dir)
+    try:
+        asyncio.run(_serve(engines, config.host))
+    finally:
+        engines.stop()
+    return 0
+
+
+async def _serve(engines: Engines, host: str) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    starting = asyncio.ensure_future(asyncio.to_thread(engines.start))
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        engines.stop()
+        await asyncio.gather(starting, return_exceptions=True)
+        return
+    await starting
+    pool = EnginePool(engines.urls)
+    router = Router(pool) if engines.router_url is None and len(engines.urls) > 1 else None
+    try:
+        own = None if router is None else "http://{}:{}".format(*await router.start(host))
+        _announce(engines, engines.router_url or own)
+        while not stop.is_set():
+            engines.check()
+            await asyncio.wait((stopping,), timeout=_CHECK_S)
+    finally:
+        stopping.cancel()
+        if router is not None:
+            await router.aclose()
+        await pool.aclose()
+
+
+def _announce(engines: Engines, router_url: str | None) -> None:
+    for number, url in enumerate(engines.urls):
+        print(f"engine-{number}  {url}", flush=True)
+    for name, urls in list(engines.model_urls.items())[1:]:
+        print(f"{name}  {' '.join(urls)}", flush=True)
+    if router_url is not None:
+        print(f"router    {router_url}", flush=True)
+    addresses = " ".join(url.removeprefix("http://") for url in engines.urls)
+    print(f"attach a run with: --rollout-external-engine-addrs {addresses}", flush=True)
+
+
+def _resolved(config: Config) -> Config:
+    if config.hf_checkpoint is None:
+        raise UserError("--hf-checkpoint is missing: give it the Hugging Face model folder to serve")
+    if config.rollout_external_engine_addrs:
+        raise UserError("--rollout-external-engine-addrs names engines that run already: slime serve starts its own")
+    gpus, each = config.rollout_num_gpus or config.rollout_num_gpus_per_engine, config.rollout_num_gpus_per_engine
+    if gpus % each:
+        raise UserError(f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {each}")
+    return config.replace(rollout_num_gpus=gpus, colocate=True)

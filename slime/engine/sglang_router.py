@@ -1,0 +1,268 @@
+"""sglang-router in front of SGLang servers: a guarded child process, and the pool that sends requests through it.
+
+It forwards generation and nothing else, so weight updates, aborts and pauses go to the servers themselves. Invariant:
+after `start` every server is a worker of the router and counts as healthy there. A router that somebody else runs
+(`--sglang-router-ip`, `--sglang-router-port`) gets the servers as workers and is left running.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Hashable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from slime.cluster.ports import free_ports, require_free_port
+from slime.cluster.process import ChildProcess
+from slime.config import Config
+from slime.engine.backend import EMBEDDED, SGLANG_SERVER
+from slime.engine.client import EngineClient
+from slime.engine.launch import Launch, client_host
+from slime.engine.plain_http import NoAnswer, ask
+from slime.engine.pool import EnginePool
+from slime.engine.router import ROUTING_KEY_HEADER
+from slime.engine.sglang.flags import OF_THE_ROUTER, Flags, check_flags, router_flags, write_flags
+from slime.engine.sglang.installed import ROUTER, Installed, find_installed
+from slime.errors import RunFailed, UserError
+
+BUILTIN, SGLANG_ROUTER = "builtin", "sglang"
+_POLL_S = 0.2
+_LOG_LEVELS = {"warning": "warn", "info": "warn", "debug": "info", "error": "error"}
+"""Each of its levels says about as much as our next lower one: at info it writes several lines for each request."""
+
+
+def choose_router(config: Config, backend: str) -> tuple[str, str]:
+    """Who spreads requests over the engines of a model, and why."""
+    asked = config.rollout_router
+    if asked == BUILTIN:
+        return BUILTIN, "asked for"
+    if backend == EMBEDDED and asked == SGLANG_ROUTER:
+        raise UserError("--rollout-router sglang is for SGLang engines: add --rollout-backend sglang")
+    if backend != SGLANG_SERVER and asked != SGLANG_ROUTER:
+        return BUILTIN, f"it takes {backend} engines"
+    if external_router(config) is not None:
+        return SGLANG_ROUTER, "--sglang-router-ip names one"
+    installed = find_installed(ROUTER, _router_python(config))
+    if installed is not None:
+        return SGLANG_ROUTER, f"{installed} {'was asked for' if asked == SGLANG_ROUTER else 'is installed'}"
+    if asked == SGLANG_ROUTER:
+        raise UserError(_not_installed(config))
+    return BUILTIN, "sglang-router is not installed"
+
+
+def external_router(config: Config) -> str | None:
+    """The URL of a router that somebody else runs."""
+    host, port = (config.carried.get(name) for name in ("sglang_router_ip", "sglang_router_port"))
+    if host is None:
+        return None
+    if port is None:
+        raise UserError("--sglang-router-ip needs --sglang-router-port: together they name a running router")
+    return f"http://{host}:{port}"
+
+
+def installed_router(config: Config) -> Installed:
+    """sglang-router with its options; its flags are checked."""
+    installed = find_installed(ROUTER, _router_python(config))
+    if installed is None:
+        raise UserError(_not_installed(config))
+    check_flags(router_flags(config), installed, prefix="router", taken=OF_THE_ROUTER)
+    return installed
+
+
+class RouterDied(RunFailed):
+    """The router ended although nobody stopped it."""
+
+
+class SglangRouter:
+    """The router of one model."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_dir: str | os.PathLike[str],
+        name: str = "router",
+        disaggregated: bool = False,
+        is_first: bool = True,
+    ) -> None:
+        self._config = config
+        self._name = name
+        self._log_path = Path(run_dir) / "logs" / f"{name}.log"
+        self._disaggregated = disaggregated
+        self._is_first = is_first  # `--sglang-router-ip` and `--sglang-router-port` are about the first model's
+        self._external = external_router(config) if is_first else None
+        self._installed = None if self._external else installed_router(config)
+        self._process: ChildProcess | None = None
+        self._added: list[str] = []
+        self.url = self._external or ""
+
+    def start(self, engines: Sequence[Launch]) -> str:
+        """Start the router and give it the engines; returns its URL."""
+        try:
+            if self._installed is not None:
+                self._start_process(self._installed)
+            self._wait(lambda: ask("GET", f"{self.url}/liveness")[0] == 200, "answer /liveness")
+            for engine in engines:
+                self.add_worker(engine.url, engine.worker_type, engine.bootstrap_port)
+            wanted = {engine.url for engine in engines}
+            self._wait(lambda: wanted <= self._healthy(), f"take its {len(wanted)} workers")
+            self._wait(lambda: ask("GET", f"{self.url}/readiness")[0] == 200, "answer /readiness")
+        except BaseException:
+            self.stop()
+            raise
+        return self.url
+
+    def add_worker(self, url: str, worker_type: str = "regular", bootstrap_port: int | None = None) -> None:
+        """Have the router use one more engine; it checks the engine's health by itself before it does."""
+        body: dict[str, Any] = {"url": url, "worker_type": worker_type}
+        if bootstrap_port is not None:
+            body["bootstrap_port"] = bootstrap_port
+        self._command("POST", "/workers", body)
+        self._added.append(url)
+
+    def remove_worker(self, url: str) -> None:
+        """Have the router forget an engine; nothing happens where it does not know it."""
+        for worker in self.workers():
+            if worker["url"] == url:
+                self._command("DELETE", f"/workers/{worker['id']}", None)
+        self._added = [added for added in self._added if added != url]
+
+    def workers(self) -> list[dict[str, Any]]:
+        """The workers as the router describes them."""
+        return list(self._command("GET", "/workers", None)["workers"])
+
+    def check(self) -> None:
+        """Raise if the router has ended."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            raise RouterDied(
+                f"{self._name} ended with code {code}; the end of {self._log_path}:\n{self._process.tail()}"
+            )
+
+    def pids(self) -> list[int]:
+        return [] if self._process is None else self._process.pids()
+
+    def stop(self) -> None:
+        """Stop the router, or take our engines out of one that somebody else runs. Safe to call again."""
+        if self._process is not None:
+            self._process.stop()
+        elif self._added:
+            for url in list(self._added):
+                self.remove_worker(url)
+
+    def _start_process(self, installed: Installed) -> None:
+        config = self._config
+        port, metrics_port = free_ports(2, config.host)
+        asked = config.carried.get("sglang_router_port") if self._is_first else None
+        if asked is not None:
+            port = require_free_port(int(asked), config.host, flag="--sglang-router-port")
+        flags: Flags = {
+            "host": config.host,
+            "port": port,
+            "prometheus-host": config.host,
+            "prometheus-port": metrics_port,
+            "log-level": _LOG_LEVELS[config.log_level],
+            "request-timeout-secs": int(config.engine_request_timeout),
+            "worker-startup-timeout-secs": int(config.engine_start_timeout),
+            "pd-disaggregation": self._disaggregated,
+        }
+        words = write_flags(
+            {name: value for name, value in flags.items() if name in installed.options} | router_flags(config),
+            installed,
+        )
+        argv = [installed.python, "-m", "sglang_router.launch_router", *words]
+        self.url = f"http://{client_host(config.host)}:{port}"
+        self._process = ChildProcess(self._name, argv, log_path=self._log_path).start()
+
+    def _healthy(self) -> set[str]:
+        return {worker["url"] for worker in self.workers() if worker["is_healthy"]}
+
+    def _command(self, method: str, path: str, body: Any) -> Any:
+        try:
+            status, answer = ask(method, self.url + path, body)
+        except NoAnswer as error:
+            self.check()
+            raise RunFailed(f"{self._name} at {self.url} did not answer {path}: {error}") from error
+        if status >= 300:
+            raise RunFailed(f"{self._name} at {self.url} refused {method} {path} with status {status}: {answer}")
+        return answer
+
+    def _wait(self, condition: Any, what: str) -> None:
+        deadline = time.monotonic() + self._config.engine_start_timeout
+        while True:
+            self.check()
+            try:
+                if condition():
+                    return
+                reason = "it is not ready"
+            except NoAnswer as error:
+                reason = str(error)
+            if time.monotonic() > deadline:
+                raise RunFailed(
+                    f"{self._name} at {self.url} did not {what} within {self._config.engine_start_timeout:g} s "
+                    f"({reason}); its log is {self._log_path}"
+                )
+            time.sleep(_POLL_S)
+
+
+class RoutedPool(EnginePool):
+    """Engines behind a router: what generates goes to the router, everything else to the engines.
+
+    A key goes along as a header, for the policies of the router that heed it. Requests of a fault-tolerant run
+    (`generate_kept`) go to the engines directly: behind the router nobody could say which of them broke an answer off.
+    """
+
+    def __init__(self, urls: Sequence[str], router_url: str, *, timeout_s: float = 3600.0) -> None:
+        super().__init__(urls, timeout_s=timeout_s)
+        self._front = EnginePool([router_url], timeout_s=timeout_s)
+
+    @property
+    def router(self) -> EngineClient:
+        """The client of the router."""
+        return self._front.clients[0]
+
+    async def generate(
+        self,
+        payload: dict[str, Any],
+        affinity_key: Hashable | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        return await self._front.generate(payload, headers=_with_key(headers, affinity_key), timeout_s=timeout_s)
+
+    @asynccontextmanager
+    async def open(
+        self,
+        method: str,
+        call: str,
+        affinity_key: Hashable | None = None,
+        *,
+        data: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        async with self._front.open(method, call, data=data, headers=_with_key(headers, affinity_key)) as response:
+            yield response
+
+    async def aclose(self) -> None:
+        await self._front.aclose()
+        await super().aclose()
+
+
+def _with_key(headers: dict[str, str] | None, key: Hashable | None) -> dict[str, str] | None:
+    return headers if key is None else {ROUTING_KEY_HEADER: str(key), **(headers or {})}
+
+
+def _router_python(config: Config) -> str | None:
+    return config.sglang_router_python or config.sglang_python
+
+
+def _not_installed(config: Config) -> str:
+    where = _router_python(config) or "this interpreter"
+    return (
+        f"--rollout-router sglang: sglang-router is not installed in {where}; pip install sglang-router there, name an "
+        "interpreter that has it with --sglang-router-python, or use --rollout-router builtin"
+    )

@@ -1,0 +1,213 @@
+"""Watches over the engines of a fleet and brings back those that die or hang.
+
+Invariant: an engine that is not known to be well gets no requests (it is down in the pool), and one that was started
+again gets none before it has the current weights. An engine that needs more than `max_restarts` starts ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from slime.engine.client import EngineClient
+from slime.engine.errors import EngineError
+from slime.engine.pool import EnginePool
+from slime.errors import RunFailed
+
+logger = logging.getLogger(__name__)
+
+
+class EnginesGivenUp(RunFailed):
+    """An engine kept failing."""
+
+
+class Restartable(Protocol):
+    """A fleet as its supervisor sees it; engines go by their place in `urls`."""
+
+    @property
+    def urls(self) -> list[str]: ...
+
+    def why_ended(self, index: int) -> str | None:
+        """How the engine's process ended; None while it runs."""
+
+    def restart(self, index: int) -> None:
+        """End what is left of the engine, start it again on its port, and return once it is healthy."""
+
+
+class RunAsync(Protocol):
+    def __call__(self, coro: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How often to look, how long to wait for an answer, how long to leave engines alone at first."""
+
+    interval_s: float
+    timeout_s: float
+    first_wait_s: float
+    max_restarts: int
+
+
+class Supervisor:
+    """One thread that looks after the engines while it is `watching`.
+
+    `refresh(url)` brings a fresh engine to the current weights and says whether it could do so now; if not, the engine
+    waits (`waiting`) until `weights_arrived` is called after the next update. A fleet of frozen models needs none.
+    `route(url, up)` tells a router of another process who is there.
+    """
+
+    def __init__(
+        self,
+        fleet: Restartable,
+        pool: EnginePool,
+        run_async: RunAsync,
+        watch: Watch,
+        *,
+        refresh: Callable[[str], bool] | None,
+        route: Callable[[str, bool], None] | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._pool = pool
+        self._run_async = run_async
+        self._watch = watch
+        self._refresh = refresh
+        self._route = route
+        self._restarts = dict.fromkeys(fleet.urls, 0)
+        self._lock = threading.RLock()  # held through one round: whoever holds it sees no engine change
+        self._stop = threading.Event()
+        self._active = threading.Event()
+        self._failure: EnginesGivenUp | None = None
+        self.waiting: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
+        self._thread.start()
+
+    @property
+    def restarts(self) -> int:
+        """Engines started again so far."""
+        return sum(self._restarts.values())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look after the engines while the body runs; raise afterwards if they were given up meanwhile."""
+        self._active.set()
+        try:
+            yield
+        finally:
+            self._active.clear()
+        self.check()
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """No engine is stopped or started by the supervisor while the body runs."""
+        with self._lock:
+            yield
+
+    def check(self) -> None:
+        """Raise if an engine was given up."""
+        if self._failure is not None:
+            raise self._failure
+
+    def heal(self) -> None:
+        """Look at every engine now, and restart those that are not well."""
+        with self._lock:
+            self._round(probe=True)
+        self.check()
+
+    def weights_arrived(self) -> None:
+        """Every engine has the current weights: those that waited for them may work."""
+        with self._lock:
+            for url in sorted(self.waiting):
+                self._let_in(url)
+
+    def close(self) -> None:
+        """End the thread. Safe to call again."""
+        self._stop.set()
+        self._active.set()
+        self._thread.join(self._watch.timeout_s + 5.0)
+
+    # the thread
+
+    def _run(self) -> None:
+        self._stop.wait(self._watch.first_wait_s)
+        while not self._stop.wait(self._watch.interval_s):
+            self._active.wait()
+            if self._stop.is_set() or self._failure is not None:
+                return
+            try:
+                with self._lock:
+                    if self._active.is_set():
+                        self._round(probe=True)
+            except RunFailed as error:
+                self._give_up(f"looking after the engines failed: {error}", error)
+
+    def _round(self, *, probe: bool) -> None:
+        sick = self._sick(probe)
+        for index, reason in sick.items():
+            self._bring_back(index, reason)
+        for url in sorted(self.waiting):
+            self._admit(url)
+
+    def _sick(self, probe: bool) -> dict[int, str]:
+        """Engines that ended or do not answer, and how one knows."""
+        urls = self._fleet.urls
+        sick = {i: reason for i in range(len(urls)) if (reason := self._fleet.why_ended(i)) is not None}
+        if probe:
+            there = [i for i in range(len(urls)) if i not in sick]
+            clients = {client.base_url: client for client in self._pool.clients}
+            answers = self._run_async(self._probe([clients[urls[i]] for i in there]))
+            sick |= {i: reason for i, reason in zip(there, answers, strict=True) if reason is not None}
+        return sick
+
+    async def _probe(self, clients: Sequence[EngineClient]) -> list[str | None]:
+        async def ask(client: EngineClient) -> str | None:
+            try:
+                well = await client.health_generate(timeout_s=self._watch.timeout_s)
+            except EngineError as error:
+                return str(error)
+            return None if well else "its health check failed"
+
+        return list(await asyncio.gather(*(ask(client) for client in clients)))
+
+    def _bring_back(self, index: int, reason: str) -> None:
+        url = self._fleet.urls[index]
+        self._set(url, up=False)
+        if self._restarts[url] >= self._watch.max_restarts:
+            self._give_up(
+                f"engine {url} failed after {self._restarts[url]} restarts (--engine-max-restarts): {reason}", None
+            )
+            return
+        self._restarts[url] += 1
+        logger.warning("engine %s is restarted: %s", url, reason.splitlines()[0])
+        self._fleet.restart(index)
+        self.waiting.add(url)
+
+    def _admit(self, url: str) -> None:
+        if self._refresh is None or self._refresh(url):
+            self._let_in(url)
+
+    def _let_in(self, url: str) -> None:
+        self._set(url, up=True)
+        self.waiting.discard(url)
+        logger.warning("engine %s is back", url)
+
+    def _set(self, url: str, *, up: bool) -> None:
+        async def mark() -> None:
+            (self._pool.set_up if up else self._pool.set_down)(url)
+
+        self._run_async(mark())
+        if self._route is not None:
+            self._route(url, up)
+
+    def _give_up(self, message: str, cause: BaseException | None) -> None:
+        self._failure = EnginesGivenUp(message)
+        self._failure.__cause__ = cause
+
+        async def mark() -> None:
+            self._pool.give_up(message)
+
+        self._run_async(mark())

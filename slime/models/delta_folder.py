@@ -1,0 +1,147 @@
+"""A version folder that holds a delta: safetensors files of blobs, and an index that says what they apply to.
+
+    model-{i:05d}-of-{n:05d}.safetensors   name -> 1-D uint8 blob; `__metadata__`: name -> checksum of the new tensor
+    model.safetensors.index.json           metadata {version, base_version, delta_encoding, ...} and weight_map
+
+Invariant: `read_index` gives a delta's index or None for a folder of whole weights; what it gives has every field, and
+its files lie in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INDEX_NAME = "model.safetensors.index.json"
+_METADATA = "__metadata__"
+
+
+class BadDelta(ValueError):
+    """A folder that is no delta of this format."""
+
+
+@dataclass(frozen=True)
+class DeltaIndex:
+    """What a delta applies to and how it is written."""
+
+    version: int
+    base_version: int
+    encoding: str
+    compression: str
+    checksum: str
+    weight_map: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a safetensors file: where its bytes are, and its checksum if the file has one."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    checksum: str | None
+
+    def read(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            data = file.read(self.end - self.start)
+        if len(data) != self.end - self.start:
+            raise BadDelta(f"{self.path} ends within {self.name}")
+        return data
+
+
+def write_index(folder: Path, index: DeltaIndex) -> Path:
+    """Write the index of a delta folder."""
+    metadata = {
+        "version": f"{index.version:06d}",
+        "base_version": f"{index.base_version:06d}",
+        "delta_encoding": index.encoding,
+        "compression_format": index.compression,
+        "checksum_format": index.checksum,
+    }
+    path = folder / INDEX_NAME
+    path.write_text(json.dumps({"metadata": metadata, "weight_map": dict(sorted(index.weight_map.items()))}, indent=2))
+    return path
+
+
+def read_index(folder: Path) -> DeltaIndex | None:
+    """The index of a delta folder; None for a folder of whole weights."""
+    path = folder / INDEX_NAME
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        metadata = content["metadata"]
+        if "delta_encoding" not in metadata:
+            return None
+        index = DeltaIndex(
+            version=int(metadata["version"]),
+            base_version=int(metadata["base_version"]),
+            encoding=metadata["delta_encoding"],
+            compression=metadata["compression_format"],
+            checksum=metadata["checksum_format"],
+            weight_map=dict(content["weight_map"]),
+        )
+    except (KeyError, TypeError, ValueError) as cause:
+        raise BadDelta(f"{path} is not the index of a delta: {type(cause).__name__}: {cause}") from cause
+    if index.encoding not in ("xor", "overwrite") or index.compression != "zstd":
+        raise BadDelta(f"{path} names an encoding that is not known: {index.encoding}, {index.compression}")
+    return index
+
+
+def delta_entries(folder: Path, index: DeltaIndex) -> Iterator[Entry]:
+    """The blobs that the index names, each with its checksum."""
+    for file in sorted(set(index.weight_map.values())):
+        path = folder / file
+        if Path(file).name != file or not path.is_file():
+            raise BadDelta(f"{folder} has no file {file}")
+        named = {name for name, where in index.weight_map.items() if where == file}
+        found = {entry.name: entry for entry in safetensors_entries(path)}
+        for name in sorted(named):
+            if name not in found or found[name].checksum is None:
+                raise BadDelta(f"{path} has no blob with a checksum for {name}")
+            yield found[name]
+
+
+def safetensors_entries(path: Path) -> list[Entry]:
+    """Where each tensor of a safetensors file is, without reading any."""
+    header, start = _read_header(path)
+    checksums = header.pop(_METADATA, {})
+    return [
+        Entry(
+            name,
+            path,
+            facts["dtype"],
+            tuple(facts["shape"]),
+            start + facts["data_offsets"][0],
+            start + facts["data_offsets"][1],
+            checksums.get(name),
+        )
+        for name, facts in header.items()
+    ]
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                raise ValueError(f"a header of {length} bytes")
+            return json.loads(file.read(length)), 8 + length
+    except (ValueError, struct.error) as cause:
+        raise BadDelta(f"{path} is not a safetensors file: {cause}") from cause
+
+
+def name_files(paths: Sequence[Path], folder: Path) -> list[str]:
+    """Rename the files that the ranks wrote to `model-{i}-of-{n}.safetensors`; the new names in the same order."""
+    names = [f"model-{number:05d}-of-{len(paths):05d}.safetensors" for number in range(len(paths))]
+    for path, name in zip(paths, names, strict=True):
+        path.rename(folder / name)
+    return names

@@ -1,0 +1,232 @@
+"""What a run consists of: engines, trainers, the rollout's runtime, and what keeps them together.
+
+Invariant: all parts are up when the constructor returns, or none is left; they are stopped by `stack` in the reverse
+order of their start. Engines are restarted only by a supervisor, and never while their weights are being replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from slime.config import Config
+from slime.config.algorithm import serves_teacher
+from slime.engine.engines import Engines, alone_engine
+from slime.engine.errors import EngineError
+from slime.engine.fleet import EngineFleet
+from slime.engine.pool import EnginePool
+from slime.engine.supervisor import Supervisor, Watch
+from slime.errors import RunFailed
+from slime.observe.run_dir import RunDir
+from slime.plan import choose_rollout_backend, needs_engines
+from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.teacher import Teacher
+from slime.train.group import TrainerGroup
+from slime.weights.publisher import PublishResult, WeightPublisher
+from slime.weights.transport import make_publisher
+
+Status = Callable[[str, str], None]
+Refresh = Callable[[str], bool] | None
+Route = Callable[[str, bool], None] | None
+
+logger = logging.getLogger(__name__)
+
+
+class Parts:
+    """The processes of a run and the ways between them; `start` is the first rollout to train on."""
+
+    def __init__(
+        self,
+        config: Config,
+        device: str,
+        run_dir: RunDir,
+        stack: ExitStack,
+        *,
+        reward: Callable[..., Any] | None,
+        status: Status,
+    ) -> None:
+        self.config = config
+        self._device = device
+        self._run_dir = run_dir
+        self._version: int | None = None
+        self._trainers_busy = threading.Lock()
+        self.engines, self.teacher_engine = self._make_engines(stack)
+        self.trainers: TrainerGroup | None = None
+        if not config.debug_rollout_only:
+            self.trainers = TrainerGroup(config, device=device, run_dir=run_dir.path)
+            stack.callback(self.trainers.stop)
+        self.start = self._start_processes(status)
+        if self.engines is not None:
+            self.config = self.engines.without_missing(config)
+        urls, where = (self.engines.urls, self.engines.addresses()) if self.engines is not None else ([], {})
+        self.runtime = stack.enter_context(RolloutRuntime(self.config, urls, reward=reward, **where))
+        if reward is not None:
+            self.runtime.state.rewardless = False
+        self._make_teacher(stack)
+        self.publisher = self._make_publisher(stack)
+        self.supervisors = self._make_supervisors(stack)
+
+    # making
+
+    def _make_engines(self, stack: ExitStack) -> tuple[Engines | None, EngineFleet | None]:
+        """The engines that are updated (and frozen models beside them), and the one that serves a teacher."""
+        config = self.config
+        if not needs_engines(config):
+            return None, None
+        choose_rollout_backend(config, self._device)
+        alone = config.replace(colocate=True) if config.debug_rollout_only else config  # GPUs from the first one on
+        engines = Engines(alone, device=self._device, run_dir=self._run_dir)
+        stack.callback(engines.stop)
+        if not serves_teacher(config):
+            return engines, None
+        assert config.opd_teacher_load is not None
+        teacher = EngineFleet(
+            alone_engine(alone),
+            device=self._device,
+            run_dir=self._run_dir,
+            model_path=config.opd_teacher_load,
+            name="teacher",
+        )
+        stack.callback(teacher.stop)
+        return engines, teacher
+
+    def _start_processes(self, status: Status) -> int:
+        """Engines and trainers start side by side; the first failure of either is raised."""
+        fleets: list[Engines | EngineFleet] = [one for one in (self.engines, self.teacher_engine) if one is not None]
+        if self.trainers is not None:
+            status("trainer", f"starting {self.trainers.world_size} process(es) on {self._device}")
+        if fleets:
+            status("engine", f"starting {sum(fleet.size for fleet in fleets)} process(es) on {self._device}")
+        with ThreadPoolExecutor(2) as pool:
+            starting = [pool.submit(fleet.start) for fleet in fleets]
+            try:
+                start = self.trainers.start() if self.trainers is not None else 0
+                for one in starting:
+                    one.result()
+            except BaseException:
+                for fleet in fleets:
+                    fleet.stop()  # or leaving the pool would wait until the engines are up
+                raise
+        return start if self.config.start_rollout_id is None else self.config.start_rollout_id
+
+    def _make_teacher(self, stack: ExitStack) -> None:
+        config = self.config
+        url = self.teacher_engine.urls[0] if self.teacher_engine is not None else config.rm_url
+        if not config.use_opd or config.opd_type != "engine" or self.engines is None:
+            return
+        assert url is not None, "the config's checks make sure that a teacher is named"
+        teacher = Teacher(url, timeout_s=config.engine_request_timeout, concurrency=config.sglang_server_concurrency)
+        self.runtime.state.teacher = teacher
+        stack.callback(lambda: self.runtime.run(teacher.aclose()))
+
+    def _make_publisher(self, stack: ExitStack) -> WeightPublisher | None:
+        if self.engines is None or self.trainers is None:
+            return None
+        publisher = make_publisher(
+            self.config,
+            device=self._device,
+            run_dir=self._run_dir.path,
+            source=self.trainers,
+            clients=self.runtime.pool.clients,
+            run_async=self.runtime.run,
+            engine_kind=self.engines.kind,
+        )
+        stack.callback(publisher.close)
+        return publisher
+
+    def _make_supervisors(self, stack: ExitStack) -> list[Supervisor]:
+        config = self.config
+        if not config.use_fault_tolerance or self.engines is None:
+            return []
+        watch = Watch(
+            config.rollout_health_check_interval,
+            config.rollout_health_check_timeout,
+            config.rollout_health_check_first_wait,
+            config.engine_max_restarts,
+        )
+        made: list[tuple[EngineFleet, EnginePool, Refresh, Route]] = []
+        frozen = [*self.engines.frozen_fleets, *([self.teacher_engine] if self.teacher_engine is not None else [])]
+        if self.engines.own_fleet is not None:
+            own = self._refresh if self.publisher is not None else None
+            made.append((self.engines.own_fleet, self.runtime.pool, own, self.engines.route))
+        made += [(fleet, EnginePool(fleet.urls), None, None) for fleet in frozen]
+        supervisors = []
+        for fleet, pool, refresh, route in made:
+            one = Supervisor(fleet, pool, self.runtime.run, watch, refresh=refresh, route=route)
+            stack.callback(one.close)
+            supervisors.append(one)
+        return supervisors
+
+    # while it runs
+
+    @contextmanager
+    def engines_at_work(self) -> Iterator[None]:
+        """Watch over the engines; one that died explains a failure better than the failed call does."""
+        with ExitStack() as stack:
+            for supervisor in self.supervisors:
+                stack.enter_context(supervisor.watching())
+            try:
+                yield
+            except RunFailed:
+                for supervisor in self.supervisors:
+                    supervisor.check()
+                for fleet in (self.engines, self.teacher_engine):
+                    if fleet is not None:
+                        fleet.check()
+                raise
+
+    @contextmanager
+    def trainers_at_work(self) -> Iterator[None]:
+        """The trainers' weights change: an engine that comes back meanwhile waits for the next update."""
+        with self._trainers_busy:
+            yield
+
+    def publish(self, version: int) -> PublishResult:
+        """Bring every engine to the trainers' weights; engines that fail meanwhile are restarted and sent them too."""
+        assert self.publisher is not None
+        with ExitStack() as stack:
+            for supervisor in self.supervisors:
+                stack.enter_context(supervisor.undisturbed())
+            stack.enter_context(self.trainers_at_work())
+            self._heal()
+            published = self._published(version)
+            self._version = version
+            for supervisor in self.supervisors:
+                supervisor.weights_arrived()
+        return published
+
+    def _published(self, version: int) -> PublishResult:
+        assert self.publisher is not None
+        while True:
+            try:
+                return self.publisher.publish(version)
+            except EngineError as error:
+                if not self.supervisors:
+                    raise
+                logger.warning("publishing version %d again: %s", version, error)
+                if not self._heal():
+                    raise  # all engines are well: it was not for want of one
+
+    def _heal(self) -> bool:
+        """Restart engines that are not well; whether there were any."""
+        before = sum(supervisor.restarts for supervisor in self.supervisors)
+        for supervisor in self.supervisors:
+            supervisor.heal()
+        if any(supervisor.waiting for supervisor in self.supervisors) and self.publisher is not None:
+            self.publisher.engines_changed()
+        return sum(supervisor.restarts for supervisor in self.supervisors) > before
+
+    def _refresh(self, url: str) -> bool:
+        """Send the current weights to one engine, if the trainers still hold them and are free."""
+        if self._version is None or not self._trainers_busy.acquire(blocking=False):
+            return False
+        try:
+            assert self.publisher is not None
+            client = next(client for client in self.runtime.pool.clients if client.base_url == url)
+            return self.publisher.bring([client], self._version)
+        finally:
+            self._trainers_busy.release()

@@ -1,0 +1,175 @@
+"""Weights through a process group: rank 0 of the trainers broadcasts, every engine receives (NCCL; gloo on a CPU).
+
+The invariant: the group is made once and again after a failure; what the trainer is going to send is compared with
+what embedded engines have before the first tensor leaves. An engine that got only some of the buckets does not generate
+until whole weights come: the embedded engine refuses, and SGLang stays without the new version, which fails the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import uuid
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime.cluster.ports import free_port
+from slime.engine.client import EngineClient, EngineFailed
+from slime.errors import RunFailed
+from slime.weights.kind import EngineKind
+from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource, all_of
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
+_JOIN_TIMEOUT_S = 120.0
+
+logger = logging.getLogger(__name__)
+
+Buckets = Sequence[Sequence[dict[str, Any]]]
+
+
+class BroadcastPublisher(WeightPublisher):
+    """`backend` is nccl or gloo; `processes_per_engine` is how many ranks of the group one engine fills."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        clients: Sequence[EngineClient],
+        run_async: RunAsync,
+        *,
+        backend: str,
+        engine_kind: EngineKind,
+        processes_per_engine: int = 1,
+        settings: Settings | None = None,
+    ) -> None:
+        super().__init__(source, clients, run_async, settings=settings)
+        self._backend = backend
+        self._kind = engine_kind
+        self._processes_per_engine = processes_per_engine
+        self._group: str | None = None
+        self._buckets: Buckets = ()
+
+    def _stage(self, version: int) -> Staged:
+        if self._group is None:
+            self._buckets = self._source.weight_buckets()
+            self._run_async(self._compare_shapes())
+            self._group = self._run_async(self._connect())
+        return Staged(sum(_nbytes(tensor) for bucket in self._buckets for tensor in bucket))
+
+    async def _compare_shapes(self) -> None:
+        if self._kind != "embedded":
+            return
+        for client in self._clients:
+            has = (await client.check_weights("shapes", timeout_s=self._settings.timeout_s))["shapes"]
+            for tensor in (tensor for bucket in self._buckets for tensor in bucket):
+                if has.get(tensor["name"]) != tensor["shape"]:
+                    raise RunFailed(
+                        f"the trainers have {tensor['name']} with shape {tensor['shape']} and engine {client.base_url} "
+                        f"has {has.get(tensor['name'], 'no such tensor')}: nothing was sent"
+                    )
+
+    async def _connect(self) -> str:
+        """Make a group with all engines; its name."""
+        name = f"slime-{uuid.uuid4().hex[:8]}"
+        address, port = own_address(self._clients[0].base_url), free_port()
+        world_size = 1 + len(self._clients) * self._processes_per_engine
+        joining = asyncio.to_thread(
+            self._source.join_engines,
+            address=address,
+            port=port,
+            world_size=world_size,
+            name=name,
+            backend=self._backend,
+            timeout_s=_JOIN_TIMEOUT_S,
+        )
+        answers = [
+            client.init_weights_update_group(
+                master_address=address,
+                master_port=port,
+                rank_offset=1 + index * self._processes_per_engine,
+                world_size=world_size,
+                group_name=name,
+                backend=self._backend,
+                timeout_s=_JOIN_TIMEOUT_S + 10,
+            )
+            for index, client in enumerate(self._clients)
+        ]
+        results = await asyncio.gather(joining, *answers, return_exceptions=True)
+        _raise_first(results[::-1])  # an engine's reason says more than the trainer's timeout
+        logger.info("%d engines joined group %s (%s) at %s:%d", len(self._clients), name, self._backend, address, port)
+        return name
+
+    async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
+        """Announce all buckets to one engine, the next when it has the one before."""
+        assert self._group is not None
+        for number, bucket in enumerate(self._buckets, start=1):
+            await client.update_weights_from_distributed(
+                bucket,
+                version,
+                group_name=self._group,
+                flush_cache=self._settings.flush_cache and number == len(self._buckets),
+                bucket=(number, len(self._buckets)) if self._kind == "embedded" else None,
+                timeout_s=self._settings.timeout_s,
+            )
+
+    async def _transfer(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Sequence[EngineClient]:
+        async def announce_all() -> None:
+            try:
+                await all_of(clients, lambda client: self._announce(client, staged, version))
+            except BaseException:
+                await self._disband()  # or the trainer would wait for an engine that does not listen
+                raise
+
+        results = await asyncio.gather(
+            announce_all(), asyncio.to_thread(self._source.broadcast_weights), return_exceptions=True
+        )
+        if any(isinstance(result, BaseException) for result in results):
+            await self._disband()
+        announced, sent = results
+        # an engine that waited in vain has no reason of its own: the trainer's comes first
+        _raise_first((sent, announced) if isinstance(announced, EngineFailed) else (announced, sent))
+        return ()
+
+    async def _disband(self) -> None:
+        """The engines leave the group, as far as they can be reached; the next update makes a new one."""
+        name, self._group = self._group, None
+        if name is not None:
+            leaving = (client.destroy_weights_update_group(name, timeout_s=10) for client in self._clients)
+            await asyncio.gather(*leaving, return_exceptions=True)
+
+    def bring(self, clients: Sequence[EngineClient], version: int) -> bool:
+        """An engine that was started again is in no group: it waits for the next update, which makes a new one."""
+        self.engines_changed()
+        return False
+
+    def engines_changed(self) -> None:
+        self._run_async(self._disband())
+
+    def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
+        pass
+
+    def close(self) -> None:
+        """Leave the group. The trainer's side ends with its process."""
+        self._run_async(self._disband())
+
+
+def own_address(url: str) -> str:
+    """The address under which a process at `url` reaches this machine."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "127.0.0.1", parts.port or 80
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing: only chooses the interface
+        return str(probe.getsockname()[0])
+
+
+def _nbytes(tensor: dict[str, Any]) -> int:
+    return prod(tensor["shape"]) * _ITEM_BYTES[tensor["dtype"]]
+
+
+def _raise_first(results: Sequence[object]) -> None:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

@@ -1,0 +1,162 @@
+"""Only the bytes that changed: a version folder with a delta to the version before (`slime.models.delta_folder`).
+
+The invariant: an engine that applied a delta has exactly the trainer's bytes, or it said no and gets the whole weights
+in the same update. The first update, the one after a resume, and the one after a failure are whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from slime.engine.client import EngineClient, EngineRejected
+from slime.models.delta_folder import INDEX_NAME, DeltaIndex, name_files, write_index
+from slime.models.files import fsync_path
+from slime.weights.disk import DiskPublisher, file_bytes
+from slime.weights.local_checkpoint import LocalCheckpoint, LocalCheckpointBroken
+from slime.weights.publisher import RunAsync, Settings, Staged, WeightSource, written_or_failed
+
+logger = logging.getLogger(__name__)
+
+
+class DeltaPublisher(DiskPublisher):
+    """Names the folder of a delta to embedded engines, which apply it to the weights they have."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        clients: Sequence[EngineClient],
+        run_async: RunAsync,
+        *,
+        root: Path,
+        hf_checkpoint: Path,
+        encoding: str,
+        checksum: str,
+        settings: Settings | None = None,
+        keep_files: bool = False,
+        on_written: Callable[[Path], None] | None = None,
+    ) -> None:
+        super().__init__(
+            source,
+            clients,
+            run_async,
+            root=root,
+            hf_checkpoint=hf_checkpoint,
+            settings=settings,
+            keep_files=keep_files,
+            on_written=on_written,
+        )
+        self._encoding = encoding
+        self._checksum = checksum
+        self._base: int | None = None
+        self._total_bytes = 0
+
+    def _stage(self, version: int) -> Staged:
+        base, self._base = self._base, None  # until this one has arrived
+        if base is None:
+            return self._stage_whole(version)
+        with self._version_folder(version) as unfinished:
+            parts = self._source.export_delta(unfinished, version, base)
+            written = [part for part in parts if part["path"] is not None]
+            files = name_files([Path(part["path"]) for part in written], unfinished)
+            named = zip(files, written, strict=True)
+            weight_map = {name: file for file, part in named for name in part["names"]}
+            index = DeltaIndex(version, base, self._encoding, "zstd", self._checksum, weight_map)
+            fsync_path(write_index(unfinished, index))
+            size = file_bytes(unfinished / name for name in (*files, INDEX_NAME))
+        density = sum(part["changed_bytes"] for part in parts) / self._total_bytes
+        return Staged(size, self._folder_of(version), density=density)
+
+    def _stage_whole(self, version: int) -> Staged:
+        staged = super()._stage(version)
+        self._total_bytes = staged.bytes
+        return staged
+
+    async def _transfer(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Sequence[EngineClient]:
+        if staged.density is None:
+            return await super()._transfer(clients, staged, version)
+        calls = [self._announce(client, staged, version) for client in clients]
+        refused = []
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for client, result in zip(clients, results, strict=True):
+            if isinstance(result, EngineRejected):
+                logger.warning("%s; it gets the whole weights of version %d", result, version)
+                refused.append(client)
+            elif isinstance(result, BaseException):
+                raise result
+        return refused
+
+    def _send_whole(self, refused: Sequence[EngineClient], version: int) -> Staged:
+        try:
+            staged = written_or_failed(self._stage_whole, version)
+        except BaseException:
+            self._run_async(self._continue_whatever(refused))
+            raise
+        self._run_async(self._swap(refused, staged, version))
+        return staged
+
+    def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
+        if arrived:
+            self._base = version
+        super()._retire(staged, version, arrived=arrived)
+
+
+class LocalDeltaPublisher(DeltaPublisher):
+    """Applies deltas to a model folder on the engines' machine, for SGLang, which reads it as any other.
+
+    The engines are not paused while that happens.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        clients: Sequence[EngineClient],
+        run_async: RunAsync,
+        *,
+        local: Path,
+        root: Path,
+        hf_checkpoint: Path,
+        encoding: str,
+        checksum: str,
+        settings: Settings | None = None,
+        keep_files: bool = False,
+        on_written: Callable[[Path], None] | None = None,
+    ) -> None:
+        super().__init__(
+            source,
+            clients,
+            run_async,
+            root=root,
+            hf_checkpoint=hf_checkpoint,
+            encoding=encoding,
+            checksum=checksum,
+            settings=settings,
+            keep_files=keep_files,
+            on_written=on_written,
+        )
+        self._local = LocalCheckpoint(local)
+
+    def _stage(self, version: int) -> Staged:
+        staged = super()._stage(version)
+        assert staged.folder is not None
+        if staged.density is None:
+            self._local.rebuild(staged.folder, version)
+            return staged
+        try:
+            self._local.apply(staged.folder)
+        except LocalCheckpointBroken as cause:
+            logger.warning("%s; it is made again from the whole weights of version %d", cause, version)
+            whole = self._stage_whole(version)
+            assert whole.folder is not None
+            self._local.rebuild(whole.folder, version)
+            return replace(staged, bytes=staged.bytes + whole.bytes, full_fallbacks=1)
+        return staged
+
+    async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
+        await super()._announce(client, replace(staged, folder=self._local.folder), version)
+
+    async def _transfer(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Sequence[EngineClient]:
+        return await super()._transfer(clients, replace(staged, density=None), version)

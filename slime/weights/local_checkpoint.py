@@ -1,0 +1,121 @@
+"""A model folder that deltas are applied to in place, for engines that can only load whole folders.
+
+The invariant: `.weight_sync/state.json` names the version of the folder only while all of its bytes are that version's.
+It says `applying` from before the first byte changes until after the last one is written through, so a folder in which
+somebody died half-way is recognised, and made again from a whole version.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slime.errors import RunFailed
+from slime.models.delta_folder import BadDelta, DeltaIndex, Entry, delta_entries, read_index, safetensors_entries
+from slime.models.files import fsync_path
+
+_SYNC = ".weight_sync"
+
+
+class LocalCheckpointBroken(RunFailed):
+    """The folder cannot take this delta: another version, damaged files, or half of an earlier delta."""
+
+
+class LocalCheckpoint:
+    """The folder, its state and its lock; one process changes it at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+
+    @property
+    def version(self) -> int | None:
+        """The version of all its bytes; None if there is none such."""
+        try:
+            state = json.loads((self.folder / _SYNC / "state.json").read_text())
+            return int(state["version"]) if state["status"] == "clean" else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def rebuild(self, whole: Path, version: int) -> None:
+        """Make it a copy of the version folder `whole`."""
+        with self._locked():
+            self._note(version, "applying")
+            for path in self.folder.iterdir():
+                if path.name != _SYNC:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.copytree(whole, self.folder, dirs_exist_ok=True)
+            for path in self.folder.glob("*.safetensors"):
+                fsync_path(path)
+            self._note(version, "clean")
+
+    def apply(self, delta: Path) -> None:
+        """Bring it to the version of a delta folder."""
+        try:
+            index = read_index(delta)
+            if index is None:
+                raise BadDelta(f"{delta} holds no delta")
+            if self.version != index.base_version:
+                raise BadDelta(f"{delta.name} applies to version {index.base_version}, the folder has {self.version}")
+            with self._locked():
+                self._note(index.version, "applying")
+                self._apply(delta, index)
+                self._note(index.version, "clean")
+        except (OSError, ValueError) as cause:
+            raise LocalCheckpointBroken(f"{self.folder} cannot take a delta: {cause}") from cause
+
+    def _apply(self, delta: Path, index: DeltaIndex) -> None:
+        present = {
+            entry.name: entry
+            for path in sorted(self.folder.glob("*.safetensors"))
+            for entry in safetensors_entries(path)
+        }
+        by_file: dict[Path, list[tuple[Entry, Entry]]] = {}
+        for change in delta_entries(delta, index):
+            if change.name not in present:
+                raise BadDelta(f"there is no tensor {change.name}")
+            by_file.setdefault(present[change.name].path, []).append((change, present[change.name]))
+        for path, changes in by_file.items():
+            _patch(path, changes, index)
+
+    def _note(self, version: int, status: str) -> None:
+        state = self.folder / _SYNC / "state.json"
+        fresh = state.with_suffix(".new")
+        fresh.write_text(json.dumps({"version": f"{version:06d}", "status": status}))
+        fsync_path(fresh)
+        os.replace(fresh, state)
+        fsync_path(state.parent)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        (self.folder / _SYNC).mkdir(parents=True, exist_ok=True)
+        with (self.folder / _SYNC / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _patch(path: Path, changes: list[tuple[Entry, Entry]], index: DeltaIndex) -> None:
+    """Change tensors of one file through a mapping, compare their checksums, and write it through."""
+    import numpy as np
+
+    from slime.models.deltas import Blob, checksum_function  # zstandard and xxhash: for deltas alone
+
+    checksum = checksum_function(index.checksum)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        data = np.frombuffer(mapped, np.uint8)
+        try:
+            for change, place in changes:
+                target = data[place.start : place.end]
+                Blob(change.read(), index.encoding).apply(target)
+                found = checksum(target)
+                del target
+                if found != change.checksum:
+                    raise BadDelta(f"{change.name} has checksum {found} after the delta, not {change.checksum}")
+        finally:
+            del data  # the mapping cannot be closed under it
+        mapped.flush()

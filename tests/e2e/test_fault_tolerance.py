@@ -1,0 +1,112 @@
+"""Whole runs in which an engine is killed, or stopped, at its work or while it gets new weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slime
+from slime.cluster.process import process_tree
+from slime.data.sample import Sample
+from slime.errors import RunFailed
+from tests.tiny_models import make_model_folder
+
+ROLLOUTS, PROMPTS, SAMPLES = 3, 8, 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("faults") / "model")
+
+
+def engine_pids() -> list[int]:
+    """Processes of the engines of this process's run, in the order of their ports."""
+    found = []
+    for pid in process_tree(os.getpid()):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"slime.engine.embedded" in words and b"-I" not in words:
+            found.append((int(words[words.index(b"--port") + 1]), pid))
+    return [pid for _, pid in sorted(found)]
+
+
+class StrikingReward:
+    """Scores by index; when sample `at` comes by, one engine gets a signal in the middle of its other requests."""
+
+    def __init__(self, at: int, how: int) -> None:
+        self.at, self.how, self.struck = at, how, 0
+        self.seen: list[tuple[int, int]] = []
+
+    def __call__(self, args: Any, sample: Sample) -> float:
+        assert sample.index is not None
+        self.seen.append((sample.index, sample.response_length))
+        if sample.index == self.at and not self.struck:
+            self.struck += 1
+            os.kill(engine_pids()[0], self.how)
+        return float(sample.index % 2)
+
+
+def train(folder: Path, out: Path, reward: Any, **flags: Any) -> Any:
+    prompts = out / "prompts.jsonl"
+    out.mkdir(parents=True, exist_ok=True)
+    prompts.write_text("".join(json.dumps({"input": f"what is {i}+{i}?"}) + "\n" for i in range(64)))
+    settings: dict[str, Any] = {
+        "hf_checkpoint": str(folder), "prompt_data": str(prompts), "num_rollout": ROLLOUTS, "rollout_batch_size": PROMPTS,
+        "n_samples_per_prompt": SAMPLES, "rollout_max_response_len": 120, "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 8192, "lr": 1e-3, "rollout_num_gpus": 2, "use_fault_tolerance": True,
+        "rollout_health_check_interval": 0.3, "rollout_health_check_timeout": 15.0, "progress": "none",
+        "output_dir": str(out / "run"),
+    }  # fmt: skip
+    return slime.run(reward=reward, **(settings | flags))
+
+
+@pytest.mark.parametrize(
+    ("how", "flags"),
+    [(signal.SIGKILL, {}), (signal.SIGSTOP, {}), (signal.SIGKILL, {"update_weight_transport": "nccl"})],
+    ids=["killed", "stopped", "killed, weights by broadcast"],
+)
+def test_a_run_outlives_its_engine(how: int, flags: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    reward = StrikingReward(70, how)
+    result = train(folder, tmp_path, reward, **flags)
+    assert reward.struck == 1
+    assert [metrics["rollout/failed/count"] for metrics in result.metrics] == [0.0] * ROLLOUTS
+    assert sorted(index for index, _ in reward.seen) == list(
+        range(ROLLOUTS * PROMPTS * SAMPLES)
+    )  # none lost, none twice
+    assert all(metrics["rollout/raw_reward"] == 0.5 for metrics in result.metrics)
+    gaps = [metrics["train/train_rollout_logprob_abs_diff_max"] for metrics in result.metrics]
+    assert max(gaps) < 1e-3  # also on the engine that came back, and over the seam of continued responses
+    log = (tmp_path / "run/logs/driver.log").read_text()
+    assert log.count("is restarted") == 1
+    assert log.count("is back") == 1
+
+
+def test_an_engine_that_dies_before_an_update_is_restarted_and_gets_it(folder: Path, tmp_path: Path) -> None:
+    reward = StrikingReward(ROLLOUTS * PROMPTS * SAMPLES, signal.SIGKILL)  # never by itself
+    struck = []
+
+    def last_of_first(args: Any, sample: Sample) -> float:
+        if len(reward.seen) == PROMPTS * SAMPLES - 1:  # the rollout is over with this one: training comes next
+            os.kill(engine_pids()[1], signal.SIGKILL)
+            struck.append(sample.index)
+        return reward(args, sample)
+
+    result = train(folder, tmp_path, last_of_first, rollout_health_check_interval=60.0)
+    assert len(struck) == 1
+    gaps = [metrics["train/train_rollout_logprob_abs_diff_max"] for metrics in result.metrics]
+    assert max(gaps) < 1e-3
+    assert (tmp_path / "run/logs/driver.log").read_text().count("is restarted") == 1
+
+
+def test_a_restart_storm_ends_with_a_sentence(folder: Path, tmp_path: Path) -> None:
+    def murderous(args: Any, sample: Sample) -> float:
+        for pid in engine_pids()[:1]:
+            os.kill(pid, signal.SIGKILL)
+        return 0.0
+
+    with pytest.raises(RunFailed, match=r"restarts \(--engine-max-restarts\)"):
+        train(folder, tmp_path, murderous, engine_max_restarts=1)

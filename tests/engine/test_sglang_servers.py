@@ -1,0 +1,342 @@
+"""SGLang servers and routers as processes: command lines, flags, probes, attaching; with stand-ins for the packages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slime.config import Config
+from slime.engine.backend import choose_backend, installed_sglang
+from slime.engine.capabilities import Capabilities, probe, without_missing
+from slime.engine.engines import Engines, check_engines, count_engines
+from slime.engine.external import ExternalEngines
+from slime.engine.fleet import EngineFleet
+from slime.engine.plain_http import NoAnswer, ask
+from slime.engine.sglang.installed import SGLANG, find_installed, installed_version
+from slime.engine.sglang_router import RoutedPool, RouterDied, choose_router
+from slime.errors import RunFailed, UserError
+from slime.rollout.runtime import RolloutRuntime
+from slime.utils.http_utils import get_model_url
+from tests.engine.fake_packages import write_packages
+from tests.tiny_models import make_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both packages are installed, with an empty cache of their options."""
+    monkeypatch.setenv("PYTHONPATH", str(write_packages(tmp_path / "packages")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    make_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 320}))
+    return str(folder)
+
+
+def config_for(model: str, **flags: Any) -> Config:
+    return Config(hf_checkpoint=model, **{"rollout_num_gpus": 1, "rollout_backend": "sglang", "device": "cpu", **flags})
+
+
+def report(run_dir: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "logs" / f"{name}.log").read_text().splitlines()[0])
+    return found
+
+
+def options(argv: list[str]) -> dict[str, str]:
+    """Flags with their values; switches with an empty one."""
+    found: dict[str, str] = {}
+    for word in argv:
+        if word.startswith("--"):
+            last = word[2:]
+            found[last] = ""
+        else:
+            found[last] = f"{found[last]} {word}".strip()
+    return found
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_the_interpreter_is_asked_once_per_version(tmp_path: Path) -> None:
+    installed = find_installed(SGLANG)
+    assert installed is not None
+    assert (str(installed), installed.python) == ("sglang 9.9.9", sys.executable)
+    assert installed.options["enable-metrics"].is_switch
+    assert installed.options["attention-backend"].choices == ("torch_native", "triton")
+    kept = tmp_path / "cache" / "slime" / "sglang-9.9.9-options.json"
+    kept.write_text(json.dumps({"kept": {"is_switch": True, "choices": None}}))
+    again = find_installed(SGLANG, sys.executable)
+    assert again is not None
+    assert list(again.options) == ["kept"]
+
+
+def test_backends_and_routers_are_chosen_with_a_reason(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = config_for(model, rollout_backend="auto")
+    assert choose_backend(auto, "cuda") == ("sglang", "SGLang 9.9.9 is installed")
+    assert choose_backend(auto, "cpu") == ("embedded", "there is no GPU for SGLang")
+    assert choose_backend(config_for(model), "cpu") == ("sglang", "SGLang 9.9.9 was asked for")
+    external = config_for(model, rollout_external_engine_addrs=["h:1"])
+    assert choose_backend(external, "cpu")[0] == "external"
+    assert choose_router(auto, "sglang") == ("sglang", "sglang-router 9.9.9 is installed")
+    assert choose_router(auto, "embedded") == ("builtin", "it takes embedded engines")
+    with pytest.raises(UserError, match="--rollout-router sglang is for SGLang engines"):
+        choose_router(auto.replace(rollout_router="sglang"), "embedded")
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert installed_version(SGLANG) is None
+    assert choose_backend(auto, "cuda") == ("embedded", "SGLang is not installed")
+    assert choose_router(auto, "sglang") == ("builtin", "sglang-router is not installed")
+    with pytest.raises(UserError, match="sglang-router is not installed in this interpreter; pip install"):
+        choose_router(auto.replace(rollout_router="sglang"), "sglang")
+    with pytest.raises(UserError, match="SGLang is not installed in this interpreter"):
+        installed_sglang(auto)
+
+
+def test_the_command_line_of_a_server(model: str, tmp_path: Path) -> None:
+    carried = {"sglang_enable_metrics": True, "sglang_cuda_graph_bs": [1, 2], "sglang_max_total_tokens": 99}
+    config = config_for(model, carried=carried, rollout_num_gpus=2, seed=5, log_level="warning")
+    with EngineFleet(config, device="cpu", run_dir=tmp_path, model_path=model) as fleet:
+        ports = [url.rpartition(":")[2] for url in fleet.urls]
+        told = [report(tmp_path, f"engine-{index}") for index in (0, 1)]
+    written = [options(one["argv"]) for one in told]
+    assert [one.pop("port") for one in written] == ports
+    assert len({one.pop("nccl-port") for one in written}) == 2
+    assert [one.pop("random-seed") for one in written] == ["5", "6"]
+    assert written[0] == written[1] == {
+        "model-path": model, "host": "127.0.0.1", "device": "cpu", "dtype": "float32", "tp-size": "1", "base-gpu-id": "0",
+        "log-level": "warning", "attention-backend": "torch_native", "mem-fraction-static": "0.1",
+        "max-total-tokens": "99", "max-running-requests": "64", "sleep-on-idle": "", "disable-overlap-schedule": "",
+        "enable-metrics": "", "cuda-graph-bs": "1 2",
+    }  # fmt: skip
+    assert told[0]["env"]["SGLANG_USE_CPU_ENGINE"] == "1"
+
+
+def test_servers_get_their_gpus_and_parallel_sizes(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "10,11,12,13,14,15")
+    config = config_for(
+        model, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, actor_num_gpus_per_node=2, offload_rollout=True,
+        carried={"sglang_pp_size": 2}, trust_remote_code=True,
+    )  # fmt: skip
+    with EngineFleet(config, device="cuda", run_dir=tmp_path, model_path=model):
+        told = [report(tmp_path, f"engine-{index}") for index in (0, 1)]
+    assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in told] == ["12,13", "14,15"]
+    written = options(told[0]["argv"])
+    assert (written["tp-size"], written["pp-size"], written["dtype"]) == ("1", "2", "bfloat16")
+    assert {"enable-memory-saver", "trust-remote-code"} <= set(written)
+    assert not {"sleep-on-idle", "attention-backend", "max-total-tokens"} & set(written)
+
+
+@pytest.mark.parametrize(
+    ("carried", "sentence"),
+    [
+        ({"sglang_contxt_length": 9}, "sglang 9.9.9 has no option --contxt-length: did you mean --sglang-context-length?"),
+        ({"sglang_tp_size": 2}, "--sglang-tp-size is decided by --rollout-num-gpus-per-engine: drop it"),
+        ({"sglang_enable_metrics": 3}, "--sglang-enable-metrics is a switch of sglang 9.9.9 and takes no value, not 3"),
+        ({"sglang_attention_backend": "x"}, "--sglang-attention-backend must be one of torch_native, triton"),
+        ({"sglang_pp_size": 2}, "--sglang-pp-size 2 does not divide the 1 GPUs of an engine"),
+        ({"router_polcy": "x"}, "sglang-router 9.9.9 has no option --polcy: did you mean --router-policy?"),
+        ({"router_policy": "x"}, "--router-policy must be one of round_robin, cache_aware"),
+        ({"sglang_router_ip": "h"}, "--sglang-router-ip needs --sglang-router-port"),
+    ],
+)  # fmt: skip
+def test_flags_are_checked_before_anything_starts(model: str, carried: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_engines(config_for(model, carried=carried), "sglang", "cpu")
+    assert sentence in str(caught.value)
+
+
+def test_a_router_gets_its_flags_and_the_servers_as_workers(model: str, tmp_path: Path) -> None:
+    config = config_for(model, rollout_num_gpus=2, carried={"router_policy": "round_robin"})
+    with Engines(config, device="cpu", run_dir=tmp_path) as engines:
+        router = options(report(tmp_path, "router")["argv"])
+        assert engines.router_url == f"http://127.0.0.1:{router['port']}"
+        assert (router["policy"], router["prometheus-host"]) == ("round_robin", "127.0.0.1")
+        assert "pd-disaggregation" not in router
+        workers = ask("GET", f"{engines.router_url}/workers")[1]["workers"]
+        assert [(one["url"], one["worker_type"]) for one in workers] == [(url, "regular") for url in engines.urls]
+        assert engines.model_urls == {"default": [engines.router_url]}
+        assert (engines.kind, len(engines.pids())) == ("sglang", 6)
+        [only] = engines._routers.values()
+        only.remove_worker(engines.urls[0])
+        assert [one["url"] for one in only.workers()] == engines.urls[1:]
+        engines.check()
+        with pytest.raises(NoAnswer):
+            ask("GET", f"{engines.router_url}/die")
+        assert wait_until(lambda: len(engines.pids()) == 4)
+        with pytest.raises(RouterDied, match=r"(?s)router ended with code 3.*the router broke"):
+            engines.check()
+    assert engines.pids() == []
+
+
+def test_a_restarted_server_comes_back_to_its_router_at_the_same_address(model: str, tmp_path: Path) -> None:
+    with Engines(config_for(model, rollout_num_gpus=2), device="cpu", run_dir=tmp_path) as engines:
+        urls = engines.urls
+        assert engines.why_ended(0) is None
+        os.kill(engines.pids()[1], signal.SIGKILL)  # behind the guard of engine-0
+        assert wait_until(lambda: engines.why_ended(0) is not None)
+        assert "engine-0 was killed by signal 9" in str(engines.why_ended(0))
+        engines.restart(0)
+        engines.check()
+        assert engines.urls == urls
+        assert ask("GET", f"{urls[0]}/health")[0] == 200
+        workers = ask("GET", f"{engines.router_url}/workers")[1]["workers"]
+        assert [one["url"] for one in workers] == [urls[1], urls[0]]
+
+
+def test_prefill_and_decode_servers_behind_a_router(model: str, tmp_path: Path) -> None:
+    config = config_for(model, rollout_num_gpus=3, prefill_num_servers=1)
+    assert count_engines(config, "sglang") == 3
+    with Engines(config, device="cpu", run_dir=tmp_path) as engines:
+        prefill, decode = (options(report(tmp_path, f"engine-{index}")["argv"]) for index in (0, 1))
+        workers = ask("GET", f"{engines.router_url}/workers")[1]["workers"]
+        assert "pd-disaggregation" in options(report(tmp_path, "router")["argv"])
+    assert (prefill["disaggregation-mode"], prefill["load-balance-method"]) == ("prefill", "follow_bootstrap_room")
+    assert decode["disaggregation-mode"] == "decode"
+    assert "disaggregation-bootstrap-port" not in decode
+    assert [one["worker_type"] for one in workers] == ["prefill", "decode", "decode"]
+    assert str(workers[0]["bootstrap_port"]) == prefill["disaggregation-bootstrap-port"]
+    assert "bootstrap_port" not in workers[1]
+    with pytest.raises(UserError, match="prefill and decode servers need sglang-router"):
+        Engines(config.replace(rollout_router="builtin"), device="cpu", run_dir=tmp_path)
+
+
+def test_a_frozen_model_has_its_own_servers_and_address(model: str, tmp_path: Path) -> None:
+    models = [
+        {"name": "judge", "model_path": str(tmp_path / "judge"), "server_groups": [{"num_gpus": 2}]},
+        {"name": "actor", "server_groups": [{"num_gpus": 1, "overrides": {"context_length": 77}}]},
+    ]
+    file = tmp_path / "sglang.yaml"
+    file.write_text(yaml.safe_dump({"sglang": models}))
+    config = config_for(model, rollout_num_gpus=3, sglang_config=str(file), rollout_router="builtin")
+    with Engines(config, device="cpu", run_dir=tmp_path) as engines:
+        assert len(engines.urls) == 1
+        assert engines.size == 3
+        assert options(report(tmp_path, "engine-0")["argv"])["context-length"] == "77"
+        assert options(report(tmp_path, "judge-0")["argv"])["model-path"] == str(tmp_path / "judge")
+        with RolloutRuntime(config, engines.urls, **engines.addresses()) as runtime:
+            assert get_model_url(runtime.args, "actor") == f"{engines.urls[0]}/generate"
+            assert get_model_url(runtime.args, "nobody", "/v1/models") == f"{engines.urls[0]}/v1/models"
+            judge = get_model_url(runtime.args, "judge", "")
+            assert ask("GET", f"{judge}/workers")[1]["workers"] == [
+                {"id": str(number), "url": url} for number, url in enumerate(engines.model_urls["judge"])
+            ]
+    file.write_text(
+        yaml.safe_dump({"sglang": [{"name": "a", "server_groups": [{"num_gpus": 3, "overrides": {"tpsize": 1}}]}]})
+    )
+    with pytest.raises(
+        UserError, match=r"model a overrides tpsize, which sglang 9\.9\.9 has not: did you mean tp-size\?"
+    ):
+        Engines(config, device="cpu", run_dir=tmp_path)
+
+
+def test_what_a_server_lacks_is_said_and_done_without(model: str, tmp_path: Path) -> None:
+    config = config_for(model, rollout_router="builtin")
+    with Engines(config, device="cpu", run_dir=tmp_path) as engines:
+        [found] = engines.capabilities
+    assert found == Capabilities(
+        "sglang", "9.9.9", model, frozenset({"abort"}), frozenset({"disk", "tensor"}),
+        releases_memory=False, echoes_weight_version=False, returns_log_probs=True,
+    )  # fmt: skip
+    asked = config.replace(update_weight_pause_mode="in_place", update_weight_transport="nccl", offload_rollout=True)
+    changed, sentences = without_missing(asked, [found, found])
+    assert (changed.update_weight_pause_mode, changed.update_weight_transport) == ("abort", "disk")
+    assert changed.offload_rollout is False
+    assert [sentence.split(":")[0] for sentence in sentences] == [
+        "SGLang 9.9.9 cannot pause by in_place",
+        "SGLang 9.9.9 takes no weights by nccl",
+        "SGLang 9.9.9 cannot release its memory",
+        "SGLang 9.9.9 does not name the weight version of an answer",
+    ]
+    with pytest.raises(RunFailed, match="returns no log-probs"):
+        without_missing(config, [Capabilities("sglang", "1", model, returns_log_probs=False)])
+
+
+def test_engines_of_others_are_attached_and_left_running(model: str, tmp_path: Path) -> None:
+    with EngineFleet(config_for(model, rollout_num_gpus=2), device="cpu", run_dir=tmp_path, model_path=model) as fleet:
+        addresses = [url.removeprefix("http://") for url in fleet.urls]
+        config = config_for(model, rollout_external_engine_addrs=addresses)
+        with Engines(config, device="cpu", run_dir=tmp_path / "run") as engines:
+            assert (engines.urls, engines.kind, engines.pids()) == (fleet.urls, "sglang", [])
+            assert engines.router_url is None
+        fleet.check()
+        assert probe(fleet.urls[0]).version == "9.9.9"
+        other = tmp_path / "other"
+        other.mkdir()
+        for facts, reason in (
+            ({"model_type": "llama", "vocab_size": 320}, "architecture qwen3"),
+            ({"model_type": "qwen3", "vocab_size": 7}, "vocabulary 320"),
+        ):
+            (other / "config.json").write_text(json.dumps(facts))
+            with pytest.raises(UserError, match=rf"serves {model} with {reason}, but --hf-checkpoint {other}"):
+                ExternalEngines(config.replace(hf_checkpoint=str(other))).start()
+    with pytest.raises(UserError, match=r"--rollout-external-engine-addrs: engine http://.* did not answer"):
+        ExternalEngines(config).start()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"rollout_external_engine_addrs": ["nowhere"]}, "nowhere: give HOST:PORT"),
+        ({"rollout_external_engine_addrs": ["h:1", "http://h:1/"]}, "names an engine twice"),
+        ({"rollout_external_engine_addrs": ["h:1"], "offload_rollout": True}, "--offload-rollout is about engines"),
+    ],
+)  # fmt: skip
+def test_wrong_addresses_are_refused(model: str, flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        check_engines(config_for(model, **flags), "external", "cpu")
+
+
+def test_a_routed_pool_sends_requests_to_the_router_and_commands_to_the_engines() -> None:
+    from aiohttp import web
+
+    seen: list[tuple[str, str, str | None]] = []
+
+    def app(name: str) -> web.Application:
+        async def handle(request: web.Request) -> web.Response:
+            seen.append((name, request.path, request.headers.get("X-SMG-Routing-Key")))
+            return web.json_response({"success": True})
+
+        made = web.Application()
+        made.router.add_route("*", "/{rest:.*}", handle)
+        return made
+
+    async def scenario() -> None:
+        urls = []
+        runners = [web.AppRunner(app(name)) for name in ("router", "engine-0", "engine-1")]
+        for runner in runners:
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        pool = RoutedPool(urls[1:], urls[0])
+        await pool.generate({}, 7)
+        await pool.generate({})
+        async with pool.open("POST", "/v1/chat/completions", "session") as response:
+            assert response.status == 200
+        await pool.broadcast("pause")
+        await pool.aclose()
+        for runner in runners:
+            await runner.cleanup()
+
+    asyncio.run(scenario())
+    assert seen[:3] == [
+        ("router", "/generate", "7"),
+        ("router", "/generate", None),
+        ("router", "/v1/chat/completions", "session"),
+    ]
+    assert sorted(seen[3:]) == [(f"engine-{index}", "/pause_generation", None) for index in (0, 1)]

@@ -1,0 +1,151 @@
+"""Engines that die or hang in the middle of their work: nothing is lost, nothing comes twice, and they come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, derive
+from slime.engine.errors import EngineError
+from slime.engine.fleet import EngineFleet
+from slime.engine.pool import EnginePool
+from slime.engine.supervisor import EnginesGivenUp, Supervisor, Watch
+from slime.rollout.loop import LoopThread
+from tests.tiny_models import make_model_folder
+
+TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("ft") / "model")
+
+
+@contextmanager
+def two_engines(
+    folder: Path, run_dir: Path, **watch: Any
+) -> Iterator[tuple[EngineFleet, EnginePool, LoopThread, Supervisor]]:
+    config = derive(
+        Config(
+            hf_checkpoint=str(folder), rollout_batch_size=1, num_rollout=1, rollout_num_gpus=2, use_fault_tolerance=True,
+            rollout_backend="embedded", engine_max_total_tokens=40_000,
+        )
+    )  # fmt: skip
+    settings = {"interval_s": 0.2, "timeout_s": 15.0, "first_wait_s": 0.0, "max_restarts": 3} | watch
+    loop = LoopThread("test")
+    with EngineFleet(config, device="cpu", run_dir=run_dir, model_path=folder) as fleet:
+
+        async def make() -> EnginePool:
+            return EnginePool(fleet.urls, patience_s=60.0)
+
+        pool = loop.run(make())
+        supervisor = Supervisor(fleet, pool, loop.run, Watch(**settings), refresh=None)
+        try:
+            yield fleet, pool, loop, supervisor
+        finally:
+            supervisor.close()
+            loop.run(pool.aclose())
+            loop.close()
+
+
+def payload(seed: int, ids: list[int], tokens: int) -> dict[str, Any]:
+    params = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "sampling_seed": seed}
+    return {"input_ids": ids, "sampling_params": params, "return_logprob": True}
+
+
+async def complete(pool: EnginePool, number: int) -> tuple[list[int], int]:
+    """All tokens of one request, continued from what it has whenever its engine fails; and how often that happened."""
+    prompt, tokens, breaks = [5 + number % 50, 7, 9], [], 0
+    while len(tokens) < TOKENS:
+        request = payload(number, prompt + tokens, TOKENS - len(tokens))
+        result, error = await pool.generate_kept(request, number)
+        if result is not None:
+            assert len(result.token_ids) == len(result.log_probs)
+            tokens += result.token_ids
+        breaks += error is not None
+        await asyncio.sleep(0.05 if error is not None else 0)
+    return tokens, breaks
+
+
+def strike_while_working(
+    loop: LoopThread, pool: EnginePool, supervisor: Supervisor, strike: Any, count: int = 64
+) -> list[tuple[list[int], int]]:
+    async def everything() -> list[tuple[list[int], int]]:
+        return await asyncio.gather(*(complete(pool, i) for i in range(count)))
+
+    with supervisor.watching():
+        timer = threading.Timer(1.0, strike)
+        timer.start()
+        results = loop.run(everything(), 120)
+        timer.join()
+    return results
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_requests_of_an_engine_that_fails_are_continued_elsewhere(how: int, folder: Path, tmp_path: Path) -> None:
+    with two_engines(folder, tmp_path) as (fleet, pool, loop, supervisor):
+        victim = list(fleet._processes)[1]
+
+        def strike() -> None:
+            for pid in victim.pids():
+                os.kill(pid, how)
+
+        results = strike_while_working(loop, pool, supervisor, strike)
+        assert len(results) == 64
+        assert all(len(tokens) == TOKENS for tokens, _ in results)
+        assert 0 < sum(breaks > 0 for _, breaks in results) <= 64
+        deadline = time.monotonic() + 60
+        while len(pool.up) < 2 and time.monotonic() < deadline:
+            with supervisor.watching():
+                time.sleep(0.3)
+        assert len(pool.up) == 2
+        assert supervisor.restarts == 1
+        assert fleet.why_ended(1) is None
+        again = loop.run(pool.clients[1].generate(payload(1, [5, 6], 4)))
+        assert len(again["output_ids"]) == 4
+
+
+def test_tokens_that_were_sampled_before_the_engine_died_are_kept(folder: Path, tmp_path: Path) -> None:
+    with two_engines(folder, tmp_path) as (fleet, pool, loop, _):
+        url = fleet.urls[0]
+
+        async def broken_off() -> tuple[Any, EngineError | None]:
+            pool.set_down(fleet.urls[1])
+            asking = asyncio.ensure_future(pool.generate_kept(payload(3, [5, 6, 7], 480)))
+            await asyncio.sleep(0.6)
+            pool.set_down(url)
+            return await asking
+
+        result, error = loop.run(broken_off(), 60)
+        assert error is not None
+        assert result is not None
+        assert result.finish_type == "abort"
+        assert 0 < len(result.token_ids) < 480
+        assert len(result.token_ids) % 32 == 0  # --stream-interval
+
+        async def whole() -> Any:
+            pool.set_up(url)
+            return (await pool.generate_kept(payload(3, [5, 6, 7], 480)))[0]
+
+        same = loop.run(whole(), 60)
+        assert same.token_ids[: len(result.token_ids)] == result.token_ids
+
+
+def test_an_engine_that_keeps_dying_ends_the_run_with_its_last_words(folder: Path, tmp_path: Path) -> None:
+    with two_engines(folder, tmp_path, max_restarts=1) as (fleet, _, _, supervisor):
+        for _ in range(2):
+            os.kill(next(iter(fleet._processes)).pids()[-1], signal.SIGKILL)
+            time.sleep(0.5)
+            if supervisor.restarts == 0:
+                supervisor.heal()
+        with pytest.raises(EnginesGivenUp, match=r"failed after 1 restarts \(--engine-max-restarts\)"):
+            supervisor.heal()

@@ -1,0 +1,227 @@
+"""The engine contract: what rollout counts on, whoever answers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime.engine.client import Growing
+from slime.engine.errors import EngineRejected
+from slime.engine.protocol import GenerateResult, generate_payload
+from tests.engine_contract.engines import Engine, after_first_tokens
+
+PROMPT = [284, 264, 286, 13, 267, 33]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+LONG: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 1600, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def references(first_model: Path, second_model: Path) -> dict[str, Any]:
+    return {
+        name: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for name, folder in (("first", first_model), ("second", second_model))
+    }
+
+
+def log_probs(model: Any, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(count):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    return ids[0, len(prompt) :].tolist()
+
+
+def test_ids_in_ids_out(engine: Engine) -> None:
+    answer = engine.generate(PROMPT, **GREEDY)
+    result = GenerateResult.from_json(answer, url=engine.url)
+    assert len(result.token_ids) == len(result.log_probs) == 16
+    assert answer["output_ids"] == result.token_ids
+    assert (result.finish_type, result.prompt_tokens, result.completion_tokens) == ("length", 6, 16)
+    assert result.weight_version == "first"
+
+
+def test_the_client_gets_a_checked_result(engine: Engine) -> None:
+    result = engine.call(lambda client: client.generate_result(generate_payload(PROMPT, GREEDY)))
+    assert result.token_ids == engine.generate(PROMPT, **GREEDY)["output_ids"]
+
+
+def test_greedy_tokens_are_those_of_transformers(engine: Engine, references: dict[str, Any]) -> None:
+    expected = greedy(references["first"], PROMPT, 16)
+    assert [engine.generate(PROMPT, **GREEDY)["output_ids"] for _ in range(3)] == [expected] * 3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_transformers(engine: Engine, references: dict[str, Any], temperature: float) -> None:
+    for seed in range(4):
+        answer = engine.generate([*PROMPT, seed], temperature=temperature, max_new_tokens=48, ignore_eos=True)
+        result = GenerateResult.from_json(answer, url=engine.url)
+        expected = log_probs(references["first"], [*PROMPT, seed], result.token_ids, temperature)
+        assert (torch.tensor(result.log_probs) - expected).abs().max() <= 1e-4
+
+
+def test_several_samples_and_several_prompts(engine: Engine) -> None:
+    answers = engine.generate(PROMPT, n=3, temperature=1.0, max_new_tokens=8, ignore_eos=True)
+    assert [len(answer["output_ids"]) for answer in answers] == [8, 8, 8]
+    assert len({tuple(answer["output_ids"]) for answer in answers}) > 1
+    body = {"input_ids": [PROMPT, [5, 6]], "sampling_params": [GREEDY, {**GREEDY, "max_new_tokens": 3}]}
+    status, answers = engine.post("/generate", body)
+    assert status == 200
+    assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [16, 3]
+
+
+def test_a_stop_token_ends_the_answer_and_is_part_of_it(engine: Engine) -> None:
+    free = engine.generate(PROMPT, **GREEDY)["output_ids"]
+    stop = free[5]
+    cut = engine.generate(PROMPT, temperature=0, max_new_tokens=16, stop_token_ids=[stop])
+    assert cut["output_ids"] == free[: free.index(stop) + 1]
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert len(cut["meta_info"]["output_token_logprobs"]) == len(cut["output_ids"])
+
+
+def test_the_end_of_sequence_token_stops_unless_ignored(engine: Engine) -> None:
+    bias = {"2": 100.0}
+    ended = engine.generate(PROMPT, temperature=0, max_new_tokens=4, logit_bias=bias)
+    assert (ended["output_ids"], ended["meta_info"]["finish_reason"]["type"]) == ([2], "stop")
+    ignored = engine.generate(PROMPT, temperature=0, max_new_tokens=4, logit_bias=bias, ignore_eos=True)
+    assert ignored["output_ids"] == [2, 2, 2, 2]
+
+
+def test_a_stop_text_is_kept_without_trimming(engine: Engine) -> None:
+    word = "what"  # token 284
+    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12, "logit_bias": {"284": 1000.0}}
+    stopped = engine.generate([9], **params, stop=[word * 2], no_stop_trim=True)
+    assert stopped["output_ids"] == [284, 284]
+    assert stopped["text"] == word * 2
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": word * 2}
+
+
+def test_a_shared_prefix_is_computed_once_until_the_cache_is_flushed(engine: Engine) -> None:
+    prompt = list(range(40, 104))
+    params = {"temperature": 0, "max_new_tokens": 2}
+    engine.call(lambda client: client.flush_cache())
+    assert engine.generate(prompt, **params)["meta_info"]["cached_tokens"] == 0
+    assert engine.generate([*prompt, 7], **params)["meta_info"]["cached_tokens"] >= 60
+    engine.call(lambda client: client.flush_cache())
+    assert engine.generate(prompt, **params)["meta_info"]["cached_tokens"] == 0
+
+
+def test_health(engine: Engine) -> None:
+    assert engine.call(lambda client: client.health()) is True
+    assert engine.call(lambda client: client.health_generate()) is True
+
+
+def test_abort_by_rid_returns_the_partial_tokens(engine: Engine) -> None:
+    asked = engine.in_background(lambda: engine.generate(PROMPT, rid="slow", **LONG))
+    other = engine.in_background(lambda: engine.generate(PROMPT, rid="other", **{**LONG, "max_new_tokens": 200}))
+    after_first_tokens(engine)
+    engine.call(lambda client: client.abort("slow"))
+    result = GenerateResult.from_json(asked.result(60), url=engine.url)
+    assert result.finish_type == "abort"
+    assert 0 < len(result.token_ids) == len(result.log_probs) < 1600
+    assert other.result(60)["meta_info"]["completion_tokens"] == 200
+
+
+def test_abort_all(engine: Engine) -> None:
+    asked = [engine.in_background(lambda: engine.generate(PROMPT, **LONG)) for _ in range(3)]
+    after_first_tokens(engine)
+    engine.call(lambda client: client.abort(abort_all=True))
+    for one in asked:
+        result = GenerateResult.from_json(one.result(60), url=engine.url)
+        assert result.finish_type == "abort"
+        assert len(result.token_ids) == len(result.log_probs) < 1600
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place", "retract"])
+def test_pause_update_continue(engine: Engine, second_model: Path, references: dict[str, Any], mode: Any) -> None:
+    asked = engine.in_background(lambda: engine.generate(PROMPT, **LONG))
+    after_first_tokens(engine)
+    engine.call(lambda client: client.pause(mode))
+    engine.load(second_model, "second", flush_cache=mode == "abort")
+    fresh = [20, 21, 22]  # not in the prefix cache: an update without a flush leaves prefixes of the old weights there
+    later = engine.in_background(lambda: engine.generate(fresh, **GREEDY))
+    time.sleep(0.3)
+    assert not later.done()
+    engine.call(lambda client: client.continue_())
+    assert later.result(60)["output_ids"] == greedy(references["second"], fresh, 16)
+    assert later.result(60)["meta_info"]["weight_version"] == "second"
+    meta = asked.result(60)["meta_info"]
+    if mode == "abort":
+        assert meta["finish_reason"]["type"] == "abort"
+        assert meta["weight_version"] == "first"
+        return
+    assert meta["completion_tokens"] == 1600
+    spans = [
+        (span.get("version") or span.get("weight_version"), span["start"], span["end"])
+        for span in meta["weight_versions"]
+    ]
+    cut = spans[0][2]
+    assert 0 < cut < 1600
+    assert spans == [("first", 0, cut), ("second", cut, 1600)]
+
+
+def test_an_update_from_disk_changes_the_answers(
+    engine: Engine, second_model: Path, references: dict[str, Any]
+) -> None:
+    assert engine.generate(PROMPT, **GREEDY)["output_ids"] == greedy(references["first"], PROMPT, 16)
+    engine.load(second_model, "7")
+    answer = engine.generate(PROMPT, **GREEDY)
+    assert answer["output_ids"] == greedy(references["second"], PROMPT, 16)
+    assert answer["meta_info"]["weight_version"] == engine.version() == "7"
+    assert answer["meta_info"]["cached_tokens"] == 0
+
+
+def test_an_update_from_a_folder_without_weights_is_refused(engine: Engine, tmp_path: Path) -> None:
+    before = engine.generate(PROMPT, **GREEDY)["output_ids"]
+    with pytest.raises(EngineRejected):
+        engine.call(lambda client: client.update_weights_from_disk(tmp_path / "nothing", "bad"))
+    assert engine.generate(PROMPT, **GREEDY)["output_ids"] == before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"{not json", id="not JSON"),
+        pytest.param({}, id="no prompt"),
+        pytest.param({"input_ids": []}, id="empty prompt"),
+        pytest.param({"input_ids": [5] * 3000, "sampling_params": {"max_new_tokens": 4}}, id="too long"),
+        pytest.param({"input_ids": [5], "sampling_params": {"temperature": -1}}, id="negative temperature"),
+        pytest.param({"input_ids": [5], "sampling_params": {"top_p": 7}}, id="impossible top_p"),
+        pytest.param({"input_ids": [5], "sampling_params": {"nonsense": 1}}, id="unknown parameter"),
+    ],
+)
+def test_malformed_requests_are_refused_and_do_no_harm(engine: Engine, body: Any) -> None:
+    status, answer = engine.post("/generate", body)
+    assert status >= 400, answer
+    assert engine.generate([5], **GREEDY)["meta_info"]["completion_tokens"] == 16
+
+
+def test_given_tokens_are_scored(engine: Engine, references: dict[str, Any]) -> None:
+    tokens = [*PROMPT, 40, 41, 42, 43]
+    body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 0, "temperature": 0}, "return_logprob": True}
+    status, answer = engine.post("/generate", {**body, "logprob_start_len": 0})
+    assert status == 200, answer
+    scored = answer["meta_info"]["input_token_logprobs"]
+    assert [entry[1] for entry in scored] == tokens
+    assert scored[0][0] is None
+    expected = log_probs(references["first"], tokens[:1], tokens[1:])
+    assert (torch.tensor([entry[0] for entry in scored[1:]]) - expected).abs().max() <= 1e-4
+
+
+def test_a_stream_grows_to_the_whole_answer(engine: Engine) -> None:
+    grown = Growing()
+    payload = generate_payload(PROMPT, GREEDY)
+    engine.call(lambda client: client.generate_into(grown, payload))
+    result = GenerateResult.from_json(grown.latest, url=engine.url)
+    assert result.token_ids == engine.generate(PROMPT, **GREEDY)["output_ids"]
+    assert len(result.log_probs) == 16

@@ -1,0 +1,105 @@
+"""A real sglang-router in front of a real SGLang server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config
+from slime.engine.capabilities import PAUSE_MODES, UPDATE_ROUTES, probe
+from slime.engine.plain_http import NoAnswer, ask
+from slime.engine.sglang_router import RoutedPool, RouterDied, SglangRouter
+from tests.engine_contract.engines import Engine, after_first_tokens, engine_flags
+from tests.engine_contract.test_contract import GREEDY, LONG, PROMPT
+
+pytestmark = pytest.mark.parametrize("running", ["sglang"], indirect=True)
+
+
+@pytest.fixture
+def router(engine: Engine, first_model: Path, tmp_path: Path) -> Iterator[SglangRouter]:
+    config = Config(hf_checkpoint=str(first_model), carried={"router_policy": "round_robin"}, **engine_flags("sglang"))
+    made = SglangRouter(config, run_dir=tmp_path)
+    made.start(engine.fleet.launches)
+    yield made
+    made.stop()
+    with pytest.raises(NoAnswer):
+        ask("GET", f"{made.url}/liveness")
+
+
+def through(router: SglangRouter, params: dict[str, Any], input_ids: list[int] = PROMPT) -> Any:
+    body = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True}
+    status, answer = ask("POST", f"{router.url}/generate", body, timeout_s=60)
+    assert status == 200, answer
+    return answer
+
+
+def test_requests_and_answers_pass_unchanged(engine: Engine, router: SglangRouter) -> None:
+    direct, routed = engine.generate(PROMPT, **GREEDY), through(router, GREEDY)
+    assert routed["output_ids"] == direct["output_ids"]
+    pairs = zip(*(one["meta_info"]["output_token_logprobs"] for one in (direct, routed)), strict=True)
+    assert all(ours[1:] == theirs[1:] and abs(ours[0] - theirs[0]) < 1e-5 for ours, theirs in pairs)
+    assert routed["meta_info"]["weight_version"] == "first"
+    stop = direct["output_ids"][5]
+    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": 16, "stop_token_ids": [stop]}
+    assert through(router, params)["output_ids"] == engine.generate(PROMPT, **params)["output_ids"]
+    kept = {
+        "temperature": 0,
+        "max_new_tokens": 9,
+        "logit_bias": {"284": 1000.0},
+        "stop": ["what"],
+        "no_stop_trim": True,
+    }
+    assert through(router, kept)["text"] == engine.generate(PROMPT, **kept)["text"] == "what"
+
+
+def test_a_pool_generates_through_it_and_aborts_at_the_engine(engine: Engine, router: SglangRouter) -> None:
+    async def scenario() -> Any:
+        pool = RoutedPool([engine.url], router.url)
+        payload = {"input_ids": PROMPT, "sampling_params": LONG, "return_logprob": True}
+        asked = asyncio.ensure_future(pool.generate_result(payload, 7))
+        await asyncio.to_thread(after_first_tokens, engine)
+        await pool.broadcast("abort", abort_all=True)
+        result = await asked
+        await pool.aclose()
+        return result
+
+    result = asyncio.run(scenario())
+    assert result.finish_type == "abort"
+    assert 0 < len(result.token_ids) < 1600
+
+
+def test_workers_come_and_go_and_a_dead_router_is_reported(engine: Engine, router: SglangRouter) -> None:
+    assert [worker["url"] for worker in router.workers()] == [engine.url]
+    router.remove_worker(engine.url)
+    assert wait_for(lambda: router.workers() == [])
+    status, _ = ask("POST", f"{router.url}/generate", {"input_ids": PROMPT, "sampling_params": GREEDY})
+    assert status == 503
+    router.add_worker(engine.url)
+    assert wait_for(lambda: [worker["is_healthy"] for worker in router.workers()] == [True])
+    assert len(through(router, GREEDY)["output_ids"]) == 16
+    os.kill(router.pids()[-1], signal.SIGKILL)
+    assert wait_for(lambda: router.pids() == [])
+    with pytest.raises(RouterDied, match="router ended with code -9"):
+        router.check()
+
+
+def test_the_server_can_do_all_that_a_run_may_ask(engine: Engine, first_model: Path) -> None:
+    found = probe(engine.url)
+    assert (found.kind, found.model_path) == ("sglang", str(first_model))
+    assert found.pause_modes == set(PAUSE_MODES)
+    assert found.transports == set(UPDATE_ROUTES)
+    assert (found.releases_memory, found.echoes_weight_version, found.returns_log_probs) == (True, True, True)
+
+
+def wait_for(condition: Any) -> bool:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return bool(condition())

@@ -1,0 +1,25 @@
+"""What tests ask of real engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.engine.client import EngineClient
+
+
+def log_probs(client: EngineClient, run_async: Any, tokens: list[int]) -> tuple[list[float], str]:
+    """Log-probs of the tokens after the first, and the version that gave them."""
+    payload = {
+        "input_ids": tokens,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    meta = run_async(client.generate(payload))["meta_info"]
+    return [entry[0] for entry in meta["input_token_logprobs"][1:]], meta["weight_version"]
+
+
+def checksums(client: EngineClient, run_async: Any) -> dict[str, str]:
+    """Of every tensor that the engine has."""
+    found: dict[str, str] = run_async(client.check_weights("checksum"))["checksums"]
+    return found

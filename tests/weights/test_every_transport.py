@@ -1,0 +1,133 @@
+"""Two trainer ranks and two engines, all of them processes: after each update both engines have the trainers' bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime.config import Config, derive
+from slime.engine.client import EngineClient
+from slime.engine.fleet import EngineFleet
+from slime.train.group import TrainerGroup
+from slime.weights import make_publisher
+from tests.tiny_models import make_model_folder
+from tests.train.tiny_training import make_samples
+from tests.weights.conftest import Loop
+from tests.weights.real import checksums, log_probs
+
+MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+}
+SHAPES: dict[str, dict[str, Any]] = {"qwen3": {"tie_word_embeddings": True}, "qwen3_moe": MOE}
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "tensor": {"update_weight_transport": "tensor"},
+    "broadcast": {"update_weight_transport": "nccl", "update_weight_pause_mode": "in_place"},
+    "disk": {"update_weight_transport": "disk", "update_weight_pause_mode": "retract"},
+    "xor": {"update_weight_mode": "delta", "update_weight_delta_encoding": "xor"},
+    "overwrite": {
+        "update_weight_mode": "delta",
+        "update_weight_delta_encoding": "overwrite",
+        "update_weight_delta_checksum": "adler32",
+    },
+}
+UPDATES = 5
+PROMPT = [5, 9, 3, 17, 4, 11]
+
+
+@pytest.fixture(scope="module")
+def engines_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Path, EngineFleet]]]:
+    """A model folder and two engines that serve it in bfloat16, by kind."""
+    started: dict[str, tuple[Path, EngineFleet]] = {}
+    with ExitStack() as stack:
+
+        def engines(kind: str) -> tuple[Path, EngineFleet]:
+            if kind not in started:
+                folder = make_model_folder(tmp_path_factory.mktemp("models") / kind, kind, **SHAPES[kind])
+                config = make_config(folder)
+                fleet = EngineFleet(config, device="cpu", run_dir=tmp_path_factory.mktemp("run"), model_path=folder)
+                started[kind] = folder, stack.enter_context(fleet)
+            return started[kind]
+
+        yield engines
+
+
+def make_config(folder: Path, **flags: Any) -> Config:
+    return derive(
+        Config(
+            hf_checkpoint=str(folder),
+            rollout_num_gpus=2,
+            actor_num_gpus_per_node=2,
+            engine_max_total_tokens=1024,
+            rollout_batch_size=3,
+            n_samples_per_prompt=3,
+            global_batch_size=9,
+            num_rollout=9,
+            micro_batch_size=2,
+            lr=1e-4,
+            dtype="bfloat16",
+            distributed_timeout_minutes=2,
+            update_weight_buffer_size=2**16,
+            check_weight_update_equal=True,
+            **flags,
+        )
+    )
+
+
+def expected_log_probs(folder: Path) -> list[float]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        scores = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0].float(), dim=-1)
+    return [float(scores[position, token]) for position, token in enumerate(PROMPT[1:])]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_engines_have_the_trainers_bytes(
+    tmp_path: Path,
+    engines_of: Callable[[str], tuple[Path, EngineFleet]],
+    run_async: Loop,
+    transport: str,
+    kind: str,
+) -> None:
+    folder, fleet = engines_of(kind)
+    config = make_config(folder, **TRANSPORTS[transport])
+    clients = [EngineClient(url) for url in fleet.urls]
+    results, seen = [], []
+    with TrainerGroup(config, device="cpu", run_dir=tmp_path) as trainers:
+        trainers.start()
+        publisher = make_publisher(
+            config, device="cpu", run_dir=tmp_path, source=trainers, clients=clients, run_async=run_async
+        )
+        for version in range(UPDATES + 1):
+            if version:
+                trainers.train(version - 1, make_samples(3, 3, seed=version))
+            results.append(publisher.publish(version))
+            expected = trainers.weight_checksums()
+            for client in clients:
+                found = checksums(client, run_async)
+                assert {name: found.get(name) for name in expected} == expected
+            seen.append(log_probs(clients[0], run_async, PROMPT))
+        saved = trainers.save_hf(tmp_path / "saved")
+        publisher.close()
+    for client in clients:
+        run_async(client.aclose())
+    assert [version for _, version in seen] == [str(version) for version in range(UPDATES + 1)]
+    assert seen[-1][0] == pytest.approx(expected_log_probs(saved), abs=0.15)
+    assert seen[-1][0] != seen[0][0]
+    is_delta = config.update_weight_mode == "delta"
+    assert [result.density is not None for result in results] == [False, *[is_delta] * UPDATES]
+    assert all(result.full_fallbacks == 0 for result in results)
+    if is_delta:
+        assert all(0 < (result.density or 0) < 0.3 for result in results[1:])
+        assert all(result.bytes < results[0].bytes for result in results[1:])
+    else:
+        assert len({result.bytes for result in results}) == 1

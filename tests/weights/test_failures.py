@@ -1,0 +1,333 @@
+"""Updates that go wrong: an engine has the old weights, or the new ones, or says that it has neither."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.cluster.ports import free_port
+from slime.cluster.process_group import join_process_group, leave_process_group
+from slime.config import Config, derive
+from slime.engine.client import EngineClient, EngineFailed, EngineRejected
+from slime.engine.fleet import EngineFleet
+from slime.errors import RunFailed
+from slime.models.delta_folder import INDEX_NAME, safetensors_entries
+from slime.train.group import TrainerDied, TrainerGroup
+from slime.weights import make_publisher
+from slime.weights.check import ChecksumCheck, WeightsDiffer
+from slime.weights.delta import DeltaPublisher
+from tests.tiny_models import make_model_folder
+from tests.weights.conftest import Loop
+from tests.weights.model_source import ModelSource
+from tests.weights.real import checksums, log_probs
+
+PROMPT = [5, 9, 3, 17, 4, 11]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("models") / "qwen3", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[EngineFleet]:
+    config = Config(hf_checkpoint=str(folder), rollout_num_gpus=2, engine_max_total_tokens=1024, dtype="bfloat16")
+    with EngineFleet(config, device="cpu", run_dir=tmp_path_factory.mktemp("run"), model_path=folder) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def clients(fleet: EngineFleet, run_async: Loop) -> Iterator[list[EngineClient]]:
+    made = [EngineClient(url) for url in fleet.urls]
+    yield made
+    for client in made:
+        run_async(client.aclose())
+
+
+@pytest.fixture
+def source(folder: Path) -> ModelSource:
+    return ModelSource(folder, torch.bfloat16)
+
+
+def make_delta_publisher(
+    source: ModelSource, clients: list[EngineClient], run_async: Loop, folder: Path, root: Path, **more: Any
+) -> DeltaPublisher:
+    return DeltaPublisher(
+        source, clients, run_async, root=root, hf_checkpoint=folder, encoding=source.encoding,
+        checksum=source.checksum, **more,
+    )  # fmt: skip
+
+
+def assert_equal(source: ModelSource, clients: list[EngineClient], run_async: Loop, version: int) -> None:
+    expected = source.weight_checksums()
+    for client in clients:
+        found = checksums(client, run_async)
+        assert {name: found[name] for name in expected} == expected
+        assert log_probs(client, run_async, PROMPT)[1] == str(version)
+
+
+# what can be wrong with a delta
+
+
+def break_blob(folder: Path) -> None:
+    """One byte of one blob flips: it may unpack, but not to the right bytes."""
+    path = next(folder.glob("*.safetensors"))
+    entry = safetensors_entries(path)[-1]
+    data = bytearray(path.read_bytes())
+    data[(entry.start + entry.end) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+def break_checksum(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    entry = safetensors_entries(path)[-1]
+    assert entry.checksum is not None
+    path.write_bytes(path.read_bytes().replace(entry.checksum.encode(), b"0" * len(entry.checksum)))
+
+
+def lose_file(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def change_base(folder: Path) -> None:
+    index = json.loads((folder / INDEX_NAME).read_text())
+    index["metadata"]["base_version"] = "000007"
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
+def damage(how: Callable[[Path], None]) -> Callable[[Path], None]:
+    """`how`, done to deltas once they are written."""
+
+    def on_written(folder: Path) -> None:
+        if "delta_encoding" in (folder / INDEX_NAME).read_text():
+            how(folder)
+
+    return on_written
+
+
+@pytest.mark.parametrize("how", [break_blob, break_checksum, lose_file, change_base], ids=lambda how: how.__name__)
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_a_delta_that_is_refused_becomes_a_whole_update(
+    tmp_path: Path,
+    folder: Path,
+    clients: list[EngineClient],
+    run_async: Loop,
+    how: Callable[[Path], None],
+    encoding: str,
+) -> None:
+    source = ModelSource(folder, torch.bfloat16, encoding=encoding)
+    publisher = make_delta_publisher(source, clients, run_async, folder, tmp_path, on_written=damage(how))
+    publisher.publish(1)
+    source.step(1)
+    result = publisher.publish(2)
+    assert (result.version, result.full_fallbacks) == (2, 2)
+    assert source.exports == ["whole 1", "delta 2", "whole 2"]
+    assert_equal(source, clients, run_async, 2)
+
+
+def test_an_engine_that_missed_a_version_gets_whole_weights_alone(
+    tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, source: ModelSource
+) -> None:
+    publisher = make_delta_publisher(source, clients, run_async, folder, tmp_path)
+    publisher.publish(1)
+    run_async(clients[1].update_weights_from_disk(folder, "default"))  # as if it had been restarted
+    source.step(1)
+    result = publisher.publish(2)
+    assert result.full_fallbacks == 1
+    assert_equal(source, clients, run_async, 2)
+    source.step(2)
+    assert publisher.publish(3).full_fallbacks == 0
+    assert source.exports == ["whole 1", "delta 2", "whole 2", "delta 3"]
+    assert_equal(source, clients, run_async, 3)
+
+
+def test_a_refused_delta_leaves_the_old_bytes(
+    tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, source: ModelSource
+) -> None:
+    """Without anybody to send whole weights: what an engine makes of a bad delta on its own."""
+    publisher = make_delta_publisher(source, clients[:1], run_async, folder, tmp_path, keep_files=True)
+    publisher.publish(1)
+    before = checksums(clients[0], run_async)
+    source.step(1)
+    staged = publisher._stage(2)
+    assert staged.folder is not None
+    break_checksum(staged.folder)
+    with pytest.raises(EngineRejected, match="has checksum") as refused:
+        run_async(clients[0].update_weights_from_disk(staged.folder, 2))
+    assert refused.value.status == 400
+    assert checksums(clients[0], run_async) == before
+    assert run_async(clients[0].get_weight_version()) == "1"
+    with pytest.raises(EngineFailed, match=r"the weights are stale .*publish whole weights"):
+        log_probs(clients[0], run_async, PROMPT)
+    with pytest.raises(EngineRejected, match="needs whole weights") as conflict:
+        run_async(clients[0].update_weights_from_disk(staged.folder, 2))
+    assert conflict.value.status == 409
+    run_async(clients[0].update_weights_from_disk(tmp_path / "weight_v000001", 1))
+    assert log_probs(clients[0], run_async, PROMPT)[1] == "1"
+
+
+# a full disk
+
+
+@pytest.mark.parametrize("mode", ["whole", "delta"])
+def test_a_full_disk_is_said_and_the_engines_keep_their_weights(
+    tmp_path: Path,
+    folder: Path,
+    clients: list[EngineClient],
+    run_async: Loop,
+    source: ModelSource,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+) -> None:
+    publisher = make_delta_publisher(source, clients, run_async, folder, tmp_path)
+    publisher.publish(1)
+    before = checksums(clients[0], run_async)
+    source.step(1)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    module = "slime.models.shards" if mode == "whole" else "slime.train.delta"
+    if mode == "whole":
+        publisher._base = None
+    with monkeypatch.context() as patched:
+        patched.setattr(f"{module}.save_file", full)
+        with pytest.raises(RunFailed, match=r"cannot write version 2 .*GiB free there.*No space left on device"):
+            publisher.publish(2)
+    assert checksums(clients[0], run_async) == before
+    assert log_probs(clients[0], run_async, PROMPT)[1] == "1"
+    assert [path.name for path in tmp_path.iterdir()] == ["weight_v000001"]
+    publisher.publish(3)
+    assert source.exports[-1] == "whole 3"
+    assert_equal(source, clients, run_async, 3)
+
+
+# a trainer that dies
+
+
+class DyingTrainers(TrainerGroup):
+    """Rank 0 is killed at the beginning of `fatal`, once armed."""
+
+    fatal = ""
+
+    def _call(self, method: str, params: Any) -> list[Any]:
+        if method == self.fatal:
+            for pid in self._ranks[0].process.pids():
+                os.kill(pid, signal.SIGKILL)
+        return super()._call(method, params)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fatal"),
+    [
+        ({"update_weight_transport": "nccl"}, "broadcast_weights"),
+        ({"update_weight_transport": "tensor"}, "export_weights"),
+        ({"update_weight_mode": "delta"}, "export_delta"),
+    ],
+    ids=["broadcast", "tensor", "delta"],
+)
+def test_engines_survive_the_death_of_a_trainer(
+    tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, flags: dict[str, Any], fatal: str
+) -> None:
+    required = {"rollout_batch_size": 1, "num_rollout": 1, "dtype": "bfloat16", "distributed_timeout_minutes": 1}
+    config = derive(Config(hf_checkpoint=str(folder), **required, **flags))
+    with DyingTrainers(config, device="cpu", run_dir=tmp_path) as trainers:
+        trainers.start()
+        publisher = make_publisher(
+            config, device="cpu", run_dir=tmp_path, source=trainers, clients=clients, run_async=run_async
+        )
+        publisher.publish(1)
+        before = [checksums(client, run_async) for client in clients]
+        trainers.fatal = fatal
+        with pytest.raises(TrainerDied, match=f"trainer-0 ended during {fatal}"):
+            publisher.publish(2)
+        assert [checksums(client, run_async) for client in clients] == before
+        assert [log_probs(client, run_async, PROMPT)[1] for client in clients] == ["1", "1"]
+        publisher.close()
+
+
+class Sender:
+    """Rank 0 of a group with one engine."""
+
+    def __init__(self, client: EngineClient, run_async: Loop, name: str) -> None:
+        port = free_port()
+        self.name = name
+        answers: list[Any] = []
+        meeting = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        joining = threading.Thread(
+            target=lambda: answers.append(
+                run_async(client.init_weights_update_group(**meeting, group_name=name, backend="gloo"))
+            )
+        )
+        joining.start()
+        self.group = join_process_group(
+            address="127.0.0.1", port=port, rank=0, world_size=2, name=name, backend="gloo", timeout_s=30
+        )
+        joining.join()
+        assert answers == [None]
+
+
+def test_an_engine_with_some_of_the_buckets_does_not_generate(
+    tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, source: ModelSource
+) -> None:
+    make_delta_publisher(source, clients, run_async, folder, tmp_path).publish(1)
+    client, name = clients[0], "model.norm.weight"
+    sender = Sender(client, run_async, "half")
+    tensor = torch.full((64,), 0.5, dtype=torch.bfloat16)
+    announced = [{"name": name, "dtype": "bfloat16", "shape": [64]}]
+    run_async(client.pause())
+    sending = threading.Thread(target=lambda: dist.broadcast(tensor, src=0, group=sender.group))
+    sending.start()
+    run_async(client.update_weights_from_distributed(announced, 2, group_name="half", bucket=(1, 2)))
+    sending.join()
+    assert run_async(client.get_weight_version()) == "1"
+    leave_process_group(sender.group)
+    with pytest.raises(EngineFailed, match="bucket 2 of 2 did not arrive"):
+        run_async(client.update_weights_from_distributed(announced, 2, group_name="half", bucket=(2, 2)))
+    run_async(client.continue_())
+    with pytest.raises(EngineFailed, match="only 1 of 2 buckets of version 2 came"):
+        log_probs(client, run_async, PROMPT)
+    run_async(client.destroy_weights_update_group("half"))
+    run_async(client.update_weights_from_disk(tmp_path / "weight_v000001", 1))
+    assert_equal(source, clients, run_async, 1)
+
+
+@pytest.mark.parametrize(
+    ("announced", "reason"),
+    [
+        ({"name": "model.norm.weight", "dtype": "bfloat16", "shape": [65]}, r"shape \(65,\)"),
+        ({"name": "lm_tail.weight", "dtype": "bfloat16", "shape": [64]}, "does not have"),
+        ({"name": "model.norm.weight", "dtype": "float7", "shape": [64]}, "float7"),
+        ({"name": "model.norm.weight", "dtype": "bfloat16", "shape": [64]}, "in no group 'nobody'"),
+    ],
+)
+def test_what_cannot_be_received_is_refused_at_once(
+    clients: list[EngineClient], run_async: Loop, announced: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(EngineRejected, match=reason):
+        run_async(clients[0].update_weights_from_distributed([announced], 9, group_name="nobody"))
+
+
+# checking
+
+
+def test_a_difference_is_found_by_the_check(
+    tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, source: ModelSource
+) -> None:
+    make_delta_publisher(source, clients, run_async, folder, tmp_path).publish(1)
+    check = ChecksumCheck(source, clients, run_async, timeout_s=30)
+    check(1)
+    with torch.no_grad():
+        source.model.model.norm.weight[3] += 1
+    with pytest.raises(WeightsDiffer, match=r"in 1 of 25 tensors after version 1: model\.norm\.weight"):
+        check(1)

@@ -1,0 +1,119 @@
+"""A folder that deltas are applied to: exact, or recognised as broken and made again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.models.delta_folder import safetensors_entries
+from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
+from slime.weights.local_checkpoint import LocalCheckpoint, LocalCheckpointBroken
+from tests.tiny_models import make_model_folder
+from tests.weights.conftest import Engine, Loop
+from tests.weights.model_source import ModelSource
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("models") / "qwen3", tie_word_embeddings=True)
+
+
+@pytest.fixture(params=["xor", "overwrite"])
+def source(request: pytest.FixtureRequest, model_folder: Path) -> ModelSource:
+    return ModelSource(model_folder, torch.bfloat16, encoding=request.param)
+
+
+def write_versions(source: ModelSource, model_folder: Path, root: Path, count: int) -> list[Path]:
+    """Version 1 whole, the following as deltas; nobody listens."""
+    publisher = DeltaPublisher(
+        source, [], lambda coro: coro.close(), root=root, hf_checkpoint=model_folder, encoding=source.encoding,
+        checksum=source.checksum, keep_files=True,
+    )  # fmt: skip
+    folders = []
+    for version in range(1, count + 1):
+        staged = publisher._stage(version)
+        publisher._retire(staged, version, arrived=True)
+        folders.append(root / f"weight_v{version:06d}")
+        source.step(version)
+    return folders
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def test_deltas_give_the_bytes_of_whole_weights(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
+    folders = write_versions(source, model_folder, tmp_path / "versions", 3)
+    local = LocalCheckpoint(tmp_path / "local")
+    assert local.version is None
+    local.rebuild(folders[0], 1)
+    assert local.version == 1
+    for version, folder in enumerate(folders[1:], start=2):
+        local.apply(folder)
+        assert local.version == version
+    expected = ModelSource(model_folder, torch.bfloat16)
+    expected.step(1)
+    expected.step(2)
+    found = tensors_in(tmp_path / "local")
+    assert found.keys() == {name for name, _ in expected.model.named_parameters()}
+    for name, parameter in expected.model.named_parameters():
+        assert torch.equal(found[name], parameter.to(torch.bfloat16)), name
+
+
+def test_another_base_is_refused_and_changes_nothing(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
+    folders = write_versions(source, model_folder, tmp_path / "versions", 3)
+    local = LocalCheckpoint(tmp_path / "local")
+    local.rebuild(folders[0], 1)
+    with pytest.raises(LocalCheckpointBroken, match="applies to version 2, the folder has 1"):
+        local.apply(folders[2])
+    assert local.version == 1
+
+
+def test_half_a_delta_is_recognised(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
+    folders = write_versions(source, model_folder, tmp_path / "versions", 2)
+    local = LocalCheckpoint(tmp_path / "local")
+    local.rebuild(folders[0], 1)
+    file = next((tmp_path / "local").glob("*.safetensors"))
+    entry = safetensors_entries(file)[0]
+    data = bytearray(file.read_bytes())
+    data[entry.start] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(LocalCheckpointBroken, match="checksum"):
+        local.apply(folders[1])
+    assert local.version is None
+    state = json.loads((tmp_path / "local" / ".weight_sync" / "state.json").read_text())
+    assert state == {"version": "000002", "status": "applying"}
+    with pytest.raises(LocalCheckpointBroken, match="the folder has None"):
+        local.apply(folders[1])
+    local.rebuild(folders[0], 1)
+    local.apply(folders[1])
+    assert local.version == 2
+
+
+def test_engines_that_load_folders_get_deltas_through_one(
+    tmp_path: Path, model_folder: Path, source: ModelSource, engines: list[Engine], run_async: Loop
+) -> None:
+    publisher = LocalDeltaPublisher(
+        source, [engine.client for engine in engines], run_async, local=tmp_path / "local", root=tmp_path / "versions",
+        hf_checkpoint=model_folder, encoding=source.encoding, checksum=source.checksum,
+    )  # fmt: skip
+    results = []
+    for version in range(4):
+        if version:
+            source.step(version)
+        if version == 3:
+            (tmp_path / "local" / ".weight_sync" / "state.json").unlink()
+        results.append(publisher.publish(version))
+        for engine in engines:
+            assert engine.version == str(version)
+            for name, parameter in source.model.named_parameters():
+                assert torch.equal(engine.tensors[name], parameter.to(torch.bfloat16)), name
+    assert source.exports == ["whole 0", "delta 1", "delta 2", "delta 3", "whole 3"]
+    assert [result.full_fallbacks for result in results] == [0, 0, 0, 1]
+    assert results[0].density is None
+    assert results[1].density is not None
+    assert 0 < results[1].density < 0.1

@@ -1,0 +1,38 @@
+"""The parts of a model's tensors under the names of its folder: what is written to them is what the model computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+from slime.engine.embedded.views import FolderViews, NoLayout, _regular, folder_layout
+from tests.train.tiny_training import CONFIGS, build_model
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_every_tensor_of_a_folder_is_a_view(kind: str) -> None:
+    model = build_model(kind)
+    folder = revert_weight_conversion(model, dict(model.state_dict()))
+    targets = FolderViews(model).targets(folder.keys())
+    assert set(folder_layout(model)) == set(folder)
+    own = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    for name, tensor in folder.items():
+        assert torch.equal(targets[name], tensor), name
+        assert targets[name].untyped_storage().data_ptr() in own, name
+
+
+def test_writing_to_an_expert_changes_only_that_expert() -> None:
+    model = build_model("qwen3_moe")
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    before = {key: tensor.clone() for key, tensor in FolderViews(model).readable().items()}
+    FolderViews(model).targets([name])[name].fill_(7.0)
+    after = FolderViews(model).readable()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {name, "model.layers.1.mlp.experts.gate_up_proj"}
+
+
+def test_a_tensor_that_is_no_regular_part_is_refused() -> None:
+    shuffled = torch.arange(6)[torch.tensor([0, 2, 1, 3, 4, 5])].view(2, 3)
+    with pytest.raises(NoLayout, match="w is not a regular part of source"):
+        _regular("w", shuffled, "source", (6,), 0)
