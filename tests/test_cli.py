@@ -33,7 +33,12 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     assert "4 prompts x 2 samples = 8 samples" in printed
     assert not (tmp_path / "out").exists()
     assert cli.main(["plan", *command_line]) == 0
-    assert capsys.readouterr().out == printed
+    assert _without_free_memory(capsys.readouterr().out) == _without_free_memory(printed)
+
+
+def _without_free_memory(plan: str) -> list[str]:
+    """Other processes change what is free between two calls."""
+    return [line for line in plan.splitlines() if not line.startswith(("  available", "  each engine"))]
 
 
 @pytest.mark.parametrize(

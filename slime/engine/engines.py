@@ -85,7 +85,11 @@ class Engines:
 
     def addresses(self) -> dict[str, Any]:
         """What a rollout runtime must know beside `urls`."""
-        return {"router_url": self.router_url, "model_urls": self.model_urls}
+        return {
+            "router_url": self.router_url,
+            "router_only": self.models[0].is_disaggregated,
+            "model_urls": self.model_urls,
+        }
 
     def without_missing(self, config: Config) -> Config:
         """The config without what the engines turned out to lack; each thing is said in one sentence."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,52 @@ from slime.engine.sglang.installed import ROUTER, Installed, find_installed
 from slime.errors import RunFailed, UserError
 
 BUILTIN, SGLANG_ROUTER = "builtin", "sglang"
+FORWARDED_FIELDS = frozenset(
+    {
+        "input_ids",
+        "text",
+        "rid",
+        "sampling_params",
+        "return_logprob",
+        "logprob_start_len",
+        "top_logprobs_num",
+        "token_ids_logprob",
+        "stream",
+        "return_text_in_logprobs",
+        "return_hidden_states",
+        "image_data",
+        "priority",
+        "lora_path",
+        "session_params",
+        "custom_logit_processor",
+    }
+)
+FORWARDED_PARAMS = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_new_tokens",
+        "min_new_tokens",
+        "stop",
+        "stop_token_ids",
+        "skip_special_tokens",
+        "no_stop_trim",
+        "sampling_seed",
+        "n",
+        "ignore_eos",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "json_schema",
+        "regex",
+        "spaces_between_special_tokens",
+    }
+)
+"""The router writes each request anew and silently leaves out fields it does not know (found with 0.3.2: logit_bias,
+custom_params, stop_regex, return_routed_experts). Of these it leaves out only spaces_between_special_tokens, which
+changes the text of slow tokenizers and no token."""
 _POLL_S = 0.2
 _LOG_LEVELS = {"warning": "warn", "info": "warn", "debug": "info", "error": "error"}
 """Each of its levels says about as much as our next lower one: at info it writes several lines for each request."""
@@ -211,13 +257,18 @@ class SglangRouter:
 class RoutedPool(EnginePool):
     """Engines behind a router: what generates goes to the router, everything else to the engines.
 
-    A key goes along as a header, for the policies of the router that heed it. Requests of a fault-tolerant run
-    (`generate_kept`) go to the engines directly: behind the router nobody could say which of them broke an answer off.
+    A key goes along as a header, for the policies of the router that heed it. Two kinds of requests go to the engines
+    directly: those of a fault-tolerant run (`generate_kept`), since behind the router nobody could say which engine
+    broke an answer off; and those with fields that the router would drop, unless only it can serve them (`router_only`:
+    prefill and decode servers).
     """
 
-    def __init__(self, urls: Sequence[str], router_url: str, *, timeout_s: float = 3600.0) -> None:
+    def __init__(
+        self, urls: Sequence[str], router_url: str, *, router_only: bool = False, timeout_s: float = 3600.0
+    ) -> None:
         super().__init__(urls, timeout_s=timeout_s)
         self._front = EnginePool([router_url], timeout_s=timeout_s)
+        self._router_only = router_only
 
     @property
     def router(self) -> EngineClient:
@@ -232,6 +283,8 @@ class RoutedPool(EnginePool):
         headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
+        if not self._router_only and not forwards_whole(payload):
+            return await super().generate(payload, affinity_key, headers=headers, timeout_s=timeout_s)
         return await self._front.generate(payload, headers=_with_key(headers, affinity_key), timeout_s=timeout_s)
 
     @asynccontextmanager
@@ -250,6 +303,13 @@ class RoutedPool(EnginePool):
     async def aclose(self) -> None:
         await self._front.aclose()
         await super().aclose()
+
+
+def forwards_whole(payload: Mapping[str, Any]) -> bool:
+    """Whether sglang-router passes on every field of a request that changes its answer."""
+    params = payload.get("sampling_params") or {}
+    each = params if isinstance(params, list) else [params]
+    return payload.keys() <= FORWARDED_FIELDS and all(one.keys() <= FORWARDED_PARAMS for one in each)
 
 
 def _with_key(headers: dict[str, str] | None, key: Hashable | None) -> dict[str, str] | None:

@@ -144,6 +144,9 @@ CONTRACTS: tuple[Contract, ...] = (
         keywords=("calculate_per_token_loss",),
         names=("pg_loss_reducer", "get_pg_loss_reducer"),
     ),
+    Contract(
+        "--custom-update-weight-post-write-path", ("args", "version_dir", "rollout_engines"), names=("post_write",)
+    ),
 )
 """Every path flag."""
 

@@ -40,7 +40,8 @@ class RolloutRuntime:
     `args` is the config to hand to rollout functions: the given one plus `sglang_router_ip` and `sglang_router_port`,
     which point at `router_url` if the engines have a router, else at the only engine, or at a router of our own when
     there are several. With no engine (supervised training) those two are absent and `pool` refuses to be used.
-    `model_urls` are the addresses of every model that is served: `sglang_model_routers` has one for each.
+    `router_only` engines take no requests of their own. `model_urls` are the addresses of every model that is served:
+    `sglang_model_routers` has one for each.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RolloutRuntime:
         *,
         reward: Callable[..., Any] | None = None,
         router_url: str | None = None,
+        router_only: bool = False,
         model_urls: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.config = config
@@ -57,7 +59,7 @@ class RolloutRuntime:
         self.engine_urls = list(engine_urls)
         self.loop_thread = LoopThread()
         self.failures = FailureLog()
-        self._router_url = router_url
+        self._router_url, self._router_only = router_url, router_only
         self._model_urls = dict(model_urls or {})
         self._pool = self._make_pool(engine_urls)
         self._other_pools: list[EnginePool] = []
@@ -130,7 +132,8 @@ class RolloutRuntime:
         if not urls:
             return None
         if self._router_url is not None:
-            return RoutedPool(urls, self._router_url, timeout_s=self.config.engine_request_timeout)
+            timeout_s = self.config.engine_request_timeout
+            return RoutedPool(urls, self._router_url, router_only=self._router_only, timeout_s=timeout_s)
         return EnginePool(urls, timeout_s=self.config.engine_request_timeout)
 
     async def _aclose(self) -> None:

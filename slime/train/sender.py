@@ -63,7 +63,14 @@ class WeightSender:
         )
 
     def broadcast(self, backend: TrainBackend) -> None:
-        """Send all tensors to the engines, bucket by bucket."""
+        """Send all tensors to the engines, bucket by bucket; a failure closes the group, or they would wait for it."""
+        try:
+            self._broadcast(backend)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _broadcast(self, backend: TrainBackend) -> None:
         sizes = [tensor.nbytes for _, tensor in hf_layout(backend, self._dtype)]
         tensors = hf_tensors(backend)
         for start, end in cut_buckets(sizes, self._buffer_size):

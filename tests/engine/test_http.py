@@ -112,7 +112,7 @@ def test_pause_modes_with_an_update_in_between(engine: EngineProcess, qwen3_fold
     else:
         assert meta["completion_tokens"] == 400
         spans = meta["weight_versions"]
-        assert [s["weight_version"] for s in spans] == ["old", "new"]
+        assert [s["version"] for s in spans] == ["old", "new"]
         assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 400)
 
 

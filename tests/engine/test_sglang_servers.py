@@ -326,6 +326,8 @@ def test_a_routed_pool_sends_requests_to_the_router_and_commands_to_the_engines(
         pool = RoutedPool(urls[1:], urls[0])
         await pool.generate({}, 7)
         await pool.generate({})
+        await pool.generate({"sampling_params": {"logit_bias": {"1": 2.0}}})  # the router would drop it
+        await RoutedPool(urls[1:], urls[0], router_only=True).generate({"unknown": 1})
         async with pool.open("POST", "/v1/chat/completions", "session") as response:
             assert response.status == 200
         await pool.broadcast("pause")
@@ -334,9 +336,11 @@ def test_a_routed_pool_sends_requests_to_the_router_and_commands_to_the_engines(
             await runner.cleanup()
 
     asyncio.run(scenario())
-    assert seen[:3] == [
+    assert seen[:5] == [
         ("router", "/generate", "7"),
+        ("router", "/generate", None),
+        ("engine-0", "/generate", None),
         ("router", "/generate", None),
         ("router", "/v1/chat/completions", "session"),
     ]
-    assert sorted(seen[3:]) == [(f"engine-{index}", "/pause_generation", None) for index in (0, 1)]
+    assert sorted(seen[5:]) == [(f"engine-{index}", "/pause_generation", None) for index in (0, 1)]

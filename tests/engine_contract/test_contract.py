@@ -161,10 +161,7 @@ def test_pause_update_continue(engine: Engine, second_model: Path, references: d
         assert meta["weight_version"] == "first"
         return
     assert meta["completion_tokens"] == 1600
-    spans = [
-        (span.get("version") or span.get("weight_version"), span["start"], span["end"])
-        for span in meta["weight_versions"]
-    ]
+    spans = [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]]
     cut = spans[0][2]
     assert 0 < cut < 1600
     assert spans == [("first", 0, cut), ("second", cut, 1600)]

@@ -15,6 +15,7 @@ import pytest
 from slime.config import Config
 from slime.engine.capabilities import PAUSE_MODES, UPDATE_ROUTES, probe
 from slime.engine.plain_http import NoAnswer, ask
+from slime.engine.protocol import generate_payload
 from slime.engine.sglang_router import RoutedPool, RouterDied, SglangRouter
 from tests.engine_contract.engines import Engine, after_first_tokens, engine_flags
 from tests.engine_contract.test_contract import GREEDY, LONG, PROMPT
@@ -49,14 +50,22 @@ def test_requests_and_answers_pass_unchanged(engine: Engine, router: SglangRoute
     stop = direct["output_ids"][5]
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": 16, "stop_token_ids": [stop]}
     assert through(router, params)["output_ids"] == engine.generate(PROMPT, **params)["output_ids"]
-    kept = {
-        "temperature": 0,
-        "max_new_tokens": 9,
-        "logit_bias": {"284": 1000.0},
-        "stop": ["what"],
-        "no_stop_trim": True,
-    }
-    assert through(router, kept)["text"] == engine.generate(PROMPT, **kept)["text"] == "what"
+    text = direct["text"]
+    kept: dict[str, Any] = {"temperature": 0, "max_new_tokens": 16, "stop": [text[3:6]], "no_stop_trim": True}
+    assert through(router, kept)["text"] == engine.generate(PROMPT, **kept)["text"]
+
+
+def test_fields_that_the_router_drops_still_reach_the_engine(engine: Engine, router: SglangRouter) -> None:
+    params = {"temperature": 0, "max_new_tokens": 3, "logit_bias": {"284": 1000.0}}
+    assert through(router, params)["output_ids"] != [284, 284, 284]
+
+    async def scenario() -> Any:
+        pool = RoutedPool([engine.url], router.url)
+        result = await pool.generate_result(generate_payload(PROMPT, params))
+        await pool.aclose()
+        return result
+
+    assert asyncio.run(scenario()).token_ids == [284, 284, 284]
 
 
 def test_a_pool_generates_through_it_and_aborts_at_the_engine(engine: Engine, router: SglangRouter) -> None:

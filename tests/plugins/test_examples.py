@@ -38,6 +38,7 @@ FLAG_OF = {
     "loss": "--custom-loss-function-path",
     "multi_turn_generate": "--custom-generate-function-path",
     "pg_loss_reducer": "--custom-pg-loss-reducer-function-path",
+    "post_write": "--custom-update-weight-post-write-path",
     "reward": "--custom-rm-path",
     "reward_post_process": "--custom-reward-post-process-path",
     "rollout_function": "--rollout-function-path",
@@ -244,6 +245,14 @@ def test_a_correction_and_a_reducer_of_ones_own():
     assert torch.equal(metrics["own_ratio"], losses)
     reduce = loaded("pg_loss_reducer")([3, 2], [2, 1], [torch.ones(2), torch.zeros(1)], calculate_per_token_loss=False)
     assert reduce(torch.tensor([2.0, 3.0, 100.0])).item() == pytest.approx(0.005)
+
+
+def test_a_note_of_written_weights(tmp_path: Path):
+    folder = tmp_path / "weight_v000003"
+    folder.mkdir()
+    (folder / "model-00001-of-00001.safetensors").write_bytes(b"12345")
+    loaded("post_write")(Config(rollout_batch_size=1, output_dir=str(tmp_path)), str(folder), [])
+    assert json.loads((tmp_path / "versions.jsonl").read_text()) == {"version": "weight_v000003", "bytes": 5}
 
 
 def test_a_conversion_of_ones_own():

@@ -27,6 +27,7 @@ class Engine:
         self.tensors: dict[str, torch.Tensor] = {}
         self.fail_on: str | None = None
         self.stuck_version: str | None = None
+        self.is_sglang = False
         self.client: EngineClient
 
     def app(self) -> web.Application:
@@ -38,6 +39,7 @@ class Engine:
                 web.post("/update_weights_from_tensor", self.from_tensor),
                 web.post("/update_weights_from_disk", self.from_disk),
                 web.get("/get_weight_version", self.weight_version),
+                web.get("/model_info", self.model_info),
             ]
         )
         return app
@@ -77,6 +79,11 @@ class Engine:
 
     async def weight_version(self, request: web.Request) -> web.Response:
         await self.note(request)
+        if self.is_sglang:
+            raise web.HTTPNotFound(text=json.dumps({"detail": "use /model_info"}))
+        return web.json_response({"weight_version": self.stuck_version or self.version})
+
+    async def model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.stuck_version or self.version})
 
 

@@ -165,6 +165,15 @@ def test_requests_that_are_kept_are_not_flushed(publisher: Any, engines: Any, mo
     assert update["flush_cache"] is flushes
 
 
+def test_sglang_names_its_version_elsewhere(publisher: Any, engines: Any) -> None:
+    for engine in engines:
+        engine.is_sglang = True
+    assert publisher[1].publish(4).version == 4
+    engines[0].stuck_version = "3"
+    with pytest.raises(WeightVersionMismatch, match="version 3 after version 5"):
+        publisher[1].publish(5)
+
+
 def test_sglang_reads_a_folder_in_memory(
     tmp_path: Path, hf_folder: Path, engines: Any, source: Any, run_async: Any
 ) -> None:

@@ -194,8 +194,7 @@ def _meta_info(seq: Sequence, request: GenerateRequest, version: str) -> dict[st
     if len(seq.versions) > 1:
         ends = [start for _, start in seq.versions[1:]] + [len(seq.output_ids)]
         meta["weight_versions"] = [
-            {"weight_version": v, "start": start, "end": end}
-            for (v, start), end in zip(seq.versions, ends, strict=True)
+            {"version": v, "start": start, "end": end} for (v, start), end in zip(seq.versions, ends, strict=True)
         ]
     if seq.finished is not None:
         meta["e2e_latency"] = seq.finished - seq.arrived

@@ -12,7 +12,7 @@ from typing import Any
 from slime.cluster.devices import resolve_rollout_dtype
 from slime.config import Config
 from slime.config.suggest import did_you_mean
-from slime.engine.launch import Launch, engine_env
+from slime.engine.launch import STREAM_INTERVAL, Launch, engine_env
 from slime.engine.sglang.flags import OF_THE_RUN, Flags, check_flags, server_flags, write_flags
 from slime.engine.sglang.installed import Installed
 from slime.engine.sglang.topology import ServedModel, ServerGroup
@@ -99,6 +99,7 @@ def _own_flags(config: Config, device: str, group: ServerGroup, installed: Insta
         "log-level": config.log_level,
         "trust-remote-code": config.trust_remote_code,
         "enable-memory-saver": config.offload_rollout,
+        **({"stream-interval": STREAM_INTERVAL} if config.use_fault_tolerance else {}),
     }
     return {name: value for name, value in flags.items() if name in installed.options}
 
