@@ -110,3 +110,31 @@ def test_a_restart_storm_ends_with_a_sentence(folder: Path, tmp_path: Path) -> N
 
     with pytest.raises(RunFailed, match=r"restarts \(--engine-max-restarts\)"):
         train(folder, tmp_path, murderous, engine_max_restarts=1)
+
+
+KILLER = """\
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from tests.e2e.test_fault_tolerance import engine_pids
+
+
+def post_write(args, version_dir, rollout_engines):
+    marker = os.path.join(args.output_dir, "struck")
+    if version_dir.endswith("1") and not os.path.exists(marker):
+        open(marker, "w").close()
+        os.kill(engine_pids()[1], signal.SIGKILL)
+"""
+
+
+def test_an_engine_killed_in_the_middle_of_an_update_gets_it_after_its_restart(folder: Path, tmp_path: Path) -> None:
+    hook = tmp_path / "killer.py"
+    hook.write_text(KILLER.format(root=str(Path(__file__).parents[2])))
+    flags = {"update_weight_transport": "disk", "custom_update_weight_post_write_path": f"{hook}:post_write"}
+    result = train(folder, tmp_path, lambda args, sample: float(sample.index % 2), **flags)
+    assert (tmp_path / "run/struck").exists()
+    assert len(result.metrics) == ROLLOUTS
+    assert all(metrics["rollout/failed/count"] == 0.0 for metrics in result.metrics)
+    assert max(metrics["train/train_rollout_logprob_abs_diff_max"] for metrics in result.metrics) < 1e-3
+    log = (tmp_path / "run/logs/driver.log").read_text()
+    assert log.count("publishing version 1 again") == 1
+    assert log.count("is restarted") == 1
