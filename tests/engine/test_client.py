@@ -12,12 +12,12 @@ from aiohttp import web
 from slime.engine.client import (
     EngineClient,
     EngineFailed,
-    EnginePool,
     EngineProtocolError,
     EngineRejected,
     EngineTimeout,
     EngineUnreachable,
 )
+from slime.engine.pool import EnginePool
 from slime.engine.protocol import GenerateResult, rollout_sampling_params, sampling_seed
 from slime.engine.router import Router
 
