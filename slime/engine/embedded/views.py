@@ -34,6 +34,11 @@ class Part:
     offset: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part itself. A whole tensor may be stored in any order; the steps count elements in C order."""
+        if self.offset == 0 and self.shape == tuple(tensor.shape) and self.stride == _steps(self.shape):
+            return tensor
+        if not tensor.is_contiguous():
+            raise NoLayout(f"{self.source} is not stored in C order")
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
