@@ -39,6 +39,7 @@ def configure_logging(
     root.setLevel(threshold)
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(max(threshold, logging.WARNING))
+    logging.captureWarnings(False)  # somebody may have put the hook back since an earlier run in this process
     logging.captureWarnings(True)
     if run_dir is None:
         _add(root, logging.StreamHandler(sys.stderr), "stderr", logging.Formatter(_FORMAT))
