@@ -142,8 +142,9 @@ class Supervisor:
                 with self._lock:
                     if self._active.is_set():
                         self._round(probe=True)
-            except RunFailed as error:
-                self._give_up(f"looking after the engines failed: {error}", error)
+            except Exception as error:  # the thread's end would go unseen: `check` raises it in the driver
+                logger.exception("looking after the engines failed")
+                self._give_up(f"looking after the engines failed: {type(error).__name__}: {error}", error)
 
     def _round(self, *, probe: bool) -> None:
         sick = self._sick(probe)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from slime.config import Config
+from slime.data.bad_sample import keep_bad_sample
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.failures import mark_failed
@@ -61,7 +62,8 @@ def refuse_bad_rewards(args: Config, samples: Sequence[Sample], *, evaluation: b
         if not math.isfinite(float(value)):
             raise UserError(
                 f"sample {sample.index}: {_giver(args, sample)} gave the reward {float(value)}, which would spoil "
-                "every weight of the model: return a finite number, or raise to fail the sample"
+                "every weight of the model: return a finite number, or raise to fail the sample; the sample is in "
+                f"{keep_bad_sample(args.output_dir, None, sample.index, sample.to_dict())}"
             )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from slime.config import Config
+from slime.data.bad_sample import keep_bad_sample
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.shaping import shape_rewards
@@ -113,8 +114,8 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
         group_indices=groups,
         rollout_ids=rollout_ids,
         rollout_mask_sums=[mask_sums[rollout_id] for rollout_id in rollout_ids],
-        rollout_log_probs=_log_prob_column(samples, "rollout_log_probs"),
-        teacher_log_probs=_log_prob_column(samples, "teacher_log_probs"),
+        rollout_log_probs=_log_prob_column(samples, "rollout_log_probs", config.output_dir),
+        teacher_log_probs=_log_prob_column(samples, "teacher_log_probs", config.output_dir),
         train_metadata=[sample.train_metadata for sample in samples],
     )
 
@@ -165,7 +166,7 @@ def _complete_ids(ids: Sequence[int | None]) -> list[int]:
     return complete
 
 
-def _log_prob_column(samples: Sequence[Sample], name: str) -> list[np.ndarray] | None:
+def _log_prob_column(samples: Sequence[Sample], name: str, run_dir: str | None) -> list[np.ndarray] | None:
     """One array per sample, or None when a sample with a response has none."""
     given: list[Any] = [getattr(sample, name) for sample in samples]
     if any(value is None and sample.response_length for value, sample in zip(given, samples, strict=True)):
@@ -177,5 +178,8 @@ def _log_prob_column(samples: Sequence[Sample], name: str) -> list[np.ndarray] |
             raise UserError(f"sample {sample.index} has {len(column)} {kind} for {sample.response_length} tokens")
         if not np.isfinite(column).all():
             at = int(np.flatnonzero(~np.isfinite(column))[0])
-            raise UserError(f"sample {sample.index} has {name}[{at}] = {column[at]}: log-probs must be finite")
+            path = keep_bad_sample(run_dir, None, sample.index, sample.to_dict())
+            raise UserError(
+                f"sample {sample.index} has {name}[{at}] = {column[at]}: log-probs must be finite; it is in {path}"
+            )
     return columns

@@ -5,19 +5,16 @@ Invariant: training never updates weights from them, and the sample that brought
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime.data.bad_sample import keep_bad_sample
 from slime.errors import UserError
 from slime.train.distributed import Ranks
 from slime.train.rollout_data import PER_TOKEN, RolloutData
-
-FOLDER = "not_finite"
 
 
 def check_columns_finite(data: RolloutData, ranks: Ranks, *, rollout_id: int, run_dir: str) -> None:
@@ -46,11 +43,9 @@ def first_not_finite(column: Iterable[Tensor], masks: Iterable[Tensor]) -> int |
 def blame(data: RolloutData, position: int, what: str, *, rollout_id: int, run_dir: str) -> str:
     """Write the sample down; the sentence that names it."""
     index = data["sample_indices"][position]
-    path = Path(run_dir) / FOLDER / f"rollout_{rollout_id}-sample_{index}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     count = len(data["response_lengths"])
     row = {name: _plain(values[position]) for name, values in data.items() if _has(values, count)}
-    path.write_text(json.dumps({"rollout_id": rollout_id, "what": what, **row}, indent=1))
+    path = keep_bad_sample(run_dir, rollout_id, index, {"rollout_id": rollout_id, "what": what, **row})
     return (
         f"sample {index} of rollout {rollout_id} has {what}; nothing was updated, the sample is in {path}: look at its "
         "tokens, log-probs and reward, or lower --lr"

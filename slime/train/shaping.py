@@ -13,6 +13,7 @@ from slime.algorithms.overlong import overlong_penalties
 from slime.algorithms.rewards import normalize_group_rewards
 from slime.algorithms.rloo import leave_one_out_rewards
 from slime.config import Config
+from slime.data.bad_sample import keep_bad_sample
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.plugins import load_function
@@ -51,7 +52,11 @@ def _reward_of(config: Config, sample: Sample, excluded: bool) -> float:
         raise UserError(f"sample {sample.index} has no reward: its reward function must set one or fail the sample")
     reward = float(sample.get_reward_value(config))
     if not math.isfinite(reward) and not excluded:
-        raise UserError(f"sample {sample.index} has reward {reward}: rewards must be finite, see its reward function")
+        path = keep_bad_sample(config.output_dir, None, sample.index, sample.to_dict())
+        raise UserError(
+            f"sample {sample.index} has reward {reward}: rewards must be finite (see its reward function); it is in "
+            f"{path}"
+        )
     return reward
 
 
@@ -75,5 +80,8 @@ def _custom(
         raise UserError(f"{path} returned {len(raw)} and {len(rewards)} rewards for {len(samples)} samples")
     for sample, reward, skip in zip(samples, rewards, excluded, strict=True):
         if not skip and not math.isfinite(reward):
-            raise UserError(f"{path} returned reward {reward} for sample {sample.index}: rewards must be finite")
+            kept = keep_bad_sample(config.output_dir, None, sample.index, sample.to_dict())
+            raise UserError(
+                f"{path} returned reward {reward} for sample {sample.index}: rewards must be finite; it is in {kept}"
+            )
     return [float(value) for value in raw], [float(value) for value in rewards]

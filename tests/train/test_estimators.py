@@ -280,6 +280,19 @@ def test_a_reward_that_is_no_number_names_its_sample(reward: float, model_folder
     groups[1][2].reward = reward
     with pytest.raises(UserError, match=r"sample 5 has reward (nan|inf)"):
         make_train_batch(config_for(model_folder("llama"), tmp_path), flatten_samples(groups))
+    kept = json.loads((tmp_path / "not_finite" / "sample_5.json").read_text())
+    assert (kept["index"], kept["tokens"]) == (5, groups[1][2].tokens)
+
+
+def test_an_engine_log_prob_that_is_no_number_names_its_sample_and_keeps_it(
+    model_folder: Folder, tmp_path: Path
+) -> None:
+    groups = make_samples(3, 3)
+    assert groups[0][1].rollout_log_probs is not None
+    groups[0][1].rollout_log_probs[0] = -math.inf
+    with pytest.raises(UserError, match=r"sample 1 has rollout_log_probs\[0\] = -inf"):
+        make_train_batch(config_for(model_folder("llama"), tmp_path), flatten_samples(groups))
+    assert (tmp_path / "not_finite" / "sample_1.json").is_file()
 
 
 def test_a_conversion_of_the_users_own_and_the_dump_of_what_training_computed(
