@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from slime.engine.client import EngineClient, EngineRejected
 from slime.models.delta_folder import INDEX_NAME, DeltaIndex, name_files, write_index
 from slime.models.files import fsync_path
-from slime.weights.disk import DiskPublisher, file_bytes
+from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
 from slime.weights.local_checkpoint import LocalCheckpoint, LocalCheckpointBroken
 from slime.weights.publisher import RunAsync, Settings, Staged, WeightSource, written_or_failed
 
@@ -30,25 +30,13 @@ class DeltaPublisher(DiskPublisher):
         source: WeightSource,
         clients: Sequence[EngineClient],
         run_async: RunAsync,
+        folders: VersionFolders,
+        settings: Settings | None = None,
         *,
-        root: Path,
-        hf_checkpoint: Path,
         encoding: str,
         checksum: str,
-        settings: Settings | None = None,
-        keep_files: bool = False,
-        on_written: Callable[[Path], None] | None = None,
     ) -> None:
-        super().__init__(
-            source,
-            clients,
-            run_async,
-            root=root,
-            hf_checkpoint=hf_checkpoint,
-            settings=settings,
-            keep_files=keep_files,
-            on_written=on_written,
-        )
+        super().__init__(source, clients, run_async, folders, settings)
         self._encoding = encoding
         self._checksum = checksum
         self._base: int | None = None
@@ -115,28 +103,14 @@ class LocalDeltaPublisher(DeltaPublisher):
         source: WeightSource,
         clients: Sequence[EngineClient],
         run_async: RunAsync,
+        folders: VersionFolders,
+        settings: Settings | None = None,
         *,
-        local: Path,
-        root: Path,
-        hf_checkpoint: Path,
         encoding: str,
         checksum: str,
-        settings: Settings | None = None,
-        keep_files: bool = False,
-        on_written: Callable[[Path], None] | None = None,
+        local: Path,
     ) -> None:
-        super().__init__(
-            source,
-            clients,
-            run_async,
-            root=root,
-            hf_checkpoint=hf_checkpoint,
-            encoding=encoding,
-            checksum=checksum,
-            settings=settings,
-            keep_files=keep_files,
-            on_written=on_written,
-        )
+        super().__init__(source, clients, run_async, folders, settings, encoding=encoding, checksum=checksum)
         self._local = LocalCheckpoint(local)
 
     def _stage(self, version: int) -> Staged:

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from slime.engine.client import EngineClient
@@ -21,29 +22,31 @@ _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 _VERSION_NAME = re.compile(r"weight_v(\d{6,})")
 
 
-class DiskPublisher(WeightPublisher):
-    """Writes versions into `root`, with the config and tokenizer files of `hf_checkpoint` beside the tensors.
+@dataclass(frozen=True)
+class VersionFolders:
+    """Where versions are written: under `root`, with the config and tokenizer files of `hf_checkpoint` beside the
+    tensors. `on_written` is called with the folder of a version once it is complete."""
 
-    `on_written` is called with the folder of a version once it is complete.
-    """
+    root: Path
+    hf_checkpoint: Path
+    keep_files: bool = False
+    on_written: Callable[[Path], None] | None = None
+
+
+class DiskPublisher(WeightPublisher):
+    """Names the folder of each version to the engines."""
 
     def __init__(
         self,
         source: WeightSource,
         clients: Sequence[EngineClient],
         run_async: RunAsync,
-        *,
-        root: Path,
-        hf_checkpoint: Path,
+        folders: VersionFolders,
         settings: Settings | None = None,
-        keep_files: bool = False,
-        on_written: Callable[[Path], None] | None = None,
     ) -> None:
         super().__init__(source, clients, run_async, settings=settings)
-        self._root = root.absolute()
-        self._hf_checkpoint = hf_checkpoint
-        self._keep_files = keep_files
-        self._on_written = on_written
+        self._folders = folders
+        self._root = folders.root.absolute()
         self._root.mkdir(parents=True, exist_ok=True)
 
     def _stage(self, version: int) -> Staged:
@@ -51,7 +54,7 @@ class DiskPublisher(WeightPublisher):
             written = [Path(path) for path in self._source.export_weights(unfinished, version)]
             names = _name_like_a_checkpoint(written, unfinished)
             size = file_bytes(unfinished / name for name in names)
-            copy_model_assets(self._hf_checkpoint, unfinished)
+            copy_model_assets(self._folders.hf_checkpoint, unfinished)
         return Staged(size, self._folder_of(version))
 
     def _folder_of(self, version: int) -> Path:
@@ -71,8 +74,8 @@ class DiskPublisher(WeightPublisher):
             raise
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
-        if self._on_written is not None:
-            self._on_written(folder)
+        if self._folders.on_written is not None:
+            self._folders.on_written(folder)
 
     async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
         assert staged.folder is not None
@@ -81,7 +84,7 @@ class DiskPublisher(WeightPublisher):
         )
 
     def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
-        for folder in self._root.iterdir() if arrived and not self._keep_files else ():
+        for folder in self._root.iterdir() if arrived and not self._folders.keep_files else ():
             match = _VERSION_NAME.fullmatch(folder.name)
             if match and int(match[1]) < version:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.engine.client import EngineClient
-from slime.weights.disk import DiskPublisher, file_bytes
+from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
 from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource
 from slime.weights.staging import StagingFolder, remove_stale
 
@@ -71,9 +71,7 @@ class FolderInMemoryPublisher(DiskPublisher):
     ) -> None:
         remove_stale(root)
         self._staging = StagingFolder(root)
-        super().__init__(
-            source, clients, run_async, root=self._staging.path, hf_checkpoint=hf_checkpoint, settings=settings
-        )
+        super().__init__(source, clients, run_async, VersionFolders(self._staging.path, hf_checkpoint), settings)
 
     def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
         assert staged.folder is not None

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from slime.config import Config
 from slime.engine.client import EngineClient, PauseMode
@@ -16,7 +16,7 @@ from slime.plugins import load_function
 from slime.weights.broadcast import BroadcastPublisher
 from slime.weights.check import ChecksumCheck, ReloadCheck
 from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
-from slime.weights.disk import DiskPublisher
+from slime.weights.disk import DiskPublisher, VersionFolders
 from slime.weights.kind import EngineKind
 from slime.weights.publisher import RunAsync, Settings, WeightPublisher, WeightSource
 from slime.weights.staging import choose_root
@@ -83,20 +83,19 @@ def make_publisher(
             processes_per_engine=config.rollout_num_gpus_per_engine if engine_kind == "sglang" else 1,
             settings=settings,
         )
-    on_disk: dict[str, Any] = {
-        "root": Path(config.update_weight_disk_dir or Path(run_dir) / "weights"),
-        "hf_checkpoint": Path(config.hf_checkpoint or ""),
-        "settings": settings,
-        "keep_files": config.update_weight_disk_keep_files,
-        "on_written": _post_write_hook(config, clients),
-    }
+    folders = VersionFolders(
+        Path(config.update_weight_disk_dir or Path(run_dir) / "weights"),
+        Path(config.hf_checkpoint or ""),
+        keep_files=config.update_weight_disk_keep_files,
+        on_written=_post_write_hook(config, clients),
+    )
     if config.update_weight_mode == "full":
-        return DiskPublisher(source, clients, run_async, **on_disk)
-    on_disk |= {"encoding": config.update_weight_delta_encoding, "checksum": config.update_weight_delta_checksum}
+        return DiskPublisher(source, clients, run_async, folders, settings)
+    kind = {"encoding": config.update_weight_delta_encoding, "checksum": config.update_weight_delta_checksum}
     if engine_kind == "embedded":
-        return DeltaPublisher(source, clients, run_async, **on_disk)
+        return DeltaPublisher(source, clients, run_async, folders, settings, **kind)
     local = Path(config.update_weight_local_checkpoint_dir or Path(run_dir) / "weights_local")
-    return LocalDeltaPublisher(source, clients, run_async, local=local, **on_disk)
+    return LocalDeltaPublisher(source, clients, run_async, folders, settings, **kind, local=local)
 
 
 def largest_export_bytes(hf_checkpoint: Path) -> int:

@@ -25,6 +25,7 @@ from slime.train.group import TrainerDied, TrainerGroup
 from slime.weights import make_publisher
 from slime.weights.check import ChecksumCheck, WeightsDiffer
 from slime.weights.delta import DeltaPublisher
+from slime.weights.disk import VersionFolders
 from tests.tiny_models import make_model_folder
 from tests.weights.conftest import Loop
 from tests.weights.model_source import ModelSource
@@ -62,8 +63,8 @@ def make_delta_publisher(
     source: ModelSource, clients: list[EngineClient], run_async: Loop, folder: Path, root: Path, **more: Any
 ) -> DeltaPublisher:
     return DeltaPublisher(
-        source, clients, run_async, root=root, hf_checkpoint=folder, encoding=source.encoding,
-        checksum=source.checksum, **more,
+        source, clients, run_async, VersionFolders(root, folder, **more), encoding=source.encoding,
+        checksum=source.checksum,
     )  # fmt: skip
 
 

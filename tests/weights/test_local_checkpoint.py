@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from slime.models.delta_folder import safetensors_entries
 from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
+from slime.weights.disk import VersionFolders
 from slime.weights.local_checkpoint import LocalCheckpoint, LocalCheckpointBroken
 from tests.tiny_models import make_model_folder
 from tests.weights.conftest import Engine, Loop
@@ -30,8 +31,8 @@ def source(request: pytest.FixtureRequest, model_folder: Path) -> ModelSource:
 def write_versions(source: ModelSource, model_folder: Path, root: Path, count: int) -> list[Path]:
     """Version 1 whole, the following as deltas; nobody listens."""
     publisher = DeltaPublisher(
-        source, [], lambda coro: coro.close(), root=root, hf_checkpoint=model_folder, encoding=source.encoding,
-        checksum=source.checksum, keep_files=True,
+        source, [], lambda coro: coro.close(), VersionFolders(root, model_folder, keep_files=True),
+        encoding=source.encoding, checksum=source.checksum,
     )  # fmt: skip
     folders = []
     for version in range(1, count + 1):
@@ -98,8 +99,8 @@ def test_engines_that_load_folders_get_deltas_through_one(
     tmp_path: Path, model_folder: Path, source: ModelSource, engines: list[Engine], run_async: Loop
 ) -> None:
     publisher = LocalDeltaPublisher(
-        source, [engine.client for engine in engines], run_async, local=tmp_path / "local", root=tmp_path / "versions",
-        hf_checkpoint=model_folder, encoding=source.encoding, checksum=source.checksum,
+        source, [engine.client for engine in engines], run_async, VersionFolders(tmp_path / "versions", model_folder),
+        local=tmp_path / "local", encoding=source.encoding, checksum=source.checksum,
     )  # fmt: skip
     results = []
     for version in range(4):

@@ -13,7 +13,7 @@ from slime.config import Config
 from slime.engine.client import EngineFailed
 from slime.errors import RunFailed, UserError
 from slime.weights import PublishResult, WeightPublisher, WeightVersionMismatch, choose_transport, make_publisher
-from slime.weights.disk import DiskPublisher, copy_model_assets
+from slime.weights.disk import DiskPublisher, VersionFolders, copy_model_assets
 from slime.weights.publisher import Settings
 from slime.weights.tensor import FolderInMemoryPublisher, TensorPublisher
 from slime.weights.transport import largest_export_bytes
@@ -46,7 +46,7 @@ def publisher(
         root.mkdir()
         made: WeightPublisher = TensorPublisher(source, clients, run_async, root=root)
     else:
-        made = DiskPublisher(source, clients, run_async, root=tmp_path / "versions", hf_checkpoint=hf_folder)
+        made = DiskPublisher(source, clients, run_async, VersionFolders(tmp_path / "versions", hf_folder))
     yield request.param, made
     made.close()
 
