@@ -84,7 +84,7 @@ def test_the_cut_into_micro_batches_changes_nothing(estimator: str, model_folder
             torch.testing.assert_close(tensor, outcomes[0][1][name], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["ppo", "gspo", "dapo"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_two_ranks_compute_what_one_does(estimator: str, model_folder: Folder, tmp_path: Path) -> None:
     folder = model_folder("qwen3")
     groups = close_to_policy(make_samples(3, 3), folder)
@@ -101,7 +101,7 @@ def test_two_ranks_compute_what_one_does(estimator: str, model_folder: Folder, t
         outcomes.append((result, weights))
     (one, one_weights), (two, two_weights) = outcomes
     for first, second in zip(one.metrics, two.metrics, strict=True):
-        assert first == pytest.approx(second, rel=1e-4, abs=1e-6)
+        assert first == pytest.approx(second, rel=1e-5, abs=1e-6)
     for name, tensor in one_weights.items():
         torch.testing.assert_close(two_weights[name], tensor, atol=1e-6, rtol=1e-5)
 
