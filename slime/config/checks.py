@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slime.config.algorithm import NONZERO_STD_FILTER, algorithm_contradictions
+from slime.config.asynchronous import async_contradictions
 from slime.config.config import Config
 from slime.config.eval_datasets import eval_datasets, evaluates
+from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
 from slime.config.shape_flags import read_model_config
@@ -23,7 +25,13 @@ DUMP_SUFFIXES = (".jsonl", ".pt")
 """Kinds of files that hold the samples of a rollout."""
 
 _SLICE = re.compile(r"(?P<path>.*)@\[-?\d*:-?\d*\]")
-_BUILT_IN = (DEFAULT_DATA_SOURCE, DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION, NONZERO_STD_FILTER)
+_BUILT_IN = (
+    DEFAULT_DATA_SOURCE,
+    DEFAULT_ROLLOUT_FUNCTION,
+    FULLY_ASYNC_ROLLOUT_FUNCTION,
+    SFT_ROLLOUT_FUNCTION,
+    NONZERO_STD_FILTER,
+)
 
 
 def check_flags_fit(config: Config) -> None:
@@ -37,6 +45,7 @@ def check_flags_fit(config: Config) -> None:
 def _contradictions(config: Config) -> Iterator[str]:
     yield from _length_and_data(config)
     yield from _placement(config)
+    yield from async_contradictions(config)
     yield from _algorithm(config)
     yield from _evaluation(config)
     yield from _saving(config)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime.config.groups.algorithm import AlgorithmFlags
+from slime.config.groups.asynchronous import AsyncFlags
 from slime.config.groups.checkpoint import CheckpointFlags
 from slime.config.groups.cluster import ClusterFlags
 from slime.config.groups.correction import CorrectionFlags
@@ -36,6 +37,7 @@ GROUPS: tuple[type, ...] = (
     ModelFlags,
     DataFlags,
     RolloutFlags,
+    AsyncFlags,
     RewardFlags,
     EvalFlags,
     AlgorithmFlags,
@@ -57,6 +59,7 @@ class Config(
     ModelFlags,
     DataFlags,
     RolloutFlags,
+    AsyncFlags,
     RewardFlags,
     EvalFlags,
     AlgorithmFlags,

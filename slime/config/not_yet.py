@@ -5,7 +5,7 @@ from __future__ import annotations
 _NAMES = """
     train-backend offload offload-train no-offload-train distributed-backend qwen-gdn-backend train-env-vars
     release-train custom-model-provider-path recompute-loss-function freeze-indexer allgather-cp model-name
-    update-weights-interval rollout-data-transport multimodal-keys log-probs-max-tokens-per-gpu eval-max-context-len
+    rollout-data-transport multimodal-keys log-probs-max-tokens-per-gpu eval-max-context-len
     ref-ckpt-step async-save use-stateless-adam use-routing-replay use-rollout-routing-replay opd-teacher-ckpt-step
     wandb-always-use-train-step load-forge-rollout-data memory-snapshot-dir memory-snapshot-num-steps profile-target
     memory-recorder record-memory-history http-proxy use-distributed-post rollout-buffer-url
@@ -15,7 +15,6 @@ _NAMES = """
     custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path
     megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules megatron-deepgemm-moe-forward-layers
     megatron-deepgemm-moe-forward-modules padded-vocab-size sglang-custom-pull-weights-pre-read-hook
-    async-buffer-size
 """
 
 NOT_YET: frozenset[str] = frozenset(_NAMES.split())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.algorithm import derive_algorithm, has_critic
+from slime.config.asynchronous import derive_async, is_async
 from slime.config.batch import derive_batch_sizes
 from slime.config.checks import check_files, check_flags_fit, check_plugins
 from slime.config.config import FLAG_SPECS, Config
@@ -41,6 +42,7 @@ def derive(config: Config) -> Config:
     """Fill in derived values only; nothing outside the config is looked at but the presence of a GPU."""
     for step in (
         _derive_modes,
+        derive_async,
         derive_algorithm,
         _derive_rollout_function,
         _derive_placement,
@@ -92,6 +94,8 @@ def _derive_rollout_function(config: Config) -> Config:
 
 def _derive_placement(config: Config) -> Config:
     colocate, rollout_gpus = config.colocate, config.rollout_num_gpus
+    if rollout_gpus is None and is_async(config) and not colocate:
+        rollout_gpus = config.rollout_num_gpus_per_engine
     if rollout_gpus is None:
         colocate, rollout_gpus = True, config.actor_num_nodes * config.actor_num_gpus_per_node
     return config.replace(colocate=colocate, rollout_num_gpus=rollout_gpus)

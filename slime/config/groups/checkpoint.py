@@ -19,4 +19,7 @@ class CheckpointFlags:
     )
     no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
     ckpt_keep: int | None = flag(None, "keep only the last so many checkpoints", check=at_least(1), derived="all")
+    keep_samples: bool = flag(
+        False, "samples stay in the journal of the run folder; otherwise those of a checkpoint are removed with it"
+    )
     seed: int = flag(1234, "seed of everything random in training")

@@ -29,6 +29,9 @@ class RolloutFlags:
     rollout_stop: list[str] | None = flag(None, "strings that end a response", metavar="TEXT")
     rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response", metavar="ID")
     rollout_skip_special_tokens: bool = flag(False, "leave special tokens out of the response text")
+    rollout_sample_timeout: float = flag(
+        7200.0, "seconds until one sample must be generated, tools and hooks included", check=above(0)
+    )
     max_turns: int | None = flag(None, "most turns of a multi-turn generate function", check=at_least(1))
     rollout_sample_filter_path: str | None = flag(
         None, "function (args, groups) that marks samples to leave out of training"

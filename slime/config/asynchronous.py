@@ -1,0 +1,82 @@
+"""Which loop a run uses, and what does not go together with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from slime.config.config import Config
+from slime.config.groups.asynchronous import FULL, FULLY_ASYNC_ROLLOUT_FUNCTION, ONE_STEP, SYNC
+from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.errors import UserError
+
+DEFAULT_STALENESS = 2
+
+
+def is_async(config: Config) -> bool:
+    """Whether anything is generated while the trainers work; a staleness of 0 leaves no room for that."""
+    return config.async_mode in (ONE_STEP, FULL) and config.max_weight_staleness != 0
+
+
+def derive_async(config: Config) -> Config:
+    """The mode, from its flag or from the name of upstream's fully asynchronous rollout function."""
+    changes: dict[str, Any] = {}
+    if config.rollout_function_path == FULLY_ASYNC_ROLLOUT_FUNCTION:
+        if config.async_mode == SYNC:
+            raise UserError("--async-mode sync contradicts the fully asynchronous --rollout-function-path: drop one")
+        changes |= {"async_mode": FULL, "rollout_function_path": DEFAULT_ROLLOUT_FUNCTION}
+    elif config.async_mode is None:
+        changes["async_mode"] = SYNC
+    mode = changes.get("async_mode", config.async_mode)
+    if mode == FULL and config.max_weight_staleness is None:
+        changes["max_weight_staleness"] = DEFAULT_STALENESS
+    if mode == FULL and config.max_weight_staleness != 0 and config.update_weight_pause_mode == "abort":
+        changes["update_weight_pause_mode"] = "in_place"  # running requests go on where they are
+    return config.replace(**changes)
+
+
+def async_contradictions(config: Config) -> Iterator[str]:
+    """Sentences about flags that exclude each other."""
+    mode = config.async_mode
+    if config.update_weights_interval > 1 and not is_async(config):
+        yield (
+            f"--update-weights-interval {config.update_weights_interval} is for asynchronous modes: the synchronous "
+            "loop updates the weights after every step; use --async-mode one-step or full"
+        )
+    if not is_async(config):
+        return
+    if config.colocate:
+        yield (
+            f"--async-mode {mode} generates while it trains, but --colocate makes engines and trainers take turns on "
+            "the same GPUs: give the engines their own with --rollout-num-gpus, or use --async-mode sync"
+        )
+    if config.offload_rollout:
+        yield (
+            f"--offload-rollout takes the engines' memory away during training, when --async-mode {mode} needs them: "
+            "drop one"
+        )
+    for flag, given in (
+        ("--debug-train-only", config.debug_train_only),
+        ("--debug-rollout-only", config.debug_rollout_only),
+    ):
+        if given:
+            yield f"{flag} leaves one half of the loop out, so nothing can overlap: drop --async-mode {mode}"
+    if mode == FULL and config.rollout_function_path not in (DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION):
+        yield (
+            f"--async-mode full generates by itself, but --rollout-function-path {config.rollout_function_path} makes "
+            "whole rollouts: use --async-mode one-step"
+        )
+    if mode == FULL and config.loss_type == "sft_loss":
+        yield "--async-mode full is about sampled responses: supervised training has none, use --async-mode one-step"
+    interval, staleness = config.update_weights_interval, config.max_weight_staleness
+    if mode == FULL and staleness is not None and staleness < interval:
+        yield (
+            f"--max-weight-staleness {staleness} is less than --update-weights-interval {interval}: samples would be "
+            "too old before new weights arrive"
+        )
+    needed = config.async_buffer_size + interval - 1
+    if mode == ONE_STEP and staleness is not None and staleness < needed:
+        yield (
+            f"--max-weight-staleness {staleness} cannot be kept: rollouts that lie ready (--async-buffer-size "
+            f"{config.async_buffer_size}, --update-weights-interval {interval}) are up to {needed} steps old"
+        )
