@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from slime.errors import RunFailed, UserError
+
+if TYPE_CHECKING:
+    from slime.config import Config
 
 _USAGE = """\
 usage: slime COMMAND ...
 
   train     train a model; the same as python train.py (slime train --help lists the flags)
+  train-async  the same, generating while it trains (--async-mode one-step or full); python train_async.py
   plan      say what a training run would do, and stop; the same as slime train --dry-run
   serve     start the embedded inference engine alone (slime serve --help), or with --rollout-backend or
             --rollout-num-gpus several engines and a router (the engine flags of train)
@@ -47,6 +52,7 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
 
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "train": _train,
+        "train-async": _train_async,
         "plan": _plan,
         "serve": _serve,
         "flags": _flags,
@@ -64,7 +70,21 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
 def _train(words: Sequence[str]) -> int:
     from slime.config import parse_args
 
-    config = parse_args(words)
+    return _run(parse_args(words))
+
+
+def _train_async(words: Sequence[str]) -> int:
+    from slime.config import resolve
+    from slime.config.groups.asynchronous import ONE_STEP
+    from slime.config.parser import parse_flags
+
+    config = parse_flags(words)
+    if config.async_mode is None:
+        config = config.replace(async_mode=ONE_STEP)
+    return _run(resolve(config))
+
+
+def _run(config: Config) -> int:
     if config.dry_run:
         from slime.plan import detect_device, make_plan
 

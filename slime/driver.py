@@ -1,13 +1,17 @@
-"""The synchronous loop: generate, train, publish the weights, evaluate; and what has to live for it.
+"""The loop: get a rollout, train on it, publish the weights, evaluate; and what has to live for it.
 
     prompts ─► ROLLOUT ──samples──► BUFFER ──batches──► TRAINING
                   ▲                                        │
                   └────────────── weights ─────────────────┘
 
-Invariants: rollout r is sampled with weight version r exactly (version 0 are the weights the run starts with), and a
-checkpoint of rollout r holds the data position after r, so a resumed run goes on as if it had never stopped. Whatever
-ends the run, no process of it is left behind. The debug modes run one half of the loop: without trainers nothing is
-trained, published or saved; without engines nothing is evaluated.
+The modes differ only in the feed that rollouts come from (`slime.rollout.feed`): made on demand, one step ahead, or
+taken from a generation that never stops.
+
+Invariants: training on rollout r makes weight version r + 1 (version 0 are the weights the run starts with); without
+asynchrony rollout r is sampled with version r exactly. Every sample is in the journal from the moment its prompt is
+handed out; rollouts that the last checkpoint does not cover are trained on again as they were, so a resumed run goes on
+as if it had never stopped. Whatever ends the run, no process of it is left behind. The debug modes run one half of the
+loop: without trainers nothing is trained, published or saved; without engines nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -27,8 +31,10 @@ from typing import Any
 from slime.cluster.devices import gpu_count, resolve_device
 from slime.cluster.process import process_tree
 from slime.config import Config, resolve, save_config
+from slime.config.asynchronous import is_async
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.tokenizer import load_tokenizer
 from slime.data.user_source import make_data_source
 from slime.engine.fleet import fixed_ports
@@ -44,10 +50,12 @@ from slime.observe.summary import show_summary
 from slime.parts import Parts
 from slime.plan import make_plan, needs_engines
 from slime.plugins import load_function
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, leaves
-from slime.rollout.dump import DumpedRollouts, save_evaluation, save_rollout
+from slime.rollout.base_types import RolloutFnEvalOutput, call_rollout_fn
+from slime.rollout.dump import DumpedRollouts, save_evaluation
 from slime.rollout.evaluate import read_eval_datasets
-from slime.rollout.metrics import eval_metrics, rollout_metrics
+from slime.rollout.feed import Feed, make_feed
+from slime.rollout.maker import Generated, RolloutMaker
+from slime.rollout.metrics import eval_metrics
 from slime.train.self_check import check_numbers
 
 logger = logging.getLogger(__name__)
@@ -64,15 +72,6 @@ class TrainingResult:
     evaluations: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     seconds: float = 0.0
     peak_memory_gib: float = 0.0
-
-
-@dataclass
-class Generated:
-    """One rollout with its metrics; `is_logged` when a function of the user has logged these already."""
-
-    samples: list[Any]
-    metrics: dict[str, Any]
-    is_logged: bool
 
 
 def train(config: Config, *, reward: Callable[..., Any] | None = None) -> TrainingResult:
@@ -92,7 +91,8 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None) -> Traini
     datasets = _eval_prompts(config)
     with terminated_like_interrupt(), RunDir(config.output_dir) as run_dir, ExitStack() as stack:
         memory = stack.enter_context(MemorySampler(lambda: process_tree(os.getpid())))
-        run = Run(config, device, run_dir, stack, data_source, reward)
+        journal = _open_journal(config, run_dir, stack)
+        run = Run(config, device, run_dir, stack, data_source, journal, reward)
         with failures_with_context(run):
             run.runtime.eval_datasets.update(datasets)
             run.loop()
@@ -111,13 +111,15 @@ class Run:
         run_dir: RunDir,
         stack: ExitStack,
         data_source: Any,
+        journal: Journal | None,
         reward: Callable[..., Any] | None,
     ) -> None:
         self.device = device
         self.run_dir = run_dir
         self.result = TrainingResult(run_dir.path)
         self._began = time.monotonic()
-        self.data_source = data_source
+        self.journal = journal
+        self.data_source = data_source if journal is None else JournaledSource(data_source, journal)
         self.total = _num_rollout(config, data_source)
         self.config = config = config.replace(num_rollout=self.total)
         self.progress: Progress = stack.enter_context(make_progress(config, self.total))
@@ -133,24 +135,49 @@ class Run:
         self.config = config = self.parts.config
         self.runtime, self.trainers, self.start = self.parts.runtime, self.parts.trainers, self.parts.start
         save_config(config, run_dir.config)
-        data_source.load(self.start - 1)
+        self.runtime.journal = journal
         if self.start:
             self.progress.message(f"resuming from {config.load} at step {self.start + 1}")
+        self.replayed = self._resume_data()
         self.metrics = MetricsLog(run_dir, config, start_rollout_id=self.start)
         stack.callback(self.metrics.close)
-        self._rollout_fn = _rollout_function(config.rollout_function_path, "--rollout-function-path")
-        if isinstance(data_source, DumpedRollouts):
-            self._rollout_fn = data_source.generate_rollout
         self._eval_fn = _rollout_function(config.eval_function_path, "--eval-function-path")
-        self._log_rollout = _log_function(
-            config.custom_rollout_log_function_path,
-            "--custom-rollout-log-function-path",
-            ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),
-        )
         self._log_eval = _log_function(
             config.custom_eval_rollout_log_function_path,
             "--custom-eval-rollout-log-function-path",
             ("rollout_id", "args", "data", "extra_metrics"),
+        )
+
+    def _resume_data(self) -> list[int]:
+        """Put the data source where the checkpoint left it; the rollouts that the journal has already."""
+        if self.journal is None:
+            self.data_source.load(self.start - 1)
+            return []
+        replayed: list[int] = self.data_source.resume(self.start)
+        if replayed:
+            self.progress.message(f"the journal has {len(replayed)} rollout(s) that were made before: used again")
+        return replayed
+
+    def _make_feed(self) -> Feed:
+        config = self.config
+        log = _log_function(
+            config.custom_rollout_log_function_path,
+            "--custom-rollout-log-function-path",
+            ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),
+        )
+        rollout_fn = _rollout_function(config.rollout_function_path, "--rollout-function-path")
+        if isinstance(self.data_source, DumpedRollouts):
+            rollout_fn = self.data_source.generate_rollout
+        maker = RolloutMaker(
+            self.runtime.args,
+            rollout_fn,
+            self.data_source,
+            journal=self.journal,
+            log=log,
+            at_work=self.parts.engines_at_work,
+        )
+        return make_feed(
+            maker, self.runtime, self.data_source, start=self.start, total=self.total, replayed=self.replayed
         )
 
     # the loop
@@ -160,34 +187,32 @@ class Run:
         self.publish_weights(self.start)
         if total == 0 or (self.start == 0 and not config.skip_eval_before_train):
             self.evaluate(self.start)
-        for rollout_id in range(self.start, total):
-            began = time.monotonic()
-            rollout = self.generate(rollout_id)
-            after = self.train_on(rollout_id, rollout)
-            if _due(rollout_id, config.save_interval, total):
-                self.save(rollout_id)
-            after |= self.publish_weights(rollout_id + 1)
-            after["perf/step_time"] = time.monotonic() - began
-            logged = after if rollout.is_logged else rollout.metrics | after
-            self.metrics.log(_without(logged, "train/"), rollout_id, "rollout", rollout_id=rollout_id)
-            self.result.metrics.append(rollout.metrics | after)
-            self.progress.step(rollout_id, rollout.metrics | after)
-            if _due(rollout_id, config.eval_interval, total):
-                self.evaluate(rollout_id + 1)
+        with closing(self._make_feed()) as feed:
+            for rollout_id in range(self.start, total):
+                began = time.monotonic()
+                rollout = self.next_rollout(feed, rollout_id)
+                waited = time.monotonic() - began
+                after = self.train_on(rollout_id, rollout)
+                if _due(rollout_id, config.save_interval, total):
+                    self.save(rollout_id)
+                if _due(rollout_id, config.update_weights_interval, total):
+                    with feed.undisturbed():
+                        after |= self.publish_weights(rollout_id + 1)
+                    feed.weights_arrived(rollout_id + 1)
+                after |= {"perf/rollout_wait_time": waited, "perf/step_time": time.monotonic() - began}
+                logged = after if rollout.is_logged else rollout.metrics | after
+                self.metrics.log(_without(logged, "train/"), rollout_id, "rollout", rollout_id=rollout_id)
+                self.result.metrics.append(rollout.metrics | after)
+                self.progress.step(rollout_id, rollout.metrics | after)
+                if _due(rollout_id, config.eval_interval, total):
+                    with feed.undisturbed():
+                        self.evaluate(rollout_id + 1)
 
-    def generate(self, rollout_id: int) -> Generated:
+    def next_rollout(self, feed: Feed, rollout_id: int) -> Generated:
         self.progress.status("rollout", f"generating {self.config.rollout_batch_size} groups")
-        args, began = self.runtime.args, time.monotonic()
-        with self.parts.engines_at_work():
-            output = call_rollout_fn(self._rollout_fn, args, rollout_id, self.data_source, evaluation=False)
-        assert isinstance(output, RolloutFnTrainOutput)
-        seconds = time.monotonic() - began
-        save_rollout(self.config, rollout_id, output.samples)
-        samples = list(leaves(output.samples))
-        metrics = rollout_metrics(args, samples, seconds) if output.metrics is None else dict(output.metrics)
-        is_logged = self._log_rollout(rollout_id, args, samples, dict(metrics), seconds) is True
-        self.progress.status("rollout", "waiting")
-        return Generated(output.samples, metrics, is_logged)
+        rollout = feed.get(rollout_id)
+        self.progress.status("rollout", "generating on" if is_async(self.config) else "waiting")
+        return rollout
 
     def train_on(self, rollout_id: int, rollout: Generated) -> dict[str, Any]:
         """Train on a rollout; its metrics, without any of an optimizer step when it filled none."""
@@ -204,6 +229,10 @@ class Run:
         if self.config.ci_test and trained.metrics:
             check_numbers(self.config, rollout_id, trained.metrics)
         self.progress.status("trainer", "waiting")
+        if self.journal is not None:
+            self.journal.consumed(rollout_id)
+            if self.config.save is None:  # there is nothing to go back to
+                self.journal.checkpointed(rollout_id)
         return trained.rollout_metrics | (trained.metrics[-1] if trained.metrics else {})
 
     def publish_weights(self, version: int) -> dict[str, float]:
@@ -242,6 +271,8 @@ class Run:
             self.progress.status("trainer", "saving a checkpoint")
             self.data_source.save(rollout_id)
             self.trainers.save(rollout_id)
+            if self.journal is not None:
+                self.journal.checkpointed(rollout_id)
         if self.config.save_hf is not None:
             self.progress.status("trainer", "saving a Hugging Face folder")
             self.trainers.save_hf(self.config.save_hf.format(rollout_id=rollout_id))
@@ -252,6 +283,15 @@ class Run:
         plot = plot_rewards(self.run_dir.metrics, self.run_dir.plot("reward"), title=self.run_dir.path.name)
         datasets = [(one.name, one.path) for one in eval_datasets(self.config)]
         show_summary(self.result, self.config.replace(eval_prompt_data=datasets), plot, self.progress.console)
+
+
+def _open_journal(config: Config, run_dir: RunDir, stack: ExitStack) -> Journal | None:
+    """The journal of the run folder; without trainers nothing is consumed, and without engines nothing is sampled."""
+    if config.debug_rollout_only or config.load_debug_rollout_data is not None:
+        return None
+    journal = open_journal(config, run_dir.journal)
+    stack.callback(journal.close)
+    return journal
 
 
 def _num_rollout(config: Config, data_source: Any) -> int:

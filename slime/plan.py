@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slime.config import Config
 from slime.config.algorithm import serves_teacher
+from slime.config.asynchronous import loop_in_words
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.rollout import SFT_ROLLOUT_FUNCTION
@@ -216,7 +217,7 @@ def _length_rows(config: Config, steps: int | None) -> tuple[tuple[str, str], ..
         rate = f"{config.lr:g} to {config.min_lr:g}, {config.lr_decay_style} over {horizon} optimizer steps"
     if config.lr_warmup_iters:
         rate += f", after {config.lr_warmup_iters} steps of warm-up"
-    rows = [("run", length), ("learning rate", rate)]
+    rows = [("run", length), ("loop", loop_in_words(config)), ("learning rate", rate)]
     if config.eval_interval is not None and needs_engines(config):
         names = ", ".join(dataset.name for dataset in eval_datasets(config))
         before = "" if config.skip_eval_before_train else "before training and "
@@ -260,7 +261,7 @@ def _memory_notes(config: Config, processes: tuple[ProcessPlan, ...], available:
 
 def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
     run = Path(config.output_dir)
-    rows = [("run folder", f"{run}{os.sep} with config.yaml, metrics.jsonl, logs{os.sep}")]
+    rows = [("run folder", f"{run}{os.sep} with config.yaml, metrics.jsonl, journal.sqlite, logs{os.sep}")]
     if config.use_tensorboard:
         rows.append(("TensorBoard", str(run / "tensorboard")))
     every = f"every {config.save_interval} rollout steps and at the end" if config.save_interval else "at the end"

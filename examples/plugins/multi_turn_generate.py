@@ -3,7 +3,8 @@
     --custom-generate-function-path examples/plugins/multi_turn_generate.py --max-turns 2
 
 What was sampled is trained on, what is put in between is not. Each call gets a seed of its own, or it would draw with
-the same random numbers as the first.
+the same random numbers as the first. With --partial-rollout, `post` stands still between two rollouts and goes on where
+it was; without, an answer that was cut off when the batch was full ends the sample.
 """
 
 from slime.rollout.sglang_rollout import GenerateState
@@ -30,4 +31,6 @@ async def multi_turn_generate(args, sample, sampling_params, evaluation=False):
             meta_info=answer["meta_info"],
             text=answer["text"],
         )
+        if sample.status is sample.Status.ABORTED:
+            break
     return sample

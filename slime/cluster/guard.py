@@ -163,16 +163,7 @@ class Guard:
 def descendants(root_pid: int) -> list[int]:
     """The pids below root_pid as /proc shows them now, zombies included; none where there is no /proc."""
     children: dict[int, list[int]] = {}
-    try:
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except FileNotFoundError:
-        return []
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as stat:
-                parent = int(stat.read().rpartition(b")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError, IndexError):
-            continue
+    for pid, parent, _ in process_table():
         children.setdefault(parent, []).append(pid)
     found: list[int] = []
     frontier = [root_pid]
@@ -181,6 +172,29 @@ def descendants(root_pid: int) -> list[int]:
         found.extend(below)
         frontier.extend(below)
     return found
+
+
+def first_child(parent_pid: int) -> int | None:
+    """The child that a process started first, of those that are left: of a guard, the process it guards."""
+    ages = [(began, pid) for pid, parent, began in process_table() if parent == parent_pid]
+    return min(ages)[1] if ages else None
+
+
+def process_table() -> list[tuple[int, int, int]]:
+    """(pid, parent, start time) of every process as /proc shows them now; empty where there is no /proc."""
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except FileNotFoundError:
+        return []
+    table = []
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as stat:
+                fields = stat.read().rpartition(b")")[2].split()
+            table.append((pid, int(fields[1]), int(fields[19])))
+        except (FileNotFoundError, ProcessLookupError, IndexError):
+            continue
+    return table
 
 
 def resource_limit_of_fds() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -21,17 +22,22 @@ from types import TracebackType
 from typing import Self
 
 from slime.cluster import guard
+from slime.waits import KnownProcess, forget_process, know_process, waiting
 
 _POLL_S = 0.02
 _KILL_WAIT_S = 3.0
+_LAST_WAIT_S = 30.0
 _TAIL_BYTES = 64 * 1024
+
+logger = logging.getLogger(__name__)
 
 
 class ChildProcess:
     """One named child: `argv` with stdout and stderr appended to `log_path`.
 
     `env` is laid over the driver's environment. `pass_fds` keep their numbers in the child; the caller closes its own
-    copies after `start`, so that the other end reads end of file when the child is gone.
+    copies after `start`, so that the other end reads end of file when the child is gone. `dumps_stacks` promises that
+    the child answers SIGQUIT with its stacks; `also` are other names by which waits may speak of it.
     """
 
     def __init__(
@@ -42,12 +48,18 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         log_path: str | os.PathLike[str],
         pass_fds: Sequence[int] = (),
+        dumps_stacks: bool = False,
+        also: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.argv = [os.fspath(arg) for arg in argv]
         self.log_path = Path(log_path)
         self._env = dict(env or {})
         self._pass_fds = tuple(pass_fds)
+        self._dumps_stacks = dumps_stacks
+        self._also = tuple(also)
+        self._known: KnownProcess | None = None
+        self._child_pid: int | None = None
         self._popen: subprocess.Popen[bytes] | None = None
         self._control_fd = -1
         self._returncode: int | None = None
@@ -77,12 +89,27 @@ class ChildProcess:
             raise
         finally:
             os.close(read_fd)
+        self._known = know_process(
+            self.name, self.child_pid, self.log_path, also=self._also, dumps_stacks=self._dumps_stacks
+        )
         return self
 
     @property
     def pid(self) -> int:
         """The guard's pid: also the process group, and the root of all processes this child consists of."""
         return self._running().pid
+
+    def child_pid(self) -> int | None:
+        """The pid of the child itself, which the guard starts; None before it is there and after it has ended."""
+        if self._popen is None or self.poll() is not None:
+            return None
+        if self._child_pid is None:
+            self._child_pid = guard.first_child(self._popen.pid)
+        return self._child_pid
+
+    def state(self) -> str:
+        """One line: name, pid and what the child does now (running, sleeping, stopped, gone)."""
+        return f"{self.name} was not started" if self._known is None else self._known.state()
 
     def pids(self) -> list[int]:
         """The pids of the guard, the child and whatever the child started, as far as they are alive now."""
@@ -110,19 +137,35 @@ class ChildProcess:
             time.sleep(_POLL_S)
         return code
 
+    def terminate(self) -> None:
+        """SIGTERM to the whole group, without waiting for the end."""
+        if self._popen is not None and self.poll() is None:
+            self._tell_guard(guard.TERMINATE)
+
     def stop(self, grace_s: float = 5.0) -> int | None:
-        """SIGTERM to the whole group, SIGKILL to what is left after `grace_s`; the exit code. Safe to call again."""
+        """SIGTERM to the whole group, SIGKILL to what is left after `grace_s`; the exit code. Safe to call again.
+
+        A process that not even SIGKILL ends (it hangs in the kernel) is left to its guard; then there is no exit code.
+        """
         if self._popen is None:
             return None
+        if self._known is not None:
+            forget_process(self._known)
         for command, patience_s in ((guard.TERMINATE, grace_s), (guard.KILL, _KILL_WAIT_S)):
             if self.poll() is None:
                 self._tell_guard(command)
-            if (code := self.wait(patience_s)) is not None:
+            if (code := self._ended_within(patience_s)) is not None:
                 return code
         with self._lock:
             if self._returncode is None:
                 _kill_group(self.pid)
-        return self.wait()
+        if (code := self._ended_within(_LAST_WAIT_S)) is None:
+            logger.error("%s (pids %s) did not end within %g s of SIGKILL", self.name, self.pids(), _LAST_WAIT_S)
+        return code
+
+    def _ended_within(self, patience_s: float) -> int | None:
+        with waiting(self.name, "to end", timeout_s=patience_s) as wait:
+            return self.wait(wait.remaining())
 
     def tail(self, n: int = 20) -> str:
         """The last n lines of the log, without trailing blanks; empty if there is no log yet."""

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed import Backend, PrefixStore, ProcessGroup, distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from slime.waits import waiting
+
 
 def join_process_group(
     *, address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
@@ -21,17 +23,18 @@ def join_process_group(
     """Wait until all `world_size` processes have joined; rank 0 serves the store on `port`."""
     timeout = timedelta(seconds=timeout_s)
     host = f"[{address}]" if ":" in address else address
-    store, rank, world_size = next(rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    group, _ = distributed_c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        Backend(backend),
-        PrefixStore(name, store),
-        group_name=name,  # type: ignore[arg-type]
-        timeout=timeout,
-    )
+    with waiting(f"the other {world_size - 1} members of group {name}", "to join", timeout_s=timeout_s):
+        store, rank, world_size = next(rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        group, _ = distributed_c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            Backend(backend),
+            PrefixStore(name, store),
+            group_name=name,  # type: ignore[arg-type]
+            timeout=timeout,
+        )
     assert isinstance(group, ProcessGroup)
     distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}
     return group

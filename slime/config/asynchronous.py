@@ -18,6 +18,21 @@ def is_async(config: Config) -> bool:
     return config.async_mode in (ONE_STEP, FULL) and config.max_weight_staleness != 0
 
 
+def loop_in_words(config: Config) -> str:
+    """The mode of a resolved config as the plan says it."""
+    if not is_async(config):
+        return "synchronous: generate, then train"
+    interval = config.update_weights_interval
+    weights = "every step" if interval == 1 else f"every {interval} steps"
+    if config.async_mode == ONE_STEP:
+        ready, oldest = config.async_buffer_size, config.async_buffer_size + interval - 1
+        return f"one step off: up to {ready} rollout(s) ready, new weights {weights}, samples up to {oldest} steps old"
+    return (
+        f"fully asynchronous: new weights {weights} under running requests, samples at most "
+        f"{config.max_weight_staleness} steps old"
+    )
+
+
 def derive_async(config: Config) -> Config:
     """The mode, from its flag or from the name of upstream's fully asynchronous rollout function."""
     changes: dict[str, Any] = {}

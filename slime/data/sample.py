@@ -17,6 +17,7 @@ import numpy as np
 
 from slime.data import counters
 from slime.data.counters import PrefixCacheInfo, SpecInfo
+from slime.data.version_spans import grown_spans, oldest_version
 from slime.errors import UserError
 
 __all__ = ["PrefixCacheInfo", "Reward", "Sample", "SampleStatus", "SpecInfo"]
@@ -64,6 +65,7 @@ class Sample:
     reward: Reward | None = None
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
+    version_spans: list[list[Any]] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
@@ -80,6 +82,8 @@ class Sample:
     non_generation_time: float = 0.0
     spec_info: counters.SpecInfo = field(default_factory=counters.SpecInfo)
     prefix_cache_info: counters.PrefixCacheInfo = field(default_factory=counters.PrefixCacheInfo)
+    journal_id: int | None = None
+    """The row of the run's journal that this sample is recorded in; copies keep it."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
@@ -98,6 +102,11 @@ class Sample:
     def prompt_length(self) -> int:
         """Tokens before the response."""
         return len(self.tokens) - self.response_length
+
+    @property
+    def oldest_weight_version(self) -> int | None:
+        """The oldest weights that sampled a token which is trained on; None when nothing is known."""
+        return oldest_version(self.version_spans, self.loss_mask, self.weight_versions)
 
     def get_reward_value(self, args: Any, *, evaluation: bool = False) -> float:
         """The reward as one number; a dict is read at `--reward-key` (`--eval-reward-key` first in evaluation)."""
@@ -151,9 +160,10 @@ class Sample:
         """Extend the response: the one supported way.
 
         Trainable (sampled) tokens need `log_probs` of equal length; others (tool output, templates) must have none.
-        `meta_info` is the engine's answer: top-p spans and routed experts are taken from it, and, once it carries a
-        `finish_reason` and `update_terminal_info` is on, also counters, weight version and status. `args` is needed
-        only for routed experts (`num_layers`, `moe_router_topk`).
+        `meta_info` is the engine's answer: weight versions, top-p spans and routed experts are taken from it, and, once
+        it carries a `finish_reason` and `update_terminal_info` is on, also counters and status. The first
+        `masked_until` tokens of an answer are not trained on. `args` is needed only for routed experts (`num_layers`,
+        `moe_router_topk`).
         """
         new_tokens = [int(token) for token in tokens] if tokens is not None else []
         meta_info = meta_info or {}
@@ -163,9 +173,13 @@ class Sample:
         experts = self._spliced_experts(args, len(self.tokens) + len(new_tokens), meta_info)
 
         if new_tokens:
+            self.version_spans = grown_spans(
+                self.version_spans, self.response_length, len(new_tokens), meta_info, sampled=trainable
+            )
             self.tokens = [*self.tokens, *new_tokens]
             self.response_length += len(new_tokens)
-            self.loss_mask = mask + [1 if trainable else 0] * len(new_tokens)
+            masked = int(meta_info.get("masked_until") or 0) if trainable else len(new_tokens)
+            self.loss_mask = mask + [int(i >= masked) for i in range(len(new_tokens))]
             self.rollout_log_probs = old_log_probs + new_log_probs
         if top_p is not None:
             self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = top_p

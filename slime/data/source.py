@@ -95,6 +95,10 @@ class RolloutDataSource:
             "order": {"rollout_seed": self.args.rollout_seed, "rollout_shuffle": self.args.rollout_shuffle},
         }
 
+    def position(self) -> dict[str, Any]:
+        """The state without buffered groups; `load_state_dict` takes it, and the buffer is empty then."""
+        return self.state_dict()
+
     def load_state_dict(self, state: dict[str, Any], *, origin: str = "the saved data position") -> None:
         """Take over a position; a `UserError` when it belongs to other data."""
         try:
@@ -193,7 +197,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def add_samples(self, samples: list[Group]) -> None:
         """Put groups back; they are served again before new prompts."""
         for group in samples:
-            if not isinstance(group, list) or not group or not all(_is_member(member) for member in group):
+            if not isinstance(group, list) or not group or not all(is_member(member) for member in group):
                 raise TypeError(
                     "add_samples takes a list of groups, each a non-empty list of Sample, or of lists of them"
                 )
@@ -209,6 +213,16 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             **super().state_dict(),
             "buffer": [[_member_to_json(member) for member in group] for group in self.buffer],
         }
+
+    def position(self) -> dict[str, Any]:
+        """The state without buffered groups: of subclasses with a `state_dict` of their own, too."""
+        buffer, self.buffer = self.buffer, []
+        try:
+            state = self.state_dict()
+        finally:
+            self.buffer = buffer
+        del state["buffer"]
+        return state
 
     def load_state_dict(self, state: dict[str, Any], *, origin: str = "the saved data position") -> None:
         """Take over a position and its buffered groups."""
@@ -234,7 +248,8 @@ def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_sample
     return taken
 
 
-def _is_member(member: Any) -> bool:
+def is_member(member: Any) -> bool:
+    """Whether something may stand in a group: a sample, or the fan-out of one."""
     if isinstance(member, list):
         return bool(member) and all(isinstance(sample, Sample) for sample in member)
     return isinstance(member, Sample)

@@ -1,7 +1,8 @@
 """A user's data source, made whole.
 
 Invariant: whatever class `--data-source-path` names, the run sees groups of `Sample`s with indices, a buffer that takes
-groups back and serves them first, `save` and `load`. What the class has itself is used; only what it lacks is added.
+groups back and serves them first, `save` and `load`, and a position to which a restarted run returns. What the class
+has itself is used; only what it lacks is added.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import copy
 import logging
 from typing import Any
 
+from slime.data.jsonable import from_json, to_json
 from slime.data.sample import Sample
-from slime.data.source import Group, RolloutDataSource, remove_chosen
+from slime.data.source import Group, RolloutDataSource, is_member, remove_chosen
 from slime.errors import UserError
 from slime.plugins import load_plugin, takes_nothing
 
@@ -39,6 +41,7 @@ class UserSource:
         self.source = source
         self.args = args
         self._returned: list[Group] = []
+        self._handed_out = 0
         self._next_group_index = 0
         self._next_index = 0
 
@@ -62,7 +65,7 @@ class UserSource:
         """The next groups: those put back first, then new ones."""
         groups = self._from_buffer(num_samples)
         if len(groups) < num_samples:
-            groups += [self._group(item) for item in self.source.get_samples(num_samples - len(groups))]
+            groups += self._new(num_samples - len(groups))
         return groups
 
     def add_samples(self, samples: list[Group]) -> None:
@@ -84,6 +87,81 @@ class UserSource:
         elif rollout_id is not None and rollout_id >= 0:
             logger.warning("%s %s cannot load a position: prompts start over", FLAG, self.args.data_source_path)
 
+    def position(self) -> dict[str, Any]:
+        """Where the source stands: its own state if it has one, else the number of groups it has handed out."""
+        position: dict[str, Any] = {
+            "handed_out": self._handed_out,
+            "next_group_index": self._next_group_index,
+            "next_index": self._next_index,
+        }
+        if self._has_state():
+            name = "position" if _has(self.source, "position") else "state_dict"
+            state = self.source.position() if name == "position" else self.source.state_dict()
+            position["source"] = to_json(state, f"{FLAG} {self.args.data_source_path}: {name}()")
+        return position
+
+    def go_on(self, position: dict[str, Any], rollout_id: int, saved: dict[str, Any] | None) -> None:
+        """Stand at `position`, without anything in a buffer; `saved` is the position when `rollout_id` was saved.
+
+        A source without a state of its own is loaded where it was saved, and what it has handed out since then is
+        taken from it once more and thrown away.
+        """
+        if self._has_state() and "source" in position:
+            self.source.load_state_dict(from_json(position["source"]))
+        else:
+            known = 0
+            if _has(self.source, "load"):
+                self.source.load(rollout_id)
+                known = self._known_since(rollout_id, position, saved)
+            if _has(self.source, "buffer") and isinstance(self.source.buffer, list):
+                self.source.buffer.clear()
+            self._handed_out = known
+            self._skip_to(int(position["handed_out"]))
+        self._returned.clear()
+        self._handed_out = int(position["handed_out"])
+        self._next_group_index = int(position["next_group_index"])
+        self._next_index = int(position["next_index"])
+
+    def buffered(self) -> list[Group]:
+        """Groups that were put back, here or into the source, as far as one can see."""
+        inner = self.source.buffer if _has(self.source, "buffer") else []
+        groups = [item for item in inner if isinstance(item, list)] if isinstance(inner, list) else []
+        return [*self._returned, *groups]
+
+    def _skip_to(self, handed_out: int) -> None:
+        """Throw away what the source handed out in an earlier life; an exhausted one has no more to give."""
+        for _ in range(2 * handed_out):
+            if self._handed_out >= handed_out or not self._new(handed_out - self._handed_out):
+                return
+
+    def _known_since(self, rollout_id: int, position: dict[str, Any], saved: dict[str, Any] | None) -> int:
+        """Groups that a loaded source had handed out when it was saved."""
+        if rollout_id < 0:
+            return 0
+        if saved is None:
+            logger.warning(
+                "%s %s: how far it was when rollout %d was saved is unknown, prompts may come twice",
+                FLAG,
+                self.args.data_source_path,
+                rollout_id,
+            )
+            return int(position["handed_out"])
+        return int(saved["handed_out"])
+
+    def _has_state(self) -> bool:
+        """Whether a state of the source says all: one with a buffer of its own may hold groups in it."""
+        if not _has(self.source, "load_state_dict"):
+            return False
+        return _has(self.source, "position") or (
+            _has(self.source, "state_dict") and not _has(self.source, "add_samples")
+        )
+
+    def _new(self, num_samples: int) -> list[Group]:
+        """Groups from the source; those that it had been given back are not counted as handed out."""
+        groups = [self._group(item) for item in self.source.get_samples(num_samples)]
+        self._handed_out += sum(1 for group in groups if _is_new(group))
+        return groups
+
     def _from_buffer(self, num_samples: int) -> list[Group]:
         taken, self._returned = self._returned[:num_samples], self._returned[num_samples:]
         wanted = num_samples - len(taken)
@@ -100,16 +178,17 @@ class UserSource:
 
     def _group(self, item: Any) -> Group:
         group = [copy.deepcopy(item) for _ in range(self.args.n_samples_per_prompt)] if _is_sample(item) else item
-        if not isinstance(group, list) or not group or not all(map(_is_sample, group)):
+        if not isinstance(group, list) or not group or not all(map(is_member, group)):
             raise UserError(
                 f"{FLAG} {self.args.data_source_path}: get_samples must return groups (lists of Sample) or samples, "
                 f"not {item!r:.80}"
             )
-        if group[0].group_index is None:
-            for sample in group:
+        samples = _samples(group)
+        if samples[0].group_index is None:
+            for sample in samples:
                 sample.group_index = self._next_group_index
             self._next_group_index += 1
-        for sample in group:
+        for sample in samples:
             if sample.index is None:
                 sample.index = self._next_index
                 self._next_index += 1
@@ -118,6 +197,14 @@ class UserSource:
 
 def _is_sample(item: Any) -> bool:
     return isinstance(item, Sample)
+
+
+def _is_new(group: Group) -> bool:
+    return all(sample.journal_id is None for sample in _samples(group))
+
+
+def _samples(group: Group) -> list[Sample]:
+    return [sample for member in group for sample in ([member] if isinstance(member, Sample) else member)]
 
 
 def _has(source: Any, name: str) -> bool:

@@ -29,6 +29,7 @@ from slime.engine.errors import (
     EngineUnreachable,
 )
 from slime.engine.protocol import GenerateResult, PauseMode, error_message, quote
+from slime.waits import Wait, log_graph, state_of, waiting
 
 __all__ = [
     "EngineClient",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 CONNECT_TIMEOUT_S = 30.0
+REQUEST_FLAG = "--engine-request-timeout"
 FIRST_BACKOFF_S = 0.1
 
 
@@ -88,6 +90,7 @@ class EngineClient:
             "/generate",
             payload,
             deadline_s=self.timeout_s if timeout_s is None else timeout_s,
+            flag=REQUEST_FLAG if timeout_s is None else None,
             headers=headers,
             connect_retries=self.connect_retries,
         )
@@ -132,19 +135,16 @@ class EngineClient:
         """
         body = json.dumps({**payload, "stream": True}).encode()
         own = {"Content-Type": "application/json", **(headers or {})}
-        try:
-            async with (
-                asyncio.timeout(self.timeout_s),
-                self.open("POST", "/generate", data=body, headers=own) as response,
-            ):
-                if response.status != 200:
-                    raise self._refusal("/generate", response.status, await response.text(errors="replace"))
-                async for line in response.content:
-                    event = line.removeprefix(b"data: ").strip()
-                    if line.startswith(b"data: ") and event != b"[DONE]":
-                        answers.latest = self._streamed(event.decode(errors="replace"))
-        except TimeoutError:
-            raise EngineTimeout(self.base_url, "/generate", self.timeout_s) from None
+        async with (
+            self._deadline("/generate", self.timeout_s, REQUEST_FLAG),
+            self.open("POST", "/generate", data=body, headers=own) as response,
+        ):
+            if response.status != 200:
+                raise self._refusal("/generate", response.status, await response.text(errors="replace"))
+            async for line in response.content:
+                event = line.removeprefix(b"data: ").strip()
+                if line.startswith(b"data: ") and event != b"[DONE]":
+                    answers.latest = self._streamed(event.decode(errors="replace"))
 
     def _streamed(self, event: str) -> dict[str, Any]:
         try:
@@ -353,21 +353,38 @@ class EngineClient:
         body: dict[str, Any] | None,
         *,
         deadline_s: float,
+        flag: str | None = None,
         headers: dict[str, str] | None = None,
         connect_retries: int = 0,
     ) -> str:
-        try:
-            async with asyncio.timeout(deadline_s):
-                for attempt in range(connect_retries + 1):
-                    try:
-                        return await self._once(method, call, body, headers)
-                    except EngineUnreachable as error:
-                        if error.accepted or attempt == connect_retries:
-                            raise
-                    await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
-        except TimeoutError as error:
-            raise EngineTimeout(self.base_url, call, deadline_s) from error
+        async with self._deadline(call, deadline_s, flag):
+            for attempt in range(connect_retries + 1):
+                try:
+                    return await self._once(method, call, body, headers)
+                except EngineUnreachable as error:
+                    if error.accepted or attempt == connect_retries:
+                        raise
+                await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    @asynccontextmanager
+    async def _deadline(self, call: str, deadline_s: float, flag: str | None) -> AsyncIterator[None]:
+        """The body waits for this engine; out of time, it is cancelled and ends in an `EngineTimeout`."""
+        with waiting(f"engine {self.base_url}", f"to answer {call}", timeout_s=deadline_s, flag=flag) as wait:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    yield
+            except TimeoutError as error:
+                raise await self._timeout(call, deadline_s, wait) from error
+
+    async def _timeout(self, call: str, deadline_s: float, wait: Wait) -> EngineTimeout:
+        """Thousands of requests may run out of time together: the graph goes to the log, once for all of them."""
+        error = EngineTimeout(self.base_url, call, deadline_s)
+        state = state_of(self.base_url)
+        error.reason += ("" if wait.flag is None else f" ({wait.flag})") + ("" if state is None else f": {state}")
+        error.args = (f"engine {error.url}: {call} {error.reason}",)
+        await log_graph(wait, str(error))
+        return error
 
     async def _once(self, method: str, call: str, body: dict[str, Any] | None, headers: dict[str, str] | None) -> str:
         try:

@@ -24,6 +24,7 @@ from slime.engine.sglang.installed import Installed
 from slime.engine.sglang.launch import PORTS_PER_ENGINE, check_server_flags, sglang_launches
 from slime.engine.sglang.topology import ServedModel, simple_model
 from slime.errors import RunFailed, UserError
+from slime.waits import WaitTimeout, expired, raise_failures, waiting
 
 USER_ERROR_CODE = 2
 _POLL_S = 0.1
@@ -44,7 +45,7 @@ class EngineDied(RunFailed):
         self.tail = tail
 
 
-class EngineStartTimeout(RunFailed):
+class EngineStartTimeout(WaitTimeout):
     """An engine process runs but did not become healthy in time."""
 
 
@@ -160,22 +161,35 @@ class EngineFleet:
         )
 
     def _process(self, launch: Launch) -> ChildProcess:
-        return ChildProcess(launch.name, launch.argv, env=launch.env, log_path=self._logs / f"{launch.name}.log")
+        return ChildProcess(
+            launch.name,
+            launch.argv,
+            env=launch.env,
+            log_path=self._logs / f"{launch.name}.log",
+            dumps_stacks=launch.argv[: len(EMBEDDED_ENGINE)] == EMBEDDED_ENGINE,  # SGLang's servers die of SIGQUIT
+            also=(launch.url,),
+        )
 
-    def _await_health(self, waiting: list[tuple[ChildProcess, int]]) -> None:
-        deadline = time.monotonic() + self._config.engine_start_timeout
-        while waiting:
-            for process, _ in waiting:
-                _raise_if_ended(process)
-            waiting = [(process, port) for process, port in waiting if not self._is_healthy(port)]
-            if waiting and time.monotonic() >= deadline:
-                process, port = waiting[0]
-                raise EngineStartTimeout(
-                    f"{process.name} did not answer /health on port {port} within {self._config.engine_start_timeout:g}"
-                    f" s (--engine-start-timeout); the end of {process.log_path}:\n{process.tail()}"
-                )
-            if waiting:
-                time.sleep(_POLL_S)
+    def _await_health(self, started: list[tuple[ChildProcess, int]]) -> None:
+        limit_s, flag = self._config.engine_start_timeout, "--engine-start-timeout"
+        names = ", ".join(process.name for process, _ in started)
+        with waiting(names, "to answer /health", timeout_s=limit_s, flag=flag) as wait:
+            while started:
+                for process, _ in started:
+                    _raise_if_ended(process)
+                started = [(process, port) for process, port in started if not self._is_healthy(port)]
+                wait.whom = ", ".join(process.name for process, _ in started)
+                if started and wait.is_over():
+                    process, port = started[0]
+                    raise expired(
+                        wait,
+                        EngineStartTimeout,
+                        f"{process.name} did not answer /health on port {port} within {limit_s:g} s ({flag}); "
+                        f"the end of {process.log_path}:\n{process.tail()}",
+                    )
+                raise_failures()
+                if started:
+                    time.sleep(_POLL_S)
 
     def _is_healthy(self, port: int) -> bool:
         connection = http.client.HTTPConnection(client_host(self._config.host), port, timeout=_PROBE_TIMEOUT_S)

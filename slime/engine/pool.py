@@ -15,9 +15,10 @@ from typing import Any
 
 import aiohttp
 
-from slime.engine.client import EngineClient, Growing
+from slime.engine.client import REQUEST_FLAG, EngineClient, Growing
 from slime.engine.errors import EngineError, EngineProtocolError, EngineUnreachable
 from slime.engine.protocol import GenerateResult
+from slime.waits import Limit, waiting
 
 
 @dataclass(eq=False)
@@ -34,7 +35,8 @@ class EnginePool:
     Requests with the same ``affinity_key`` (a group, a session) go to the same engine, so that their common prefix is
     computed once; a new key goes to the engine with the fewest requests in flight. An engine that could not be
     reached is avoided for ``suspect_s`` and its request goes to another one. Whoever watches over the engines says
-    which are down; with all of them down, requests wait ``patience_s`` for one to come back.
+    which are down; with all of them down, requests wait ``patience_s`` for one to come back. No call takes longer than
+    ``timeout_s``, and those that do not generate no longer than ``control_timeout_s`` either.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class EnginePool:
     ) -> None:
         if not urls:
             raise ValueError("an engine pool needs at least one engine")
+        if timeout_s < control_timeout_s:
+            control_timeout_s = Limit(timeout_s, REQUEST_FLAG)
         self._members = [
             _Member(EngineClient(url, timeout_s=timeout_s, control_timeout_s=control_timeout_s)) for url in urls
         ]
@@ -170,12 +174,14 @@ class EnginePool:
         return next(member for member in self._members if member.client.base_url == url)
 
     async def _wait_for_one(self) -> None:
-        try:
-            async with asyncio.timeout(self._patience_s):
-                await self._any_up.wait()
-        except TimeoutError:
-            reason = f"is down, and no other engine came up within {self._patience_s:g} s"
-            raise EngineUnreachable(self.urls[0], "/generate", reason, accepted=False) from None
+        if not self._any_up.is_set():
+            with waiting("an engine", "to come back", timeout_s=self._patience_s) as wait:
+                try:
+                    async with asyncio.timeout(wait.remaining()):
+                        await self._any_up.wait()
+                except TimeoutError:
+                    reason = f"is down, and no other engine came up within {self._patience_s:g} s"
+                    raise EngineUnreachable(self.urls[0], "/generate", reason, accepted=False) from None
         if self._given_up is not None and not self.up:
             raise EngineProtocolError(self.urls[0], "/generate", f"was given up: {self._given_up}")
 

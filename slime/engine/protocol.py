@@ -7,9 +7,11 @@ ids that are trained on are the ids that were sampled. An answer that does not h
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypedDict
@@ -155,6 +157,133 @@ def error_message(body: str) -> str:
         if isinstance(error, dict) and isinstance(error.get("message"), str):
             return error["message"]
     return quote(parsed)
+
+
+# -- answers that were cut off -----------------------------------------------------------------------------------
+
+DEFAULT_MAX_NEW_TOKENS = 128
+"""What SGLang's dialect takes when a request names no limit."""
+_SUMMED = ("completion_tokens", "e2e_latency", "spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
+_JOINED = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+_TOP_P = (("top_p_token_ids", "top_p_token_offsets"), ("top_p_kept_token_ids", "top_p_kept_token_offsets"))
+
+
+def was_aborted(answer: object) -> bool:
+    """Whether an answer was cut off by an abort, and not by its own end."""
+    meta_info = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    reason = meta_info.get("finish_reason") if isinstance(meta_info, Mapping) else None
+    return (reason.get("type") if isinstance(reason, Mapping) else reason) == "abort"
+
+
+def answered_ids(answer: Mapping[str, Any]) -> list[int] | None:
+    """The ids of an answer; None when it does not tell them."""
+    entries = answer["meta_info"].get("output_token_logprobs")
+    pairs = None if entries is None else _logprob_pairs(entries)
+    if pairs is not None:
+        return [token_id for _, token_id in pairs]
+    ids = answer.get("output_ids")
+    if isinstance(ids, list):
+        return list(ids)
+    return [] if _count(answer["meta_info"], "completion_tokens") == 0 else None
+
+
+def is_single_request(payload: object) -> bool:
+    """Whether a body asks for one answer to one prompt, in one piece: only such an answer can be continued."""
+    if not isinstance(payload, Mapping) or payload.get("stream"):
+        return False
+    params = payload.get("sampling_params") or {}
+    if not isinstance(params, Mapping) or params.get("n", 1) != 1:
+        return False
+    ids = payload.get("input_ids")
+    if ids is None:
+        return isinstance(payload.get("text"), str)
+    return isinstance(ids, list) and bool(ids) and not isinstance(ids[0], list)
+
+
+def continued_params(params: Mapping[str, Any], sampled: int) -> dict[str, Any]:
+    """Sampling parameters for the rest of a response that has `sampled` tokens: smaller limits, another seed."""
+    left = dict(params)
+    limit = params.get("max_new_tokens")
+    left["max_new_tokens"] = max(0, (DEFAULT_MAX_NEW_TOKENS if limit is None else limit) - sampled)
+    if params.get("min_new_tokens"):
+        left["min_new_tokens"] = min(left["max_new_tokens"], max(0, params["min_new_tokens"] - sampled))
+    if sampled and params.get("sampling_seed") is not None:
+        left["sampling_seed"] = sampling_seed(params["sampling_seed"], sampled)
+    return left
+
+
+def continued_payload(payload: Mapping[str, Any], prompt_ids: Sequence[int], sampled: Sequence[int]) -> dict[str, Any]:
+    """The request for the rest of an answer: `payload` asked for it, `sampled` are the ids it has."""
+    rest = {name: value for name, value in payload.items() if name not in ("text", "logprob_start_len")}
+    rest["input_ids"] = [*prompt_ids, *sampled]
+    rest["sampling_params"] = continued_params(payload.get("sampling_params") or {}, len(sampled))
+    return rest
+
+
+def joined_answers(first: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Two parts of one response as the one answer that they would have been."""
+    one, two = first["meta_info"], rest["meta_info"]
+    counts = len(answered_ids(first) or ()), len(answered_ids(rest) or ())
+    meta_info = {**one, **two}
+    for name in ("id", "prompt_tokens", "input_token_logprobs", "input_top_logprobs", "first_weight_version"):
+        if name in one:
+            meta_info[name] = one[name]
+    for name in _SUMMED:
+        if name in one or name in two:
+            meta_info[name] = (one.get(name) or 0) + (two.get(name) or 0)
+    cached = _count(one, "cached_tokens") + _count(two, "cached_tokens")
+    meta_info["cached_tokens"] = min(cached, _count(one, "prompt_tokens"))
+    for name in _JOINED:
+        if name in one or name in two:
+            meta_info[name] = [*(one.get(name) or ()), *(two.get(name) or ())]
+    for ids, offsets in _TOP_P:
+        if offsets in one and offsets in two:
+            meta_info[ids], meta_info[offsets] = _joined_top_p(one, two, ids, offsets)
+    meta_info["weight_versions"] = _joined_versions(one, two, counts)
+    joined = {**first, **rest, "text": first.get("text", "") + rest.get("text", ""), "meta_info": meta_info}
+    if "output_ids" in first or "output_ids" in rest:
+        joined["output_ids"] = [*(first.get("output_ids") or ()), *(rest.get("output_ids") or ())]
+    return joined
+
+
+def _joined_versions(one: Mapping[str, Any], two: Mapping[str, Any], counts: tuple[int, int]) -> list[dict[str, Any]]:
+    """Which weights sampled which tokens of the whole: `version` from `start` up to `end`; neighbours differ.
+
+    Empty when an engine does not name its versions.
+    """
+    spans: list[dict[str, Any]] = []
+    for meta_info, count, shift in ((one, counts[0], 0), (two, counts[1], counts[0])):
+        version = meta_info.get("first_weight_version", meta_info.get("weight_version"))
+        parts = meta_info.get("weight_versions") or [{"version": version, "start": 0, "end": count}]
+        for part in parts:
+            start, end = part["start"] + shift, part["end"] + shift
+            if end <= start:
+                continue
+            if part["version"] is None:
+                return []
+            if spans and (spans[-1]["version"], spans[-1]["end"]) == (part["version"], start):
+                spans[-1]["end"] = end
+            else:
+                spans.append({"version": part["version"], "start": start, "end": end})
+    return spans
+
+
+def _joined_top_p(
+    one: Mapping[str, Any], two: Mapping[str, Any], ids: str, offsets: str
+) -> tuple[list[int], list[int]]:
+    """Kept ids of both parts, and where those of each token begin."""
+    first_ids, first_offsets = _int32_list(one[ids]), _int32_list(one[offsets])
+    shift = len(first_ids)
+    rest = [offset + shift for offset in _int32_list(two[offsets])[1:]]
+    return first_ids + _int32_list(two[ids]), first_offsets + rest
+
+
+def _int32_list(value: Any) -> list[int]:
+    """Integers that travel as a list or as base64 of int32."""
+    if not isinstance(value, str):
+        return [int(number) for number in value]
+    raw = base64.b64decode(value)
+    return list(struct.unpack(f"<{len(raw) // 4}i", raw))
 
 
 def _logprob_pairs(entries: object) -> list[tuple[float, int]] | None:

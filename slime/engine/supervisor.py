@@ -18,6 +18,7 @@ from slime.engine.client import EngineClient
 from slime.engine.errors import EngineError
 from slime.engine.pool import EnginePool
 from slime.errors import RunFailed
+from slime.waits import Limit, background, named, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +84,7 @@ class Supervisor:
         self._active = threading.Event()
         self._failure: EnginesGivenUp | None = None
         self.waiting: set[str] = set()
-        self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
-        self._thread.start()
+        self._thread = background("engine-supervisor", self._run)
 
     @property
     def restarts(self) -> int:
@@ -104,23 +104,24 @@ class Supervisor:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """No engine is stopped or started by the supervisor while the body runs."""
-        with self._lock:
+        with self._between_rounds():
             yield
 
     def check(self) -> None:
-        """Raise if an engine was given up."""
+        """Raise if an engine was given up, or if nobody looks after the engines any more."""
         if self._failure is not None:
             raise self._failure
+        self._thread.check()
 
     def heal(self) -> None:
         """Look at every engine now, and restart those that are not well."""
-        with self._lock:
+        with self._between_rounds():
             self._round(probe=True)
         self.check()
 
     def weights_arrived(self) -> None:
         """Every engine has the current weights: those that waited for them may work."""
-        with self._lock:
+        with self._between_rounds():
             for url in sorted(self.waiting):
                 self._let_in(url)
 
@@ -128,7 +129,19 @@ class Supervisor:
         """End the thread. Safe to call again."""
         self._stop.set()
         self._active.set()
-        self._thread.join(self._watch.timeout_s + 5.0)
+        if not self._thread.join(self._watch.timeout_s + 5.0):
+            logger.warning("the engine supervisor is still at work and was left behind")
+        self._thread.close()
+
+    @contextmanager
+    def _between_rounds(self) -> Iterator[None]:
+        """Hold the lock; a round ends by itself, since each of its waits has a deadline."""
+        with waiting(self._thread.name, "to end its round", timeout_s=None):
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     # the thread
 
@@ -160,14 +173,16 @@ class Supervisor:
         if probe:
             there = [i for i in range(len(urls)) if i not in sick]
             clients = {client.base_url: client for client in self._pool.clients}
-            answers = self._run_async(self._probe([clients[urls[i]] for i in there]))
+            probe_all = self._probe([clients[urls[i]] for i in there])
+            answers = self._run_async(named(probe_all, "health checks of the engines"))
             sick |= {i: reason for i, reason in zip(there, answers, strict=True) if reason is not None}
         return sick
 
     async def _probe(self, clients: Sequence[EngineClient]) -> list[str | None]:
         async def ask(client: EngineClient) -> str | None:
             try:
-                well = await client.health_generate(timeout_s=self._watch.timeout_s)
+                limit_s = Limit(self._watch.timeout_s, "--rollout-health-check-timeout")
+                well = await client.health_generate(timeout_s=limit_s)
             except EngineError as error:
                 return str(error)
             return None if well else "its health check failed"
@@ -200,7 +215,7 @@ class Supervisor:
         async def mark() -> None:
             (self._pool.set_up if up else self._pool.set_down)(url)
 
-        self._run_async(mark())
+        self._run_async(named(mark(), f"engine pool, marking {url}"))
         if self._route is not None:
             self._route(url, up)
 
@@ -211,4 +226,4 @@ class Supervisor:
         async def mark() -> None:
             self._pool.give_up(message)
 
-        self._run_async(mark())
+        self._run_async(named(mark(), "engine pool, giving up"))

@@ -55,6 +55,11 @@ class RunDir(os.PathLike[str]):
         return self.path / "config.yaml"
 
     @property
+    def journal(self) -> Path:
+        """Every sample from its prompt to its training step; an SQLite database."""
+        return self.path / "journal.sqlite"
+
+    @property
     def weights(self) -> Path:
         return self.path / "weights"
 

@@ -67,7 +67,7 @@ def _speed(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     step = mean("perf/step_time")
     if step is not None:
         parts = [
-            ("rollout", "perf/rollout_time"),
+            ("rollout", "perf/rollout_wait_time"),
             ("train", "perf/train_time"),
             ("weights", "perf/update_weights_time"),
         ]
@@ -79,8 +79,12 @@ def _speed(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     gap = [
         m["train/train_rollout_logprob_abs_diff_max"]
         for m in metrics
-        if "train/train_rollout_logprob_abs_diff_max" in m
+        if "train/train_rollout_logprob_abs_diff_max" in m and not m.get("rollout/off_policy_token_frac")
     ]
     if gap:
         rows.append(("trainer against engine", f"log-probs differ by at most {max(gap):.1e}"))
+    age = mean("rollout/staleness/mean")
+    if age is not None:
+        oldest = max(m["rollout/staleness/max"] for m in metrics if "rollout/staleness/max" in m)
+        rows.append(("age of samples", f"{age:.2f} steps on average, {oldest:.0f} at most"))
     return rows

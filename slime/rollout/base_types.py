@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from slime.data.journal import JournaledSource
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource
 
@@ -40,8 +41,9 @@ def call_rollout_fn(
     fn: Callable[..., Any], args: Any, rollout_id: int, data_source: Any, *, evaluation: bool
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Call a rollout function and wrap a bare result; the default data sources learn which rollout asks them."""
-    if isinstance(data_source, RolloutDataSource) and not evaluation:
-        data_source.rollout_id = rollout_id
+    source = data_source.source if isinstance(data_source, JournaledSource) else data_source
+    if isinstance(source, RolloutDataSource) and not evaluation:
+        source.rollout_id = rollout_id
     output = fn(args, rollout_id, data_source, evaluation=evaluation)
     if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
         return output

@@ -1,7 +1,8 @@
 """One training rollout: groups are dispatched, judged as they finish, and collected until the batch is full.
 
-Invariant: every group the data source hands out ends exactly once: in the batch, dropped by the filter, or back in the
-source's buffer (finished ones too many, and those cut off when the batch was full). The batch is sorted by index.
+Invariant: every group the data source hands out ends exactly once: in the batch, dropped by the filter, back in the
+source's buffer (finished ones too many, and those cut off when the batch was full), or held for the next rollout, which
+takes such groups over before it asks for others. The batch is sorted by index.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 from slime.config import Config
 from slime.rollout.base_types import Group, RolloutFnTrainOutput, leaves
 from slime.rollout.failures import refuse_all_failed
-from slime.rollout.flight import Flight
+from slime.rollout.flight import Flight, Landed
 from slime.rollout.judge import GroupJudge
 from slime.rollout.metrics import Metrics, rollout_metrics
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.rollout.scoring import refuse_bad_rewards
+from slime.rollout.staleness import sampled_tokens
 
 
 async def generate_batch(args: Config, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
@@ -25,28 +27,41 @@ async def generate_batch(args: Config, rollout_id: int, data_source: Any) -> Rol
     Failed samples stay in their groups, marked; `RolloutFailed` is raised when none succeeded.
     """
     runtime = runtime_for(args)
-    started = time.monotonic()
     runtime.state.reset(rollout_id)
-    judge = GroupJudge(runtime, f"rollout {rollout_id}")
     flight = Flight(runtime)
+    flight.adopt()
     try:
-        groups, surplus = await _filled(runtime, data_source, flight, judge)
-        landed = await flight.land()
+        return await _collected(runtime, rollout_id, data_source, flight)
     except BaseException:
         await flight.cancel()
         raise
     finally:
         runtime.state.remaining_batch_size = 0
+
+
+async def _collected(
+    runtime: RolloutRuntime, rollout_id: int, data_source: Any, flight: Flight
+) -> RolloutFnTrainOutput:
+    args = runtime.args
+    started = time.monotonic()
+    judge = GroupJudge(runtime, f"rollout {rollout_id}")
+    groups, surplus = await _filled(runtime, data_source, flight, judge)
+    landed = await flight.land()
     surplus += landed.finished
     if surplus or landed.unfinished:
-        data_source.add_samples(sorted(surplus, key=_index) + sorted(landed.unfinished, key=_index))
-    groups.sort(key=_index)
+        data_source.add_samples(sorted(surplus, key=group_order) + sorted(landed.unfinished, key=group_order))
+    if judge.dropped and runtime.journal is not None:
+        runtime.journal.drop(judge.dropped)
+    groups.sort(key=group_order)
     samples = list(leaves(groups))
     refuse_all_failed(samples, f"rollout {rollout_id}")
-    _call_plugins(runtime, groups, sorted([*groups, *judge.dropped], key=_index), data_source)
+    call_plugins(runtime, groups, sorted([*groups, *judge.dropped], key=group_order), data_source)
     metrics = rollout_metrics(args, samples, time.monotonic() - started)
-    if args.over_sampling_batch_size > args.rollout_batch_size or args.dynamic_sampling_filter_path is not None:
-        metrics |= judge.metrics() | _left_over(surplus, landed.unfinished)
+    over_samples = args.over_sampling_batch_size > args.rollout_batch_size
+    if over_samples or args.partial_rollout or args.dynamic_sampling_filter_path is not None:
+        metrics |= judge.metrics() | _left_over(surplus, landed)
+        metrics["rollout/thrown_away_tokens"] = float(flight.thrown_away_tokens)
+        metrics["rollout/dropped_tokens"] = float(sum(map(sampled_tokens, judge.dropped)))
     return RolloutFnTrainOutput(groups, metrics)
 
 
@@ -82,7 +97,8 @@ async def _filled(
     return groups, surplus
 
 
-def _call_plugins(runtime: RolloutRuntime, groups: list[Group], everything: list[Group], data_source: Any) -> None:
+def call_plugins(runtime: RolloutRuntime, groups: list[Group], everything: list[Group], data_source: Any) -> None:
+    """Let the user's functions see a finished batch: those that mark samples, and those that want every group."""
     args = runtime.args
     if args.rollout_sample_filter_path is not None:
         sample_filter = runtime.function(
@@ -98,9 +114,14 @@ def _call_plugins(runtime: RolloutRuntime, groups: list[Group], everything: list
         process(args, everything, data_source)
 
 
-def _left_over(surplus: list[Group], unfinished: list[Group]) -> Metrics:
-    return {"rollout/surplus_groups": float(len(surplus)), "rollout/returned_groups": float(len(unfinished))}
-
-
-def _index(group: Group) -> int:
+def group_order(group: Group) -> int:
+    """Where a group belongs in a batch: by the smallest index of its samples."""
     return min((sample.index for sample in leaves(group) if sample.index is not None), default=-1)
+
+
+def _left_over(surplus: list[Group], landed: Landed) -> Metrics:
+    return {
+        "rollout/surplus_groups": float(len(surplus)),
+        "rollout/returned_groups": float(len(landed.unfinished)),
+        "rollout/held_groups": float(landed.held),
+    }

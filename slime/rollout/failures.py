@@ -65,6 +65,8 @@ def forget_response(sample: Sample) -> None:
     sample.rollout_top_p_token_ids = None
     sample.rollout_top_p_token_offsets = None
     sample.rollout_routed_experts = None
+    sample.weight_versions = []
+    sample.version_spans = []
 
 
 def refuse_all_failed(samples: Sequence[Sample], what: str) -> None:

@@ -1,22 +1,25 @@
 """The groups under way in one rollout.
 
 Invariant: every group that took off comes back exactly once: from `next_finished`, or from `land`, there either
-finished or as something that can be dispatched again. What was cut off keeps what it has with `--partial-rollout`;
-otherwise, and wherever a sample's state cannot be trusted, the prompts come back as they took off.
+finished or as something that can be dispatched again. With `--partial-rollout` nothing that was sampled is lost: what
+the default generate was cut off in keeps its tokens, and groups with a custom generate function are held, which means
+that their tasks live on and belong to the next flight. Otherwise, and wherever a sample's state cannot be trusted, the
+prompts come back as they took off, and the tokens thrown away with that are counted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 from dataclasses import dataclass, field
-from typing import Any
 
 from slime.data.sample import Sample
 from slime.engine.client import EngineError
 from slime.rollout.base_types import Group, Produced, leaves
+from slime.rollout.gate import Ticket
 from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.snapshot import snapshot
+from slime.rollout.staleness import sampled_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -24,82 +27,143 @@ ABORT_DEADLINE_S = 30.0
 """How long aborted requests, tools and rewards may take to end before they are cancelled."""
 ABORT_AGAIN_S = 0.2
 """Multi-turn functions send their next request after an aborted one: the abort is repeated."""
+OWN_CLIENT_GRACE_S = 0.5
+"""How long a group to be held that never sent a request through the gate is watched: with an HTTP client of its own it
+gets the aborted answer, and ends."""
 
 
 @dataclass
 class Landed:
-    """What became of the groups that were still under way when the batch was full."""
+    """What became of the groups that were still under way when the batch was full; `held` ones are still alive."""
 
     finished: list[Group] = field(default_factory=list)
     unfinished: list[Group] = field(default_factory=list)
+    held: int = 0
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """One group: its task, the samples it works on, copies of them as they took off, and its ticket for the gate."""
+
+    task: asyncio.Task[Group]
+    group: Group
+    prompts: Group
+    ticket: Ticket | None
+    was_held: bool = False
+
+    def lost_tokens(self, group: Group) -> int:
+        """What is thrown away when `group`, which came of this one, starts over from its prompts."""
+        return max(0, sampled_tokens(group) - sampled_tokens(self.prompts))
 
 
 class Flight:
-    """Dispatches groups and gets all of them back."""
+    """Dispatches groups and gets all of them back. `thrown_away_tokens`: sampled, and neither trained nor continued."""
 
     def __init__(self, runtime: RolloutRuntime) -> None:
         self._runtime = runtime
-        self._prompts: dict[asyncio.Task[Group], Group] = {}
+        self._state = runtime.state
+        self._under_way: dict[asyncio.Task[Group], UnderWay] = {}
+        self.thrown_away_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self._under_way)
 
     def take_off(self, groups: list[Group]) -> None:
         """Start generating groups."""
-        prompts = [[_snapshot(member) for member in group] for group in groups]
-        tasks = self._runtime.state.submit_generate_tasks(groups)
-        self._prompts.update(zip(tasks, prompts, strict=True))
+        prompts: list[Group] = [[snapshot(member) for member in group] for group in groups]
+        tickets = [self._ticket(group) for group in groups]
+        tasks = self._state.submit_generate_tasks(groups, tickets)
+        for task, group, prompt, ticket in zip(tasks, groups, prompts, tickets, strict=True):
+            self._under_way[task] = UnderWay(task, group, prompt, ticket)
+
+    def adopt(self) -> None:
+        """Take over the groups that the last flight held, and let them go on."""
+        held, self._state.held = self._state.held, []
+        for one in held:
+            self._under_way[one.task] = one
+            if self._runtime.args.mask_offpolicy_in_partial_rollout:
+                _mask_unfinished(one.group)
+        self._state.remaining_batch_size += len(held)
+        self._state.gate.open()
 
     async def next_finished(self) -> list[Group]:
         """Wait until groups finish; all that have, in the order they took off."""
-        done, _ = await asyncio.wait(self._prompts, return_when=asyncio.FIRST_COMPLETED)
-        finished = [task for task in self._prompts if task in done]
-        groups = [task.result() for task in finished]
-        for task in finished:
-            self._forget(task)
+        done, _ = await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
+        groups: list[Group] = []
+        for task in [task for task in self._under_way if task in done]:
+            group = task.result()
+            one = self._forget(task)
+            if one.was_held and not _is_finished(group):
+                self._state.remaining_batch_size -= 1  # cut off behind the gate's back, in an earlier rollout
+                self.take_off([self._to_continue(group, one)])
+            else:
+                groups.append(group)
         return groups
 
     async def land(self) -> Landed:
-        """Abort what is under way, wait until it has ended, and sort it."""
-        landed = Landed()
-        if self._prompts:
+        """Close the gate, abort what is under way, wait until it has ended or is held, and sort it."""
+        self._state.gate.close()
+        self._state.aborted = True
+        try:
             await self._abort()
-        for task, prompts in list(self._prompts.items()):
+        finally:
+            self._state.aborted = False
+        landed = Landed()
+        for task, one in list(self._under_way.items()):
+            if not task.done():
+                self._hold(one)
+                landed.held += 1
+                continue
+            self._forget(task)
             if task.cancelled():
-                landed.unfinished.append(prompts)
+                self.thrown_away_tokens += one.lost_tokens(one.group)
+                landed.unfinished.append(one.prompts)
             elif _is_finished(task.result()):
                 landed.finished.append(task.result())
             else:
-                landed.unfinished.append(self._to_continue(task.result(), prompts))
-            self._forget(task)
+                landed.unfinished.append(self._to_continue(task.result(), one))
         return landed
 
     async def cancel(self) -> None:
-        """End everything at once; for rollouts that failed."""
-        for task in self._prompts:
+        """End everything at once, held groups too; for rollouts that failed."""
+        for task in self._under_way:
             task.cancel()
-        await asyncio.gather(*self._prompts, return_exceptions=True)
-        for task in list(self._prompts):
+        await asyncio.gather(*self._under_way, return_exceptions=True)
+        for task in list(self._under_way):
             self._forget(task)
+        await self._state.cancel_held()
+
+    # ending
 
     async def _abort(self) -> None:
-        """Until all tasks have ended or the deadline is over; what then still runs is cancelled."""
-        self._runtime.state.aborted = True
+        """Until nothing is at the engines and all tasks that are not held have ended, or the deadline is over."""
+        if all(task.done() for task in self._under_way):
+            return
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + ABORT_DEADLINE_S
-        pending = set(self._prompts)
-        while pending and loop.time() < deadline:
-            await self._abort_requests()
-            _, pending = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
-        if pending:
-            logger.warning(
-                "%d groups did not end within %g s of being aborted: their prompts start over",
-                len(pending),
-                ABORT_DEADLINE_S,
-            )
-            for task in pending:
-                task.cancel()
-            await asyncio.wait(pending)
+        began = loop.time()
+        idle = asyncio.ensure_future(self._state.gate.wait_until_idle())
+        try:
+            while loop.time() - began < ABORT_DEADLINE_S:
+                await self._abort_requests()
+                in_grace = loop.time() - began < OWN_CLIENT_GRACE_S
+                pending = {one.task for one in self._under_way.values() if _must_end(one, in_grace)}
+                if not pending and idle.done():
+                    return
+                await asyncio.wait(pending | {idle}, timeout=ABORT_AGAIN_S)
+        finally:
+            idle.cancel()
+        await self._cancel_late()
+
+    async def _cancel_late(self) -> None:
+        late = {one.task for one in self._under_way.values() if _must_end(one, False) or _is_at_engine(one)}
+        if not late:
+            return
+        logger.warning(
+            "%d groups did not end within %g s of being aborted: their prompts start over", len(late), ABORT_DEADLINE_S
+        )
+        for task in late:
+            task.cancel()
+        await asyncio.wait(late)
 
     async def _abort_requests(self) -> None:
         if not self._runtime.engine_urls:
@@ -109,25 +173,78 @@ class Flight:
         except EngineError as error:
             logger.warning("requests could not be aborted, they run to their end: %s", error)
 
-    def _to_continue(self, group: Group, prompts: Group) -> Group:
+    # what comes back
+
+    def _ticket(self, group: Group) -> Ticket | None:
+        """A ticket for groups that cannot be continued from their tokens alone, if they are to be continued at all."""
+        args = self._runtime.args
+        custom = (sample.generate_function_path or args.custom_generate_function_path for sample in leaves(group))
+        if not args.partial_rollout or not any(custom):
+            return None
+        return Ticket(self._state, masks=args.mask_offpolicy_in_partial_rollout)
+
+    def _hold(self, one: UnderWay) -> None:
+        del self._under_way[one.task]
+        for sample in _unfinished(one.group):
+            sample.metadata.setdefault("start_rollout_id", self._state.rollout_id)
+        if not one.was_held:
+            one.task.add_done_callback(_report_failure)
+        one.was_held = True
+        self._state.held.append(one)
+
+    def _to_continue(self, group: Group, one: UnderWay) -> Group:
         """A group that was cut off, as it goes back to the buffer."""
         if not self._runtime.args.partial_rollout:
-            return prompts
+            self.thrown_away_tokens += one.lost_tokens(group)
+            return one.prompts
         return [
             self._continued(member, prompt) if _is_aborted(member) else member
-            for member, prompt in zip(group, prompts, strict=True)
+            for member, prompt in zip(group, one.prompts, strict=True)
         ]
 
     def _continued(self, member: Produced, prompt: Produced) -> Produced:
         if not isinstance(member, Sample):
+            self.thrown_away_tokens += max(0, sampled_tokens([member]) - sampled_tokens([prompt]))
             return prompt  # one generate call made several samples: none of them can be continued alone
         if member.response_length:
-            member.metadata.setdefault("start_rollout_id", self._runtime.state.rollout_id)
+            member.metadata.setdefault("start_rollout_id", self._state.rollout_id)
         return member
 
-    def _forget(self, task: asyncio.Task[Group]) -> None:
-        del self._prompts[task]
-        self._runtime.state.pendings.discard(task)
+    def _forget(self, task: asyncio.Task[Group]) -> UnderWay:
+        one = self._under_way.pop(task)
+        self._state.pendings.discard(task)
+        if one.ticket is not None:
+            self.thrown_away_tokens += one.ticket.thrown_away_tokens
+            one.ticket.thrown_away_tokens = 0
+        return one
+
+
+def _must_end(one: UnderWay, in_grace: bool) -> bool:
+    """Whether landing waits for a task, or leaves it alive."""
+    if one.task.done():
+        return False
+    return one.ticket is None or (in_grace and not one.ticket.is_used)
+
+
+def _is_at_engine(one: UnderWay) -> bool:
+    return not one.task.done() and one.ticket is not None and one.ticket.in_flight > 0
+
+
+def _report_failure(task: asyncio.Task[Group]) -> None:
+    """A held group that failed says so at once; the next rollout raises it."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        logger.error("a group that waits for the next rollout failed: %s", error)
+
+
+def _unfinished(group: Group) -> list[Sample]:
+    return [sample for sample in leaves(group) if sample.reward is None and sample.status is not Sample.Status.FAILED]
+
+
+def _mask_unfinished(group: Group) -> None:
+    """What the samples of a held group have so far was sampled by earlier weights."""
+    for sample in _unfinished(group):
+        sample.loss_mask = [0] * sample.response_length
 
 
 def _is_aborted(member: Produced) -> bool:
@@ -136,23 +253,3 @@ def _is_aborted(member: Produced) -> bool:
 
 def _is_finished(group: Group) -> bool:
     return not any(_is_aborted(member) for member in group)
-
-
-def _snapshot(member: Produced) -> Produced:
-    """A copy that generate functions, which may write into what they get, cannot reach."""
-    if not isinstance(member, Sample):
-        return [_copied(sample) for sample in member]
-    return _copied(member)
-
-
-def _copied(sample: Sample) -> Sample:
-    twin = copy.copy(sample)
-    for name, value in vars(sample).items():
-        setattr(twin, name, _copied_value(value))
-    return twin
-
-
-def _copied_value(value: Any) -> Any:
-    if isinstance(value, list) and (not value or isinstance(value[0], int | float)):
-        return list(value)  # token ids and log-probs: thousands of numbers, which nothing can change in place
-    return copy.deepcopy(value)

@@ -13,13 +13,13 @@ from typing import Any
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.engine.client import EngineError, GenerateResult
-from slime.engine.protocol import generate_payload, sampling_seed
+from slime.engine.protocol import continued_params, generate_payload
+from slime.rollout.gate import MOST_RESUMES, AbortedTooOften, Ticket, evaluating, ticket_here
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.rollout.tokenization import prompt_token_ids
 
 TRANSIENT_RETRIES = 3
 FIRST_BACKOFF_S = 0.5
-MOST_RESUMES = 16
 FAULTY_RETRIES = 8
 MOST_BACKOFF_S = 10.0
 
@@ -28,30 +28,34 @@ class PromptTooLong(Exception):
     """The prompt leaves no room for a response."""
 
 
-class AbortedTooOften(Exception):
-    """The engine kept aborting a request that nobody here had given up."""
-
-
 async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Fill `sample` with a response; returns the same object.
 
     A request aborted by the engine (a weight update, say) is resumed from its tokens, unless the rollout itself was
-    aborted: then the partial sample is returned as ABORTED.
+    aborted: then the partial sample is returned as ABORTED. Inside a group that waits at the gate it is resumed there.
     """
     runtime = runtime_for(args)
+    ticket = ticket_here()
     if not sample.tokens:
         sample.tokens = prompt_token_ids(runtime.tokenizer, sample)
-    for _ in range(MOST_RESUMES):
+    aborts = 0
+    while aborts < MOST_RESUMES:
         budget = new_token_budget(args, sample, sampling_params)
         if budget == 0:
             sample.status = Sample.Status.TRUNCATED
             return sample
-        result = await _call_engine(runtime, sample, sampling_params, budget)
+        result = await _engine_result(runtime, ticket, sample, sampling_params, budget)
         sample.append_response_tokens(
             args, tokens=result.token_ids, log_probs=result.log_probs, meta_info=result.meta_info, text=result.text
         )
-        if sample.status is not Sample.Status.ABORTED or runtime.state.aborted:
+        if sample.status is not Sample.Status.ABORTED:
             return sample
+        if result.token_ids:
+            _record_progress(runtime, sample)
+        if runtime.state.aborted:
+            return sample
+        if ticket is None or ticket.gate.is_open:
+            aborts += 1
     raise AbortedTooOften(f"the engine aborted this request {MOST_RESUMES} times")
 
 
@@ -67,14 +71,31 @@ def new_token_budget(args: Config, sample: Sample, sampling_params: Mapping[str,
     return max(0, budget)
 
 
+async def _engine_result(
+    runtime: RolloutRuntime, ticket: Ticket | None, sample: Sample, sampling_params: Mapping[str, Any], budget: int
+) -> GenerateResult:
+    """What an engine samples now or, for a group that waits at the gate, when it opens."""
+    if ticket is None:
+        return await _call_engine(runtime, sample, sampling_params, budget)
+    async with ticket.engine_request() as was_held:
+        if was_held and ticket.masks:
+            sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
+        return await _call_engine(runtime, sample, sampling_params, budget)
+
+
+def _record_progress(runtime: RolloutRuntime, sample: Sample) -> None:
+    """A response that only this module has begun can be continued after a crash; a custom function's cannot."""
+    is_custom = sample.generate_function_path or runtime.args.custom_generate_function_path
+    if runtime.journal is not None and not is_custom and not evaluating.get():
+        runtime.journal.progressed(sample)
+
+
 async def _call_engine(
     runtime: RolloutRuntime, sample: Sample, sampling_params: Mapping[str, Any], budget: int
 ) -> GenerateResult:
-    params = {**sampling_params, "max_new_tokens": budget}
+    params = {**continued_params(sampling_params, sample.response_length), "max_new_tokens": budget}
     if params.get("min_new_tokens"):
-        params["min_new_tokens"] = min(budget, max(0, params["min_new_tokens"] - sample.response_length))
-    if sample.response_length and params.get("sampling_seed") is not None:
-        params["sampling_seed"] = sampling_seed(params["sampling_seed"], sample.response_length)
+        params["min_new_tokens"] = min(budget, params["min_new_tokens"])
     payload = generate_payload(sample.tokens, params)
     affinity_key = sample.session_id if sample.group_index is None else sample.group_index
     if runtime.config.use_fault_tolerance:

@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import uuid
 from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from slime.config import Config
@@ -19,6 +20,7 @@ from slime.engine.protocol import sampling_seed
 from slime.errors import UserError
 from slime.rollout.base_types import Group, Produced, leaves
 from slime.rollout.failures import forget_response, mark_failed
+from slime.rollout.gate import as_evaluation
 from slime.rollout.generate import generate
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
 from slime.rollout.scoring import score_one, score_together
@@ -38,12 +40,16 @@ async def generate_and_rm_group(
     for sample in leaves(group):
         if sample.session_id is None:
             sample.session_id = str(uuid.uuid4())
-    results: Group = await gather_or_cancel(
-        _generated_member(args, member, sampling_params, evaluation) for member in group
-    )
+    with as_evaluation() if evaluation else nullcontext():
+        results: Group = await gather_or_cancel(
+            _generated_member(args, member, sampling_params, evaluation) for member in group
+        )
     samples = list(leaves(results))
     if args.group_rm and not any(sample.status is Sample.Status.ABORTED for sample in samples):
         await score_together(runtime, samples)
+        if not evaluation:
+            for member, result in zip(group, results, strict=True):
+                _record(runtime, member, result)
     return results
 
 
@@ -52,7 +58,16 @@ async def _generated_member(
 ) -> Produced:
     if not isinstance(member, Sample):
         return member
-    return await generate_and_rm(args, member, _own_params(args, member, sampling_params, evaluation), evaluation)
+    produced = await generate_and_rm(args, member, _own_params(args, member, sampling_params, evaluation), evaluation)
+    if not evaluation:
+        _record(runtime_for(args), member, produced)
+    return produced
+
+
+def _record(runtime: RolloutRuntime, dispatched: Produced, produced: Produced) -> None:
+    """What became of a sample is in the journal before anybody else sees it."""
+    if runtime.journal is not None and isinstance(dispatched, Sample):
+        runtime.journal.produced(dispatched, produced)
 
 
 async def generate_and_rm(

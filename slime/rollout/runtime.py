@@ -59,6 +59,7 @@ class RolloutRuntime:
         self.engine_urls = list(engine_urls)
         self.loop_thread = LoopThread()
         self.failures = FailureLog()
+        self.journal: Any = None
         self._router_url, self._router_only = router_url, router_only
         self._model_urls = dict(model_urls or {})
         self._pool = self._make_pool(engine_urls)
@@ -104,9 +105,9 @@ class RolloutRuntime:
                 self._functions[key] = load_function(path, what=flag, params=params)
         return self._functions[key]
 
-    def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run a coroutine on the runtime's event loop and wait for it."""
-        return self.loop_thread.run(coro, timeout)
+    def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None, *, whom: str | None = None) -> T:
+        """Run a coroutine on the runtime's event loop and wait for it; `whom` says what is waited for ("rollout 3")."""
+        return self.loop_thread.run(coro, timeout, whom=whom)
 
     def close(self) -> None:
         """Close connections, reward workers, router and loop; a second call does nothing."""

@@ -8,13 +8,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from slime.engine.protocol import rollout_sampling_params
 from slime.rollout.base_types import Group
+from slime.rollout.gate import Gate, Ticket, evaluating, ticket_here
 from slime.rollout.rewards.hub import RewardHub
 
 if TYPE_CHECKING:
     from slime.config import Config
+    from slime.rollout.flight import UnderWay
     from slime.rollout.runtime import RolloutRuntime
     from slime.rollout.teacher import Teacher
 
@@ -22,8 +25,9 @@ if TYPE_CHECKING:
 class GenerateState:
     """One per runtime. `aborted` makes samples that have not started return as ABORTED; `reset` starts a rollout.
 
-    `teacher` scores finished samples for distillation; `rewardless` says that distillation is all there is, so that
-    samples without a verifier of their own get the reward 0.
+    `gate` keeps requests of held groups back between two rollouts; `held` are those groups, until the next rollout
+    takes them over. `teacher` scores finished samples for distillation; `rewardless` says that distillation is all
+    there is, so that samples without a verifier of their own get the reward 0.
     """
 
     processor = None  # text only
@@ -37,6 +41,8 @@ class GenerateState:
         self._dp_users: Counter[int] = Counter()
         self.teacher: Teacher | None = None
         self.rewardless = args.use_opd and args.rm_type is None and args.custom_rm_path is None
+        self.gate = Gate(runtime.semaphore)
+        self.held: list[UnderWay] = []
         self.reset()
 
     @property
@@ -47,29 +53,66 @@ class GenerateState:
     def semaphore(self) -> asyncio.Semaphore:
         return self._runtime.semaphore
 
+    @property
+    def aborted(self) -> bool:
+        """Whether the rollout was given up; never so for groups that wait at the gate, nor for an evaluation."""
+        return self._aborted and ticket_here() is None and not evaluating.get()
+
+    @aborted.setter
+    def aborted(self, value: bool) -> None:
+        self._aborted = value
+
     @cached_property
     def typed_hub(self) -> RewardHub:
         """Rewards by ``rm_type`` alone, for evaluation datasets that name one; created on first use."""
         return RewardHub(self.args.replace(custom_rm_path=None))
 
     def reset(self, rollout_id: int | None = None) -> None:
-        """Forget the previous rollout."""
+        """Forget the previous rollout, but for the groups it held."""
         self.rollout_id = rollout_id
         self.remaining_batch_size = 0
-        self.pendings: set[asyncio.Task[Group]] = set()
-        self.aborted = False
+        self.pendings: set[asyncio.Task[Group]] = {one.task for one in self.held}
+        self._aborted = False
 
-    def submit_generate_tasks(self, samples: Sequence[Group]) -> list[asyncio.Task[Group]]:
-        """Start one task per group on the running loop; the tasks are also in `pendings`."""
+    def submit_generate_tasks(
+        self, samples: Sequence[Group], tickets: Sequence[Ticket | None] | None = None
+    ) -> list[asyncio.Task[Group]]:
+        """Start one task per group on the running loop; the tasks are also in `pendings`.
+
+        Groups with a ticket wait at the gate instead of being aborted.
+        """
         from slime.rollout.group import generate_and_rm_group
 
         tasks = [
-            asyncio.create_task(generate_and_rm_group(self.args, group, self.sampling_params.copy()))
-            for group in samples
+            asyncio.create_task(
+                generate_and_rm_group(self.args, group, self.sampling_params.copy()),
+                context=None if ticket is None else ticket.context(),
+            )
+            for group, ticket in zip(samples, tickets or [None] * len(samples), strict=True)
         ]
         self.pendings.update(tasks)
         self.remaining_batch_size += len(tasks)
         return tasks
+
+    def serves(self, url: str) -> bool:
+        """Whether requests to this URL are sampled by the engines of this run."""
+        address = urlsplit(url)
+        return address.path.rstrip("/") == "/generate" and (address.hostname, address.port) in self._addresses
+
+    async def cancel_held(self) -> None:
+        """End the groups that wait for the next rollout; for runs that end."""
+        held, self.held = self.held, []
+        for one in held:
+            one.task.cancel()
+        await asyncio.gather(*(one.task for one in held), return_exceptions=True)
+        self.pendings -= {one.task for one in held}
+
+    @cached_property
+    def _addresses(self) -> set[tuple[str | None, int | None]]:
+        addresses = {(url.hostname, url.port) for url in map(urlsplit, self._runtime.engine_urls)}
+        if addresses:
+            addresses.add((self.args.carried["sglang_router_ip"], self.args.carried["sglang_router_port"]))
+        return addresses
 
     @contextmanager
     def dp_rank_context(self) -> Iterator[int]:

@@ -1,8 +1,9 @@
 """The trainer ranks as the driver sees them.
 
 Invariant: a call goes to all ranks and returns when all have answered; when a rank dies, fails or outlasts the
-deadline, the error names the rank and shows the end of its log, and the other ranks are not waited for. Rollouts that
-do not fill an optimizer step are kept here and put in front of the next batch.
+deadline, the error names the rank and shows the end of its log, and the other ranks are not waited for. When one rank
+dies the others fail in their collectives: the dead one is named, whoever is heard of first. Rollouts that do not fill
+an optimizer step are kept here and put in front of the next batch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import select
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,13 @@ from slime.train.conversion import converted_batch
 from slime.train.dump import write_train_dump
 from slime.train.flops import FlopsModel
 from slime.train.schedule import Schedule, build_schedule
+from slime.waits import Wait, WaitTimeout, expired, raise_failures, waiting
 
 POLL_S = 0.2
 STOP_GRACE_S = 5.0
+DEATH_PATIENCE_S = 2.0
+"""How long after a rank's failure the death of another one, which would explain it, may become known."""
+DEADLINE_FLAG = "--distributed-timeout-minutes"
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +45,7 @@ class TrainerDied(RunFailed):
     """A rank ended or failed in a way the user did not cause."""
 
 
-class TrainerTimeout(RunFailed):
+class TrainerTimeout(WaitTimeout):
     """A rank did not answer within the deadline."""
 
 
@@ -71,6 +76,7 @@ class TrainerGroup:
         self._flops: FlopsModel | None = None
         self._carried: TrainBatch | None = None
         self._deadline_s = config.distributed_timeout_minutes * 60.0
+        self._failed = False
 
     def start(self) -> int:
         """Start all ranks, load the model and what waited for training; the first rollout id to train on."""
@@ -180,16 +186,26 @@ class TrainerGroup:
     def stop(self) -> None:
         """End all ranks; safe to call twice and after a failure."""
         ranks, self._ranks = self._ranks, []
+        if not self._failed:
+            self._ask_to_stop(ranks)
+        for rank in ranks:
+            rank.process.terminate()
+        deadline = time.monotonic() + STOP_GRACE_S
+        for rank in ranks:
+            rank.process.stop(grace_s=max(0.0, deadline - time.monotonic()))
+            rank.channel.close()
+
+    def _ask_to_stop(self, ranks: Sequence[_Rank]) -> None:
+        """Have the ranks end by themselves; those that failed or hang would not hear of it."""
         for rank in ranks:
             if rank.process.poll() is None:
                 try:
                     rank.channel.send({"id": -1, "method": "stop", "params": {}}, timeout_s=1.0)
                 except (ChannelClosed, ChannelTimeout, OSError):
                     continue
-        for rank in ranks:
-            rank.process.wait(STOP_GRACE_S)
-            rank.process.stop(grace_s=STOP_GRACE_S)
-            rank.channel.close()
+        with waiting(_names(range(len(ranks))), "to end", timeout_s=STOP_GRACE_S) as wait:
+            for rank in ranks:
+                rank.process.wait(wait.remaining())
 
     def __enter__(self) -> TrainerGroup:
         return self
@@ -248,6 +264,7 @@ class TrainerGroup:
             env=env,
             log_path=self.run_dir / "logs" / f"trainer-{rank}.log",
             pass_fds=(child_socket.fileno(),),
+            dumps_stacks=True,
         )
         with child_socket:
             process.start()
@@ -261,33 +278,53 @@ class TrainerGroup:
         if not self._ranks:
             raise RuntimeError(f"{method} was called on a trainer group that is not running")
         self._next_id += 1
-        deadline = time.monotonic() + self._deadline_s
+        everybody = _names(range(len(self._ranks)))
+        try:
+            with waiting(everybody, f"to finish {method}", timeout_s=self._deadline_s, flag=DEADLINE_FLAG) as wait:
+                self._send(method, params, wait)
+                return self._collect(method, wait)
+        except UserError:
+            raise
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _send(self, method: str, params: Sequence[dict[str, Any]], wait: Wait) -> None:
         for index, (rank, own) in enumerate(zip(self._ranks, params, strict=True)):
+            request = {"id": self._next_id, "method": method, "params": own}
             try:
-                rank.channel.send({"id": self._next_id, "method": method, "params": own}, timeout_s=self._deadline_s)
+                rank.channel.send(request, timeout_s=wait.remaining() or 0.0)
             except ChannelClosed as cause:
                 raise self._death(index, method) from cause
+            except ChannelTimeout as cause:
+                raise self._timeout([index], f"to take the request {method}", wait) from cause
+
+    def _collect(self, method: str, wait: Wait) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < len(self._ranks):
-            waiting = {self._ranks[i].channel.fileno(): i for i in range(len(self._ranks)) if i not in results}
-            ready, _, _ = select.select(list(waiting), [], [], POLL_S)
-            for index in sorted(waiting[fileno] for fileno in ready):
-                results[index] = self._receive(index, method, deadline)
-            if not ready and time.monotonic() > deadline:
-                missing = ", ".join(f"trainer-{i}" for i in waiting.values())
-                raise TrainerTimeout(
-                    f"waited {self._deadline_s:.0f} s for {missing} to finish {method}; last lines of its log:\n"
-                    f"{self._ranks[next(iter(waiting.values()))].process.tail()}"
-                )
+            missing = {self._ranks[i].channel.fileno(): i for i in range(len(self._ranks)) if i not in results}
+            wait.whom = _names(missing.values())
+            ready, _, _ = select.select(list(missing), [], [], POLL_S)
+            for index in sorted(missing[fileno] for fileno in ready):
+                results[index] = self._receive(index, method, wait)
+            if not ready and wait.is_over():
+                raise self._timeout(list(missing.values()), f"to finish {method}", wait)
+            raise_failures()
         return [results[index] for index in range(len(self._ranks))]
 
-    def _receive(self, index: int, method: str, deadline: float) -> Any:
+    def _timeout(self, missing: Sequence[int], why: str, wait: Wait) -> WaitTimeout:
+        """Whom the driver waited for in vain, and what they do now: one hangs, the others wait for it."""
+        wait.whom, wait.why = _names(missing), why
+        states = "; ".join(self._ranks[index].process.state() for index in missing)
+        return expired(wait, TrainerTimeout, f"{wait.sentence()}: {states}")
+
+    def _receive(self, index: int, method: str, wait: Wait) -> Any:
         try:
-            reply = self._ranks[index].channel.recv(max(deadline - time.monotonic(), 1.0))
+            reply = self._ranks[index].channel.recv(max(wait.remaining() or 0.0, 1.0))
         except ChannelClosed as cause:
             raise self._death(index, method) from cause
         except ChannelTimeout as cause:
-            raise TrainerTimeout(f"trainer-{index} broke off in the middle of its answer to {method}") from cause
+            raise self._timeout([index], f"to end its answer to {method}", wait) from cause
         if reply["id"] != self._next_id:
             raise RuntimeError(f"trainer-{index} answered request {reply['id']}, not {self._next_id}")
         if reply["ok"]:
@@ -295,9 +332,30 @@ class TrainerGroup:
         error = reply["error"]
         if error["user_error"]:
             raise UserError(error["message"])
+        dead = self._dead_beside(index)
+        if dead is not None:
+            raise self._death(dead, method)
         raise TrainerDied(
             f"trainer-{index} failed in {method}: {error['type']}: {error['message']}\n{error['traceback']}"
+            f"{self._others(index)}"
         )
+
+    def _dead_beside(self, index: int) -> int | None:
+        """Another rank that has ended: its death is why this one failed."""
+        others = [other for other in range(len(self._ranks)) if other != index]
+        if not others:
+            return None
+        with waiting(_names(others), "to be known as alive", timeout_s=DEATH_PATIENCE_S) as wait:
+            while not wait.is_over():
+                for other in others:
+                    if self._ranks[other].process.poll() is not None:
+                        return other
+                time.sleep(POLL_S / 4)
+        return None
+
+    def _others(self, index: int) -> str:
+        states = [rank.process.state() for other, rank in enumerate(self._ranks) if other != index]
+        return f"\n{'; '.join(states)}" if states else ""
 
     def _death(self, index: int, method: str) -> TrainerDied:
         process = self._ranks[index].process
@@ -306,6 +364,10 @@ class TrainerGroup:
             f"trainer-{index} ended during {method} (exit code {code}); last lines of {process.log_path}:\n"
             + process.tail()
         )
+
+
+def _names(indices: Iterable[int]) -> str:
+    return ", ".join(f"trainer-{index}" for index in indices)
 
 
 def rank_share(batch: TrainBatch, schedule: Schedule, rank: int) -> dict[str, Any]:

@@ -7,8 +7,10 @@ process ends when the driver says `stop` or is gone.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -85,6 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="one trainer rank; started by the driver")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the driver")
     fd = parser.parse_args(argv).fd
+    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)  # into the log, for whoever waits for us
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     disable_progress_bar()
     if "OMP_NUM_THREADS" in os.environ:

@@ -1,6 +1,7 @@
 """HTTP helpers for plugin code that talks to engines, tools or services by URL.
 
-Each request has a deadline; answers in the 4xx range are the caller's mistake and are not sent again.
+Each request has a deadline; answers in the 4xx range are the caller's mistake and are not sent again. What is asked of
+this run's engines survives weight updates and, with `--partial-rollout`, the end of the rollout (`slime.rollout.gate`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import aiohttp
 from slime.config import Config
 from slime.engine.errors import EngineError, EngineFailed, EngineRejected, EngineTimeout, EngineUnreachable
 from slime.engine.protocol import error_message
+from slime.rollout.gate import WholeAnswer, ticket_here
+from slime.rollout.runtime import newest_runtime
+from slime.rollout.state import GenerateState
 
 RETRY_PAUSE_S = 1.0
 RETRIED_STATUSES = frozenset({408, 425, 429})
@@ -27,8 +31,18 @@ async def post(
     *,
     timeout_s: float = 3600.0,
 ) -> Any:
-    """POST JSON; the answer as parsed JSON, or as text when it is none. At most `max_retries` tries, 1 s apart."""
-    return await _request("POST", url, payload, max_retries, headers, timeout_s)
+    """POST JSON; the answer as parsed JSON, or as text when it is none. At most `max_retries` tries, 1 s apart.
+
+    A request to `/generate` of this run's engines that is aborted there is continued from its tokens, into one answer.
+    """
+
+    async def send(body: Any) -> Any:
+        return await _request("POST", url, body, max_retries, headers, timeout_s)
+
+    state = _state_behind(url)
+    if state is None or not isinstance(payload, dict):
+        return await send(payload)
+    return await WholeAnswer(state, payload).get(send)
 
 
 async def get(url: str, max_retries: int = 1, *, timeout_s: float = 60.0) -> Any:
@@ -52,6 +66,14 @@ def get_model_url(args: Config, model_name: str, endpoint: str = "/generate") ->
     routers = args.carried.get("sglang_model_routers") or {}
     host, port = routers.get(model_name) or (args.carried["sglang_router_ip"], args.carried["sglang_router_port"])
     return f"http://{host}:{port}{endpoint}"
+
+
+def _state_behind(url: str) -> GenerateState | None:
+    """The rollout that the engines at this URL sample for; None for every other URL."""
+    ticket, runtime = ticket_here(), newest_runtime()
+    if ticket is not None and ticket.state.serves(url):
+        return ticket.state
+    return runtime.state if runtime is not None and runtime.state.serves(url) else None
 
 
 async def _request(

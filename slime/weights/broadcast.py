@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from slime.cluster.ports import free_port
 from slime.engine.client import EngineClient, EngineFailed
 from slime.errors import RunFailed
+from slime.waits import named
 from slime.weights.kind import EngineKind
 from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource, all_of
 
@@ -54,8 +55,8 @@ class BroadcastPublisher(WeightPublisher):
     def _stage(self, version: int) -> Staged:
         if self._group is None:
             self._buckets = self._source.weight_buckets()
-            self._run_async(self._compare_shapes())
-            self._group = self._run_async(self._connect())
+            self._run_async(named(self._compare_shapes(), f"shape check of weight update {version}"))
+            self._group = self._run_async(named(self._connect(), "weight update group"))
         return Staged(sum(_nbytes(tensor) for bucket in self._buckets for tensor in bucket))
 
     async def _compare_shapes(self) -> None:
@@ -145,14 +146,14 @@ class BroadcastPublisher(WeightPublisher):
         return False
 
     def engines_changed(self) -> None:
-        self._run_async(self._disband())
+        self._run_async(named(self._disband(), "end of the weight update group"))
 
     def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
         pass
 
     def close(self) -> None:
         """Leave the group. The trainer's side ends with its process."""
-        self._run_async(self._disband())
+        self._run_async(named(self._disband(), "end of the weight update group"))
 
 
 def own_address(url: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.engine.client import EngineClient, EngineRejected
 from slime.errors import RunFailed
+from slime.waits import named
 from slime.weights.publisher import RunAsync, WeightPublisher, WeightSource, all_of
 
 _NAMED = 3
@@ -32,7 +33,8 @@ class ChecksumCheck:
 
     def __call__(self, version: int) -> None:
         expected = self._source.weight_checksums()
-        for client, found in zip(self._clients, self._run_async(self._ask()), strict=True):
+        answers = self._run_async(named(self._ask(), f"weight check {version}"))
+        for client, found in zip(self._clients, answers, strict=True):
             wrong = [name for name, checksum in expected.items() if found.get(name) != checksum]
             if wrong:
                 raise WeightsDiffer(
@@ -58,10 +60,10 @@ class ReloadCheck:
         self._timeout_s = timeout_s
 
     def __call__(self, version: int) -> None:
-        self._run_async(self._ask("snapshot"))
+        self._run_async(named(self._ask("snapshot"), f"snapshot of version {version}"))
         self._reload.publish(version)
         try:
-            self._run_async(self._ask("compare"))
+            self._run_async(named(self._ask("compare"), f"comparison of version {version}"))
         except EngineRejected as cause:
             raise WeightsDiffer(
                 f"version {version} differs from the same weights loaded as a folder: {cause}"

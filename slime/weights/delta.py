@@ -15,6 +15,7 @@ from pathlib import Path
 from slime.engine.client import EngineClient, EngineRejected
 from slime.models.delta_folder import INDEX_NAME, DeltaIndex, name_files, write_index
 from slime.models.files import fsync_path
+from slime.waits import named
 from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
 from slime.weights.local_checkpoint import LocalCheckpoint, LocalCheckpointBroken
 from slime.weights.publisher import RunAsync, Settings, Staged, WeightSource, written_or_failed
@@ -81,9 +82,9 @@ class DeltaPublisher(DiskPublisher):
         try:
             staged = written_or_failed(self._stage_whole, version)
         except BaseException:
-            self._run_async(self._continue_whatever(refused))
+            self._run_async(named(self._continue_whatever(refused), f"end of weight update {version}"))
             raise
-        self._run_async(self._swap(refused, staged, version))
+        self._run_async(named(self._swap(refused, staged, version), f"whole weight update {version}"))
         return staged
 
     def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:

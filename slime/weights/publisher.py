@@ -17,8 +17,12 @@ from typing import Any, Protocol, TypeVar
 
 from slime.engine.client import EngineClient, PauseMode
 from slime.errors import RunFailed
+from slime.waits import named
 
 T = TypeVar("T")
+
+_CONTINUE_S = 10.0
+"""How long an engine of a failed update may take to go on: one that hangs is the reason why it failed."""
 
 
 class WeightSource(Protocol):
@@ -161,7 +165,7 @@ class WeightPublisher(ABC):
         written = time.perf_counter() - started
         arrived = False
         try:
-            swapped = self._run_async(self._swap(self._clients, staged, version))
+            swapped = self._run_async(named(self._swap(self._clients, staged, version), f"weight update {version}"))
             paused_seconds = swapped.paused_seconds
             if swapped.refused:
                 began = time.perf_counter()
@@ -192,7 +196,7 @@ class WeightPublisher(ABC):
         """
         staged = written_or_failed(self._stage_whole, version)
         try:
-            self._run_async(self._swap(clients, staged, version))
+            self._run_async(named(self._swap(clients, staged, version), f"weight update {version} of {_urls(clients)}"))
         finally:
             self._retire(staged, version, arrived=False)
         return True
@@ -247,7 +251,8 @@ class WeightPublisher(ABC):
         return Swapped(paused_seconds, refused)
 
     async def _continue_whatever(self, clients: Sequence[EngineClient]) -> None:
-        await asyncio.gather(*(client.continue_() for client in clients), return_exceptions=True)
+        limit_s = min(_CONTINUE_S, *(client.control_timeout_s for client in clients)) if clients else _CONTINUE_S
+        await asyncio.gather(*(client.continue_(timeout_s=limit_s) for client in clients), return_exceptions=True)
 
 
 def written_or_failed(stage: Callable[[int], Staged], version: int) -> Staged:
@@ -258,6 +263,10 @@ def written_or_failed(stage: Callable[[int], Staged], version: int) -> Staged:
         raise RunFailed(
             f"cannot write version {version} of the weights: {cause}; the engines keep the version they have"
         ) from cause
+
+
+def _urls(clients: Sequence[EngineClient]) -> str:
+    return " ".join(client.base_url for client in clients)
 
 
 async def all_of(clients: Sequence[EngineClient], call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:

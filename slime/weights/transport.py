@@ -13,6 +13,7 @@ from slime.config import Config
 from slime.engine.client import EngineClient, PauseMode
 from slime.errors import UserError
 from slime.plugins import load_function
+from slime.waits import Limit
 from slime.weights.broadcast import BroadcastPublisher
 from slime.weights.check import ChecksumCheck, ReloadCheck
 from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
@@ -67,7 +68,8 @@ def make_publisher(
     """The publisher of this run; loading new weights gets as long as loading the first ones (engine_start_timeout)."""
     transport, reason = choose_transport(config, device, engine_kind)
     logger.info("weight updates by %s: %s", transport, reason)
-    settings = Settings(config.engine_start_timeout, cast(PauseMode, config.update_weight_pause_mode))
+    limit_s = Limit(config.engine_start_timeout, "--engine-start-timeout")
+    settings = Settings(limit_s, cast(PauseMode, config.update_weight_pause_mode))
     if config.check_weight_update_equal:
         check = _make_check(config, source, clients, run_async, engine_kind, settings)
         settings = replace(settings, check=check)

@@ -82,7 +82,7 @@ def test_repeated_flags_add_up_or_the_last_one_wins() -> None:
         (["--apply-chat-template-kwargs", "{a}"], "is not JSON"),
         (["--apply-chat-template-kwargs", "[1]"], "must be a JSON object"),
         (["--release-train"], "--release-train is a slime flag that this version does not have yet"),
-        (["--async-buffer-size", "4"], "--release-train is a slime flag that this version does not have yet"),
+        (["--async-save"], "--async-save is a slime flag that this version does not have yet"),
         (["--mtp-num-layers", "1"], "--mtp-num-layers is a slime flag that this version does not have yet"),
         (["--wandb-key", "s"], "WANDB_API_KEY"),
         (["--num-gpus-per-node", "4"], "--num-gpus-per-node is not taken: a run has one machine"),

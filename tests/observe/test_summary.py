@@ -12,7 +12,7 @@ from slime.config import Config
 from slime.driver import TrainingResult
 from slime.observe.summary import show_summary
 
-SUPERVISED = {"train/loss": 2.0, "perf/rollout_time": 0.25, "perf/train_time": 0.75, "perf/step_time": 1.0}
+SUPERVISED = {"train/loss": 2.0, "perf/rollout_wait_time": 0.25, "perf/train_time": 0.75, "perf/step_time": 1.0}
 GENERATED = {
     "rollout/raw_reward": 0.5,
     "perf/tokens_per_gpu_per_sec": 1234.0,

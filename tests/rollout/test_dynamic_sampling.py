@@ -49,7 +49,10 @@ def test_what_is_cut_off_goes_back_as_a_prompt(engine, make_runtime, prompts, an
         assert (sample.status, sample.tokens, sample.response, sample.metadata) == (STATUS.PENDING, [], "", {})
     assert engine.aborts[0] == {"abort_all": True}
     assert (output.metrics["rollout/surplus_groups"], output.metrics["rollout/returned_groups"]) == (0.0, 2.0)
+    assert output.metrics["rollout/thrown_away_tokens"] == 8.0  # four samples were cut off after "12"
+    assert output.metrics["rollout/dropped_tokens"] == 0.0
     assert not runtime.state.pendings
+    assert not runtime.state.aborted
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -64,7 +67,8 @@ def test_a_partial_response_is_continued_with_its_tokens(engine, make_runtime, p
         rm_type="random",
     )
     source = prompts(["a", "b"], n=2)
-    generate_rollout(runtime.args, 3, source)
+    output = generate_rollout(runtime.args, 3, source)
+    assert output.metrics["rollout/thrown_away_tokens"] == 0.0
     for sample in leaves(source.groups):
         assert (sample.status, sample.response, sample.response_length) == (STATUS.ABORTED, "12", 2)
         assert (sample.metadata, sample.reward) == ({"start_rollout_id": 3}, None)
@@ -133,6 +137,8 @@ def test_a_filter_drops_groups_and_more_are_asked_for(engine, make_runtime, prom
         "rollout/dynamic_filter/drop_unnamed": 1.0,
         "rollout/dynamic_filter/drop_short_2": 1.0,
     }
+    assert output.metrics["rollout/dropped_tokens"] == 2 * (1 + 2)
+    assert output.metrics["rollout/thrown_away_tokens"] == 0.0
 
 
 def test_the_fallback_keeps_dull_groups_rather_than_asking_for_more(engine, make_runtime, prompts, write_plugin):
@@ -221,17 +227,25 @@ def test_a_filter_must_decide(make_runtime, engine):
         call_dynamic_filter(lambda args, samples: None, args, [])
 
 
-FAN_OUT = """
+OWN_CLIENT_FAN_OUT = """
 import copy
-from slime.rollout.sglang_rollout import generate
+import aiohttp
 async def f(args, sample, sampling_params):
     sample.metadata["touched"] = True
-    sample = await generate(args, sample, sampling_params)
+    sample.tokens = [ord(sample.prompt) - ord("a") + 4]
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    body = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+        answer = await response.json()
+    log_probs, tokens, _ = zip(*answer["meta_info"]["output_token_logprobs"])
+    sample.append_response_tokens(
+        args, tokens=tokens, log_probs=log_probs, meta_info=answer["meta_info"], text=answer["text"]
+    )
     return [sample, copy.deepcopy(sample)]
 """
 
 
-def test_fan_outs_are_cut_off_kept_and_restarted(engine, make_runtime, prompts, answer, write_plugin):
+def test_fan_outs_of_an_own_client_are_cut_off_kept_and_restarted(engine, make_runtime, prompts, answer, write_plugin):
     calls = []
 
     def half(body):
@@ -244,13 +258,14 @@ def test_fan_outs_are_cut_off_kept_and_restarted(engine, make_runtime, prompts, 
         rollout_batch_size=1,
         over_sampling_batch_size=2,
         partial_rollout=True,
-        custom_generate_function_path=write_plugin(FAN_OUT, "fan"),
+        custom_generate_function_path=write_plugin(OWN_CLIENT_FAN_OUT, "fan"),
         custom_rm_path=write_plugin("def f(args, samples):\n    return [1.0] * len(samples)\n", "reward"),
         dynamic_sampling_filter_path=write_plugin("def f(args, samples):\n    return len(samples) == 4\n", "filter"),
     )
     source = prompts(["a", "b"], n=2)
     output = generate_rollout(runtime.args, 0, source)
     assert [len(member) for member in output.samples[0]] == [2, 2]
+    assert output.metrics["rollout/thrown_away_tokens"] == 2.0  # both siblings had the token that was cut off
     done, cut_off = sorted(source.groups[0], key=lambda member: isinstance(member, Sample))
     assert [(sample.response, sample.reward) for sample in done] == [("77</s>", 1.0)] * 2
     assert (cut_off.tokens, cut_off.metadata, cut_off.status) == ([], {}, STATUS.PENDING)
@@ -268,7 +283,8 @@ def test_whoever_does_not_heed_an_abort_is_cancelled_and_starts_over(
         "import asyncio\nfrom slime.rollout.sglang_rollout import generate\n"
         "async def f(args, sample, sampling_params):\n"
         "    if sample.prompt == 'b':\n"
-        "        sample.tokens += [1, 2]\n        sample.metadata['tool'] = 'running'\n"
+        "        sample.tokens += [1, 2]\n        sample.response_length = 2\n"
+        "        sample.metadata['tool'] = 'running'\n"
         "        await asyncio.sleep(3600)\n"
         "    return await generate(args, sample, sampling_params)\n"
     )
@@ -276,15 +292,15 @@ def test_whoever_does_not_heed_an_abort_is_cancelled_and_starts_over(
         [engine.url],
         rollout_batch_size=1,
         over_sampling_batch_size=2,
-        partial_rollout=True,
         custom_generate_function_path=write_plugin(stubborn),
         rm_type="random",
     )
     source = prompts(["a", "b"], n=1)
-    generate_rollout(runtime.args, 0, source)
+    output = generate_rollout(runtime.args, 0, source)
     assert [(s.prompt, s.tokens, s.metadata, s.status) for s in leaves(source.groups)] == [
         ("b", [], {}, STATUS.PENDING)
     ]
+    assert output.metrics["rollout/thrown_away_tokens"] == 2.0
 
 
 def test_group_rewards_wait_for_the_whole_group(engine, make_runtime, prompts, answer, write_plugin):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import signal
 import socket
@@ -128,4 +129,5 @@ def eos_ids(core: EngineCore, tokenizer: object) -> frozenset[int]:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)  # into the log, for whoever waits for us
     sys.exit(main())

@@ -3,6 +3,7 @@
 Invariant: a verdict is a finite number or a dict; a verifier that cannot judge raises (`RewardError`, or whatever a
 custom function raised), and a flag that makes no sense is a `UserError`. Nothing turns into a reward of 0 here. A
 reward of the wrong type fails its sample, one that is no finite number ends the run: both name function and sample.
+Every call ends within --reward-timeout: an async function is cancelled, a plain one is left behind in its thread.
 
 Custom functions (`--custom-rm-path`, or a sample's own `custom_rm_path`, which goes first) may be plain or async. They
 take one sample, or a list of them when their second parameter is called `samples`, when they are a class with
@@ -12,10 +13,13 @@ take one sample, or a list of them when their second parameter is called `sample
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -32,13 +36,21 @@ from slime.rollout.rewards.gpqa import gpqa_reward
 from slime.rollout.rewards.math import MathVerifier
 from slime.rollout.rewards.random import random_reward
 from slime.rollout.rewards.remote import RemoteReward
+from slime.rollout.threads import DaemonThreads, Job
+from slime.waits import Wait, log_graph, wait_for, waiting
 
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")
 BOXED_PREFIX = "boxed_"
 _WITHOUT_LABEL = ("remote_rm", "random")
 GIVEN = "the given reward function"
 FLAG = "--custom-rm-path"
+TIMEOUT_FLAG = "--reward-timeout"
 _KEPT_HUBS = 8
+_LOOK_UP_S = 1.0
+
+
+class RewardTimeout(RewardError):
+    """A reward function did not answer within --reward-timeout."""
 
 
 class RewardHub:
@@ -49,6 +61,9 @@ class RewardHub:
         self.config = config
         self._verifier = MathVerifier()
         self._functions: dict[str, Callable[..., Any]] = {}
+        self._threads = DaemonThreads("reward")
+        weakref.finalize(self, self._threads.close)
+        self._given_name = GIVEN if function is None else f"{GIVEN} {_name_of(function)}"
         if function is not None:
             self._functions[GIVEN] = as_reward(function, config, GIVEN)
 
@@ -56,11 +71,12 @@ class RewardHub:
         """The reward of one sample."""
         path = self._custom_path(sample)
         if path is None:
-            return self._checked(await self._builtin(sample), f"--rm-type {self._rm_type(sample)}", sample)
+            who = f"--rm-type {self._rm_type(sample)}"
+            return self._checked(await self._within_deadline(self._builtin(sample), who), who, sample)
         function = self._function(path)
         if self._in_list(sample, function):
             return (await self._call_with_list(path, function, [sample]))[0]
-        return self._checked(await _call(function, self.config, sample), path, sample)
+        return self._checked(await self._call(path, function, sample), path, sample)
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Reward]:
         """The rewards of several samples, in their order; samples with one custom list function are scored together.
@@ -96,6 +112,7 @@ class RewardHub:
 
     def close(self) -> None:
         """End the verifier processes; for callers without an event loop."""
+        self._threads.close()
         self._verifier.close()
 
     def _custom_path(self, sample: Sample) -> str | None:
@@ -114,10 +131,46 @@ class RewardHub:
         return [await self.score(sample)]
 
     async def _call_with_list(self, path: str, function: Callable[..., Any], samples: list[Sample]) -> list[Reward]:
-        rewards = await _call(function, self.config, samples)
+        rewards = await self._call(path, function, samples)
         if isinstance(rewards, (str, dict)) or not hasattr(rewards, "__len__") or len(rewards) != len(samples):
             raise RewardError(f"{path}: must return a list of {len(samples)} rewards, got {rewards!r:.80}")
         return [self._checked(reward, path, sample) for reward, sample in zip(rewards, samples, strict=True)]
+
+    async def _call(self, path: str, function: Callable[..., Any], subject: Sample | list[Sample]) -> Any:
+        """Await an async function; run a plain one in a thread, where it may take its time."""
+        who = self._given_name if path == GIVEN else f"the reward function {path}"
+        if inspect.iscoroutinefunction(function):
+            return await self._within_deadline(function(self.config, subject), who)
+        job = self._threads.submit(partial(contextvars.copy_context().run, function, self.config, subject))
+        try:
+            result = await self._answer(job, who)
+        except BaseException:
+            self._threads.abandon(job)
+            raise
+        return await self._within_deadline(result, who) if inspect.isawaitable(result) else result
+
+    async def _within_deadline(self, verdict: Awaitable[Any], who: str) -> Any:
+        limit_s = self.config.reward_timeout
+        late = partial(_too_late, who)
+        return await wait_for(verdict, who, "to answer", timeout_s=limit_s, flag=TIMEOUT_FLAG, failure=late)
+
+    async def _answer(self, job: Job, who: str) -> Any:
+        """What a plain function returns; its time begins when a thread takes it up."""
+        future, limit_s = asyncio.wrap_future(job.future), self.config.reward_timeout
+        with waiting(who, "to answer", timeout_s=limit_s, flag=TIMEOUT_FLAG) as wait:
+            while True:
+                if job.began is not None:
+                    wait.deadline = job.began + limit_s
+                left = _LOOK_UP_S if job.began is None else wait.remaining()
+                done, _ = await asyncio.wait((future,), timeout=left)
+                if done:
+                    return future.result()
+                if job.began is None:
+                    self._threads.grow()
+                elif wait.is_over():
+                    error = _too_late(who, wait)
+                    await log_graph(wait, str(error))
+                    raise error
 
     def _checked(self, reward: Any, who: str, sample: Sample) -> Reward:
         """The reward as a float, or as the dict it is, whose entries that flags name are numbers."""
@@ -195,12 +248,14 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
     return await _hubs.get(args).score_group(samples)
 
 
-async def _call(function: Callable[..., Any], config: Any, subject: Sample | list[Sample]) -> Any:
-    """Await an async function; run a plain one in a thread, where it may take its time."""
-    if inspect.iscoroutinefunction(function):
-        return await function(config, subject)
-    result = await asyncio.to_thread(function, config, subject)
-    return await result if inspect.isawaitable(result) else result
+def _too_late(who: str, wait: Wait) -> RewardTimeout:
+    return RewardTimeout(f"{who} did not answer within {wait.timeout_s:g} s ({TIMEOUT_FLAG})")
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """A function by its own name, an object by its class's."""
+    is_named = inspect.isroutine(function) or inspect.isclass(function)
+    return function.__qualname__ if is_named else type(function).__qualname__
 
 
 def _finite(value: Any, what: str, who: str, sample: Sample) -> float:

@@ -1,0 +1,135 @@
+"""Milliseconds and bytes of the journal: hand-out, finish, batch, consume, with 100,000 samples in the file.
+
+    python benchmarks/journal.py
+    python benchmarks/journal.py --samples 20000 --folder /some/disk
+
+Groups of 8 samples with 256 to 2048 response tokens, 32 groups in a rollout, nothing pruned. Prompts are handed out
+group by group, samples finish one by one, and a batch is consumed as a whole; every call is one transaction of the real
+journal. The table is of the last tenth of the calls, when the file is as large as it gets; `growth` is the ratio of
+their mean to that of the first tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from slime.data.journal import Journal
+from slime.data.sample import Sample
+
+GROUP, BATCH = 8, 32
+VOCABULARY = 150_000
+
+
+class Clock:
+    """Milliseconds of calls by name, with the number of samples in each."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[tuple[float, int]]] = defaultdict(list)
+
+    def __call__(self, name: str, samples: int, call: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        call()
+        self.calls[name].append(((time.perf_counter() - began) * 1e3, samples))
+
+
+class Texts:
+    """Responses as an engine would give them: ids, log-probs in float32, words."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._words = [f"word{number} " for number in range(2000)]
+
+    def prompts(self, group_index: int) -> list[Sample]:
+        prompt = "".join(self._rng.choice(self._words, 40))
+        first = group_index * GROUP
+        return [
+            Sample(group_index=group_index, index=first + place, prompt=prompt, label="42", metadata={"source": "sums"})
+            for place in range(GROUP)
+        ]
+
+    def finish(self, sample: Sample) -> Sample:
+        count = int(self._rng.integers(256, 2049))
+        ids = np.minimum(self._rng.zipf(1.2, count), VOCABULARY - 1)
+        log_probs = -self._rng.exponential(0.4, count).astype(np.float32).astype(float)
+        sample.tokens = list(range(60))
+        sample.append_response_tokens(
+            tokens=ids.tolist(),
+            log_probs=log_probs.tolist(),
+            text="".join(self._words[token % 2000] for token in ids.tolist()[: count * 2 // 3]),
+            meta_info={"finish_reason": {"type": "stop"}, "weight_version": "7"},
+        )
+        sample.reward = float(self._rng.integers(0, 2))
+        return sample
+
+
+def fill(journal: Journal, samples: int, clock: Clock, texts: Texts) -> None:
+    """The life of `samples` samples, rollout by rollout."""
+    journal.recover(0)
+    for rollout in range(samples // (GROUP * BATCH)):
+        batch = [texts.prompts(rollout * BATCH + place) for place in range(BATCH)]
+        for place, group in enumerate(batch):
+            position = {"epoch_id": 0, "sample_offset": rollout * BATCH + place + 1, "metadata": {}}
+            clock("hand out", GROUP, lambda group=group, position=position: journal.hand_out([group], position))
+        for sample in (sample for group in batch for sample in group):
+            texts.finish(sample)
+            clock("finish", 1, lambda sample=sample: journal.produced(sample, sample))
+        metrics = {"rollout/raw_reward": 0.5}
+        clock("batch", GROUP * BATCH, lambda batch=batch, r=rollout, m=metrics: journal.assign(r, batch, m))
+        clock("consume", GROUP * BATCH, lambda rollout=rollout: journal.consumed(rollout))
+
+
+def report(console: Console, clock: Clock, file_bytes: int, samples: int) -> None:
+    """The table and the size."""
+    table = Table(title=f"journal with {samples:,} samples, milliseconds", box=None, pad_edge=False)
+    for name in ("call", "samples", "mean", "p99", "mean per sample", "growth"):
+        table.add_column(name, justify="left" if name == "call" else "right")
+    for name, calls in clock.calls.items():
+        tenth = max(1, len(calls) // 10)
+        times = np.array([milliseconds for milliseconds, _ in calls])
+        last, per_call = times[-tenth:], calls[-1][1]
+        table.add_row(
+            name,
+            str(per_call),
+            f"{last.mean():.3f}",
+            f"{np.percentile(last, 99):.3f}",
+            f"{last.mean() / per_call:.4f}",
+            f"{last.mean() / times[:tenth].mean():.2f}x",
+        )
+    console.print(table)
+    console.print(f"file: {file_bytes / 1e6:.1f} MB, {file_bytes / samples:.0f} bytes per sample", highlight=False)
+
+
+def main() -> None:
+    """Fill a journal, measure, remove it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=100_000, help="samples in the journal")
+    parser.add_argument("--folder", type=Path, default=None, help="where the file is made, and removed again")
+    options = parser.parse_args()
+    samples = max(1, options.samples // (GROUP * BATCH)) * GROUP * BATCH
+    clock, console = Clock(), Console()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        journal = Journal.open(Path(folder) / "journal.sqlite", {"model": "benchmark"}, keep=True)
+        fill(journal, samples, clock, Texts(seed=0))
+        began = time.perf_counter()
+        journal.checkpointed(samples)
+        seconds = time.perf_counter() - began
+        began = time.perf_counter()
+        recovered = journal.recover(samples // (GROUP * BATCH) - 1)
+        recovery = time.perf_counter() - began
+        assert len(recovered.batches) == 1
+        journal.close()
+        report(console, clock, journal.path.stat().st_size, samples)
+        console.print(f"make durable: {seconds * 1e3:.0f} ms; recover: {recovery * 1e3:.0f} ms", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

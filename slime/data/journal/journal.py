@@ -1,0 +1,288 @@
+"""The journal of a run: every sample from the moment its prompt is handed out until it has been trained on.
+
+    pending ──► partial ──► finished ──► assigned (rollout r) ──► consumed (by r) ──► pruned after a checkpoint
+                   └────────────┴──► dropped
+
+Invariants: whatever ends the process, each call below has happened as a whole or not at all. A group is in one state,
+so no trajectory is lost or trained on twice. The data position is written in the same transaction as the hand-out it
+belongs to. Which batches a restart trains on again is decided by `recover` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.data.journal.database import Database
+from slime.data.journal.recovery import Recovered, has_content, is_empty, read_groups, replay_from, usable_from
+from slime.data.journal.rows import Leaf, RowCodec, flattened, state_of
+from slime.data.journal.schema import OPEN
+from slime.data.journal.writing import Home, Writer
+from slime.data.jsonable import from_json, to_json
+from slime.data.sample import Sample
+from slime.data.source import Group
+
+
+class Journal:
+    """The one writer of a journal file; usable from several threads."""
+
+    def __init__(self, database: Database, *, keep: bool, reward_key: str | None = None) -> None:
+        self._database = database
+        self._keep = keep
+        self._rows = RowCodec(reward_key)
+        self._writer = self._new_writer()
+
+    @classmethod
+    def open(cls, path: Path, identity: Mapping[str, str], *, keep: bool, reward_key: str | None = None) -> Journal:
+        """Make or open the journal `path`; `keep` leaves consumed samples in it.
+
+        A file that is no journal, of a newer format, or of a run with another `identity` is a `UserError` that names
+        what differs; the file stays as it is. `reward_key` is the number shown of rewards that are dicts.
+        """
+        return cls(Database(Path(path), identity), keep=keep, reward_key=reward_key)
+
+    @property
+    def path(self) -> Path:
+        """The SQLite file."""
+        return self._database.path
+
+    def recover(self, start: int) -> Recovered:
+        """Bring the journal to the state in which rollouts before `start` are consumed, and the others are not.
+
+        A journal that cannot be brought there (it has forgotten `start`, or never came as far) begins anew; the old
+        file is moved aside when there is anything in it.
+        """
+        moved = None
+        with self._database.reading() as connection:
+            usable, has_samples = usable_from(connection, start), has_content(connection)
+        if not usable:
+            moved = self._database.begin_anew(keep_old=has_samples)
+            self._writer = self._new_writer()
+        with self._database.transaction() as connection:
+            if is_empty(connection):
+                _set_meta(connection, "horizon", str(start))
+                return Recovered(position=None, groups=[], batches=[], fresh=True, moved=moved)
+            batches = replay_from(connection, start)
+            groups = read_groups(connection, self._rows, f"state IN {OPEN}", ())
+            return Recovered(position=_read_position(connection), groups=groups, batches=batches, fresh=False)
+
+    def begin(self, rollout_id: int, groups: Sequence[Group], position: dict[str, Any] | None) -> None:
+        """Record what a data source has before the first hand-out: its position after `rollout_id`, and its buffer."""
+        encoded = self._encoded(groups)
+        with self._database.transaction() as connection:
+            written = self._write(connection, encoded)
+            _note_position(connection, rollout_id, position)
+            _set_position(connection, position)
+        _mark(encoded, written)
+
+    def hand_out(self, groups: Sequence[Group], position: dict[str, Any] | None) -> None:
+        """Groups leave the data source, which then stands at `position`; new ones get their rows and ids."""
+        encoded = [leaves for group in groups if (leaves := flattened(group))]
+        for leaves in encoded:
+            if any(leaf.sample.journal_id is None for leaf in leaves):
+                self._rows.encoded(leaves)
+        changed, written = [], []
+        with self._database.transaction() as connection:
+            for leaves in encoded:
+                if all(leaf.sample.journal_id is None for leaf in leaves):
+                    changed.append(leaves)
+                    written.append(self._writer.new_group(connection, leaves, "pending"))
+                elif not self._handed_out_again(connection, leaves):
+                    changed.append(self._rows.encoded(leaves))
+                    written += self._writer.write_groups(connection, [leaves], lambda _: "pending", _is_free)
+            _set_position(connection, position)
+        _mark(changed, written)
+
+    def put_back(self, groups: Sequence[Group]) -> None:
+        """Groups return to the data source, as far as they have come."""
+        encoded = self._encoded(groups)
+        with self._database.transaction() as connection:
+            written = self._write(connection, encoded)
+        _mark(encoded, written)
+
+    def produced(self, dispatched: Sample, produced: Sample | list[Sample]) -> None:
+        """One member of a group has ended: finished, failed, or aborted. Samples of no hand-out are not recorded."""
+        leaves = [Leaf(leaf.sample, None, leaf.leaf) for leaf in flattened([produced])]
+        if dispatched.journal_id is None or not leaves:
+            return
+        self._rows.encoded(leaves)
+        with self._database.transaction() as connection:
+            home = self._open_home(connection, dispatched)
+            if home is None:
+                return
+            ids = self._writer.write_member(connection, home, leaves)
+            progress = connection.execute(
+                "SELECT status, response_length FROM samples WHERE group_id = ?", (home.group_id,)
+            )
+            state = state_of(progress.fetchall())
+            if state != home.state:
+                connection.execute("UPDATE groups SET state = ? WHERE id = ?", (state, home.group_id))
+        _mark([leaves], [(home.group_id, ids)])
+
+    def progressed(self, sample: Sample) -> None:
+        """A sample under way has more tokens."""
+        if sample.journal_id is None:
+            return
+        (leaf,) = self._rows.encoded([Leaf(sample, None)])
+        with self._database.transaction() as connection:
+            home = self._open_home(connection, sample)
+            if home is None:
+                return
+            self._writer.update(connection, home.row_id, leaf)
+            if home.state == "pending" and sample.response_length:
+                connection.execute("UPDATE groups SET state = 'partial' WHERE id = ?", (home.group_id,))
+
+    def assign(self, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, Any]) -> None:
+        """Groups, as they now are, become the batch of `rollout_id`, with the metrics of that rollout."""
+        encoded = self._encoded(groups)
+        text = json.dumps(to_json(dict(metrics), f"metrics of rollout {rollout_id}"))
+        with self._database.transaction() as connection:
+            _refuse_consumed(connection, rollout_id)
+            connection.execute(
+                "UPDATE groups SET state = 'dropped', rollout_id = NULL, position = NULL WHERE rollout_id = ?",
+                (rollout_id,),
+            )
+            written = self._writer.write_groups(connection, encoded, lambda _: "assigned", _is_free)
+            connection.executemany(
+                "UPDATE groups SET rollout_id = ?, position = ? WHERE id = ?",
+                [(rollout_id, place, group_id) for place, (group_id, _) in enumerate(written)],
+            )
+            connection.execute("INSERT OR REPLACE INTO rollouts VALUES (?, 'assigned', ?)", (rollout_id, text))
+        _mark(encoded, written)
+
+    def drop(self, groups: Sequence[Group]) -> None:
+        """Groups will not be trained on: a filter left them out, or they are too old."""
+        with self._database.transaction() as connection:
+            for leaves in map(flattened, groups):
+                homes = [self._writer.home(connection, leaf.sample) for leaf in leaves]
+                connection.executemany(
+                    "UPDATE groups SET state = 'dropped', rollout_id = NULL, position = NULL "
+                    "WHERE id = ? AND state != 'consumed'",
+                    [(group_id,) for group_id in {home.group_id for home in homes if home is not None}],
+                )
+
+    def batch(self, rollout_id: int) -> tuple[list[Group], dict[str, Any]] | None:
+        """The groups and metrics that were assigned to a rollout and not consumed, to be trained on again."""
+        with self._database.reading() as connection:
+            row = connection.execute(
+                "SELECT metrics FROM rollouts WHERE rollout_id = ? AND state = 'assigned'", (rollout_id,)
+            ).fetchone()
+            if row is None:
+                return None
+            groups = read_groups(connection, self._rows, "rollout_id = ?", (rollout_id,))
+        return groups, from_json(json.loads(row[0]))
+
+    def consumed(self, rollout_id: int) -> None:
+        """The trainers have made their step on the batch of `rollout_id`."""
+        with self._database.transaction() as connection:
+            connection.execute(
+                "UPDATE groups SET state = 'consumed', consumed_by = ?1 WHERE rollout_id = ?1 AND state = 'assigned'",
+                (rollout_id,),
+            )
+            changed = connection.execute("UPDATE rollouts SET state = 'consumed' WHERE rollout_id = ?", (rollout_id,))
+            if not changed.rowcount:
+                raise ValueError(f"rollout {rollout_id} was consumed, but no batch was ever assigned to it")
+
+    def note_position(self, rollout_id: int, position: dict[str, Any]) -> None:
+        """Remember where the data source stood when its state after `rollout_id` was saved."""
+        with self._database.transaction() as connection:
+            _note_position(connection, rollout_id, position)
+
+    def position_at(self, rollout_id: int) -> dict[str, Any] | None:
+        """What `note_position` was told for a rollout."""
+        with self._database.reading() as connection:
+            row = connection.execute("SELECT position FROM positions WHERE rollout_id = ?", (rollout_id,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def checkpointed(self, rollout_id: int) -> None:
+        """A checkpoint of `rollout_id` is durable: prune what can be needed no more, and make the rest durable too."""
+        with self._database.transaction() as connection:
+            replay_from(connection, rollout_id + 1, forget_later=False)
+            if not self._keep:
+                _prune(connection, rollout_id)
+        self._database.sync()
+
+    def close(self) -> None:
+        """Close the file; safe to call again."""
+        self._database.close()
+
+    def _new_writer(self) -> Writer:
+        with self._database.reading() as connection:
+            return Writer(connection)
+
+    def _encoded(self, groups: Sequence[Group]) -> list[list[Leaf]]:
+        return [self._rows.encoded(leaves) for group in groups if (leaves := flattened(group))]
+
+    def _write(self, connection: sqlite3.Connection, encoded: list[list[Leaf]]) -> list[tuple[int, list[int]]]:
+        """Groups that are in no batch, in the state their samples are in."""
+        return self._writer.write_groups(connection, encoded, _state, _is_free)
+
+    def _handed_out_again(self, connection: sqlite3.Connection, leaves: list[Leaf]) -> bool:
+        """Mark a group that the journal has as handed out; False when it does not have it as one group."""
+        homes = [self._writer.home(connection, leaf.sample) for leaf in leaves]
+        group_ids = {home.group_id if home is not None and _is_free(home) else None for home in homes}
+        if len(group_ids) != 1 or None in group_ids:
+            return False
+        connection.execute("UPDATE groups SET state = 'pending' WHERE id = ?", tuple(group_ids))
+        return True
+
+    def _open_home(self, connection: sqlite3.Connection, sample: Sample) -> Home | None:
+        home = self._writer.home(connection, sample)
+        return home if home is not None and home.state in OPEN else None
+
+
+def _is_free(home: Home) -> bool:
+    return home.state in OPEN or home.state == "dropped"
+
+
+def _state(leaves: list[Leaf]) -> str:
+    return state_of((leaf.sample.status.value, leaf.sample.response_length) for leaf in leaves)
+
+
+def _mark(groups: list[list[Leaf]], written: list[tuple[int, list[int]]]) -> None:
+    """Samples learn their row ids only now, when they are recorded for good."""
+    for leaves, (_, ids) in zip(groups, written, strict=True):
+        for leaf, row_id in zip(leaves, ids, strict=True):
+            leaf.sample.journal_id = row_id
+
+
+def _refuse_consumed(connection: sqlite3.Connection, rollout_id: int) -> None:
+    row = connection.execute("SELECT state FROM rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone()
+    if row is not None and row[0] == "consumed":
+        raise ValueError(f"rollout {rollout_id} has been trained on: its batch cannot be assigned again")
+
+
+def _set_meta(connection: sqlite3.Connection, key: str, value: str) -> None:
+    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+
+def _set_position(connection: sqlite3.Connection, position: dict[str, Any] | None) -> None:
+    if position is not None:
+        _set_meta(connection, "position", json.dumps(position))
+
+
+def _note_position(connection: sqlite3.Connection, rollout_id: int, position: dict[str, Any] | None) -> None:
+    if position is not None:
+        connection.execute("INSERT OR REPLACE INTO positions VALUES (?, ?)", (rollout_id, json.dumps(position)))
+
+
+def _read_position(connection: sqlite3.Connection) -> dict[str, Any] | None:
+    row = connection.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
+    return None if row is None else json.loads(row[0])
+
+
+def _prune(connection: sqlite3.Connection, rollout_id: int) -> None:
+    """Remove what rollouts up to `rollout_id` consumed, and what was dropped."""
+    gone = [
+        row
+        for where, values in (("rollout_id <= ? AND state = 'consumed'", (rollout_id,)), ("state = 'dropped'", ()))
+        for row in connection.execute(f"SELECT id FROM groups WHERE {where}", values)
+    ]
+    connection.executemany("DELETE FROM samples WHERE group_id = ?", gone)
+    connection.executemany("DELETE FROM groups WHERE id = ?", gone)
+    connection.execute("DELETE FROM rollouts WHERE rollout_id <= ?", (rollout_id,))
+    connection.execute("DELETE FROM positions WHERE rollout_id < ?", (rollout_id,))
+    _set_meta(connection, "horizon", str(rollout_id + 1))

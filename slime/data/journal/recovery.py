@@ -1,0 +1,91 @@
+"""What a restart finds in the journal.
+
+Invariant: the trainers go on at rollout `start`, so what earlier rollouts consumed stays consumed; batches of `start`
+and later ones are trained on again, group by group as they were, whether or not that happened before; what was handed
+out and is in no batch goes back to the data source, in the order in which it was handed out.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.data.journal.rows import COLUMNS, Leaf, RowCodec, regrouped
+from slime.data.source import Group
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """Where a run goes on."""
+
+    position: dict[str, Any] | None
+    """Of the data source, after the last hand-out."""
+    groups: list[Group]
+    """Handed out and in no batch: to be put back."""
+    batches: list[int]
+    """Rollouts whose batches are there to be trained on again."""
+    fresh: bool
+    """Nothing was recorded yet: the data source's own saved position counts."""
+    moved: Path | None = None
+    """Where an older journal went that `start` does not fit to."""
+
+
+def is_empty(connection: sqlite3.Connection) -> bool:
+    """Whether nothing was ever recorded."""
+    tables = ("groups", "rollouts", "positions")
+    return (
+        not any(connection.execute(f"SELECT EXISTS (SELECT 1 FROM {table})").fetchone()[0] for table in tables)
+        and connection.execute("SELECT 1 FROM meta WHERE key = 'position'").fetchone() is None
+    )
+
+
+def has_content(connection: sqlite3.Connection) -> bool:
+    """Whether there is any sample that is more than a prompt."""
+    row = connection.execute("SELECT EXISTS (SELECT 1 FROM samples WHERE status != 'pending' OR response_length > 0)")
+    return bool(row.fetchone()[0])
+
+
+def usable_from(connection: sqlite3.Connection, start: int) -> bool:
+    """Whether the journal still has what `start` and later rollouts need, and came as far as `start`."""
+    horizon_row = connection.execute("SELECT value FROM meta WHERE key = 'horizon'").fetchone()
+    if horizon_row is None:
+        return True
+    horizon = int(horizon_row[0])
+    last = connection.execute("SELECT MAX(rollout_id) FROM rollouts").fetchone()[0]
+    return horizon <= start <= max(horizon - 1, -1 if last is None else int(last)) + 1
+
+
+def replay_from(connection: sqlite3.Connection, start: int, *, forget_later: bool = True) -> list[int]:
+    """Mark batches before `start` as consumed and (with `forget_later`) the others as not; the ids of those."""
+    connection.execute(
+        "UPDATE groups SET state = 'consumed', consumed_by = rollout_id WHERE rollout_id < ? AND state = 'assigned'",
+        (start,),
+    )
+    connection.execute("UPDATE rollouts SET state = 'consumed' WHERE rollout_id < ?", (start,))
+    if forget_later:
+        connection.execute(
+            "UPDATE groups SET state = 'assigned', consumed_by = NULL WHERE rollout_id >= ? AND state = 'consumed'",
+            (start,),
+        )
+        connection.execute("UPDATE rollouts SET state = 'assigned' WHERE rollout_id >= ?", (start,))
+    later = connection.execute("SELECT rollout_id FROM rollouts WHERE rollout_id >= ? ORDER BY rollout_id", (start,))
+    return [int(row[0]) for row in later]
+
+
+def read_groups(connection: sqlite3.Connection, rows: RowCodec, where: str, values: tuple[Any, ...]) -> list[Group]:
+    """The groups that a condition chooses: by their place in the batch, or in the order they were handed out."""
+    columns = ", ".join(f"samples.{name}" for name in COLUMNS)
+    found = connection.execute(
+        f"SELECT group_id, samples.id, member, leaf, {columns} FROM groups JOIN samples ON group_id = groups.id "
+        f"WHERE {where} ORDER BY position, groups.id, member, leaf",
+        values,
+    )
+    return regrouped(_leaves(found, rows))
+
+
+def _leaves(found: Iterator[tuple[Any, ...]], rows: RowCodec) -> Iterator[tuple[int, Leaf]]:
+    for group_id, row_id, member, leaf, *columns in found:
+        yield group_id, Leaf(rows.sample(row_id, columns), member, leaf)

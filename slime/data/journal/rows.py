@@ -1,0 +1,204 @@
+"""A sample as one row of the journal, and back.
+
+Invariant: a sample read back equals the one written. Columns are what a person looks for with SQL; what a column cannot
+hold exactly (and every field without a column) stands in the payload, which goes before the column. Fields that have
+their default value are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.data.counters import PrefixCacheInfo, SpecInfo
+from slime.data.journal.codec import Codec
+from slime.data.sample import Sample
+from slime.data.source import Group
+
+COLUMNS = (
+    "sample_index",
+    "status",
+    "reward",
+    "response_length",
+    "weight_versions",
+    "prompt",
+    "response",
+    "payload",
+)
+"""Of the table `samples`, after id, group_id, member and leaf."""
+
+ENDED = frozenset({Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED})
+
+_DEFAULTS = vars(Sample())
+_INT64 = 2**63
+
+
+@dataclass
+class Leaf:
+    """One sample of a group: its place there and, once encoded, its columns."""
+
+    sample: Sample
+    member: int | None
+    """Which member of the group; None when the sample stands in a batch by itself."""
+    leaf: int | None = None
+    """Which of the samples that one dispatched sample fanned out into; None when it did not."""
+    columns: tuple[Any, ...] = ()
+
+
+class RowCodec:
+    """Samples to columns and back; `reward_key` says which number of a reward of several is the column."""
+
+    def __init__(self, reward_key: str | None = None) -> None:
+        self._codec = Codec()
+        self._reward_key = reward_key
+
+    def encoded(self, leaves: list[Leaf]) -> list[Leaf]:
+        """The same leaves, with their columns."""
+        for leaf in leaves:
+            leaf.columns = self.columns(leaf.sample)
+        return leaves
+
+    def columns(self, sample: Sample) -> tuple[Any, ...]:
+        """The values of `COLUMNS`; a `UserError` names a value that cannot be kept."""
+        rest = {name: value for name, value in vars(sample).items() if not _is_default(name, value)}
+        rest.pop("journal_id", None)
+        rest.pop("status", None)
+        for name, counters in (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo)):
+            if isinstance(rest.get(name), counters):
+                rest[name] = rest[name].to_dict()
+        values = (
+            _whole(rest, "index", sample.index, None),
+            sample.status.value,
+            self._reward(rest, sample.reward),
+            _whole(rest, "response_length", sample.response_length, 0),
+            _versions(rest, sample.weight_versions),
+            _text(rest, "prompt", sample.prompt),
+            _text(rest, "response", sample.response),
+        )
+        return (*values, self._codec.pack(rest, f"sample {sample.index}"))
+
+    def sample(self, row_id: int, columns: Iterable[Any]) -> Sample:
+        """The sample of a row; `columns` in the order of `COLUMNS`."""
+        index, status, reward, length, versions, prompt, response, payload = columns
+        rest: Mapping[str, Any] = self._codec.unpack(payload)
+        known = {
+            "index": index,
+            "reward": reward,
+            "response_length": length,
+            "prompt": prompt,
+            "response": response,
+            "status": status,
+            "journal_id": row_id,
+        }
+        if "weight_versions" not in rest:
+            known["weight_versions"] = json.loads(versions)
+        return Sample.from_dict({**known, **rest})
+
+    def _reward(self, rest: dict[str, Any], reward: Any) -> float | None:
+        if type(reward) is float and not math.isnan(reward):
+            rest.pop("reward", None)
+            return reward
+        value = reward.get(self._reward_key) if isinstance(reward, dict) else reward
+        try:
+            return None if value is None else float(value)
+        except (TypeError, ValueError, OverflowError):
+            return None
+
+
+def flattened(group: Group | Sample) -> list[Leaf]:
+    """The samples of a group with their places; a `TypeError` when it is none."""
+    if isinstance(group, Sample):
+        return [Leaf(group, None)]
+    if not isinstance(group, list):
+        raise TypeError(f"a group is a list of Sample, or of lists of them, not a {type(group).__name__}")
+    leaves = []
+    for number, member in enumerate(group):
+        if isinstance(member, Sample):
+            leaves.append(Leaf(member, number))
+        else:
+            leaves += [Leaf(sample, number, place) for place, sample in enumerate(_samples(member))]
+    return leaves
+
+
+def regrouped(leaves: Iterable[tuple[int, Leaf]]) -> list[Group]:
+    """The inverse of `flattened`, for leaves in order, each with the id of its group."""
+    groups: dict[int, Any] = {}
+    members: dict[tuple[int, int], list[Sample]] = {}
+    for group_id, leaf in leaves:
+        if leaf.member is None:
+            groups[group_id] = leaf.sample
+            continue
+        group = groups.setdefault(group_id, [])
+        if leaf.leaf is None:
+            group.append(leaf.sample)
+            continue
+        place = group_id, leaf.member
+        if place not in members:
+            members[place] = []
+            group.append(members[place])
+        members[place].append(leaf.sample)
+    return list(groups.values())
+
+
+def state_of(progress: Iterable[tuple[str, int]]) -> str:
+    """The state of a group that no batch has, from status and response length of its samples."""
+    all_ended, any_ended, started = True, False, False
+    for status, length in progress:
+        has_ended = Sample.Status(status) in ENDED
+        all_ended &= has_ended
+        any_ended |= has_ended
+        started |= length > 0
+    if all_ended and any_ended:
+        return "finished"
+    return "partial" if any_ended or started else "pending"
+
+
+def _samples(member: Any) -> Iterator[Sample]:
+    if isinstance(member, Sample):
+        yield member
+    elif isinstance(member, list):
+        for part in member:
+            yield from _samples(part)
+    else:
+        raise TypeError(f"a member of a group is a Sample or a list of them, not a {type(member).__name__}")
+
+
+def _is_default(name: str, value: Any) -> bool:
+    if name not in _DEFAULTS:
+        return False
+    default = _DEFAULTS[name]
+    return value is default or (type(value) is type(default) and bool(value == default))
+
+
+def _whole(rest: dict[str, Any], name: str, value: Any, default: int | None) -> int | None:
+    """A column of whole numbers; what is no such number stays in the payload."""
+    if value is None or (type(value) is int and -_INT64 <= value < _INT64):
+        if value is not None or default is None:
+            rest.pop(name, None)
+        return value
+    return default
+
+
+def _versions(rest: dict[str, Any], value: Any) -> str:
+    if type(value) is list and all(type(version) is str for version in value):
+        rest.pop("weight_versions", None)
+        return json.dumps(value)
+    return "[]"
+
+
+def _text(rest: dict[str, Any], name: str, value: Any) -> str:
+    """A column of text; messages are shown as JSON there, and kept exactly in the payload."""
+    if type(value) is not str:
+        return _readable(json.dumps(value, ensure_ascii=False, default=str))
+    if _readable(value) == value:
+        rest.pop(name, None)
+        return value
+    return _readable(value)
+
+
+def _readable(text: str) -> str:
+    """`text` as valid UTF-8: half characters become question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")

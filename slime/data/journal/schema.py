@@ -1,0 +1,56 @@
+"""The tables of the journal.
+
+Invariant: whoever knows only SQL finds a sample, its text, its reward and where it is in its life. `FORMAT` changes
+with every change here or in the payload; the table `identity` is written once, when the file is made.
+"""
+
+from __future__ import annotations
+
+FORMAT = 1
+APPLICATION_ID = 0x736C6D65  # "slme": tells a journal from any other SQLite database
+
+OPEN = ("pending", "partial", "finished")
+"""States of a group that was handed out and is in no batch: it goes back to the data source after a crash."""
+STATES = (*OPEN, "assigned", "consumed", "dropped")
+
+SCHEMA = """
+CREATE TABLE identity (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE groups (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    group_index INTEGER,
+    state TEXT NOT NULL CHECK (state IN ('pending', 'partial', 'finished', 'assigned', 'consumed', 'dropped')),
+    rollout_id INTEGER,
+    position INTEGER,
+    consumed_by INTEGER
+);
+CREATE INDEX groups_by_state ON groups (state);
+CREATE INDEX groups_by_rollout ON groups (rollout_id, position) WHERE rollout_id IS NOT NULL;
+CREATE TABLE samples (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    group_id INTEGER NOT NULL REFERENCES groups (id),
+    member INTEGER,
+    leaf INTEGER,
+    sample_index INTEGER,
+    status TEXT NOT NULL,
+    reward REAL,
+    response_length INTEGER,
+    weight_versions TEXT NOT NULL,
+    prompt TEXT NOT NULL,
+    response TEXT NOT NULL,
+    payload BLOB NOT NULL
+);
+CREATE INDEX samples_by_group ON samples (group_id);
+CREATE TABLE rollouts (
+    rollout_id INTEGER PRIMARY KEY,
+    state TEXT NOT NULL CHECK (state IN ('assigned', 'consumed')),
+    metrics TEXT NOT NULL
+);
+CREATE TABLE positions (rollout_id INTEGER PRIMARY KEY, position TEXT NOT NULL);
+CREATE VIEW trajectories AS
+    SELECT samples.id, sample_index, group_index, state, rollout_id, consumed_by, status, reward, response_length,
+           weight_versions, prompt, response
+    FROM samples JOIN groups ON groups.id = samples.group_id;
+CREATE VIEW finished AS
+    SELECT * FROM trajectories WHERE state IN ('finished', 'assigned', 'consumed');
+"""

@@ -1,0 +1,130 @@
+"""A data source whose groups are recorded: the buffer's durable shadow.
+
+Invariant: a group is in the journal before anybody can work on it, together with the position after it. After a crash
+`resume` puts source and buffer where the journal says they were; what was handed out and not trained on is served
+first, in the order in which it was handed out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.data.journal.identity import run_identity
+from slime.data.journal.journal import Journal
+from slime.data.journal.rows import flattened
+from slime.data.sample import Sample
+from slime.data.source import Group, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.data.user_source import UserSource
+
+logger = logging.getLogger(__name__)
+
+
+def open_journal(config: Any, path: Path) -> Journal:
+    """The journal of a run at `path`, as the flags want it."""
+    return Journal.open(path, run_identity(config), keep=config.keep_samples, reward_key=config.reward_key)
+
+
+class JournaledSource:
+    """Any data source; what is not said here is asked of (and set in) the source itself."""
+
+    _OWN = frozenset({"source", "journal", "_lock", "_returned"})
+
+    def __init__(self, source: Any, journal: Journal) -> None:
+        self.source = source
+        self.journal = journal
+        self._lock = threading.RLock()
+        self._returned: list[Group] = []
+        """Groups of an earlier life, for a source that takes none back."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["source"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.source, name, value)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """The next groups of the source, recorded as handed out."""
+        with self._lock:
+            groups = self._returned[:num_samples]
+            if len(groups) < num_samples:
+                groups += self.source.get_samples(num_samples - len(groups))
+            self.journal.hand_out(groups, self._position())
+            del self._returned[:num_samples]
+            return groups
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Put groups back, recorded as far as they have come."""
+        with self._lock:
+            if _takes_groups(self.source):
+                self.journal.put_back(samples)
+            self.source.add_samples(samples)
+
+    def save(self, rollout_id: int) -> None:
+        """Save the source's position, and remember where that was."""
+        with self._lock:
+            self.source.save(rollout_id)
+            position = self._position()
+            if position is not None:
+                self.journal.note_position(rollout_id, position)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Go on from a position that the source itself has saved; a run calls `resume`."""
+        with self._lock:
+            self.source.load(rollout_id)
+
+    def resume(self, start: int) -> list[int]:
+        """Go on where the run stopped, with rollout `start`; the rollouts whose batches the journal has."""
+        with self._lock:
+            recovered = self.journal.recover(start)
+            if recovered.moved is not None:
+                logger.warning("the journal knows nothing of rollout %d: it is now %s", start, recovered.moved)
+            if recovered.fresh:
+                self.source.load(start - 1)
+                self.journal.begin(start - 1, _buffered(self.source), self._position())
+                return []
+            self._go_to(recovered.position, start)
+            for sample in _samples(recovered.groups):
+                if sample.response_length and sample.status is Sample.Status.PENDING:
+                    sample.status = Sample.Status.ABORTED  # it was under way when the run ended
+            if _takes_groups(self.source):
+                self.source.add_samples(recovered.groups)
+            else:
+                self._returned = recovered.groups
+            return recovered.batches
+
+    def _go_to(self, position: dict[str, Any] | None, start: int) -> None:
+        if position is not None and isinstance(self.source, UserSource):
+            self.source.go_on(position, start - 1, self.journal.position_at(start - 1))
+            return
+        self.source.load(start - 1)  # for what a subclass saves besides
+        if position is not None:
+            self.source.load_state_dict(position, origin=str(self.journal.path))
+
+    def _position(self) -> dict[str, Any] | None:
+        return self.source.position() if isinstance(self.source, RolloutDataSource | UserSource) else None
+
+
+def _takes_groups(source: Any) -> bool:
+    return not isinstance(source, RolloutDataSource) or type(source).add_samples is not RolloutDataSource.add_samples
+
+
+def _buffered(source: Any) -> list[Group]:
+    if isinstance(source, RolloutDataSourceWithBuffer):
+        return source.buffer
+    return source.buffered() if isinstance(source, UserSource) else []
+
+
+def _samples(groups: list[Group]) -> Iterator[Sample]:
+    for group in groups:
+        for leaf in flattened(group):
+            yield leaf.sample

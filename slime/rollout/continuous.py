@@ -1,0 +1,220 @@
+"""Generation that never stops: groups are dispatched as the budget allows and taken in batches as they finish.
+
+Notation: B groups per rollout, S the bound on staleness, v the version of the engines, r the next rollout to be taken.
+Of all groups counted through the run, the n-th is taken by rollout floor(n / B) at the latest, so it may be dispatched
+when floor(n / B) - v <= S: there are never more than (v + S + 1 - r) B groups under way or ready. A rollout waits for
+the groups that the next one would find too old, and takes the oldest of the others. So nothing that was sampled becomes
+too old, and long responses are neither thrown away nor left to the end.
+
+Invariant: every group that the data source handed out is under way, ready, taken, or dropped with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from slime.data.sample import Sample
+from slime.rollout.base_types import Group, RolloutFnTrainOutput, leaves
+from slime.rollout.failures import refuse_all_failed
+from slime.rollout.finishing import call_plugins, group_order
+from slime.rollout.judge import GroupJudge
+from slime.rollout.metrics import rollout_metrics
+from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.scoring import refuse_bad_rewards
+from slime.rollout.snapshot import snapshot
+from slime.rollout.staleness import group_version, is_stale, sampled_tokens, start_over
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Dispatched:
+    """A group, its prompts as they were, and the oldest weights that have sampled or will sample it."""
+
+    group: Group
+    prompts: Group
+    version: int
+
+
+class ContinuousRollout:
+    """The groups of a fully asynchronous run. Lives on the runtime's event loop; `start` begins, `aclose` ends it.
+
+    `first` is the first rollout that will be taken from here, `version` that of the engines.
+    """
+
+    def __init__(self, runtime: RolloutRuntime, data_source: Any, *, first: int, total: int, version: int) -> None:
+        assert runtime.args.max_weight_staleness is not None, "resolve() sets a bound in this mode"
+        self._runtime = runtime
+        self._args = runtime.args
+        self._staleness = runtime.args.max_weight_staleness
+        self._source = data_source
+        self._next, self._total, self._version = first, total, version
+        self._under_way: dict[asyncio.Task[Group], _Dispatched] = {}
+        self._ready: list[_Dispatched] = []
+        self._again: list[Group] = []
+        self._exhausted = False
+        self._changed = asyncio.Event()
+        self._news = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+        self._judge = GroupJudge(runtime, f"rollout {first}")
+        self._thrown_away = 0
+        self._stale_groups = 0
+        self._since = time.monotonic()
+
+    async def start(self) -> None:
+        """Begin to generate."""
+        self._serving = asyncio.create_task(self._serve(), name="continuous rollout")
+
+    async def take(self, rollout_id: int) -> RolloutFnTrainOutput:
+        """The groups of one rollout; waits until they are there. Raises what ended the generation."""
+        assert rollout_id >= self._next, f"rollout {rollout_id} was taken before"
+        self._next = rollout_id
+        self._runtime.state.rollout_id = rollout_id
+        self._changed.set()
+        taken = await self._batch(rollout_id)
+        groups = sorted((one.group for one in taken), key=group_order)
+        judge, self._judge = self._judge, GroupJudge(self._runtime, f"rollout {rollout_id + 1}")
+        samples = list(leaves(groups))
+        refuse_all_failed(samples, f"rollout {rollout_id}")
+        everything = sorted([*groups, *judge.dropped], key=group_order)
+        call_plugins(self._runtime, groups, everything, self._source)
+        metrics = rollout_metrics(self._args, samples, time.monotonic() - self._since)
+        metrics |= judge.metrics() | {
+            "rollout/thrown_away_tokens": float(self._thrown_away),
+            "rollout/stale_groups": float(self._stale_groups),
+            "rollout/dropped_tokens": float(sum(map(sampled_tokens, judge.dropped))),
+            "rollout/under_way_groups": float(len(self._under_way)),
+            "rollout/ready_groups": float(len(self._ready)),
+        }
+        self._thrown_away = self._stale_groups = 0
+        self._next = rollout_id + 1
+        self._since = time.monotonic()
+        self._changed.set()
+        return RolloutFnTrainOutput(groups, metrics)
+
+    async def weights_arrived(self, version: int) -> None:
+        """The engines have new weights: more groups may be dispatched."""
+        self._version = version
+        self._changed.set()
+
+    async def aclose(self) -> None:
+        """End everything under way."""
+        tasks = [task for task in (self._serving, *self._under_way) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._under_way.clear()
+
+    # dispatching
+
+    async def _serve(self) -> None:
+        while True:
+            self._changed.clear()
+            self._top_up()
+            await self._changed.wait()
+            for task in [task for task in self._under_way if task.done()]:
+                self._arrived(self._under_way.pop(task), task.result())
+            self._news.set()
+
+    def _top_up(self) -> None:
+        last = min(self._version + self._staleness + 1, self._total)
+        room = (last - self._next) * self._args.rollout_batch_size - len(self._under_way) - len(self._ready)
+        while room > 0:
+            groups, self._again = self._again[:room], self._again[room:]
+            if not groups:
+                groups = self._source.get_samples(room)
+                self._exhausted = not groups
+            if not groups:
+                break
+            fit = [fresh for group in groups if (fresh := self._fit(group)) is not None]
+            self._dispatch(fit)
+            room -= len(fit)
+
+    def _fit(self, group: Group) -> Group | None:
+        """A group as it may be dispatched now; one that would be too old when it is taken starts over, or is left."""
+        if not is_stale(self._args, group, self._next):
+            return group
+        return self._give_up(group, None)
+
+    def _dispatch(self, groups: list[Group]) -> None:
+        prompts = [[snapshot(member) for member in group] for group in groups]
+        tasks = self._runtime.state.submit_generate_tasks(groups)
+        for task, group, prompt in zip(tasks, groups, prompts, strict=True):
+            known = group_version(group)
+            version = self._version if known is None else min(known, self._version)
+            self._under_way[task] = _Dispatched(group, prompt, version)
+            task.add_done_callback(self._landed)
+
+    def _landed(self, task: asyncio.Task[Group]) -> None:
+        self._runtime.state.pendings.discard(task)
+        self._changed.set()
+
+    # collecting
+
+    def _arrived(self, dispatched: _Dispatched, group: Group) -> None:
+        if any(sample.status is Sample.Status.ABORTED for sample in leaves(group)):
+            self._again.append(group if all(isinstance(member, Sample) for member in group) else dispatched.prompts)
+            return
+        refuse_bad_rewards(self._args, list(leaves(group)))
+        outstanding = len(self._under_way) + len(self._ready) + len(self._again)
+        if not self._judge.keeps(group, insufficient=outstanding < self._args.rollout_batch_size):
+            self._forget([group])
+            return
+        version = group_version(group)
+        self._ready.append(_Dispatched(group, dispatched.prompts, dispatched.version if version is None else version))
+
+    async def _batch(self, rollout_id: int) -> list[_Dispatched]:
+        while not self._is_there(rollout_id):
+            self._news.clear()
+            await self._news_or_failure()
+        self._ready.sort(key=lambda one: (one.version, group_order(one.group)))
+        size = self._args.rollout_batch_size
+        taken, self._ready = self._ready[:size], self._ready[size:]
+        return taken
+
+    def _is_there(self, rollout_id: int) -> bool:
+        self._refuse_stale(rollout_id)
+        if any(one.version <= rollout_id - self._staleness for one in self._under_way.values()):
+            return False  # the next rollout would find it too old
+        nothing_more = self._exhausted and not self._under_way and not self._again
+        return len(self._ready) >= self._args.rollout_batch_size or nothing_more
+
+    def _refuse_stale(self, rollout_id: int) -> None:
+        stale = [one for one in self._ready if rollout_id - one.version > self._staleness]
+        if not stale:
+            return
+        self._ready = [one for one in self._ready if one not in stale]
+        for one in stale:
+            fresh = self._give_up(one.group, one.prompts)
+            if fresh is not None:
+                self._again.append(fresh)
+        self._changed.set()
+
+    def _give_up(self, group: Group, prompts: Group | None) -> Group | None:
+        """A group that is too old: its prompts, or nothing when it is dropped."""
+        self._stale_groups += 1
+        self._thrown_away += sampled_tokens(group)
+        if self._args.stale_samples == "regenerate":
+            fresh = start_over(prompts if prompts is not None else group)
+            if fresh is not None:
+                return fresh
+        self._forget([group])
+        return None
+
+    def _forget(self, groups: list[Group]) -> None:
+        if self._runtime.journal is not None:
+            self._runtime.journal.drop(groups)
+
+    async def _news_or_failure(self) -> None:
+        assert self._serving is not None, "start() comes first"
+        news = asyncio.ensure_future(self._news.wait())
+        try:
+            await asyncio.wait((news, self._serving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+        if self._serving.done():
+            self._serving.result()

@@ -1,0 +1,70 @@
+"""How far the weights that sampled a group are behind those that are to be trained on it.
+
+The staleness of a sample in rollout r is r minus the oldest weight version among its trained tokens: rollout r is
+trained on by weights of version r, so a synchronous run has staleness 0 throughout. Versions that are no numbers
+(engines that somebody else runs) say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from slime.config import Config
+from slime.data.sample import Sample
+from slime.rollout.base_types import Group, leaves
+
+
+def group_version(group: Group) -> int | None:
+    """The oldest weights that sampled a trained token of the group; None when no token has a version."""
+    versions = [sample.oldest_weight_version for sample in leaves(group)]
+    return min((version for version in versions if version is not None), default=None)
+
+
+def is_stale(args: Config, group: Group, rollout_id: int) -> bool:
+    """Whether a group would be older than `--max-weight-staleness` in this rollout."""
+    bound, version = args.max_weight_staleness, group_version(group)
+    return bound is not None and version is not None and rollout_id - version > bound
+
+
+def sampled_tokens(group: Group) -> int:
+    """Tokens that engines sampled for a group, as far as they would be trained on."""
+    return sum(sample.effective_response_length for sample in leaves(group))
+
+
+def start_over(group: Group) -> Group | None:
+    """The prompts of a group, to be sampled anew; None when a member is a fan-out, whose prompt is gone."""
+    if not all(isinstance(member, Sample) for member in group):
+        return None
+    for sample in leaves(group):
+        sample.tokens = sample.tokens[: len(sample.tokens) - sample.response_length]
+        sample.response, sample.response_length = "", 0
+        sample.loss_mask = sample.rollout_log_probs = sample.teacher_log_probs = sample.reward = None
+        sample.rollout_top_p_token_ids = sample.rollout_top_p_token_offsets = None
+        sample.rollout_routed_experts = sample.failure = None
+        sample.weight_versions, sample.version_spans = [], []
+        sample.remove_sample = False
+        sample.status = Sample.Status.PENDING
+        sample.metadata.pop("start_rollout_id", None)
+    return group
+
+
+def staleness_metrics(samples: Sequence[Sample], rollout_id: int) -> dict[str, float]:
+    """Mean and largest staleness of the samples, and the share of trained tokens that older weights sampled."""
+    known = [version for sample in samples if (version := sample.oldest_weight_version) is not None]
+    if not known:
+        return {}
+    old, trained = 0, 0
+    for sample in samples:
+        trained += sample.effective_response_length
+        position = 0
+        for version, length in sample.version_spans:
+            mask = [1] * length if sample.loss_mask is None else sample.loss_mask[position : position + length]
+            position += length
+            if version is not None and version.isdigit() and int(version) < rollout_id:
+                old += sum(mask)
+    return {
+        "rollout/staleness/mean": fmean(rollout_id - version for version in known),
+        "rollout/staleness/max": float(rollout_id - min(known)),
+        "rollout/off_policy_token_frac": old / trained if trained else 0.0,
+    }

@@ -1,0 +1,92 @@
+"""The asynchronous modes: what is derived, what contradicts them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, resolve
+from slime.config.asynchronous import is_async, loop_in_words
+from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.errors import UserError
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1"}\n')
+    return {
+        "hf_checkpoint": str(tmp_path),
+        "prompt_data": str(tmp_path / "prompts.jsonl"),
+        "rollout_batch_size": 4,
+        "num_rollout": 2,
+        "rollout_max_response_len": 8,
+        "rm_type": "random",
+        "output_dir": str(tmp_path / "out"),
+    }
+
+
+def test_without_a_flag_the_loop_is_synchronous_and_shares_its_gpus(flags: dict[str, Any]) -> None:
+    config = resolve(Config(**flags))
+    assert (config.async_mode, config.colocate, config.max_weight_staleness) == ("sync", True, None)
+    assert not is_async(config)
+    assert loop_in_words(config) == "synchronous: generate, then train"
+
+
+@pytest.mark.parametrize("mode", ["one-step", "full"])
+def test_asynchronous_engines_have_gpus_of_their_own(mode: str, flags: dict[str, Any]) -> None:
+    config = resolve(Config(**flags, async_mode=mode))
+    assert (config.colocate, config.rollout_num_gpus) == (False, 1)
+    assert is_async(config)
+
+
+def test_full_mode_has_a_bound_and_leaves_requests_in_place(flags: dict[str, Any]) -> None:
+    config = resolve(Config(**flags, async_mode="full"))
+    assert (config.max_weight_staleness, config.update_weight_pause_mode) == (2, "in_place")
+    retract = resolve(Config(**flags, async_mode="full", update_weight_pause_mode="retract"))
+    assert retract.update_weight_pause_mode == "retract"
+
+
+def test_upstreams_rollout_function_means_full_mode(flags: dict[str, Any]) -> None:
+    config = resolve(Config(**flags, rollout_function_path=FULLY_ASYNC_ROLLOUT_FUNCTION, async_mode="one-step"))
+    assert (config.async_mode, config.rollout_function_path) == ("full", DEFAULT_ROLLOUT_FUNCTION)
+    with pytest.raises(UserError, match="--async-mode sync contradicts the fully asynchronous"):
+        resolve(Config(**flags, rollout_function_path=FULLY_ASYNC_ROLLOUT_FUNCTION, async_mode="sync"))
+
+
+@pytest.mark.parametrize("mode", ["one-step", "full"])
+def test_a_staleness_of_zero_is_the_synchronous_loop(mode: str, flags: dict[str, Any]) -> None:
+    config = resolve(Config(**flags, async_mode=mode, max_weight_staleness=0))
+    assert not is_async(config)
+    assert (config.colocate, config.update_weight_pause_mode) == (True, "abort")
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"async_mode": "full", "colocate": True}, "--colocate makes engines and trainers take turns on the same GPUs"),
+        ({"async_mode": "one-step", "colocate": True}, "give the engines their own with --rollout-num-gpus"),
+        ({"async_mode": "one-step", "offload_rollout": True}, "--offload-rollout takes the engines' memory away"),
+        ({"update_weights_interval": 2}, "--update-weights-interval 2 is for asynchronous modes"),
+        ({"async_mode": "full", "debug_rollout_only": True}, "--debug-rollout-only leaves one half of the loop out"),
+        (
+            {"async_mode": "full", "max_weight_staleness": 1, "update_weights_interval": 2},
+            "--max-weight-staleness 1 is less than --update-weights-interval 2",
+        ),
+        (
+            {"async_mode": "one-step", "max_weight_staleness": 2, "async_buffer_size": 2, "update_weights_interval": 2},
+            "--max-weight-staleness 2 cannot be kept",
+        ),
+        ({"async_mode": "full", "loss_type": "sft_loss"}, "supervised training has none"),
+        ({"async_mode": "full", "rollout_function_path": "json.loads"}, "use --async-mode one-step"),
+    ],
+)
+def test_contradictions_are_one_sentence(more: dict[str, Any], sentence: str, flags: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as refused:
+        resolve(Config(**flags | more))
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)

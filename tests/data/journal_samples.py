@@ -1,0 +1,46 @@
+"""Samples, groups and a journal for the tests of the journal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slime.data.journal import Journal
+from slime.data.sample import Sample
+
+IDENTITY = {"model": "tiny", "prompt data": "sums.jsonl, 10 bytes"}
+
+
+def open_journal(folder: Path, *, keep: bool = False, **changes: str) -> Journal:
+    return Journal.open(folder / "journal.sqlite", {**IDENTITY, **changes}, keep=keep)
+
+
+def prompts(group_index: int, count: int = 2) -> list[Any]:
+    """A group as a data source hands it out."""
+    return [
+        Sample(group_index=group_index, index=group_index * count + place, prompt=f"question {group_index}")
+        for place in range(count)
+    ]
+
+
+def finish(sample: Sample, reward: float | None = 1.0, *, tokens: int = 3, version: str = "0") -> Sample:
+    """Give a sample a response, in place."""
+    status = Sample.Status.COMPLETED if reward is not None else Sample.Status.ABORTED
+    sample.append_response_tokens(
+        tokens=range(100, 100 + tokens),
+        log_probs=[-0.5] * tokens,
+        text="abc",
+        meta_info={"finish_reason": {"type": "stop" if reward is not None else "abort"}, "weight_version": version},
+    )
+    sample.reward = reward
+    assert sample.status is status
+    return sample
+
+
+def finished(journal: Journal, group_index: int, count: int = 2) -> list[Any]:
+    """A group that was handed out, and finished."""
+    group = prompts(group_index, count)
+    journal.hand_out([group], {"offset": group_index + 1})
+    for sample in group:
+        journal.produced(sample, finish(sample))
+    return group

@@ -1,0 +1,197 @@
+"""Whole runs in which an engine, a reward function or a trainer hangs or dies: the error names who, and which flag."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slime
+from slime.cluster.process import process_tree
+from slime.data.sample import Sample
+from slime.errors import RunFailed
+from slime.train.group import TrainerGroup
+from tests.e2e.test_fault_tolerance import engine_pids
+from tests.tiny_models import make_model_folder
+
+PROMPTS, SAMPLES = 2, 4
+ROOT = str(Path(__file__).parents[2])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("hangs") / "model")
+
+
+def train(folder: Path, out: Path, reward: Any, **flags: Any) -> Any:
+    prompts = out / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"input": f"what is {i}+{i}?"}) + "\n" for i in range(64)))
+    settings: dict[str, Any] = {
+        "hf_checkpoint": str(folder), "prompt_data": str(prompts), "num_rollout": 2, "rollout_batch_size": PROMPTS,
+        "n_samples_per_prompt": SAMPLES, "rollout_max_response_len": 16, "lr": 1e-3, "rollout_num_gpus": 1,
+        "progress": "none", "output_dir": str(out / "run"),
+    }  # fmt: skip
+    return slime.run(reward=reward, **(settings | flags))
+
+
+def by_index(args: Any, sample: Sample) -> float:
+    return float((sample.index or 0) % 2)
+
+
+def trainer_pid(rank: int) -> int:
+    """The process of one rank of this process's run."""
+    for pid in process_tree(os.getpid()):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if b"slime.train.worker" in words and b"-I" not in words and f"RANK={rank}".encode() in environment:
+            return pid
+    raise AssertionError(f"there is no trainer-{rank}")
+
+
+def driver_log(out: Path) -> str:
+    return (out / "run/logs/driver.log").read_text()
+
+
+# engines
+
+STOPPER = f"""\
+import os, signal, sys
+sys.path.insert(0, {ROOT!r})
+from slime.rollout.sglang_rollout import generate
+from tests.e2e.test_fault_tolerance import engine_pids
+
+
+async def stop_then_generate(args, sample, sampling_params):
+    os.kill(engine_pids()[0], signal.SIGSTOP)
+    return await generate(args, sample, sampling_params)
+"""
+
+
+def test_a_hung_engine_names_itself_its_call_and_the_flag(folder: Path, tmp_path: Path) -> None:
+    plugin = tmp_path / "stopper.py"
+    plugin.write_text(STOPPER)
+    flags = {"custom_generate_function_path": f"{plugin}:stop_then_generate", "engine_request_timeout": 4.0}
+    expected = (
+        rf"rollout 0: all {PROMPTS * SAMPLES} samples failed; the first one: engine: EngineTimeout: engine http://\S+: "
+        r"/generate did not finish within its deadline of 4 s \(--engine-request-timeout\): "
+        r"engine-0 \(pid \d+\) is stopped \(SIGSTOP\)"
+    )
+    with pytest.raises(RunFailed, match=expected):
+        train(folder, tmp_path, by_index, **flags)
+    assert_graph(driver_log(tmp_path), r"for engine http://\S+ to answer /generate: longest \d+\.\d s of 4 s")
+
+
+def test_an_engine_that_hangs_before_an_update_is_named_by_it(folder: Path, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def strikes_last(args: Any, sample: Sample) -> float:
+        seen.append(sample.index or 0)
+        if len(seen) == PROMPTS * SAMPLES:  # the rollout is over with this one: training comes next, then the update
+            os.kill(engine_pids()[0], signal.SIGSTOP)
+        return by_index(args, sample)
+
+    expected = (
+        r"engine http://\S+: /pause_generation did not finish within its deadline of 4 s \(--engine-request-timeout\): "
+        r"engine-0 \(pid \d+\) is stopped \(SIGSTOP\)"
+    )
+    with pytest.raises(RunFailed, match=expected):
+        train(folder, tmp_path, strikes_last, engine_request_timeout=4.0)
+    assert len(seen) == PROMPTS * SAMPLES
+
+
+# rewards
+
+
+async def hangs_awaiting(args: Any, sample: Sample) -> float:
+    await asyncio.Event().wait()
+    return 0.0
+
+
+def hangs_in_thread(args: Any, sample: Sample) -> float:
+    threading.Event().wait()
+    return 0.0
+
+
+def hangs_for_groups(args: Any, samples: list[Sample]) -> list[float]:
+    threading.Event().wait()
+    return []
+
+
+@pytest.mark.parametrize(
+    ("reward", "flags"),
+    [(hangs_awaiting, {}), (hangs_in_thread, {}), (hangs_for_groups, {"group_rm": True})],
+    ids=["async", "plain", "group"],
+)
+def test_a_hung_reward_names_itself_and_the_flag(
+    reward: Any, flags: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    sentence = rf"the given reward function {reward.__name__} did not answer within 2 s \(--reward-timeout\)"
+    with pytest.raises(
+        RunFailed, match=rf"rollout 0: all 8 samples failed; the first one: reward: RewardTimeout: {sentence}"
+    ):
+        train(folder, tmp_path, reward, reward_timeout=2.0, **flags)
+    log = driver_log(tmp_path)
+    assert re.search(rf"ERROR .*a sample failed \(reward: RewardTimeout: {sentence}\)", log)
+
+
+def test_rewards_that_hang_now_and_then_fail_their_samples_only(folder: Path, tmp_path: Path) -> None:
+    def one_hangs(args: Any, sample: Sample) -> float:
+        if sample.index == 3:
+            threading.Event().wait()
+        return by_index(args, sample)
+
+    result = train(folder, tmp_path, one_hangs, reward_timeout=2.0)
+    assert [metrics["rollout/failed/count"] for metrics in result.metrics] == [1.0, 0.0]
+    assert result.metrics[0]["rollout/failed/reward"] == 1.0
+
+
+def assert_graph(log: str, line: str) -> None:
+    assert re.search(rf"who waits for whom:\n(  .*\n)*?  .*{line}", log), log[-4000:]
+
+
+# trainers
+
+
+def test_a_dead_rank_is_named_at_once(folder: Path, tmp_path: Path) -> None:
+    def murderous(args: Any, sample: Sample) -> float:
+        if sample.index == 5:
+            os.kill(trainer_pid(1), signal.SIGKILL)
+        return by_index(args, sample)
+
+    with pytest.raises(RunFailed, match=r"^trainer-1 ended during train \(exit code -9\)"):
+        train(folder, tmp_path, murderous, actor_num_gpus_per_node=2)
+
+
+def test_a_stopped_rank_is_named_with_its_state_and_the_flag(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[int] = []
+
+    def stopping(args: Any, sample: Sample) -> float:
+        if sample.index == 5:
+            stopped.append(trainer_pid(1))
+            os.kill(stopped[0], signal.SIGSTOP)
+        return by_index(args, sample)
+
+    patient = TrainerGroup.train
+
+    def impatient(self: TrainerGroup, *args: Any, **kwargs: Any) -> Any:
+        self._deadline_s = 5.0  # the flag counts in minutes
+        return patient(self, *args, **kwargs)
+
+    monkeypatch.setattr(TrainerGroup, "train", impatient)
+    with pytest.raises(RunFailed) as caught:
+        train(folder, tmp_path, stopping, actor_num_gpus_per_node=2)
+    first = str(caught.value).splitlines()[0]
+    assert re.match(
+        r"driver waited 5(\.\d+)? s for trainer-0, trainer-1 to finish train \(--distributed-timeout-", first
+    )
+    assert f"trainer-1 (pid {stopped[0]}) is stopped (SIGSTOP)" in first
+    assert_graph(str(caught.value), r"driver waits for trainer-0, trainer-1 to finish train: 5\.\d s of 5 s")

@@ -1,0 +1,202 @@
+"""Generation that never stops: the budget, the bound on staleness, and where every group ends up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from slime.data.sample import Sample
+from slime.errors import UserError
+from slime.rollout.base_types import leaves
+from slime.rollout.continuous import ContinuousRollout
+from slime.rollout.staleness import staleness_metrics
+
+STATUS = Sample.Status
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Timed:
+    """An engine's version and answers that come when the test lets them."""
+
+    def __init__(self, engine: Any, tokenizer: Any) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.slow: dict[str, asyncio.Event] = {}
+        engine.version = "0"
+        engine.respond = self._respond
+
+    def _respond(self, body: Any) -> Any:
+        letter = self.tokenizer.decode(body["input_ids"][:1])
+        return self._late(letter) if letter in self.slow else "7</s>"
+
+    async def _late(self, letter: str) -> str:
+        await self.slow[letter].wait()
+        return "77</s>"
+
+    def hold(self, letter: str) -> None:
+        self.slow[letter] = asyncio.Event()
+
+    def release(self, letter: str) -> None:
+        self.engine._loop.loop.call_soon_threadsafe(self.slow[letter].set)
+
+
+@pytest.fixture
+def timed(engine: Any, tokenizer: Any) -> Timed:
+    return Timed(engine, tokenizer)
+
+
+class Generation:
+    """A continuous rollout and the source it draws from, driven from outside the loop as the run does."""
+
+    def __init__(self, runtime: Any, source: Any, *, total: int = 8, first: int = 0, version: int = 0) -> None:
+        self.runtime, self.source = runtime, source
+        self.continuous = ContinuousRollout(runtime, source, first=first, total=total, version=version)
+        runtime.run(self.continuous.start())
+
+    def take(self, rollout_id: int) -> tuple[list[str], dict[str, Any]]:
+        output = self.runtime.run(self.continuous.take(rollout_id), 30)
+        self.output = output
+        stale = staleness_metrics(list(leaves(output.samples)), rollout_id)
+        return [next(leaves(group)).prompt for group in output.samples], output.metrics | stale
+
+    def update(self, version: int, engine: Any) -> None:
+        engine.version = str(version)
+        self.runtime.run(self.continuous.weights_arrived(version))
+
+    def settle(self) -> None:
+        """Let the dispatcher see what has changed."""
+
+        async def turn() -> None:
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        self.runtime.run(turn())
+
+    def close(self) -> None:
+        self.runtime.run(self.continuous.aclose())
+
+
+@pytest.fixture
+def begin(engine: Any, make_runtime: Any, prompts: Any):
+    begun: list[Generation] = []
+
+    def start(count: int = 26, staleness: int = 1, source: Any = None, total: int = 8, **flags: Any) -> Generation:
+        runtime = make_runtime(
+            [engine.url],
+            async_mode="full",
+            max_weight_staleness=staleness,
+            n_samples_per_prompt=1,
+            **{"rm_type": "random"} | flags,
+        )
+        begun.append(Generation(runtime, source or prompts(list(LETTERS[:count]), n=1), total=total))
+        return begun[-1]
+
+    yield start
+    for generation in begun:
+        generation.close()
+
+
+def test_the_budget_is_what_the_bound_allows(begin: Any, timed: Timed, engine: Any) -> None:
+    generation = begin(staleness=1)
+    taken, metrics = generation.take(0)
+    assert taken == ["a", "b"]
+    assert generation.source.asked == [4]  # rollouts 0 and 1 may be sampled with version 0
+    assert metrics["rollout/staleness/max"] == 0.0
+    assert generation.take(1)[0] == ["c", "d"]
+    assert generation.source.asked == [4]
+    generation.update(2, engine)
+    assert generation.take(2)[0] == ["e", "f"]
+    assert generation.source.asked == [4, 4]  # version 2 serves rollouts 2 and 3
+
+
+def test_slow_groups_are_overtaken_until_they_would_become_too_old(begin: Any, timed: Timed, engine: Any) -> None:
+    timed.hold("a")
+    generation = begin(staleness=1)
+    assert generation.take(0)[0] == ["b", "c"]
+    generation.update(1, engine)
+    taking = asyncio.run_coroutine_threadsafe(generation.continuous.take(1), generation.runtime.loop_thread.loop)
+    with pytest.raises(TimeoutError):
+        taking.result(0.3)  # d, e and f are there, but rollout 2 could not use a any more
+    timed.release("a")
+    groups = taking.result(30).samples
+    assert [next(leaves(group)).prompt for group in groups] == ["a", "d"]
+    assert staleness_metrics(list(leaves(groups)), 1)["rollout/staleness/max"] == 1.0
+    assert taking.result().metrics["rollout/thrown_away_tokens"] == 0.0
+
+
+def test_the_bound_holds_and_nothing_is_lost_whatever_the_timing(
+    begin: Any, engine: Any, tokenizer: Any, make_runtime: Any, prompts: Any
+) -> None:
+    chance = random.Random(7)
+
+    async def late(seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "7</s>"
+
+    engine.version = "0"
+    engine.respond = lambda body: late(chance.choice([0.0, 0.01, 0.02, 0.2]))
+    generation = begin(count=26, staleness=2, total=13)
+    seen: list[str] = []
+    for rollout_id in range(13):
+        taken, metrics = generation.take(rollout_id)
+        assert metrics["rollout/staleness/max"] <= 2.0
+        assert metrics["rollout/thrown_away_tokens"] == 0.0
+        seen += taken
+        generation.update(rollout_id + 1, engine)
+    assert sorted(seen) == list(LETTERS)
+
+
+@pytest.mark.parametrize("policy", ["regenerate", "drop"])
+def test_groups_that_come_in_too_old_are_sampled_anew_or_left_out(
+    policy: str, begin: Any, timed: Timed, prompts: Any, tokenizer: Any
+) -> None:
+    source = prompts(["a", "b", "c"], n=1)
+    old = source.groups[0][0]
+    old.tokens = tokenizer.encode("a9", add_special_tokens=False)
+    old.response, old.response_length, old.loss_mask, old.rollout_log_probs = "9", 1, [1], [-1.0]
+    old.weight_versions, old.version_spans, old.status = ["-4"], [["-4", 1]], STATUS.ABORTED
+    generation = begin(staleness=1, source=source, stale_samples=policy)
+    taken, metrics = generation.take(0)
+    assert (metrics["rollout/stale_groups"], metrics["rollout/thrown_away_tokens"]) == (1.0, 1.0)
+    if policy == "drop":
+        assert taken == ["b", "c"]
+        return
+    assert taken == ["a", "b"]
+    sample = next(leaves(generation.output.samples))
+    assert (sample.response, sample.weight_versions, sample.version_spans) == ("7</s>", ["0"], [["0", 2]])
+
+
+def test_a_filter_drops_groups_and_others_take_their_place(begin: Any, timed: Timed, write_plugin: Any) -> None:
+    filter_path = write_plugin("def f(args, samples):\n    return samples[0].prompt not in 'bd'\n")
+    generation = begin(dynamic_sampling_filter_path=filter_path)
+    taken, metrics = generation.take(0)
+    assert taken == ["a", "c"]
+    assert sum(value for name, value in metrics.items() if name.startswith("rollout/dynamic_filter/drop_")) >= 1.0
+    assert generation.take(1)[0] == ["e", "f"]
+
+
+def test_a_source_that_runs_dry_ends_with_a_smaller_rollout(begin: Any, timed: Timed) -> None:
+    generation = begin(count=3)
+    assert generation.take(0)[0] == ["a", "b"]
+    assert generation.take(1)[0] == ["c"]
+
+
+def test_what_ends_the_generation_is_raised_where_it_is_missed(begin: Any, timed: Timed, write_plugin: Any) -> None:
+    reward = write_plugin("def f(args, sample):\n    return float('nan') if sample.prompt == 'c' else 1.0\n")
+    generation = begin(rm_type=None, custom_rm_path=reward)
+    taken = []
+    with pytest.raises(UserError, match="the reward of sample 2 is nan, which is no finite number"):
+        taken.extend(generation.take(rollout_id) for rollout_id in range(3))
+
+
+def test_closing_leaves_no_task(begin: Any, timed: Timed) -> None:
+    timed.hold("a")
+    timed.hold("b")
+    generation = begin()
+    generation.settle()
+    generation.close()
+    assert not generation.runtime.state.pendings
+    loop = generation.runtime.loop_thread.loop
+    assert not [task for task in asyncio.all_tasks(loop) if "continuous" in task.get_name()]

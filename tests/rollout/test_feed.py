@@ -1,0 +1,123 @@
+"""The feeds: order, how far ahead, what holds them up, and where a failure surfaces."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slime.rollout.feed import Ahead, OnDemand
+from slime.rollout.maker import Generated
+
+PATIENCE_S = 20.0
+
+
+class Workshop:
+    """A maker whose rollouts are finished when the test says so."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.failing: set[int] = set()
+        self._may = threading.Semaphore(0)
+        self._changed = threading.Condition()
+
+    def make(self, number: int) -> Generated:
+        with self._changed:
+            self.begun.append(number)
+            self._changed.notify_all()
+        assert self._may.acquire(timeout=PATIENCE_S)
+        if number in self.failing:
+            raise RuntimeError(f"rollout {number} broke")
+        return Generated([number], {"number": number}, False)
+
+    def finish(self, count: int = 1) -> None:
+        for _ in range(count):
+            self._may.release()
+
+    def wait_begun(self, numbers: list[int]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.begun == numbers, PATIENCE_S), self.begun
+
+
+@pytest.fixture
+def workshop() -> Iterator[Workshop]:
+    made = Workshop()
+    yield made
+    made.finish(10)
+
+
+def ahead(workshop: Any, *, start: int = 0, total: int = 4, ready: int = 1) -> Ahead:
+    return Ahead(workshop, start=start, total=total, ready=ready)
+
+
+def test_on_demand_makes_what_is_asked_for(workshop: Any) -> None:
+    workshop.finish()
+    assert OnDemand(workshop).get(3).samples == [3]
+    assert workshop.begun == [3]
+
+
+def test_the_next_rollout_is_made_while_the_first_is_used(workshop: Any) -> None:
+    feed = ahead(workshop)
+    workshop.finish()
+    assert feed.get(0).samples == [0]
+    workshop.wait_begun([0, 1])  # while the caller trains on rollout 0
+    workshop.finish()
+    assert feed.get(1).samples == [1]
+    workshop.wait_begun([0, 1, 2])
+    feed.close()
+
+
+def test_no_more_than_asked_for_lie_ready(workshop: Any) -> None:
+    feed = ahead(workshop, total=9, ready=2)
+    workshop.finish(9)
+    workshop.wait_begun([0, 1])
+    with feed.undisturbed():  # both are made, and no third one was begun
+        assert workshop.begun == [0, 1]
+    assert feed.get(0).samples == [0]
+    workshop.wait_begun([0, 1, 2])
+    feed.close()
+
+
+def test_weights_change_only_between_two_rollouts(workshop: Any) -> None:
+    feed = ahead(workshop)
+    workshop.finish()
+    feed.get(0)
+    workshop.wait_begun([0, 1])
+    entered, leave = threading.Event(), threading.Event()
+
+    def update() -> None:
+        with feed.undisturbed():
+            entered.set()
+            assert leave.wait(PATIENCE_S)
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    assert not entered.wait(0.2)  # rollout 1 is being made
+    workshop.finish()
+    assert entered.wait(PATIENCE_S)
+    assert feed.get(1).samples == [1]
+    assert workshop.begun == [0, 1]  # rollout 2 waits for the new weights
+    leave.set()
+    thread.join(PATIENCE_S)
+    workshop.wait_begun([0, 1, 2])
+    feed.close()
+
+
+def test_what_fails_is_raised_by_the_get_that_would_have_had_it(workshop: Any) -> None:
+    workshop.failing = {1}
+    feed = ahead(workshop)
+    workshop.finish(2)
+    assert feed.get(0).samples == [0]
+    with pytest.raises(RuntimeError, match="rollout 1 broke"):
+        feed.get(1)
+    with feed.undisturbed():
+        pass  # nobody waits for a thread that has ended
+
+
+def test_a_resumed_run_starts_in_the_middle_and_stops_at_the_end(workshop: Any) -> None:
+    feed = ahead(workshop, start=2, total=4, ready=5)
+    workshop.finish(4)
+    assert [feed.get(number).samples for number in (2, 3)] == [[2], [3]]
+    assert workshop.begun == [2, 3]

@@ -1,0 +1,164 @@
+"""What dies in the background is raised in front; and functions that hang in threads take nobody's place."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from slime.errors import UserError
+from slime.rollout.loop import LoopThread, LoopTimeout
+from slime.rollout.threads import DaemonThreads
+from slime.waits import BackgroundDied, background, raise_failures, waiting
+
+
+def fall() -> None:
+    raise KeyError("left shoe")
+
+
+def test_a_thread_that_dies_is_raised_with_its_traceback_until_it_is_closed() -> None:
+    dying = background("shoemaker", fall)
+    assert dying.join(10.0)
+    assert not dying.is_alive()
+    for ask in (dying.check, raise_failures):
+        with pytest.raises(BackgroundDied, match=r"shoemaker died of KeyError: 'left shoe'\n(.|\n)*in fall") as caught:
+            ask()
+        assert isinstance(caught.value.__cause__, KeyError)
+    dying.close()
+    raise_failures()
+
+
+def test_our_own_sentences_are_raised_as_they_are() -> None:
+    def mistaken() -> None:
+        raise UserError("no such flag")
+
+    dying = background("reader", mistaken)
+    dying.join(10.0)
+    with pytest.raises(UserError, match=r"^no such flag$"):
+        raise_failures()
+    dying.close()
+
+
+def test_one_that_ends_well_raises_nothing_and_acts_under_its_name() -> None:
+    names: list[str] = []
+
+    def work() -> None:
+        with waiting("x", "y", timeout_s=None) as wait:
+            names.append(wait.who)
+
+    well = background("worker", work)
+    assert well.join(10.0)
+    well.check()
+    raise_failures()
+    assert names == ["worker"]
+
+
+def test_tasks_die_and_are_cancelled_likewise() -> None:
+    async def falls() -> None:
+        fall()
+
+    async def main() -> None:
+        endless = background("endless", asyncio.Event().wait())  # type: ignore[arg-type]
+        dying = background("cobbler", falls())
+        await asyncio.sleep(0.01)
+        assert endless.is_alive()
+        with pytest.raises(BackgroundDied, match="cobbler died of KeyError"):
+            raise_failures()
+        await dying.aclose()
+        await endless.aclose()
+        assert not endless.is_alive()
+        raise_failures()
+
+    asyncio.run(main())
+
+
+def test_a_death_in_the_background_ends_the_wait_for_something_else() -> None:
+    loop = LoopThread("test")
+    dying = background("shoemaker", fall)
+    try:
+        with pytest.raises(BackgroundDied, match="shoemaker died"):
+            loop.run(asyncio.sleep(60), whom="rollout 3")
+    finally:
+        dying.close()
+        loop.close()
+
+
+def test_the_loop_names_whom_it_waited_for_and_what_blocks_it() -> None:
+    loop = LoopThread("test")
+    with pytest.raises(LoopTimeout, match=r"test: rollout 3 did not finish within 0\.05 s\nwho waits for whom:"):
+        loop.run(asyncio.sleep(60), 0.05, whom="rollout 3")
+    begun, release = threading.Event(), threading.Event()
+
+    async def blocks() -> None:
+        begun.set()
+        release.wait(60)
+
+    asyncio.run_coroutine_threadsafe(blocks(), loop.loop)
+    begun.wait(10)
+    with pytest.raises(LoopTimeout, match=r"task blocks the event loop(.|\n)*in blocks\n"):
+        _close_soon(loop)
+    release.set()
+    loop._thread.join(10)
+
+
+def _close_soon(loop: LoopThread) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slime.rollout.loop.CLOSE_TIMEOUT_S", 0.2)
+        loop.close()
+
+
+def test_calls_that_hang_do_not_take_the_place_of_later_ones() -> None:
+    threads, release = DaemonThreads("test", limit=2), threading.Event()
+    hung = [threads.submit(lambda: release.wait(60)) for _ in range(2)]
+    queued = threads.submit(lambda: "served")
+    with pytest.raises(TimeoutError):
+        queued.future.result(0.1)
+    threads.abandon(hung[0])
+    assert queued.future.result(10) == "served"
+    dropped, last = threads.submit(lambda: "never"), threads.submit(lambda: "again")
+    threads.abandon(dropped)
+    assert last.future.result(10) == "again"
+    release.set()
+    assert hung[1].future.result(10) is True
+    threads.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        threads.submit(fall)
+
+
+def test_slow_calls_make_room_after_a_while_and_errors_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.rollout.threads.SLOW_S", 0.1)
+    threads, release = DaemonThreads("test", limit=1), threading.Event()
+    slow = threads.submit(lambda: release.wait(60))
+    queued = threads.submit(fall)
+    with pytest.raises(TimeoutError):
+        queued.future.result(0.2)
+    threads.grow()
+    with pytest.raises(KeyError, match="left shoe"):
+        queued.future.result(10)
+    release.set()
+    assert slow.future.result(10) is True
+    threads.close()
+
+
+HANGS_AT_EXIT = """\
+import asyncio, threading
+from slime.rollout.loop import LoopThread
+
+async def hang():
+    await asyncio.wait_for(asyncio.to_thread(threading.Event().wait), 0.1)
+
+loop = LoopThread("test")
+try:
+    loop.run(hang())
+except TimeoutError:
+    print("left behind")
+loop.close()
+"""
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS_AT_EXIT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "left behind\n")

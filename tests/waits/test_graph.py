@@ -1,0 +1,258 @@
+"""The board and the graph: names, folding, chains, circles, deadlines, timeouts, stacks of threads and tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from slime.errors import RunFailed
+from slime.waits import Limit, WaitTimeout, acting_as, describe, expired, log_graph, named, wait_for, waiting
+from slime.waits.board import board, name_of
+from slime.waits.timeouts import Reports, reports
+
+
+def graph_lines(text: str) -> list[str]:
+    """The lines of the graph itself, without the stacks below it, with times as N."""
+    lines = text.splitlines()
+    assert lines[0] == "who waits for whom:"
+    inner = []
+    for line in lines[1:]:
+        if not line.startswith("  "):
+            break
+        inner.append(re.sub(r": (longest )?\d+\.\d s", r": \1N s", line))
+    return inner
+
+
+@contextmanager
+def in_thread(name: str, whom: str, why: str, **deadline: object) -> Iterator[None]:
+    """A thread that waits until the body ends."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        with acting_as(name), waiting(whom, why, timeout_s=deadline.get("timeout_s"), flag=deadline.get("flag")):
+            entered.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=stand, name=f"thread-of-{name}")
+    thread.start()
+    entered.wait(30)
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join(30)
+
+
+def test_an_empty_board_says_so() -> None:
+    assert board.waits() == []
+    assert graph_lines(describe()) == ["  nobody waits for anything"]
+
+
+def test_a_chain_is_indented_and_each_wait_has_its_deadline() -> None:
+    with (
+        in_thread("rollout 3", "engine-0", "to answer /generate", timeout_s=30.0, flag="--engine-request-timeout"),
+        waiting("rollout 3", "to finish", timeout_s=None),
+    ):
+        text = describe()
+    assert graph_lines(text) == [
+        "  driver waits for rollout 3 to finish: N s, no deadline of its own",
+        "    rollout 3 waits for engine-0 to answer /generate: N s of 30 s (--engine-request-timeout)",
+    ]
+    assert board.waits() == []
+
+
+def test_the_stacks_show_where_threads_stand() -> None:
+    with in_thread("somebody", "something", "to happen", timeout_s=1.0):
+        text = describe()
+    stack = text.split("thread thread-of-somebody:\n")[1]
+    assert re.match(r"(  .*\n)*?  tests/waits/test_graph\.py:\d+ in stand\n  .*threading\.py:\d+ in wait", stack)
+    assert "thread MainThread:" in text
+    assert "wait-report" not in text  # nor the one who looks
+
+
+def test_waits_that_differ_only_in_numbers_are_folded_below_the_one_who_waits_for_them() -> None:
+    async def sample(number: int) -> None:
+        with acting_as(f"sample {number}"), waiting("engine http://x", "to answer", timeout_s=60.0, flag="--f"):
+            await asyncio.sleep(30)
+
+    async def rollout() -> str:
+        with acting_as("rollout 7"):
+            tasks = [asyncio.create_task(sample(number)) for number in range(64)]
+            odd = asyncio.create_task(wait_for(asyncio.sleep(30), "the judge", "to answer", timeout_s=None))
+            await asyncio.sleep(0.01)
+            with waiting("rollout 7", "to finish", who="driver", timeout_s=5.0):
+                text = await asyncio.to_thread(describe)
+            for task in [*tasks, odd]:
+                task.cancel()
+            await asyncio.gather(*tasks, odd, return_exceptions=True)
+            return text
+
+    text = asyncio.run(rollout())
+    assert graph_lines(text) == [
+        "  driver waits for rollout 7 to finish: N s of 5 s",
+        "    sample 0 and 63 more like it wait for engine http://x to answer: longest N s of 60 s (--f)",
+        "    rollout 7 waits for the judge to answer: N s, no deadline of its own",
+    ]
+    stack = text.split("task of sample 0, waiting for engine http://x:\n")[1]
+    assert re.match(r"  tests/waits/test_graph\.py:\d+ in sample\n  .*tasks\.py:\d+ in sleep\n", stack)
+    assert board.waits() == []
+
+
+def test_a_circle_is_written_once_and_called_one() -> None:
+    with in_thread("left", "right", "to give way"), in_thread("right", "left", "to give way"):
+        lines = graph_lines(describe())
+    assert lines == [
+        "  left waits for right to give way: N s, no deadline of its own",
+        "    right waits for left to give way: N s, no deadline of its own",
+        "      left waits for its own end: this is a circle",
+    ]
+
+
+def test_names_come_from_the_innermost_and_are_inherited_by_tasks_and_threads() -> None:
+    async def main() -> list[tuple[str, ...]]:
+        def path(who: str | None = None) -> tuple[str, ...]:
+            with waiting("x", "y", timeout_s=None, who=who) as wait:
+                return wait.path
+
+        async def in_task() -> tuple[str, ...]:
+            return path()
+
+        with acting_as("rollout 1"), acting_as("sample 4"):
+            return [
+                path(),
+                path("hook"),
+                await asyncio.create_task(in_task()),
+                await asyncio.to_thread(path),
+                await asyncio.to_thread(path, "tool"),
+            ]
+
+    inherited = ("rollout 1", "sample 4")
+    assert asyncio.run(main()) == [inherited, (*inherited, "hook"), inherited, inherited, (*inherited, "tool")]
+
+    async def unnamed() -> str:
+        with waiting("x", "y", timeout_s=None) as wait:
+            return wait.who
+
+    async def two() -> list[str]:
+        return [await unnamed(), await asyncio.create_task(unnamed(), name="publisher")]
+
+    assert asyncio.run(two()) == ["driver", "publisher"]
+    coro = named(unnamed(), "weight update 3")
+    assert name_of(coro) == "weight update 3"
+    coro.close()
+
+
+def test_remaining_counts_down_to_nothing_and_an_expired_wait_carries_the_graph() -> None:
+    with waiting("engine-0", "to start", timeout_s=None) as endless:
+        assert endless.remaining() is None
+        assert not endless.is_over()
+    with acting_as("publisher"), waiting("engine-0", "to load", timeout_s=Limit(0.05, "--load-timeout")) as wait:
+        assert 0 < wait.remaining() <= 0.05
+        threading.Event().wait(wait.remaining())
+        assert wait.is_over()
+        assert wait.remaining() == 0.0
+        error = expired(wait)
+    assert isinstance(error, WaitTimeout)
+    assert isinstance(error, RunFailed)
+    first, *rest = str(error).splitlines()
+    assert re.fullmatch(r"publisher waited 0\.\d+ s for engine-0 to load \(--load-timeout\)", first)
+    assert rest[0] == "who waits for whom:"
+    assert "publisher waits for engine-0 to load: 0." in rest[1]
+    assert "of 0.05 s (--load-timeout)" in rest[1]
+
+
+def test_wait_for_returns_raises_and_cancels() -> None:
+    ended: list[str] = []
+
+    async def forever() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cancelled")
+
+    async def failing() -> None:
+        raise ValueError("its own")
+
+    async def main() -> None:
+        assert await wait_for(asyncio.sleep(0, 5), "x", "y", timeout_s=10.0) == 5
+        with pytest.raises(ValueError, match="its own"):
+            await wait_for(failing(), "x", "y", timeout_s=10.0)
+        with pytest.raises(WaitTimeout, match=r"^main waited 0\.0\d+ s for the tool to answer \(--t\)\nwho") as caught:
+            await wait_for(forever(), "the tool", "to answer", who="main", timeout_s=0.05, flag="--t")
+        assert re.search(r"task of main, waiting for the tool:\n  .*test_graph.py:\d+ in forever", str(caught.value))
+        assert ended == ["cancelled"]
+        outer = asyncio.create_task(wait_for(forever(), "x", "y", timeout_s=60.0))
+        await asyncio.sleep(0.01)
+        outer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await outer
+        assert ended == ["cancelled", "cancelled"]
+
+    asyncio.run(main())
+    assert board.waits() == []
+
+
+def test_who_does_not_heed_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.waits.timeouts.CANCEL_GRACE_S", 0.05)
+
+    async def stubborn(leave: asyncio.Event) -> None:
+        while not leave.is_set():
+            try:
+                await leave.wait()
+            except asyncio.CancelledError:
+                continue
+
+    async def main() -> None:
+        leave = asyncio.Event()
+        with pytest.raises(WaitTimeout, match="for the mule"):
+            await wait_for(stubborn(leave), "the mule", "to move", timeout_s=0.05)
+        leave.set()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_failures_of_samples_are_sentences_and_their_graph_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh = Reports()
+    monkeypatch.setattr("slime.waits.timeouts.reports", fresh)
+
+    async def sample(number: int) -> str:
+        with acting_as(f"sample {number}"):
+            try:
+                await wait_for(
+                    asyncio.sleep(60), "the judge", "to answer", timeout_s=0.1, failure=lambda wait: ValueError("late")
+                )
+            except ValueError as error:
+                return str(error)
+        return "no error"
+
+    async def main() -> list[str]:
+        return await asyncio.gather(*(sample(number) for number in range(20)))
+
+    assert asyncio.run(main()) == ["late"] * 20
+    logged = [record.getMessage() for record in caplog.records if record.name == "slime.waits.timeouts"]
+    assert len(logged) == 1
+    assert logged[0].startswith("late\nwho waits for whom:\n  sample ")
+    assert "and 19 more like it wait for the judge to answer: longest 0.1 s of 0.1 s" in logged[0]
+    assert reports is not fresh
+
+
+def test_logging_a_graph_twice_in_a_minute_does_it_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("slime.waits.timeouts.reports", Reports())
+
+    async def main() -> None:
+        with waiting("x", "y", timeout_s=0.0) as wait:
+            await log_graph(wait, "first")
+            await log_graph(wait, "second")
+
+    asyncio.run(main())
+    assert [record.getMessage().splitlines()[0] for record in caplog.records] == ["first"]

@@ -1,0 +1,133 @@
+"""Real children: one that hangs shows its stack, one that is stopped is described as stopped, none dies of the asking."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from slime.cluster.process import ChildProcess
+from slime.waits import describe, state_of, waiting
+from slime.waits.processes import registry
+
+HANGS = """\
+import faulthandler, signal, sys, threading
+{register}
+def stuck_in_here():
+    print("ready", flush=True)
+    threading.Event().wait()
+
+def main():
+    stuck_in_here()
+
+main()
+"""
+REGISTER = "faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)"
+IGNORANT = "pass"
+DEADLY = "signal.signal(signal.SIGQUIT, lambda *_: sys.exit(3))"
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[Callable[..., ChildProcess]]:
+    started: list[ChildProcess] = []
+
+    def start(name: str, register: str, *, dumps_stacks: bool) -> ChildProcess:
+        script = tmp_path / f"{name}.py"
+        script.write_text(HANGS.format(register=register))
+        process = ChildProcess(
+            name,
+            [sys.executable, str(script)],
+            log_path=tmp_path / f"{name}.log",
+            dumps_stacks=dumps_stacks,
+            also=("http://127.0.0.1:9",),
+        ).start()
+        started.append(process)
+        deadline = time.monotonic() + 60
+        while "ready" not in process.tail():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return process
+
+    yield start
+    for process in started:
+        process.stop(grace_s=0.0)
+
+
+def test_a_child_that_hangs_shows_its_stack_and_lives_on(hanging: Callable[..., ChildProcess]) -> None:
+    process = hanging("worker-0", REGISTER, dumps_stacks=True)
+    with waiting("worker-0", "to do its work", timeout_s=9.0, flag="--patience"):
+        text = describe()
+    assert "did not show its stacks" not in text
+    lines = text.splitlines()
+    assert re.fullmatch(r"  driver waits for worker-0 to do its work: \d+\.\d s of 9 s \(--patience\)", lines[1])
+    assert lines[2].startswith(f"    worker-0 (pid {process.child_pid()}) is sleeping")
+    stack = text.split("worker-0:\n")[1]
+    assert "worker-0.py" in stack
+    assert stack.index(" in stuck_in_here") < stack.index(" in main") < stack.index(" in <module>")
+    assert process.poll() is None
+
+
+def test_its_other_name_finds_it_too_and_who_is_not_waited_for_is_not_asked(
+    hanging: Callable[..., ChildProcess],
+) -> None:
+    process = hanging("worker-0", REGISTER, dumps_stacks=True)
+    with waiting("engine http://127.0.0.1:9", "to answer", timeout_s=None):
+        text = describe()
+    assert "in stuck_in_here" in text
+    assert "the end of" not in text
+    said = process.tail(1000).count("in stuck_in_here")
+    with waiting("engine http://127.0.0.1:99", "to answer", timeout_s=None):
+        assert "in stuck_in_here" not in describe()
+    assert process.tail(1000).count("in stuck_in_here") == said == 1
+
+
+def test_a_stopped_child_is_described_as_stopped(hanging: Callable[..., ChildProcess]) -> None:
+    process = hanging("worker-0", REGISTER, dumps_stacks=True)
+    pid = process.child_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while "stopped" not in process.state():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with waiting("worker-0", "to go on", timeout_s=None):
+        text = describe()
+    assert f"    worker-0 (pid {pid}) is stopped (SIGSTOP)\n" in text
+    assert f"worker-0:\n  worker-0 (pid {pid}) is stopped (SIGSTOP)\n  the end of {process.log_path}:\n  ready" in text
+    os.kill(pid, signal.SIGCONT)
+    assert process.wait(0.3) is None
+
+
+@pytest.mark.parametrize(("register", "promised"), [(IGNORANT, True), (IGNORANT, False), (DEADLY, False)])
+def test_a_child_that_would_die_of_the_signal_is_not_sent_it(
+    hanging: Callable[..., ChildProcess], register: str, promised: bool
+) -> None:
+    process = hanging("server-0", register, dumps_stacks=promised)
+    with waiting("server-0", "to answer", timeout_s=None):
+        text = describe()
+    assert re.search(
+        rf"server-0:\n  server-0 \(pid {process.child_pid()}\) is sleeping.*\n  the end of .*:\n  ready", text
+    )
+    assert process.wait(0.3) is None
+
+
+def test_dead_and_stopped_ones(hanging: Callable[..., ChildProcess]) -> None:
+    process = hanging("worker-0", IGNORANT, dumps_stacks=True)
+    os.kill(process.child_pid() or 0, signal.SIGKILL)
+    assert process.wait(10.0) == -signal.SIGKILL
+    assert state_of("worker-0") == "worker-0 is gone"
+    process.stop()
+    assert state_of("worker-0") is None
+    assert registry.named_in("worker-0") == []
+
+
+def test_the_guard_is_not_taken_for_its_child(hanging: Callable[..., ChildProcess]) -> None:
+    process = hanging("worker-0", IGNORANT, dumps_stacks=True)
+    assert process.child_pid() != process.pid
+    assert process.pids() == [process.pid, process.child_pid()]

@@ -1,0 +1,131 @@
+"""Signals to a process that waits: SIGUSR1 shows and goes on, SIGQUIT shows and ends, both also when the thread hangs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from slime.waits import watch_signals
+
+WAITER = """\
+import logging, signal, sys, threading, time
+from slime.cli import main
+from slime.errors import RunFailed
+from slime.waits import waiting, watch_signals
+import slime.cli
+logging.basicConfig(filename=sys.argv[1], level=logging.INFO, format="%(message)s")
+
+def stand_around():
+    with waiting("the tide", "to turn", timeout_s=99.0, flag="--tide-timeout"):
+        print("waiting", flush=True)
+        sys.stdin.readline()
+
+def command(words):
+    before = signal.getsignal(signal.SIGQUIT), signal.getsignal(signal.SIGUSR1)
+    try:
+        with watch_signals():
+            stand_around()
+            print("done", flush=True)
+    finally:
+        assert (signal.getsignal(signal.SIGQUIT), signal.getsignal(signal.SIGUSR1)) == before
+        assert signal.set_wakeup_fd(-1) == -1
+        print("cleaned up", flush=True)
+    return 0
+
+slime.cli._command = lambda words: command
+sys.exit(main(["x"]))
+"""
+GRAPH = "who waits for whom:\n  driver waits for the tide to turn: "
+
+
+@contextmanager
+def waiter(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    script = tmp_path / "waiter.py"
+    script.write_text(WAITER)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, str(script), str(tmp_path / "log")], text=True, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waiting\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_sigusr1_shows_the_graph_and_the_run_goes_on(tmp_path: Path) -> None:
+    with waiter(tmp_path) as process:
+        process.send_signal(signal.SIGUSR1)
+        assert process.stderr is not None
+        shown = [process.stderr.readline(), process.stderr.readline()]
+        assert "".join(shown).startswith(GRAPH)
+        assert shown[1].endswith(" of 99 s (--tide-timeout)\n")
+        while "in stand_around" not in shown[-1]:
+            shown.append(process.stderr.readline())
+            assert shown[-1]
+        assert "waiter.py:" in shown[-1]
+        out, _ = process.communicate("\n", timeout=60)
+    assert out == "done\ncleaned up\n"
+    assert process.returncode == 0
+    assert GRAPH in (tmp_path / "log").read_text()
+
+
+def test_sigquit_shows_the_graph_and_ends_the_run(tmp_path: Path) -> None:
+    with waiter(tmp_path) as process:
+        process.send_signal(signal.SIGQUIT)
+        out, err = process.communicate(timeout=60)
+    assert err.startswith(GRAPH)
+    assert "in stand_around" in err
+    assert err.splitlines()[-1] == (
+        "error: the run was ended by SIGQUIT; what it waited for is above and in the driver's log"
+    )
+    assert out == "cleaned up\n"
+    assert process.returncode == 1
+    assert "SIGQUIT\n" + GRAPH in (tmp_path / "log").read_text()
+
+
+def test_other_threads_watch_nothing() -> None:
+    before, seen = signal.getsignal(signal.SIGQUIT), []
+
+    def body() -> None:
+        with watch_signals():
+            seen.append(signal.getsignal(signal.SIGQUIT))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+BLOCKED = """\
+import ctypes
+from slime.waits import waiting, watch_signals
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+with watch_signals(), waiting("the kernel", "to come back", timeout_s=None):
+    print("waiting", flush=True)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)  # never comes back, also not for a signal
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGQUIT])
+def test_the_graph_is_printed_even_if_the_main_thread_never_comes_back(tmp_path: Path, number: int) -> None:
+    script = tmp_path / "blocked.py"
+    script.write_text(BLOCKED)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, str(script)], text=True, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == "waiting\n"
+            process.send_signal(number)
+            assert process.stderr.readline() == "who waits for whom:\n"
+            assert process.stderr.readline().startswith("  driver waits for the kernel to come back: ")
+        finally:
+            process.kill()

@@ -1,0 +1,79 @@
+"""Trainer ranks that die or stop while the others wait for them in a collective: the right one is named, at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slime.config import Config, derive
+from slime.train.group import TrainerDied, TrainerGroup, TrainerTimeout
+from tests.tiny_models import make_model_folder
+from tests.train.tiny_training import make_samples
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("ranks") / "model")
+
+
+@pytest.fixture
+def two_ranks(model: Path, tmp_path: Path) -> Iterator[TrainerGroup]:
+    config = derive(
+        Config(
+            hf_checkpoint=str(model), rollout_batch_size=3, n_samples_per_prompt=3, global_batch_size=9,
+            num_steps_per_rollout=1, num_rollout=3, lr=1e-3, micro_batch_size=2, dtype="float32",
+            actor_num_gpus_per_node=2, distributed_timeout_minutes=2,
+        )
+    )  # fmt: skip
+    with TrainerGroup(config, device="cpu", run_dir=tmp_path) as group:
+        group.start()
+        yield group
+
+
+def child(group: TrainerGroup, index: int) -> int:
+    pid = group._ranks[index].process.child_pid()
+    assert pid is not None
+    return pid
+
+
+def test_a_rank_killed_while_the_other_is_in_a_collective_is_the_one_named(two_ranks: TrainerGroup) -> None:
+    victim = child(two_ranks, 1)
+    os.kill(victim, signal.SIGSTOP)  # so that rank 0 is certainly waiting for it when it dies
+    timer = threading.Timer(2.0, os.kill, (victim, signal.SIGKILL))
+    timer.start()
+    with pytest.raises(TrainerDied, match=r"^trainer-1 ended during train \(exit code -9\)"):
+        two_ranks.train(0, make_samples(3, 3))
+    timer.join()
+    began = time.monotonic()
+    two_ranks.stop()
+    assert time.monotonic() - began < 30  # a guard against hanging, no measurement
+
+
+def test_a_stopped_rank_is_named_with_its_state_and_the_stack_of_the_one_that_waits_for_it(
+    two_ranks: TrainerGroup,
+) -> None:
+    pids = [child(two_ranks, index) for index in (0, 1)]
+    os.kill(pids[1], signal.SIGSTOP)
+    two_ranks._deadline_s = 4.0
+    with pytest.raises(TrainerTimeout) as caught:
+        two_ranks.train(0, make_samples(3, 3))
+    first, *rest = str(caught.value).splitlines()
+    assert re.match(
+        r"driver waited 4(\.\d+)? s for trainer-0, trainer-1 to finish train \(--distributed-timeout-minutes\): ", first
+    )
+    assert f"; trainer-1 (pid {pids[1]}) is stopped (SIGSTOP)" in first
+    text = "\n".join(rest)
+    assert "driver waits for trainer-0, trainer-1 to finish train: 4." in text
+    assert f"trainer-1:\n  trainer-1 (pid {pids[1]}) is stopped (SIGSTOP)" in text
+    waiter = text.split("trainer-0:\n")[1].split("trainer-1:\n")[0]
+    assert "slime/train/worker.py" in waiter
+    assert "in serve" in waiter
+    two_ranks.stop()
+    assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
