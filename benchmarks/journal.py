@@ -46,7 +46,7 @@ class Texts:
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
-        self._words = [f"word{number} " for number in range(2000)]
+        self._words = [f"w{number} " for number in range(2000)]
 
     def prompts(self, group_index: int) -> list[Sample]:
         prompt = "".join(self._rng.choice(self._words, 40))
@@ -64,7 +64,7 @@ class Texts:
         sample.append_response_tokens(
             tokens=ids.tolist(),
             log_probs=log_probs.tolist(),
-            text="".join(self._words[token % 2000] for token in ids.tolist()[: count * 2 // 3]),
+            text="".join(self._words[token % 2000] for token in ids.tolist()[: count // 2]),
             meta_info={"finish_reason": {"type": "stop"}, "weight_version": "7"},
         )
         sample.reward = float(self._rng.integers(0, 2))

@@ -57,6 +57,7 @@ from slime.rollout.feed import Feed, make_feed
 from slime.rollout.maker import Generated, RolloutMaker
 from slime.rollout.metrics import eval_metrics
 from slime.train.self_check import check_numbers
+from slime.waits import watch_signals
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None) -> Traini
         fixed_ports(config)
     data_source = _data_source(config)
     datasets = _eval_prompts(config)
-    with terminated_like_interrupt(), RunDir(config.output_dir) as run_dir, ExitStack() as stack:
+    with terminated_like_interrupt(), watch_signals(), RunDir(config.output_dir) as run_dir, ExitStack() as stack:
         memory = stack.enter_context(MemorySampler(lambda: process_tree(os.getpid())))
         journal = _open_journal(config, run_dir, stack)
         run = Run(config, device, run_dir, stack, data_source, journal, reward)

@@ -149,8 +149,13 @@ class ChildProcess:
         """
         if self._popen is None:
             return None
-        if self._known is not None:
-            forget_process(self._known)
+        try:
+            return self._stop(grace_s)
+        finally:
+            if self._known is not None:
+                forget_process(self._known)
+
+    def _stop(self, grace_s: float) -> int | None:
         for command, patience_s in ((guard.TERMINATE, grace_s), (guard.KILL, _KILL_WAIT_S)):
             if self.poll() is None:
                 self._tell_guard(command)

@@ -1,7 +1,7 @@
 """Which weights sampled which tokens of a response, as runs `[version, count]`.
 
-Invariant: the counts of a sample's runs add up to its response length; tokens that no engine sampled, or of which nobody
-knows the version, have version None. Neighbouring runs differ.
+Invariant: the counts of a sample's runs add up to its response length; tokens that no engine sampled, or of which
+nobody knows the version, have version None. Neighbouring runs differ.
 """
 
 from __future__ import annotations

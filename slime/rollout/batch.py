@@ -13,12 +13,13 @@ from typing import Any
 from slime.config import Config
 from slime.rollout.base_types import Group, RolloutFnTrainOutput, leaves
 from slime.rollout.failures import refuse_all_failed
+from slime.rollout.finishing import call_plugins, group_order
 from slime.rollout.flight import Flight, Landed
 from slime.rollout.judge import GroupJudge
 from slime.rollout.metrics import Metrics, rollout_metrics
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.rollout.scoring import refuse_bad_rewards
-from slime.rollout.staleness import sampled_tokens
+from slime.rollout.staleness import StaleGroups, is_stale, sampled_tokens
 
 
 async def generate_batch(args: Config, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
@@ -45,7 +46,8 @@ async def _collected(
     args = runtime.args
     started = time.monotonic()
     judge = GroupJudge(runtime, f"rollout {rollout_id}")
-    groups, surplus = await _filled(runtime, data_source, flight, judge)
+    stale = StaleGroups(runtime)
+    groups, surplus = await _filled(runtime, data_source, flight, judge, stale)
     landed = await flight.land()
     surplus += landed.finished
     if surplus or landed.unfinished:
@@ -60,13 +62,14 @@ async def _collected(
     over_samples = args.over_sampling_batch_size > args.rollout_batch_size
     if over_samples or args.partial_rollout or args.dynamic_sampling_filter_path is not None:
         metrics |= judge.metrics() | _left_over(surplus, landed)
-        metrics["rollout/thrown_away_tokens"] = float(flight.thrown_away_tokens)
+        metrics |= stale.counted()
+        metrics["rollout/thrown_away_tokens"] += flight.thrown_away_tokens
         metrics["rollout/dropped_tokens"] = float(sum(map(sampled_tokens, judge.dropped)))
     return RolloutFnTrainOutput(groups, metrics)
 
 
 async def _filled(
-    runtime: RolloutRuntime, data_source: Any, flight: Flight, judge: GroupJudge
+    runtime: RolloutRuntime, data_source: Any, flight: Flight, judge: GroupJudge, stale: StaleGroups
 ) -> tuple[list[Group], list[Group]]:
     """A full batch, and the groups that finished in the same moment as its last one.
 
@@ -74,6 +77,7 @@ async def _filled(
     out ends a batch early.
     """
     args, state = runtime.args, runtime.state
+    assert state.rollout_id is not None
     target = args.rollout_batch_size
     groups: list[Group] = []
     surplus: list[Group] = []
@@ -82,12 +86,17 @@ async def _filled(
             prompts = data_source.get_samples(args.over_sampling_batch_size)
             if not prompts:
                 break
-            flight.take_off(prompts)
+            flight.take_off([fit for group in prompts if (fit := stale.fit(group, state.rollout_id)) is not None])
         if not len(flight):
             break
         for group in await flight.next_finished():
             if len(groups) == target:
                 surplus.append(group)
+                continue
+            if is_stale(args, group, state.rollout_id):  # it was held for too long
+                state.remaining_batch_size -= 1
+                fresh = stale.fit(group, state.rollout_id)
+                flight.take_off([] if fresh is None else [fresh])
                 continue
             refuse_bad_rewards(runtime.args, list(leaves(group)))
             if judge.keeps(group, insufficient=state.remaining_batch_size <= target):
@@ -95,28 +104,6 @@ async def _filled(
             else:
                 state.remaining_batch_size -= 1
     return groups, surplus
-
-
-def call_plugins(runtime: RolloutRuntime, groups: list[Group], everything: list[Group], data_source: Any) -> None:
-    """Let the user's functions see a finished batch: those that mark samples, and those that want every group."""
-    args = runtime.args
-    if args.rollout_sample_filter_path is not None:
-        sample_filter = runtime.function(
-            args.rollout_sample_filter_path, flag="--rollout-sample-filter-path", params=("args", "groups")
-        )
-        sample_filter(args, groups)
-    if args.rollout_all_samples_process_path is not None:
-        process = runtime.function(
-            args.rollout_all_samples_process_path,
-            flag="--rollout-all-samples-process-path",
-            params=("args", "all_groups", "data_source"),
-        )
-        process(args, everything, data_source)
-
-
-def group_order(group: Group) -> int:
-    """Where a group belongs in a batch: by the smallest index of its samples."""
-    return min((sample.index for sample in leaves(group) if sample.index is not None), default=-1)
 
 
 def _left_over(surplus: list[Group], landed: Landed) -> Metrics:

@@ -26,7 +26,8 @@ from slime.rollout.metrics import rollout_metrics
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.scoring import refuse_bad_rewards
 from slime.rollout.snapshot import snapshot
-from slime.rollout.staleness import group_version, is_stale, sampled_tokens, start_over
+from slime.rollout.staleness import StaleGroups, group_version, is_stale, sampled_tokens
+from slime.waits import Background, background
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +60,14 @@ class ContinuousRollout:
         self._exhausted = False
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
-        self._serving: asyncio.Task[None] | None = None
+        self._serving: Background | None = None
         self._judge = GroupJudge(runtime, f"rollout {first}")
-        self._thrown_away = 0
-        self._stale_groups = 0
+        self._stale = StaleGroups(runtime)
         self._since = time.monotonic()
 
     async def start(self) -> None:
         """Begin to generate."""
-        self._serving = asyncio.create_task(self._serve(), name="continuous rollout")
+        self._serving = background("continuous rollout", self._serve())
 
     async def take(self, rollout_id: int) -> RolloutFnTrainOutput:
         """The groups of one rollout; waits until they are there. Raises what ended the generation."""
@@ -83,14 +83,12 @@ class ContinuousRollout:
         everything = sorted([*groups, *judge.dropped], key=group_order)
         call_plugins(self._runtime, groups, everything, self._source)
         metrics = rollout_metrics(self._args, samples, time.monotonic() - self._since)
-        metrics |= judge.metrics() | {
-            "rollout/thrown_away_tokens": float(self._thrown_away),
-            "rollout/stale_groups": float(self._stale_groups),
+        metrics |= judge.metrics() | self._stale.counted()
+        metrics |= {
             "rollout/dropped_tokens": float(sum(map(sampled_tokens, judge.dropped))),
             "rollout/under_way_groups": float(len(self._under_way)),
             "rollout/ready_groups": float(len(self._ready)),
         }
-        self._thrown_away = self._stale_groups = 0
         self._next = rollout_id + 1
         self._since = time.monotonic()
         self._changed.set()
@@ -103,22 +101,26 @@ class ContinuousRollout:
 
     async def aclose(self) -> None:
         """End everything under way."""
-        tasks = [task for task in (self._serving, *self._under_way) if task is not None]
-        for task in tasks:
+        if self._serving is not None:
+            await self._serving.aclose()
+        for task in self._under_way:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._under_way, return_exceptions=True)
         self._under_way.clear()
 
     # dispatching
 
     async def _serve(self) -> None:
-        while True:
-            self._changed.clear()
-            self._top_up()
-            await self._changed.wait()
-            for task in [task for task in self._under_way if task.done()]:
-                self._arrived(self._under_way.pop(task), task.result())
-            self._news.set()
+        try:
+            while True:
+                self._changed.clear()
+                self._top_up()
+                await self._changed.wait()
+                for task in [task for task in self._under_way if task.done()]:
+                    self._arrived(self._under_way.pop(task), task.result())
+                self._news.set()
+        finally:
+            asyncio.get_running_loop().call_soon(self._news.set)  # whoever waits finds out what ended it
 
     def _top_up(self) -> None:
         last = min(self._version + self._staleness + 1, self._total)
@@ -130,15 +132,9 @@ class ContinuousRollout:
                 self._exhausted = not groups
             if not groups:
                 break
-            fit = [fresh for group in groups if (fresh := self._fit(group)) is not None]
+            fit = [fresh for group in groups if (fresh := self._stale.fit(group, self._next)) is not None]
             self._dispatch(fit)
             room -= len(fit)
-
-    def _fit(self, group: Group) -> Group | None:
-        """A group as it may be dispatched now; one that would be too old when it is taken starts over, or is left."""
-        if not is_stale(self._args, group, self._next):
-            return group
-        return self._give_up(group, None)
 
     def _dispatch(self, groups: list[Group]) -> None:
         prompts = [[snapshot(member) for member in group] for group in groups]
@@ -168,9 +164,11 @@ class ContinuousRollout:
         self._ready.append(_Dispatched(group, dispatched.prompts, dispatched.version if version is None else version))
 
     async def _batch(self, rollout_id: int) -> list[_Dispatched]:
+        assert self._serving is not None, "start() comes first"
         while not self._is_there(rollout_id):
+            self._serving.check()
             self._news.clear()
-            await self._news_or_failure()
+            await self._news.wait()
         self._ready.sort(key=lambda one: (one.version, group_order(one.group)))
         size = self._args.rollout_batch_size
         taken, self._ready = self._ready[:size], self._ready[size:]
@@ -184,37 +182,16 @@ class ContinuousRollout:
         return len(self._ready) >= self._args.rollout_batch_size or nothing_more
 
     def _refuse_stale(self, rollout_id: int) -> None:
-        stale = [one for one in self._ready if rollout_id - one.version > self._staleness]
+        stale = [one for one in self._ready if is_stale(self._args, one.group, rollout_id)]
         if not stale:
             return
         self._ready = [one for one in self._ready if one not in stale]
         for one in stale:
-            fresh = self._give_up(one.group, one.prompts)
+            fresh = self._stale.fit(one.group, rollout_id, one.prompts)
             if fresh is not None:
                 self._again.append(fresh)
         self._changed.set()
 
-    def _give_up(self, group: Group, prompts: Group | None) -> Group | None:
-        """A group that is too old: its prompts, or nothing when it is dropped."""
-        self._stale_groups += 1
-        self._thrown_away += sampled_tokens(group)
-        if self._args.stale_samples == "regenerate":
-            fresh = start_over(prompts if prompts is not None else group)
-            if fresh is not None:
-                return fresh
-        self._forget([group])
-        return None
-
     def _forget(self, groups: list[Group]) -> None:
         if self._runtime.journal is not None:
             self._runtime.journal.drop(groups)
-
-    async def _news_or_failure(self) -> None:
-        assert self._serving is not None, "start() comes first"
-        news = asyncio.ensure_future(self._news.wait())
-        try:
-            await asyncio.wait((news, self._serving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            news.cancel()
-        if self._serving.done():
-            self._serving.result()

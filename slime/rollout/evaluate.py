@@ -35,7 +35,7 @@ class EvalPrompts:
 async def evaluate(args: Config, rollout_id: int) -> RolloutFnEvalOutput:
     """Evaluate on all datasets of ``--eval-prompt-data`` and ``--eval-config``."""
     runtime = runtime_for(args)
-    runtime.state.reset(rollout_id)
+    runtime.state.evaluation_id = rollout_id
     if not runtime.eval_datasets:
         runtime.eval_datasets.update(read_eval_datasets(args, runtime.tokenizer))
     results = await gather_or_cancel(_evaluate_dataset(runtime, one) for one in runtime.eval_datasets.values())

@@ -9,23 +9,28 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from slime.config.asynchronous import is_async
 from slime.config.groups.asynchronous import ONE_STEP
+from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.continuous import ContinuousRollout
 from slime.rollout.maker import Generated, RolloutMaker
 from slime.rollout.runtime import RolloutRuntime
+from slime.waits import acting_as, background, raise_failures, waiting
 
 T = TypeVar("T")
+
+LOOK_S = 0.5
+"""How often somebody who waits for a rollout looks whether it can still come."""
 
 
 class RunAsync(Protocol):
     """Runs a coroutine on the event loop of the rollout, and waits for its result."""
 
-    def __call__(self, coro: Coroutine[Any, Any, T], /) -> T: ...
+    def __call__(self, coro: Coroutine[Any, Any, T], /, *, whom: str | None = None) -> T: ...
 
 
 class Feed(ABC):
@@ -68,18 +73,13 @@ class Ahead(Feed):
         self._numbers = range(start, total)
         self._most_ready = ready
         self._ready: deque[tuple[int, Generated]] = deque()
-        self._failure: BaseException | None = None
         self._busy = self._held = self._closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="slime-rollout-ahead", daemon=True)
-        self._thread.start()
+        self._making = background("rollouts ahead", self._make_all)
 
     def get(self, rollout_id: int) -> Generated:
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._failure is not None)
-            if not self._ready:
-                assert self._failure is not None
-                raise self._failure
+            self._wait(f"rollout {rollout_id}", "to be made", lambda: bool(self._ready))
             number, made = self._ready.popleft()
             assert number == rollout_id, f"rollout {number} was made when {rollout_id} was asked for"
             self._changed.notify_all()
@@ -89,7 +89,7 @@ class Ahead(Feed):
     def undisturbed(self) -> Iterator[None]:
         with self._changed:
             self._held = True
-            self._changed.wait_for(lambda: not self._busy)
+            self._wait("the rollout being made", "to end", lambda: not self._busy)
         try:
             yield
         finally:
@@ -102,26 +102,31 @@ class Ahead(Feed):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._making.close()
 
-    def _run(self) -> None:
+    def _wait(self, whom: str, why: str, is_so: Callable[[], bool]) -> None:
+        """Until it is so, or whoever makes rollouts (or anything else in the background) has died."""
+        with waiting(whom, why, timeout_s=None):
+            while not is_so():
+                raise_failures()
+                self._changed.wait(LOOK_S)
+
+    def _make_all(self) -> None:
         for number in self._numbers:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or (not self._held and len(self._ready) < self._most_ready))
                 if self._closed:
                     return
                 self._busy = True
-            made: Generated | None = None
             try:
-                made = self._maker.make(number)
-            except BaseException as failure:  # noqa: BLE001 - the thread's end: `get` raises it
-                self._failure = failure
-            with self._changed:
-                self._busy = False
-                if made is not None:
+                with acting_as(f"rollout {number}"):
+                    made = self._maker.make(number)
+                with self._changed:
                     self._ready.append((number, made))
-                self._changed.notify_all()
-            if made is None:
-                return
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
 
 
 class NeverStopping(Feed):
@@ -134,7 +139,10 @@ class NeverStopping(Feed):
         run_async(continuous.start())
 
     def get(self, rollout_id: int) -> Generated:
-        return self._maker.make_with(rollout_id, lambda: self._run_async(self._continuous.take(rollout_id)))
+        return self._maker.make_with(rollout_id, lambda: self._taken(rollout_id))
+
+    def _taken(self, rollout_id: int) -> RolloutFnTrainOutput:
+        return self._run_async(self._continuous.take(rollout_id), whom=f"rollout {rollout_id}")
 
     def weights_arrived(self, version: int) -> None:
         self._run_async(self._continuous.weights_arrived(version))

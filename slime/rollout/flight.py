@@ -20,6 +20,7 @@ from slime.rollout.gate import Ticket
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.snapshot import snapshot
 from slime.rollout.staleness import sampled_tokens
+from slime.waits import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ class Flight:
 
     async def next_finished(self) -> list[Group]:
         """Wait until groups finish; all that have, in the order they took off."""
-        done, _ = await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
+        with waiting(f"{len(self)} groups under way", "to finish one of them", timeout_s=None):
+            done, _ = await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
         groups: list[Group] = []
         for task in [task for task in self._under_way if task in done]:
             group = task.result()
@@ -149,7 +151,9 @@ class Flight:
                 pending = {one.task for one in self._under_way.values() if _must_end(one, in_grace)}
                 if not pending and idle.done():
                     return
-                await asyncio.wait(pending | {idle}, timeout=ABORT_AGAIN_S)
+                left_s = began + ABORT_DEADLINE_S - loop.time()
+                with waiting(f"{len(self)} groups under way", "to end after an abort", timeout_s=left_s):
+                    await asyncio.wait(pending | {idle}, timeout=ABORT_AGAIN_S)
         finally:
             idle.cancel()
         await self._cancel_late()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.engine.protocol import answered_ids, continued_payload, is_single_request, joined_answers, was_aborted
+from slime.waits import waiting
 
 if TYPE_CHECKING:
     from slime.rollout.state import GenerateState
@@ -26,6 +27,11 @@ HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 evaluating: ContextVar[bool] = ContextVar("evaluating", default=False)
 _ticket: ContextVar[Ticket | None] = ContextVar("ticket", default=None)
+_deadline: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)
+
+
+class SampleTimeout(Exception):
+    """A sample was not generated in time."""
 
 
 class AbortedTooOften(Exception):
@@ -40,6 +46,23 @@ def as_evaluation() -> Iterator[None]:
         yield
     finally:
         evaluating.reset(before)
+
+
+@asynccontextmanager
+async def sample_deadline(seconds: float, who: str) -> AsyncIterator[None]:
+    """Raises `SampleTimeout` when the body takes longer, not counting the time it waits at the gate."""
+    timeout = asyncio.timeout(seconds)
+    try:
+        async with timeout:
+            before = _deadline.set(timeout)
+            try:
+                yield
+            finally:
+                _deadline.reset(before)
+    except TimeoutError as error:
+        if not timeout.expired():
+            raise  # the body's own
+        raise SampleTimeout(f"{who} did not end within {seconds:g} s (--rollout-sample-timeout)") from error
 
 
 class Gate:
@@ -78,13 +101,16 @@ class Gate:
         waited = False
         while not self.is_open:  # once more: it may have been closed again while there was no seat
             waited = True
+            resume_deadline = _stop_deadline()
             self._give_seat()
             try:
-                await self._opened.wait()
-                await self._seats.acquire()
+                with waiting("the next rollout", "before it may ask an engine", timeout_s=None):
+                    await self._opened.wait()
+                    await self._seats.acquire()
             except BaseException:
                 self._owed += 1  # whoever is cancelled gives its seat back a second time on its way out
                 raise
+            resume_deadline()
         return waited
 
     def arrived_at_engine(self) -> None:
@@ -103,6 +129,17 @@ class Gate:
             self._owed -= 1
         else:
             self._seats.release()
+
+
+def _stop_deadline() -> Callable[[], None]:
+    """Stop the clock of the sample that the running code belongs to; what is returned sets it going again."""
+    timeout, loop = _deadline.get(), asyncio.get_running_loop()
+    when = None if timeout is None else timeout.when()
+    if timeout is None or when is None:
+        return lambda: None
+    left = when - loop.time()
+    timeout.reschedule(None)
+    return lambda: timeout.reschedule(loop.time() + left)
 
 
 @dataclass(eq=False)

@@ -20,11 +20,12 @@ from slime.engine.protocol import sampling_seed
 from slime.errors import UserError
 from slime.rollout.base_types import Group, Produced, leaves
 from slime.rollout.failures import forget_response, mark_failed
-from slime.rollout.gate import as_evaluation
+from slime.rollout.gate import as_evaluation, sample_deadline
 from slime.rollout.generate import generate
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
 from slime.rollout.scoring import score_one, score_together
 from slime.rollout.teacher import teach
+from slime.waits import acting_as
 
 T = TypeVar("T")
 
@@ -46,7 +47,8 @@ async def generate_and_rm_group(
         )
     samples = list(leaves(results))
     if args.group_rm and not any(sample.status is Sample.Status.ABORTED for sample in samples):
-        await score_together(runtime, samples)
+        with acting_as(f"group {samples[0].group_index}"):
+            await score_together(runtime, samples)
         if not evaluation:
             for member, result in zip(group, results, strict=True):
                 _record(runtime, member, result)
@@ -58,7 +60,9 @@ async def _generated_member(
 ) -> Produced:
     if not isinstance(member, Sample):
         return member
-    produced = await generate_and_rm(args, member, _own_params(args, member, sampling_params, evaluation), evaluation)
+    params = _own_params(args, member, sampling_params, evaluation)
+    with acting_as(f"sample {member.index} of group {member.group_index}"):
+        produced = await generate_and_rm(args, member, params, evaluation)
     if not evaluation:
         _record(runtime_for(args), member, produced)
     return produced
@@ -112,8 +116,10 @@ async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
 async def _generated(
     runtime: RolloutRuntime, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Produced:
+    who = sample.generate_function_path or runtime.args.custom_generate_function_path or "generate"
     try:
-        return _checked(sample, await _call_generate(runtime, sample, sampling_params, evaluation))
+        async with sample_deadline(runtime.args.rollout_sample_timeout, who):
+            return _checked(sample, await _call_generate(runtime, sample, sampling_params, evaluation))
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a generate function raises is this sample's outcome
@@ -169,7 +175,8 @@ async def _hooked(runtime: RolloutRuntime, produced: Produced, evaluation: bool)
 async def _hook_one(runtime: RolloutRuntime, sample: Sample, paths: list[str], evaluation: bool) -> Sample:
     if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
         return sample
-    offered = {"rollout_id": runtime.state.rollout_id, "evaluation": evaluation}
+    rollout_id = runtime.state.evaluation_id if evaluation else runtime.state.rollout_id
+    offered = {"rollout_id": rollout_id, "evaluation": evaluation}
     try:
         for path in paths:
             hook = runtime.function(path, flag="--rollout-sample-hook-path", params=("args", "sample"))

@@ -138,6 +138,7 @@ class RolloutRuntime:
         return EnginePool(urls, timeout_s=self.config.engine_request_timeout)
 
     async def _aclose(self) -> None:
+        await self.state.cancel_held()
         for router in self._routers:
             await router.aclose()
         for pool in self._other_pools:

@@ -36,8 +36,8 @@ def generate_rollout(
     """One training rollout, or with `evaluation` one pass over the evaluation datasets."""
     runtime = runtime_for(args)
     if evaluation:
-        return runtime.run(evaluate(runtime.args, rollout_id))
-    return runtime.run(generate_batch(runtime.args, rollout_id, data_source))
+        return runtime.run(evaluate(runtime.args, rollout_id), whom=f"evaluation {rollout_id}")
+    return runtime.run(generate_batch(runtime.args, rollout_id, data_source), whom=f"rollout {rollout_id}")
 
 
 async def generate_rollout_async(

@@ -13,6 +13,7 @@ from statistics import fmean
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.rollout.base_types import Group, leaves
+from slime.rollout.runtime import RolloutRuntime
 
 
 def group_version(group: Group) -> int | None:
@@ -30,6 +31,35 @@ def is_stale(args: Config, group: Group, rollout_id: int) -> bool:
 def sampled_tokens(group: Group) -> int:
     """Tokens that engines sampled for a group, as far as they would be trained on."""
     return sum(sample.effective_response_length for sample in leaves(group))
+
+
+class StaleGroups:
+    """What becomes of groups that are too old: sampled anew or left out, as `--stale-samples` says, and counted."""
+
+    def __init__(self, runtime: RolloutRuntime) -> None:
+        self._runtime = runtime
+        self._groups = self._tokens = 0
+
+    def fit(self, group: Group, rollout_id: int, prompts: Group | None = None) -> Group | None:
+        """The group if it may be trained on in this rollout; else its prompts, or nothing when it is left out."""
+        args = self._runtime.args
+        if not is_stale(args, group, rollout_id):
+            return group
+        self._groups += 1
+        self._tokens += sampled_tokens(group)
+        if args.stale_samples == "regenerate":
+            fresh = start_over(group if prompts is None else prompts)
+            if fresh is not None:
+                return fresh
+        if self._runtime.journal is not None:
+            self._runtime.journal.drop([group])
+        return None
+
+    def counted(self) -> dict[str, float]:
+        """Groups given up and their tokens since the last call."""
+        counts = {"rollout/stale_groups": float(self._groups), "rollout/thrown_away_tokens": float(self._tokens)}
+        self._groups = self._tokens = 0
+        return counts
 
 
 def start_over(group: Group) -> Group | None:

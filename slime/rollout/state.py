@@ -38,6 +38,7 @@ class GenerateState:
         self.sampling_params: dict[str, Any] = rollout_sampling_params(args)
         self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
         self.rollout_id: int | None = None
+        self.evaluation_id: int | None = None
         self._dp_users: Counter[int] = Counter()
         self.teacher: Teacher | None = None
         self.rewardless = args.use_opd and args.rm_type is None and args.custom_rm_path is None

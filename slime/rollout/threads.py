@@ -24,8 +24,9 @@ _LIMIT = min(32, (os.cpu_count() or 1) + 4)  # as many as asyncio gives to plain
 class Job:
     """One call: its future, and when a thread took it up."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], Any], on_begin: Callable[[], None] | None = None) -> None:
         self.function = function
+        self.on_begin = on_begin
         self.future: Future[Any] = Future()
         self.began: float | None = None
         self.is_abandoned = False
@@ -44,9 +45,9 @@ class DaemonThreads:
         self._idle = 0
         self._is_closed = False
 
-    def submit(self, function: Callable[[], Any]) -> Job:
-        """Have a thread call `function`, now or when one is free."""
-        job = Job(function)
+    def submit(self, function: Callable[[], Any], *, on_begin: Callable[[], None] | None = None) -> Job:
+        """Have a thread call `function`, now or when one is free; `on_begin` is called there first."""
+        job = Job(function, on_begin)
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"{self._name}: the threads were closed")
@@ -127,6 +128,8 @@ class DaemonExecutor(ThreadPoolExecutor):
 
 def _call(job: Job) -> None:
     try:
+        if job.on_begin is not None:
+            job.on_begin()
         result = job.function()
     except BaseException as error:  # noqa: BLE001 - it belongs to whoever asked
         job.future.set_exception(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import selectors
 import sys
 import sysconfig
 import threading
@@ -17,6 +18,8 @@ from types import FrameType
 from typing import Any
 
 _FRAMES = 8
+_EVERYWHERE = ("_bootstrap", "_bootstrap_inner")
+"""Where every thread begins."""
 _HERE = os.path.dirname(__file__)
 _INSTALLED = tuple(
     path + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))
@@ -29,7 +32,7 @@ def thread_stacks() -> dict[str, str]:
     found: Counter[tuple[str, str]] = Counter()
     for ident, frame in sys._current_frames().items():
         frames = list(_frames_of(frame))
-        if any(_is_ours(one[0]) for one in frames):
+        if any(_is_ours(path) for path, _, _ in frames) and frames[-1][0] != selectors.__file__:
             found[f"thread {names.get(ident, ident)}", _text(frames)] += 1
     stacks: dict[str, str] = {}
     for (name, text), count in found.items():
@@ -70,7 +73,7 @@ def _frames_of(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
 
 
 def _text(frames: list[tuple[str, int, str]]) -> str:
-    shown = [one for one in frames if not one[0].startswith(_HERE)][-_FRAMES:]
+    shown = [one for one in frames if not one[0].startswith(_HERE) and one[2] not in _EVERYWHERE][-_FRAMES:]
     return "\n".join(f"{_short(path)}:{line} in {name}" for path, line, name in shown)
 
 

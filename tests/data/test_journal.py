@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,25 @@ def test_ids_of_another_journal_mean_nothing(tmp_path: Path) -> None:
     journal.hand_out([mine, group], None)
     assert {s.journal_id for s in mine}.isdisjoint(s.journal_id for s in group)
     assert rows(journal, "SELECT COUNT(*) FROM samples") == [(4,)]
+
+
+def test_threads_share_one_journal(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+
+    def work(first: int) -> None:
+        for number in range(first, first + 20):
+            journal.put_back([finished(journal, number)])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(0, 80, 20)))
+    assert states(journal) == ["finished"] * 80
+    assert sorted(rows(journal, "SELECT sample_index FROM samples")) == [(index,) for index in range(160)]
+    whole = [
+        group
+        for group in journal.recover(0).groups
+        if {sample.group_index for sample in group} == {group[0].group_index}
+    ]
+    assert len(whole) == 80
 
 
 # growth

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ def test_batches_from_the_checkpoint_on_are_replayed(tmp_path: Path) -> None:
     recovered = journal.recover(1)
     assert (recovered.fresh, recovered.batches, recovered.position) == (False, [1, 2], {"offset": 8})
     assert recovered.groups == batches[3]
+    with closing(sqlite3.connect(journal.path)) as connection:
+        states = connection.execute("SELECT DISTINCT rollout_id, state, consumed_by FROM groups ORDER BY id").fetchall()
+    assert states == [(0, "consumed", 0), (1, "assigned", None), (2, "assigned", None), (None, "finished", None)]
     assert journal.batch(0) is None
     for number in (1, 2):
         assert journal.batch(number) == (batches[number][::-1], {"rollout/number": number})

@@ -10,6 +10,7 @@ import pytest
 
 from slime.rollout.feed import Ahead, OnDemand
 from slime.rollout.maker import Generated
+from slime.waits import BackgroundDied, raise_failures
 
 PATIENCE_S = 20.0
 
@@ -110,8 +111,11 @@ def test_what_fails_is_raised_by_the_get_that_would_have_had_it(workshop: Any) -
     feed = ahead(workshop)
     workshop.finish(2)
     assert feed.get(0).samples == [0]
-    with pytest.raises(RuntimeError, match="rollout 1 broke"):
+    with pytest.raises(BackgroundDied, match="rollouts ahead died of RuntimeError: rollout 1 broke"):
         feed.get(1)
+    with pytest.raises(BackgroundDied):
+        raise_failures()  # whoever waits for anything else is told, too
+    feed.close()
     with feed.undisturbed():
         pass  # nobody waits for a thread that has ended
 

@@ -10,7 +10,7 @@ from slime.data.sample import Sample
 from slime.engine.protocol import sampling_seed
 from slime.errors import UserError
 from slime.rollout.base_types import leaves
-from slime.rollout.gate import Gate, as_evaluation
+from slime.rollout.gate import Gate, as_evaluation, sample_deadline
 from slime.rollout.sglang_rollout import generate_and_rm, generate_rollout
 
 STATUS = Sample.Status
@@ -438,3 +438,66 @@ def test_waiting_at_the_gate_gives_a_seat_away_and_cancellation_keeps_the_count(
         return seats._value
 
     assert asyncio.run(main()) == 1
+
+
+def test_the_deadline_of_a_sample_does_not_run_while_it_waits_at_the_gate():
+    async def main():
+        gate = Gate(asyncio.Semaphore(1))
+        gate.close()
+
+        async def sample(extra):
+            async with sample_deadline(0.1):
+                await asyncio.gather(gate.pass_through(), gate.pass_through())
+                await asyncio.sleep(extra)
+
+        quick, slow = asyncio.create_task(sample(0)), asyncio.create_task(sample(10))
+        await asyncio.sleep(0.3)
+        gate.open()
+        assert await quick is None
+        with pytest.raises(TimeoutError):
+            await slow
+
+    asyncio.run(main())
+
+
+LATE_OWN_CLIENT = """
+import aiohttp
+from slime.rollout.sglang_rollout import generate
+async def f(args, sample, sampling_params):
+    if sample.prompt == "a" or sample.response_length:
+        return await generate(args, sample, sampling_params)
+    sample.tokens = args.carried["b"]
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    body = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+        answer = await response.json()
+    await args.carried["tool"].wait()
+    log_probs, tokens, _ = zip(*answer["meta_info"]["output_token_logprobs"])
+    sample.append_response_tokens(
+        args, tokens=tokens, log_probs=log_probs, meta_info=answer["meta_info"], text=answer["text"]
+    )
+    return sample
+"""
+
+
+def test_an_aborted_sample_that_comes_late_is_dispatched_again_in_the_next_rollout(
+    engine, make_partial, prompts, say, asked, tokenizer, monkeypatch
+):
+    monkeypatch.setattr("slime.rollout.flight.OWN_CLIENT_GRACE_S", 0.05)
+    say(lambda text: {"a": "7</s>", "b": "12~"}[text])
+    tool = asyncio.Event()
+    runtime = make_partial(LATE_OWN_CLIENT, carried={"b": tokenizer.encode("b"), "tool": tool})
+    source = prompts(["a", "b"], n=1)
+    generate_rollout(runtime.args, 0, source)
+    [held] = runtime.state.held
+    runtime.loop_thread.loop.call_soon_threadsafe(tool.set)
+    runtime.run(asyncio.wait([held.task]), 5)
+    engine.requests.clear()
+    say(lambda text: {"b12": "3</s>"}[text])
+    output = generate_rollout(runtime.args, 1, source)
+    [sample] = leaves(output.samples)
+    assert asked() == ["b12"]
+    assert (sample.response, sample.status, sample.reward) == ("123</s>", STATUS.COMPLETED, 1.0)
+    assert output.metrics["rollout/thrown_away_tokens"] == 0.0
+    assert source.asked == [2]
+    assert runtime.state.remaining_batch_size == 0

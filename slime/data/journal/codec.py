@@ -10,6 +10,7 @@ The bytes are msgpack, inside a zstd frame when there are many of them.
 from __future__ import annotations
 
 import threading
+from array import array
 from typing import Any
 
 import msgpack
@@ -99,26 +100,27 @@ def _plain_list(value: list[Any], where: str) -> Any:
 
 
 def _packed_ints(value: list[int]) -> msgpack.ExtType | None:
-    try:
-        wide = np.array(value, dtype=np.int64)
-    except OverflowError:
-        return None
-    least, most = int(wide.min()), int(wide.max())
-    if least >= -128 and most < 128:
-        return _numbers(b"b", wide)
-    return _numbers(b"i" if least >= -(2**31) and most < 2**31 else b"q", wide)
+    for code in (b"b", b"i", b"q"):
+        try:
+            numbers = array(code.decode(), value)
+        except OverflowError:
+            continue
+        return msgpack.ExtType(NUMBERS, code + _little_endian(numbers, code))
+    return None
 
 
 def _packed_floats(value: list[float]) -> msgpack.ExtType:
-    wide = np.array(value, dtype=np.float64)
+    numbers = array("d", value)
+    wide = np.frombuffer(numbers)
     with np.errstate(over="ignore", invalid="ignore"):
-        narrow = wide.astype(np.float32)
-    return _numbers(b"f" if np.array_equal(narrow.astype(np.float64), wide, equal_nan=True) else b"d", wide)
+        narrow = wide.astype("<f4")
+    if bool((narrow == wide).all()) or np.array_equal(narrow.astype(np.float64), wide, equal_nan=True):
+        return msgpack.ExtType(NUMBERS, b"f" + narrow.tobytes())
+    return msgpack.ExtType(NUMBERS, b"d" + _little_endian(numbers, b"d"))
 
 
-def _numbers(code: bytes, values: np.ndarray) -> msgpack.ExtType:
-    with np.errstate(invalid="ignore"):
-        return msgpack.ExtType(NUMBERS, code + values.astype(_NUMBER_TYPES[code]).tobytes())
+def _little_endian(numbers: array[Any], code: bytes) -> bytes:
+    return np.frombuffer(numbers, dtype=numbers.typecode).astype(_NUMBER_TYPES[code], copy=False).tobytes()
 
 
 def _plain_array(value: np.generic | np.ndarray, where: str) -> msgpack.ExtType:

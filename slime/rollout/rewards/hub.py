@@ -13,6 +13,7 @@ take one sample, or a list of them when their second parameter is called `sample
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import difflib
 import inspect
@@ -141,9 +142,11 @@ class RewardHub:
         who = self._given_name if path == GIVEN else f"the reward function {path}"
         if inspect.iscoroutinefunction(function):
             return await self._within_deadline(function(self.config, subject), who)
-        job = self._threads.submit(partial(contextvars.copy_context().run, function, self.config, subject))
+        begun = asyncio.get_running_loop().create_future()
+        call = partial(contextvars.copy_context().run, function, self.config, subject)
+        job = self._threads.submit(call, on_begin=partial(_set_from_thread, begun))
         try:
-            result = await self._answer(job, who)
+            result = await self._answer(job, begun, who)
         except BaseException:
             self._threads.abandon(job)
             raise
@@ -154,23 +157,20 @@ class RewardHub:
         late = partial(_too_late, who)
         return await wait_for(verdict, who, "to answer", timeout_s=limit_s, flag=TIMEOUT_FLAG, failure=late)
 
-    async def _answer(self, job: Job, who: str) -> Any:
+    async def _answer(self, job: Job, begun: asyncio.Future[None], who: str) -> Any:
         """What a plain function returns; its time begins when a thread takes it up."""
-        future, limit_s = asyncio.wrap_future(job.future), self.config.reward_timeout
-        with waiting(who, "to answer", timeout_s=limit_s, flag=TIMEOUT_FLAG) as wait:
-            while True:
-                if job.began is not None:
-                    wait.deadline = job.began + limit_s
-                left = _LOOK_UP_S if job.began is None else wait.remaining()
-                done, _ = await asyncio.wait((future,), timeout=left)
-                if done:
-                    return future.result()
-                if job.began is None:
-                    self._threads.grow()
-                elif wait.is_over():
-                    error = _too_late(who, wait)
-                    await log_graph(wait, str(error))
-                    raise error
+        future = asyncio.wrap_future(job.future)
+        with waiting(who, "to be called, behind others", timeout_s=None):
+            while not begun.done() and not future.done():
+                await asyncio.wait((begun, future), timeout=_LOOK_UP_S, return_when=asyncio.FIRST_COMPLETED)
+                self._threads.grow()
+        with waiting(who, "to answer", timeout_s=self.config.reward_timeout, flag=TIMEOUT_FLAG) as wait:
+            await asyncio.wait((future,), timeout=wait.remaining())
+            if future.done():
+                return future.result()
+            error = _too_late(who, wait)
+            await log_graph(wait, str(error))
+            raise error
 
     def _checked(self, reward: Any, who: str, sample: Sample) -> Reward:
         """The reward as a float, or as the dict it is, whose entries that flags name are numbers."""
@@ -246,6 +246,12 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
 async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
     """Score several samples, for plugins that have only `args`."""
     return await _hubs.get(args).score_group(samples)
+
+
+def _set_from_thread(future: asyncio.Future[None]) -> None:
+    """Tell whoever awaits the future on its event loop; one that is gone meanwhile needs no telling."""
+    with contextlib.suppress(RuntimeError):  # the loop was closed
+        future.get_loop().call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
 
 
 def _too_late(who: str, wait: Wait) -> RewardTimeout:

@@ -1,0 +1,178 @@
+"""A run whose processes are killed at random moments, again and again: what the journal then says, and what was trained.
+
+`make test-crash` kills twenty times (SLIME_CRASH_KILLS); the suite does so four times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import ENGINE, TRAIN, TRAINER, Running, records, started, wait_until
+from tests.tiny_models import make_model_folder
+
+KILLS = int(os.environ.get("SLIME_CRASH_KILLS", "4"))
+PROMPTS, SAMPLES = 4, 4
+FIRST_S, LAST_S = 0.5, 6.0
+"""After how many seconds of work the next process is killed."""
+PLUGIN = """\
+import asyncio
+
+async def slowly(args, sample):
+    await asyncio.sleep(0.02 * (sample.index % 13))
+    return float(sum(sample.tokens) % 7)
+"""
+MODES = {
+    "sync": ["--over-sampling-batch-size", "8", "--partial-rollout"],
+    "one-step": ["--async-mode", "one-step", "--rollout-num-gpus", "1"],
+    "full": ["--async-mode", "full", "--rollout-num-gpus", "2"],
+}
+
+
+@dataclass
+class Storm:
+    """One run over all its lives; `finished` are the trajectories that were seen complete, by index."""
+
+    folder: Path
+    mode: str
+    rollouts: int
+    chance: random.Random
+    kills: list[str] = field(default_factory=list)
+    finished: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def command(self) -> list[str]:
+        return [
+            *TRAIN, "--hf-checkpoint", "model", "--prompt-data", "prompts.jsonl", "--rollout-shuffle",
+            "--custom-rm-path", "plugin.py:slowly", "--num-rollout", str(self.rollouts),
+            "--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(SAMPLES),
+            "--rollout-max-response-len", "48", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048",
+            "--lr", "1e-4", "--device", "cpu", "--save", "run", "--load", "run", "--save-interval", "3",
+            "--ckpt-keep", "2", "--use-fault-tolerance", "--rollout-health-check-interval", "0.3",
+            "--engine-max-restarts", "100", "--keep-samples",
+            "--save-debug-train-data", "trained/{rollout_id}.jsonl", *MODES[self.mode],
+        ]  # fmt: skip
+
+    def rage(self, kills: int) -> None:
+        """Start the run, kill, start it again, until all kills are spent and it has ended by itself."""
+        while len(self.kills) < kills:
+            with started(self.command(), self.folder) as life:
+                while len(self.kills) < kills and life.popen.poll() is None:
+                    self._strike(life)
+                if life.popen.poll() is None:
+                    done = life.finish()
+                    assert done.code == 0, done.err
+                    break
+                assert wait_until(lambda alive=life: not alive.processes(), within_s=20), "processes outlived the run"
+            self.check()
+        else:
+            with started(self.command(), self.folder) as life:
+                done = life.finish()
+                assert done.code == 0, done.err
+
+    def _strike(self, life: Running) -> None:
+        assert wait_until(lambda: life.popen.poll() is not None or self._works(life), within_s=60)
+        time.sleep(self.chance.uniform(FIRST_S, LAST_S))
+        if life.popen.poll() is not None:
+            _, err = life.popen.communicate()
+            assert life.popen.returncode == 0, err
+            pytest.fail(f"the run ended after {len(self.kills)} kills: it needs more rollouts")
+        kind = self.chance.choice(["driver", "engine", "trainer"]) if len(self.kills) > 2 else self._first_kinds()
+        victims = {"driver": [life.popen.pid], "engine": life.processes(ENGINE), "trainer": life.processes(TRAINER)}
+        if not victims[kind]:
+            return  # it is being started again
+        with suppress(ProcessLookupError):
+            os.kill(self.chance.choice(victims[kind]), signal.SIGKILL)
+            self.kills.append(kind)
+        if kind == "driver":
+            life.popen.wait(30)
+        if kind == "trainer":
+            assert life.popen.wait(60) == 1
+            assert "trainer-0 ended during" in life.popen.communicate()[1]
+
+    def _first_kinds(self) -> str:
+        return ["driver", "engine", "trainer"][len(self.kills)]
+
+    def _works(self, life: Running) -> bool:
+        return (
+            bool(life.processes(ENGINE))
+            and bool(life.processes(TRAINER))
+            and (self.run_dir / "journal.sqlite").exists()
+        )
+
+    # what must hold whenever nothing runs
+
+    def check(self) -> None:
+        with self._journal() as journal:
+            assert journal.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+            rows = journal.execute(
+                "SELECT s.sample_index, s.status, s.reward, g.state, g.rollout_id, g.consumed_by, s.payload, s.response "
+                "FROM samples s JOIN groups g ON s.group_id = g.id"
+            ).fetchall()
+        indices = [row[0] for row in rows]
+        assert sorted(indices) == list(range(len(indices))), "a sample is missing, or there twice"
+        now: dict[int, bytes] = {}
+        for index, status, reward, state, rollout_id, consumed_by, _payload, response in rows:
+            assert (state == "consumed") == (consumed_by is not None)
+            assert (state in ("assigned", "consumed")) == (rollout_id is not None)
+            if status in ("completed", "truncated") and reward is not None:
+                now[index] = response.encode()
+        lost = {index for index, response in self.finished.items() if now.get(index) != response}
+        assert not lost, "finished trajectories are gone or were sampled again"
+        self.finished = now
+
+    def check_end(self) -> None:
+        self.check()
+        with self._journal() as journal:
+            groups = journal.execute("SELECT state, consumed_by, group_index FROM groups").fetchall()
+            trained = journal.execute(
+                "SELECT g.consumed_by, s.sample_index FROM samples s JOIN groups g ON s.group_id = g.id "
+                "WHERE g.state = 'consumed'"
+            ).fetchall()
+        by_rollout = Counter(consumed_by for state, consumed_by, _ in groups if state == "consumed")
+        assert by_rollout == dict.fromkeys(range(self.rollouts), PROMPTS)
+        assert len({group for _, _, group in groups}) == len(groups)
+        assert [r["step"] for r in records(self.run_dir, "rollout")] == list(range(self.rollouts))
+        assert [r["train/step"] for r in records(self.run_dir, "train")] == [float(i) for i in range(self.rollouts)]
+        for rollout_id in range(self.rollouts):
+            _header, *lines = (self.folder / "trained" / f"{rollout_id}.jsonl").read_text().splitlines()
+            seen = sorted(json.loads(line)["sample_indices"] for line in lines)
+            assert seen == sorted(index for rollout, index in trained if rollout == rollout_id)
+
+    @contextmanager
+    def _journal(self) -> Iterator[sqlite3.Connection]:
+        with closing(sqlite3.connect(f"file:{self.run_dir / 'journal.sqlite'}?mode=ro", uri=True)) as connection:
+            yield connection
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    make_model_folder(tmp_path / "model")
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    prompts = [{"input": f"what is {i}+{i}?"} for i in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    return tmp_path
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(mode: str, place: Path) -> None:
+    seed = int(os.environ.get("SLIME_CRASH_SEED", "1"))
+    storm = Storm(place, mode, rollouts=12 + 6 * KILLS, chance=random.Random(f"{mode} {seed}"))
+    storm.rage(KILLS)
+    assert len(storm.kills) == KILLS
+    assert set(storm.kills) == {"driver", "engine", "trainer"}
+    storm.check_end()

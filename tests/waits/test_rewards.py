@@ -1,0 +1,110 @@
+"""The deadline of rewards: who is late is named, whoever hangs takes nobody's place, who answers in time is not touched."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from slime.config import Config
+from slime.data.sample import Sample
+from slime.rollout.rewards.hub import RewardHub, RewardTimeout
+from slime.rollout.threads import DaemonThreads
+
+
+def samples(count: int) -> list[Sample]:
+    return [Sample(index=i, response=str(i), label=str(i)) for i in range(count)]
+
+
+def hub(function: Any, timeout_s: float, **flags: Any) -> RewardHub:
+    return RewardHub(Config(reward_timeout=timeout_s, **flags), function)
+
+
+async def all_scores(hub: RewardHub, count: int) -> list[Any]:
+    return await asyncio.gather(*(hub.score(sample) for sample in samples(count)), return_exceptions=True)
+
+
+class Judge:
+    """An object as a reward function: even samples are never judged."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def __call__(self, args: Any, sample: Sample) -> float:
+        if (sample.index or 0) % 2 == 0:
+            self.release.wait(60)
+        return float(sample.index or 0)
+
+
+def test_plain_functions_that_hang_fail_alone_and_take_nobodys_place() -> None:
+    judge = Judge()
+    judging = hub(judge, 0.3)
+    judging._threads = DaemonThreads("reward", limit=2)  # fewer than hang
+    results = asyncio.run(all_scores(judging, 12))
+    assert [result for result in results if not isinstance(result, Exception)] == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]
+    late = [result for result in results if isinstance(result, Exception)]
+    assert [type(error) for error in late] == [RewardTimeout] * 6
+    assert {str(error) for error in late} == {
+        "the given reward function Judge did not answer within 0.3 s (--reward-timeout)"
+    }
+    judge.release.set()
+    judging.close()
+
+
+def test_async_functions_are_cancelled_and_stubborn_ones_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.waits.timeouts.CANCEL_GRACE_S", 0.05)
+    ended: list[int] = []
+
+    async def judge(args: Any, sample: Sample) -> float:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append(sample.index or 0)
+            if sample.index == 0:
+                await asyncio.sleep(0.2)
+            raise
+        return 1.0
+
+    judging = hub(judge, 0.1)
+    results = asyncio.run(all_scores(judging, 3))
+    assert [type(result) for result in results] == [RewardTimeout] * 3
+    assert sorted(ended) == [0, 1, 2]
+    judging.close()
+
+
+def test_group_functions_get_one_deadline_for_the_group() -> None:
+    def judge(args: Any, samples: list[Sample]) -> list[float]:
+        time.sleep(0.0 if len(samples) < 4 else 60.0)
+        return [1.0] * len(samples)
+
+    judging = hub(judge, 0.2, group_rm=True)
+    assert asyncio.run(judging.score_group(samples(3))) == [1.0, 1.0, 1.0]
+    with pytest.raises(
+        RewardTimeout, match=r"reward function .*judge did not answer within 0\.2 s \(--reward-timeout\)"
+    ):
+        asyncio.run(judging.score_group(samples(4)))
+    judging.close()
+
+
+def test_a_plain_function_may_return_an_awaitable_which_has_the_deadline_too() -> None:
+    async def later(seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return 2.0
+
+    def judge(args: Any, sample: Sample) -> Any:
+        return later(0.0 if sample.index else 60.0)
+
+    judging = hub(judge, 0.2)
+    first, second = asyncio.run(all_scores(judging, 2))
+    assert isinstance(first, RewardTimeout)
+    assert second == 2.0
+    judging.close()
+
+
+def test_built_in_verifiers_answer_as_before() -> None:
+    judging = RewardHub(Config(rm_type="f1", reward_timeout=5.0))
+    assert asyncio.run(all_scores(judging, 2)) == [1.0, 1.0]
+    judging.close()
