@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 _USAGE = """\
 usage: slime COMMAND ...
 
-  train     train a model; the same as python train.py (slime train --help lists the flags)
+  train        train a model; the same as python train.py (slime train --help lists the flags)
   train-async  the same, generating while it trains (--async-mode one-step or full); python train_async.py
-  plan      say what a training run would do, and stop; the same as slime train --dry-run
-  serve     start the embedded inference engine alone (slime serve --help), or with --rollout-backend or
-            --rollout-num-gpus several engines and a router (the engine flags of train)
-  flags     list all flags of train; --markdown makes the table of the documentation
-  version   print the version
+  plan         say what a training run would do, and stop; the same as slime train --dry-run
+  samples      list, filter and export the samples of a run (slime samples --help)
+  serve        start the embedded inference engine alone (slime serve --help), or with --rollout-backend or
+               --rollout-num-gpus several engines and a router (the engine flags of train)
+  flags        list all flags of train; --markdown makes the table of the documentation
+  version      print the version
 """
 
 EXIT_OK, EXIT_RUN_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -55,6 +56,7 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
         "train-async": _train_async,
         "plan": _plan,
         "serve": _serve,
+        "samples": _samples,
         "flags": _flags,
         "version": _version,
         "--version": _version,
@@ -110,6 +112,12 @@ def _serve(words: Sequence[str]) -> int:
 
     result = serve(list(words))
     return result if isinstance(result, int) else EXIT_OK
+
+
+def _samples(words: Sequence[str]) -> int:
+    from slime.data.journal.command import samples_command
+
+    return samples_command(words)
 
 
 def _flags(words: Sequence[str]) -> int:

@@ -50,7 +50,7 @@ def _without_free_memory(plan: str) -> list[str]:
         ),
         (["plan"], "error: --hf-checkpoint is missing: give it the Hugging Face model folder"),
         (["tarin"], "error: unknown command tarin: did you mean train?"),
-        ([], "error: a command is missing: one of train, plan, serve, flags, version"),
+        ([], "error: a command is missing: one of train, train-async, plan, serve, samples, flags, version"),
         (["flags", "--html"], "error: slime flags takes only --markdown, not --html"),
     ],
 )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slime.config.asynchronous import is_async
 from slime.config.config import Config
 
 NONZERO_STD_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
@@ -69,11 +70,14 @@ def _dapo(config: Config) -> dict[str, Any]:
 
 
 def _corrections(config: Config) -> dict[str, Any]:
-    given = {
+    given: dict[str, Any] = {
         "rs_level": config.tis_level,
         "rs_lower_bound": config.tis_clip_low,
         "rs_upper_bound": config.tis_clip,
     }
+    if config.use_tis is None:
+        older = is_async(config) or config.partial_rollout
+        given["use_tis"] = older and config.loss_type == "policy_loss" and not config.use_rollout_logprobs
     return {name: value for name, value in given.items() if getattr(config, name) is None}
 
 

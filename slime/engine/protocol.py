@@ -168,6 +168,14 @@ _JOINED = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_log
 _TOP_P = (("top_p_token_ids", "top_p_token_offsets"), ("top_p_kept_token_ids", "top_p_kept_token_offsets"))
 
 
+def note_first_version(meta_info: dict[str, Any], sent_with: str | None) -> None:
+    """An engine that names only its last version may have begun the answer with the one it had when it was asked."""
+    if sent_with is None or meta_info.get("weight_versions"):
+        return
+    if meta_info.get("weight_version") not in (None, sent_with):
+        meta_info["first_weight_version"] = sent_with
+
+
 def was_aborted(answer: object) -> bool:
     """Whether an answer was cut off by an abort, and not by its own end."""
     meta_info = answer.get("meta_info") if isinstance(answer, Mapping) else None

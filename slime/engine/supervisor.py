@@ -82,6 +82,8 @@ class Supervisor:
         self._lock = threading.RLock()  # held through one round: whoever holds it sees no engine change
         self._stop = threading.Event()
         self._active = threading.Event()
+        self._watched = 0  # bodies of `watching` that run now, in whatever threads
+        self._counting = threading.Lock()
         self._failure: EnginesGivenUp | None = None
         self.waiting: set[str] = set()
         self._thread = background("engine-supervisor", self._run)
@@ -94,11 +96,16 @@ class Supervisor:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Look after the engines while the body runs; raise afterwards if they were given up meanwhile."""
-        self._active.set()
+        with self._counting:
+            self._watched += 1
+            self._active.set()
         try:
             yield
         finally:
-            self._active.clear()
+            with self._counting:
+                self._watched -= 1
+                if not self._watched:
+                    self._active.clear()
         self.check()
 
     @contextmanager

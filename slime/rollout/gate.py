@@ -15,7 +15,14 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.engine.protocol import answered_ids, continued_payload, is_single_request, joined_answers, was_aborted
+from slime.engine.protocol import (
+    answered_ids,
+    continued_payload,
+    is_single_request,
+    joined_answers,
+    note_first_version,
+    was_aborted,
+)
 from slime.waits import waiting
 
 if TYPE_CHECKING:
@@ -218,12 +225,20 @@ class WholeAnswer:
                 self._so_far["meta_info"]["finish_reason"] = {"type": "length", "length": len(sampled)}
                 return self._so_far
         if self._ticket is None:
-            return self._with(await send(request))
+            return self._with(await self._sent(send, request))
         async with self._ticket.engine_request() as was_held:
-            part = await send(request)
+            part = await self._sent(send, request)
         answer = self._with(part)
         if was_held and sampled and self._ticket.masks:
             answer["meta_info"]["masked_until"] = len(sampled)
+        return answer
+
+    async def _sent(self, send: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+        version = self._state.weight_version
+        answer = await send(request)
+        for one in _each(answer):
+            if isinstance(one, dict) and isinstance(one.get("meta_info"), dict):
+                note_first_version(one["meta_info"], version)
         return answer
 
     def _with(self, part: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.engine.client import EngineError, GenerateResult
-from slime.engine.protocol import continued_params, generate_payload
+from slime.engine.protocol import continued_params, generate_payload, note_first_version
 from slime.rollout.gate import MOST_RESUMES, AbortedTooOften, Ticket, evaluating, ticket_here
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.rollout.tokenization import prompt_token_ids
@@ -98,6 +98,13 @@ async def _call_engine(
         params["min_new_tokens"] = min(budget, params["min_new_tokens"])
     payload = generate_payload(sample.tokens, params)
     affinity_key = sample.session_id if sample.group_index is None else sample.group_index
+    version = runtime.state.weight_version
+    result = await _answer(runtime, payload, affinity_key)
+    note_first_version(result.meta_info, version)
+    return result
+
+
+async def _answer(runtime: RolloutRuntime, payload: dict[str, Any], affinity_key: Hashable | None) -> GenerateResult:
     if runtime.config.use_fault_tolerance:
         return await _keep_calling(runtime, payload, affinity_key)
     for attempt in range(TRANSIENT_RETRIES):

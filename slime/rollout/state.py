@@ -39,6 +39,8 @@ class GenerateState:
         self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
         self.rollout_id: int | None = None
         self.evaluation_id: int | None = None
+        self.weight_version: str | None = None
+        """What all engines have, as far as is known: an update under way counts when it is over."""
         self._dp_users: Counter[int] = Counter()
         self.teacher: Teacher | None = None
         self.rewardless = args.use_opd and args.rm_type is None and args.custom_rm_path is None

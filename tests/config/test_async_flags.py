@@ -90,3 +90,23 @@ def test_contradictions_are_one_sentence(more: dict[str, Any], sentence: str, fl
         resolve(Config(**flags | more))
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "corrects"),
+    [
+        ({}, False),
+        ({"async_mode": "one-step"}, True),
+        ({"async_mode": "full"}, True),
+        ({"async_mode": "full", "max_weight_staleness": 0}, False),
+        ({"partial_rollout": True}, True),
+        ({"async_mode": "full", "use_tis": False}, False),
+        ({"async_mode": "full", "use_rollout_logprobs": True}, False),
+        ({"async_mode": "one-step", "loss_type": "sft_loss"}, False),
+        ({"use_tis": True}, True),
+    ],
+)
+def test_older_samples_are_weighed_unless_somebody_says_otherwise(
+    more: dict[str, Any], corrects: bool, flags: dict[str, Any]
+) -> None:
+    assert resolve(Config(**flags | more)).use_tis is corrects

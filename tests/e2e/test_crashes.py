@@ -88,9 +88,8 @@ class Storm:
         assert wait_until(lambda: life.popen.poll() is not None or self._works(life), within_s=60)
         time.sleep(self.chance.uniform(FIRST_S, LAST_S))
         if life.popen.poll() is not None:
-            _, err = life.popen.communicate()
-            assert life.popen.returncode == 0, err
-            pytest.fail(f"the run ended after {len(self.kills)} kills: it needs more rollouts")
+            self._explain_end(life)
+            return
         kind = self.chance.choice(["driver", "engine", "trainer"]) if len(self.kills) > 2 else self._first_kinds()
         victims = {"driver": [life.popen.pid], "engine": life.processes(ENGINE), "trainer": life.processes(TRAINER)}
         if not victims[kind]:
@@ -103,6 +102,14 @@ class Storm:
         if kind == "trainer":
             assert life.popen.wait(60) == 1
             assert "trainer-0 ended during" in life.popen.communicate()[1]
+
+    def _explain_end(self, life: Running) -> None:
+        """An engine that is killed before it ever answered ends the run, which says so; nothing else may."""
+        _, err = life.popen.communicate()
+        assert life.popen.returncode != 0, f"the run ended after {len(self.kills)} kills: it needs more rollouts"
+        assert self.kills[-1:] == ["engine"], err
+        assert "error: engine-" in err, err
+        assert "was killed by signal 9" in err, err
 
     def _first_kinds(self) -> str:
         return ["driver", "engine", "trainer"][len(self.kills)]

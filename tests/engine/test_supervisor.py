@@ -130,7 +130,7 @@ def test_tokens_that_were_sampled_before_the_engine_died_are_kept(folder: Path, 
         assert result is not None
         assert result.finish_type == "abort"
         assert 0 < len(result.token_ids) < 480
-        assert len(result.token_ids) % 32 == 0  # --stream-interval
+        assert len(result.token_ids) >= 32  # --stream-interval: chunks of at least so many
 
         async def whole() -> Any:
             pool.set_up(url)

@@ -10,7 +10,7 @@ from slime.data.sample import Sample
 from slime.engine.protocol import sampling_seed
 from slime.errors import UserError
 from slime.rollout.base_types import leaves
-from slime.rollout.gate import Gate, as_evaluation, sample_deadline
+from slime.rollout.gate import Gate, SampleTimeout, as_evaluation, sample_deadline
 from slime.rollout.sglang_rollout import generate_and_rm, generate_rollout
 
 STATUS = Sample.Status
@@ -446,7 +446,7 @@ def test_the_deadline_of_a_sample_does_not_run_while_it_waits_at_the_gate():
         gate.close()
 
         async def sample(extra):
-            async with sample_deadline(0.1):
+            async with sample_deadline(0.1, "f"):
                 await asyncio.gather(gate.pass_through(), gate.pass_through())
                 await asyncio.sleep(extra)
 
@@ -454,7 +454,7 @@ def test_the_deadline_of_a_sample_does_not_run_while_it_waits_at_the_gate():
         await asyncio.sleep(0.3)
         gate.open()
         assert await quick is None
-        with pytest.raises(TimeoutError):
+        with pytest.raises(SampleTimeout, match=r"^f did not end within 0.1 s \(--rollout-sample-timeout\)$"):
             await slow
 
     asyncio.run(main())

@@ -191,7 +191,7 @@ def _meta_info(seq: Sequence, request: GenerateRequest, version: str) -> dict[st
         "cached_tokens": seq.cached_tokens,
         "weight_version": seq.versions[-1][0] if seq.versions else version,
     }
-    if len(seq.versions) > 1:
+    if seq.versions:
         ends = [start for _, start in seq.versions[1:]] + [len(seq.output_ids)]
         meta["weight_versions"] = [
             {"version": v, "start": start, "end": end} for (v, start), end in zip(seq.versions, ends, strict=True)

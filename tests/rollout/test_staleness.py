@@ -1,0 +1,78 @@
+"""Which groups are too old, what becomes of them, and what the metrics say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime.data.sample import Sample
+from slime.rollout.base_types import leaves
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.staleness import group_version, staleness_metrics, start_over
+
+STATUS = Sample.Status
+
+
+def sample(*spans: tuple[str | None, int], mask: list[int] | None = None, **fields: Any) -> Sample:
+    length = sum(count for _, count in spans)
+    return Sample(
+        tokens=[1] * (2 + length),
+        response_length=length,
+        response="7" * length,
+        loss_mask=mask or [int(version is not None) for version, count in spans for _ in range(count)],
+        rollout_log_probs=[-1.0] * length,
+        version_spans=[list(span) for span in spans],
+        **fields,
+    )
+
+
+def test_a_group_is_as_old_as_the_oldest_token_it_trains_on() -> None:
+    assert group_version([sample(("4", 2)), [sample(("6", 1)), sample(("3", 1))]]) == 3
+    assert group_version([sample(("4", 2), ("1", 2), mask=[1, 1, 0, 0])]) == 4
+    assert group_version([sample((None, 2)), Sample()]) is None
+
+
+def test_the_metrics_count_samples_and_tokens() -> None:
+    samples = [sample(("3", 2), ("5", 2)), sample(("5", 4)), sample((None, 1), ("4", 1))]
+    assert staleness_metrics(samples, 5) == {
+        "rollout/staleness/mean": pytest.approx((2 + 0 + 1) / 3),
+        "rollout/staleness/max": 2.0,
+        "rollout/off_policy_token_frac": pytest.approx(3 / 9),
+    }
+    assert staleness_metrics([Sample()], 5) == {}
+
+
+def test_starting_over_keeps_the_prompt_and_nothing_else() -> None:
+    old = sample(("1", 3), status=STATUS.COMPLETED, reward=1.0, index=4, prompt="p", metadata={"start_rollout_id": 1})
+    old.weight_versions = ["1"]
+    assert start_over([old]) == [[old][0]]
+    assert old == Sample(tokens=[1, 1], index=4, prompt="p")
+    assert start_over([[sample(("1", 1))]]) is None  # the prompt of a fan-out is gone
+
+
+@pytest.mark.parametrize("policy", ["regenerate", "drop"])
+def test_a_partial_response_that_waited_too_long_is_not_continued(
+    policy: str, engine: Any, make_runtime: Any, prompts: Any, tokenizer: Any
+) -> None:
+    engine.version = "5"
+    runtime = make_runtime(
+        [engine.url],
+        rollout_batch_size=1,
+        n_samples_per_prompt=1,
+        partial_rollout=True,
+        max_weight_staleness=1,
+        stale_samples=policy,
+        rm_type="random",
+    )
+    source = prompts(["a", "b"], n=1)
+    cut = source.groups[0][0]
+    cut.tokens = tokenizer.encode("a99", add_special_tokens=False)
+    cut.response, cut.response_length, cut.loss_mask, cut.rollout_log_probs = "99", 2, [1, 1], [-1.0, -1.0]
+    cut.version_spans, cut.status = [["3", 2]], STATUS.ABORTED
+    output = generate_rollout(runtime.args, 5, source)
+    assert output.metrics is not None
+    assert (output.metrics["rollout/stale_groups"], output.metrics["rollout/thrown_away_tokens"]) == (1.0, 2.0)
+    (taken,) = leaves(output.samples)
+    assert (taken.prompt, taken.response) == ("a" if policy == "regenerate" else "b", "7</s>")
+    assert taken.version_spans == [["5", 2]]
