@@ -123,9 +123,20 @@ class Parts:
         self.runtime.state.teacher = teacher
         stack.callback(lambda: self.runtime.run(teacher.aclose()))
 
+    def _mention_old_prefixes(self) -> None:
+        assert self.engines is not None
+        mode = self.config.update_weight_pause_mode
+        if mode != "abort" and self.engines.kind == "sglang":
+            logger.warning(
+                "--update-weight-pause-mode %s: SGLang goes on sharing prefixes that earlier weights computed, such as "
+                "a system prompt; abort computes them anew, and requests are continued all the same",
+                mode,
+            )
+
     def _make_publisher(self, stack: ExitStack) -> WeightPublisher | None:
         if self.engines is None or self.trainers is None:
             return None
+        self._mention_old_prefixes()
         publisher = make_publisher(
             self.config,
             device=self._device,

@@ -45,8 +45,9 @@ def derive_async(config: Config) -> Config:
     mode = changes.get("async_mode", config.async_mode)
     if mode == FULL and config.max_weight_staleness is None:
         changes["max_weight_staleness"] = DEFAULT_STALENESS
-    if mode == FULL and config.max_weight_staleness != 0 and config.update_weight_pause_mode == "abort":
-        changes["update_weight_pause_mode"] = "in_place"  # running requests go on where they are
+    if config.update_weight_pause_mode is None:
+        in_place = mode == FULL and config.max_weight_staleness != 0 and config.rollout_backend != "sglang"
+        changes["update_weight_pause_mode"] = "in_place" if in_place else "abort"
     return config.replace(**changes)
 
 

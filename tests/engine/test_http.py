@@ -116,6 +116,34 @@ def test_pause_modes_with_an_update_in_between(engine: EngineProcess, qwen3_fold
         assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 400)
 
 
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_no_prefix_of_earlier_weights_is_shared(
+    engine: EngineProcess, qwen3_folder: Path, tmp_path: Path, mode: str
+) -> None:
+    other = make_model_folder(tmp_path / "other", seed=1)
+    probe: dict[str, Any] = {
+        "input_ids": [30, 31, 32, 33, 34, 35],
+        "sampling_params": {"max_new_tokens": 8, "temperature": 0},
+        "return_logprob": True,
+    }
+    engine.post("/update_weights_from_disk", {"model_path": str(other), "weight_version": "other"})
+    expected = engine.generate(**probe)["meta_info"]["output_token_logprobs"]
+    engine.post("/update_weights_from_disk", {"model_path": str(qwen3_folder), "weight_version": "old"})
+    engine.generate(**probe)
+    asked = engine.in_background(lambda: engine.generate(input_ids=[30, 31, 32, 5], sampling_params=LONG))
+    engine.wait_running(1)
+    engine.post("/pause_generation", {"mode": mode})
+    engine.post("/update_weights_from_disk", {"model_path": str(other), "weight_version": "new", "flush_cache": False})
+    engine.post("/continue_generation", {})
+    meta = engine.generate(**probe)["meta_info"]
+    asked.result(60)
+    engine.post("/update_weights_from_disk", {"model_path": str(qwen3_folder), "weight_version": "old"})
+    if mode == "in_place":
+        assert meta["cached_tokens"] == 0
+    assert [token for _, token, _ in meta["output_token_logprobs"]] == [token for _, token, _ in expected]
+    assert [lp for lp, _, _ in meta["output_token_logprobs"]] == pytest.approx([lp for lp, _, _ in expected], abs=1e-4)
+
+
 def test_weights_by_disk_tensor_files_and_bytes(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
     other = make_model_folder(tmp_path / "other", seed=1)
     probe: dict[str, Any] = {"input_ids": [20, 21, 22], "sampling_params": {"max_new_tokens": 8, "temperature": 0}}

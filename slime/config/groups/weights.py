@@ -25,9 +25,10 @@ class WeightFlags:
         "xxh3-128", "checksum of each new tensor in a delta", choices=("xxh3-128", "blake3", "adler32")
     )
     update_weight_pause_mode: str = flag(
-        "abort",
+        None,
         "what happens to running requests: aborted and continued by the rollout, kept in place, or put back",
         choices=("abort", "in_place", "retract"),
+        derived="abort; in_place with --async-mode full and the embedded engine",
     )
     update_weight_disk_keep_files: bool = flag(False, "keep the files of old versions")
     update_weight_local_checkpoint_dir: str | None = flag(

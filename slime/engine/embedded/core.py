@@ -316,13 +316,14 @@ class EngineCore:
     ) -> int:
         """Apply `load` and take the new version; slots of running sequences now mix two sets of weights.
 
+        No prefix that earlier weights computed is shared from now on, whatever `flush` says of an update that goes on.
         `bucket` names what was loaded of an update that goes on; `whole` weights make good whatever was wrong before.
         """
         if "weights" in self._released:
             raise BadRequest("the weights are released: call /resume_memory_occupation first")
         copied = load()
         self._unfinished = bucket
-        if flush:
+        if flush or bucket is None:
             self.flush_cache()
         for seq in [*self.scheduler.running, *self.scheduler.prefilling]:
             seq.kv_version = None

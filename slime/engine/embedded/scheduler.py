@@ -116,10 +116,11 @@ class Scheduler:
         return count
 
     def prefilled(self, seq: Sequence) -> None:
-        """All tokens of `seq` are computed: others may share them, and it decodes from now on."""
+        """All tokens of `seq` are computed: others may share them, unless the weights changed meanwhile; it decodes."""
         self.prefilling.remove(seq)
         self.running.append(seq)
-        self.cache.remember(seq.tokens, self.slots_of(seq))
+        if seq.kv_version is not None:
+            self.cache.remember(seq.tokens, self.slots_of(seq))
 
     # decode
 
