@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from slime.config import Config
+from slime.data.journal import JournalFailed
 from slime.data.sample import Sample
 from slime.engine.protocol import sampling_seed
 from slime.errors import UserError
@@ -120,7 +121,7 @@ async def _generated(
     try:
         async with sample_deadline(runtime.args.rollout_sample_timeout, who):
             return _checked(sample, await _call_generate(runtime, sample, sampling_params, evaluation))
-    except UserError:
+    except (UserError, JournalFailed):
         raise
     except Exception as error:  # noqa: BLE001 - whatever a generate function raises is this sample's outcome
         forget_response(sample)

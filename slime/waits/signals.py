@@ -35,7 +35,7 @@ class _Watcher:
     def __init__(self) -> None:
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
-        self.shown = threading.Event()
+        self.shown_before_end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="wait-signals", daemon=True)
         self._before_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._thread.start()
@@ -54,7 +54,8 @@ class _Watcher:
                 text = reports.since(time.monotonic()).result()
                 _print(text + "\n")
                 logger.info("%s\n%s", " and ".join(sorted(signal.Signals(one).name for one in asked)), text)
-                self.shown.set()
+                if signal.SIGQUIT in asked:
+                    self.shown_before_end.set()
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def watch_signals() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-        watcher.shown.wait(_PATIENCE_S)
+        watcher.shown_before_end.wait(_PATIENCE_S)
         raise WaitsShown("the run was ended by SIGQUIT; what it waited for is above and in the driver's log")
 
     before = {

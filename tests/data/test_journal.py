@@ -425,6 +425,19 @@ def test_the_journal_of_another_run_is_refused(written: Path) -> None:
     refused(written, r"differs in seed \(none there, 5 here\)", seed="5")
 
 
+def test_a_journal_of_another_run_without_samples_is_begun_anew(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    group = finished(journal, 0)
+    journal.assign(0, [group], {})
+    journal.consumed(0)
+    journal.checkpointed(0)  # prunes the only group
+    journal.close()
+    other = open_journal(tmp_path, model="huge")
+    assert other.recover(0).fresh
+    other.close()
+    open_journal(tmp_path, model="huge").close()
+
+
 def test_a_live_journal_of_another_run_is_refused(tmp_path: Path) -> None:
     """As a killed process leaves it: with a write-ahead log."""
     journal = open_journal(tmp_path)

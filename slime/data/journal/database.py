@@ -28,6 +28,10 @@ _WAL_PAGES = 16384
 _VACUUM_FROM_PAGES = 4096
 
 
+class JournalFailed(RunFailed):
+    """The journal can be written no more; what it holds is intact."""
+
+
 class Database:
     """One connection for writing, shared by threads."""
 
@@ -36,9 +40,7 @@ class Database:
         self.path = path
         self._identity = dict(identity)
         self._lock = threading.RLock()
-        if path.exists():
-            self._refuse_foreign()
-        else:
+        if not path.exists() or not self._is_ours():
             self._make()
         self._connection = self._connected()
 
@@ -49,7 +51,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of what is written inside, or nothing; a `RunFailed` when it cannot be written."""
+        """All of what is written inside, or nothing; a `JournalFailed` when it cannot be written."""
         with self._lock, self._readable_errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -144,19 +146,22 @@ class Database:
             for suffix in ("", "-wal", "-shm", "-journal"):
                 Path(f"{temporary}{suffix}").unlink(missing_ok=True)
 
-    def _refuse_foreign(self) -> None:
+    def _is_ours(self) -> bool:
+        """Whether the file belongs to this run; False when it is another's, but without a sample in it."""
         remedy = "choose another --output-dir, or move the file away to begin a new one"
         with open_read_only(self.path) as connection:
             found = dict(connection.execute("SELECT name, value FROM identity"))
+            is_empty = connection.execute("SELECT NOT EXISTS (SELECT 1 FROM samples)").fetchone()[0]
         differing = [
             f"{name} ({found.get(name, 'none')} there, {self._identity.get(name, 'none')} here)"
             for name in sorted(found.keys() | self._identity.keys())
             if found.get(name) != self._identity.get(name)
         ]
-        if differing:
+        if differing and not is_empty:
             raise UserError(
                 f"{self.path}: is the journal of another run, it differs in {'; '.join(differing)}: {remedy}"
             )
+        return not differing
 
     @contextmanager
     def _readable_errors(self) -> Iterator[None]:
@@ -165,8 +170,8 @@ class Database:
         except sqlite3.Error as error:
             raise self._cannot_write(str(error)) from error
 
-    def _cannot_write(self, reason: str) -> RunFailed:
-        return RunFailed(
+    def _cannot_write(self, reason: str) -> JournalFailed:
+        return JournalFailed(
             f"{self.path}: the journal cannot be written ({reason}); everything recorded so far is intact: make room "
             "on that disk if it is full, and run the same command again"
         )

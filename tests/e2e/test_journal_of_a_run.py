@@ -1,0 +1,99 @@
+"""The journal beside a run: whose it is, what it does to a run that cannot write it, and signals that ask what goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+import slime
+from slime.cli import main
+from slime.errors import RunFailed
+from tests.e2e.conftest import grpo_flags
+from tests.e2e.runs import TRAIN, run, started, wait_until
+from tests.tiny_models import make_model_folder
+
+ENDLESS = [*TRAIN, *grpo_flags(), "--num-rollout", "100000"]
+
+
+def test_the_journal_of_another_model_is_refused_and_left_as_it_is(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*TRAIN, *grpo_flags(), "--num-rollout", "1", "--output-dir", "mine", "--keep-samples"]
+    assert run(command, place).code == 0
+    before = (place / "mine" / "journal.sqlite").read_bytes()
+    done = run([*command, "--hf-checkpoint", "wider"], place)
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+    assert "mine/journal.sqlite: is the journal of another run, it differs in model" in done.err
+    assert (place / "mine" / "journal.sqlite").read_bytes() == before
+    assert main(["samples", str(place / "mine"), "--limit", "3"]) == 0
+    assert "16 consumed" in capsys.readouterr().out.replace("consumed 16", "16 consumed")
+    exported = place / "mine.jsonl"
+    assert main(["samples", str(place / "mine"), "--export", str(exported)]) == 0
+    rows = [json.loads(line) for line in exported.read_text().splitlines()]
+    assert sorted(row["index"] for row in rows) == list(range(16))
+    assert all(len(row["rollout_log_probs"]) == row["response_length"] for row in rows)
+
+
+def test_a_run_says_what_it_waits_for_and_goes_on_or_ends(place: Path) -> None:
+    with started([*ENDLESS, "--output-dir", "asked"], place) as running:
+        running.wait_for("step 1/")
+        running.popen.send_signal(signal.SIGUSR1)
+        running.wait_for("] step ")  # it goes on
+        running.popen.send_signal(signal.SIGQUIT)
+        done = running.finish()
+        assert done.code == 1
+        assert done.err.count("who waits for whom:") == 2
+        assert "  driver waits for " in done.err
+        assert wait_until(lambda: not running.processes(), within_s=10)
+
+
+def test_a_full_disk_ends_the_run_and_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"input": f"what is {i}+{i}?"}) + "\n" for i in range(64)))
+    run_dir = tmp_path / "run"
+    calls = 0
+
+    def reward(args: object, sample: object) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 40:  # from now on no file of this process may grow, as on a full disk
+            size = (run_dir / "journal.sqlite-wal").stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        return float(calls % 2)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(RunFailed, match=r"the journal cannot be written .* everything recorded so far is intact"):
+            slime.run(
+                hf_checkpoint=str(folder),
+                prompt_data=str(prompts),
+                reward=reward,
+                num_rollout=50,
+                rollout_batch_size=4,
+                n_samples_per_prompt=4,
+                rollout_max_response_len=16,
+                progress="none",
+                log_level="error",
+                keep_samples=True,
+                use_tensorboard=False,
+                output_dir=str(run_dir),
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    with sqlite3.connect(run_dir / "journal.sqlite") as journal:
+        assert journal.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        finished = journal.execute("SELECT COUNT(*) FROM samples WHERE reward IS NOT NULL").fetchone()[0]
+        consumed = journal.execute("SELECT COUNT(*) FROM groups WHERE state = 'consumed'").fetchone()[0]
+    assert finished >= 32
+    assert consumed == 8
+    assert os.path.getsize(run_dir / "journal.sqlite") > 0
