@@ -1,11 +1,13 @@
 """Samples trained per second in every mode, on responses of very different lengths and a reward that takes its time.
 
-    python benchmarks/async.py [--steps 12] [--prompts 8] [--samples 4] [--reward-seconds 0.5]
+    python benchmarks/async.py
+    python benchmarks/async.py --device cuda --shape qwen3-0.6b --prompts 32 --samples 8 --median 128 --reward-seconds 1
 
-One machine, embedded engine, one trainer. Response lengths are drawn once for each sample from a long-tailed
-distribution (a few are ten times the median), so every mode has the same work; the first steps warm up. `thrown away`
-are tokens that were sampled and neither trained on nor continued; the staleness of a sample is the number of steps that
-the weights which sampled its oldest token were behind.
+One machine, embedded engine, one trainer. On a GPU both share the only one: there the engine is one that runs already,
+for the synchronous modes too. Response lengths are drawn once for each sample from a long-tailed distribution (a few
+are ten times the median), so every mode has the same work; the first steps warm up. `thrown away` are tokens that were
+sampled and neither trained on nor continued; the staleness of a sample is the number of steps that the weights which
+sampled its oldest token were behind.
 """
 
 from __future__ import annotations
@@ -16,18 +18,19 @@ import random
 import string
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from workload import make_model
+from workload import engine, make_model
 
 from slime.config import Config
 from slime.driver import train
 
-MEDIAN, TAIL_SHARE, TAIL_FACTOR = 32, 0.06, 10
+TAIL_SHARE, TAIL_FACTOR = 0.06, 10
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "over-sampling": {"over_sampling_batch_size": 2},
@@ -59,6 +62,8 @@ async def reward(args, sample):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="tiny")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--median", type=int, default=32, help="tokens of most responses")
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=8)
@@ -67,12 +72,18 @@ def main() -> None:
     parser.add_argument("--max-weight-staleness", type=int, default=2)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = make_model(Path(scratch) / "model", args.shape, "float32")
+    args.dtype = "float32" if args.device == "cpu" else "bfloat16"
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder = make_model(Path(scratch) / "model", args.shape, args.dtype)
+        args.engine = None
+        if args.device == "cuda":
+            running = str(4 * args.prompts * args.samples)
+            options = ["--dtype", args.dtype, "--max-running-requests", running, "--mem-fraction", "0.3"]
+            args.engine = stack.enter_context(engine(folder, Path(scratch) / "engine.log", options, args.device))
         plugin = Path(scratch) / "workload_plugin.py"
         plugin.write_text(
             PLUGIN.format(
-                median=MEDIAN,
+                median=args.median,
                 tail_share=TAIL_SHARE,
                 tail_factor=TAIL_FACTOR,
                 reward_seconds=args.reward_seconds,
@@ -93,11 +104,13 @@ def measure(mode: str, args: argparse.Namespace, folder: Path, data: Path, plugi
         flags["over_sampling_batch_size"] *= args.prompts
     if mode == "full":
         flags["max_weight_staleness"] = args.max_weight_staleness
+    if args.engine is not None:
+        flags["rollout_external_engine_addrs"] = [args.engine.removeprefix("http://")]
     config = Config(
-        hf_checkpoint=str(folder), prompt_data=str(data), device="cpu", num_rollout=args.steps,
+        hf_checkpoint=str(folder), prompt_data=str(data), device=args.device, dtype=args.dtype, num_rollout=args.steps,
         rollout_batch_size=args.prompts, n_samples_per_prompt=args.samples, rollout_num_gpus=1,
-        rollout_max_response_len=MEDIAN * TAIL_FACTOR, custom_generate_function_path=f"{plugin}:generate",
-        custom_rm_path=f"{plugin}:reward", use_dynamic_batch_size=True, max_tokens_per_gpu=8192, lr=1e-5,
+        rollout_max_response_len=args.median * TAIL_FACTOR, custom_generate_function_path=f"{plugin}:generate",
+        custom_rm_path=f"{plugin}:reward", use_dynamic_batch_size=True, max_tokens_per_gpu=16384, lr=1e-6,
         output_dir=str(folder.parent / mode), progress="none", **flags,
     )  # fmt: skip
     print(f"{mode} ...", file=sys.stderr, flush=True)
@@ -116,8 +129,8 @@ def measure(mode: str, args: argparse.Namespace, folder: Path, data: Path, plugi
 
 def report(figures: dict[str, dict[str, float]], args: argparse.Namespace) -> None:
     base = figures.get("sync", next(iter(figures.values())))["samples_per_s"]
-    title = f"{args.prompts} x {args.samples} samples a step, median {MEDIAN} tokens, {TAIL_SHARE:.0%} of them "
-    title += f"{MEDIAN * TAIL_FACTOR}, reward {args.reward_seconds:g} s, {args.shape}, cpu"
+    title = f"{args.prompts} x {args.samples} samples a step, median {args.median} tokens, {TAIL_SHARE:.0%} of them "
+    title += f"{args.median * TAIL_FACTOR}, reward {args.reward_seconds:g} s, {args.shape}, {args.device}"
     table = Table(title=title, title_justify="left")
     columns = ("mode", "samples/s", "ratio", "step s", "waiting s", "training s", "thrown away", "staleness", "oldest")
     for name in columns:
