@@ -42,7 +42,7 @@ from slime.errors import RunFailed, UserError
 from slime.models.folder import check_architecture
 from slime.observe.logs import configure_logging
 from slime.observe.memory import MemorySampler
-from slime.observe.metrics import MetricsLog
+from slime.observe.metrics import MetricsLog, read_metrics
 from slime.observe.plots import plot_rewards
 from slime.observe.progress import Progress, make_progress
 from slime.observe.run_dir import RunDir
@@ -186,7 +186,7 @@ class Run:
     def loop(self) -> None:
         config, total = self.config, self.total
         self.publish_weights(self.start)
-        if total == 0 or (self.start == 0 and not config.skip_eval_before_train):
+        if total == 0 or (self.start == 0 and not config.skip_eval_before_train) or self._evaluation_is_missing():
             self.evaluate(self.start)
         with closing(self._make_feed()) as feed:
             for rollout_id in range(self.start, total):
@@ -194,8 +194,6 @@ class Run:
                 rollout = self.next_rollout(feed, rollout_id)
                 waited = time.monotonic() - began
                 after = self.train_on(rollout_id, rollout)
-                if _due(rollout_id, config.save_interval, total):
-                    self.save(rollout_id)
                 if _due(rollout_id, config.update_weights_interval, total):
                     with feed.undisturbed():
                         after |= self.publish_weights(rollout_id + 1)
@@ -204,10 +202,19 @@ class Run:
                 logged = after if rollout.is_logged else rollout.metrics | after
                 self.metrics.log(_without(logged, "train/"), rollout_id, "rollout", rollout_id=rollout_id)
                 self.result.metrics.append(rollout.metrics | after)
+                if _due(rollout_id, config.save_interval, total):
+                    self.save(rollout_id)  # after the step was logged: a checkpoint's steps are all on record
                 self.progress.step(rollout_id, rollout.metrics | after)
                 if _due(rollout_id, config.eval_interval, total):
                     with feed.undisturbed():
                         self.evaluate(rollout_id + 1)
+
+    def _evaluation_is_missing(self) -> bool:
+        """Whether the run was killed between the checkpoint it resumes from and the evaluation after it."""
+        if not self.start or not _due(self.start - 1, self.config.eval_interval, self.total):
+            return False
+        records = read_metrics(self.run_dir.metrics)
+        return not any(record["kind"] == "eval" and record["step"] == self.start for record in records)
 
     def next_rollout(self, feed: Feed, rollout_id: int) -> Generated:
         self.progress.status("rollout", f"generating {self.config.rollout_batch_size} groups")

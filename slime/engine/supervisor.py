@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from slime.engine.client import EngineClient
 from slime.engine.errors import EngineError
+from slime.engine.fleet import EngineDied
 from slime.engine.pool import EnginePool
 from slime.errors import RunFailed
 from slime.waits import Limit, background, named, waiting
@@ -199,15 +200,19 @@ class Supervisor:
     def _bring_back(self, index: int, reason: str) -> None:
         url = self._fleet.urls[index]
         self._set(url, up=False)
-        if self._restarts[url] >= self._watch.max_restarts:
-            self._give_up(
-                f"engine {url} failed after {self._restarts[url]} restarts (--engine-max-restarts): {reason}", None
-            )
+        while self._restarts[url] < self._watch.max_restarts:
+            self._restarts[url] += 1
+            logger.warning("engine %s is restarted: %s", url, reason.splitlines()[0])
+            try:
+                self._fleet.restart(index)
+            except EngineDied as death:  # before it answered: that is one more failure of this engine
+                reason = str(death)
+                continue
+            self.waiting.add(url)
             return
-        self._restarts[url] += 1
-        logger.warning("engine %s is restarted: %s", url, reason.splitlines()[0])
-        self._fleet.restart(index)
-        self.waiting.add(url)
+        self._give_up(
+            f"engine {url} failed after {self._restarts[url]} restarts (--engine-max-restarts): {reason}", None
+        )
 
     def _admit(self, url: str) -> None:
         if self._refresh is None or self._refresh(url):

@@ -114,6 +114,48 @@ def test_requests_of_an_engine_that_fails_are_continued_elsewhere(how: int, fold
         assert len(again["output_ids"]) == 4
 
 
+def test_an_engine_that_dies_while_it_comes_back_is_started_once_more(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_engines(folder, tmp_path) as (fleet, pool, _, supervisor):
+        restart, killed = fleet.restart, []
+
+        def restart_and_kill_the_first(index: int) -> None:
+            def kill_soon() -> None:
+                before = set(fleet.pids())
+                while not (born := [pid for pid in fleet.pids() if pid not in before and starts_an_engine(pid)]):
+                    time.sleep(0.01)
+                os.kill(born[0], signal.SIGKILL)
+                killed.append(born[0])
+
+            if not killed:
+                thread = threading.Thread(target=kill_soon)
+                thread.start()
+                try:
+                    restart(index)
+                finally:
+                    thread.join(30)
+            else:
+                restart(index)
+
+        monkeypatch.setattr(fleet, "restart", restart_and_kill_the_first)
+        victim = next(pid for pid in fleet.pids() if starts_an_engine(pid))
+        os.kill(victim, signal.SIGKILL)
+        supervisor.heal()
+        assert len(killed) == 1
+        assert supervisor.restarts == 2
+        assert len(pool.up) == 2
+
+
+def starts_an_engine(pid: int) -> bool:
+    """Whether a process is an engine itself, and not the guard over it."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except FileNotFoundError:
+        return False
+    return b"slime.engine.embedded" in words and b"-I" not in words
+
+
 def test_tokens_that_were_sampled_before_the_engine_died_are_kept(folder: Path, tmp_path: Path) -> None:
     with two_engines(folder, tmp_path) as (fleet, pool, loop, _):
         url = fleet.urls[0]
