@@ -17,6 +17,10 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(whole_run: tuple[Path, 
 
     stopped = run([*command, "--num-rollout", "2"], place)
     assert (stopped.code, stopped.err) == (0, "")
+    metrics = place / "parts" / "metrics.jsonl"
+    *lines, evaluation = metrics.read_text().splitlines(keepends=True)
+    assert '"kind": "eval", "step": 2' in evaluation
+    metrics.write_text("".join(lines))  # as if it had been killed between the checkpoint and the evaluation after it
 
     with started([*command, "--num-rollout", "4"], place) as killed:
         killed.wait_for("step 3/4")
