@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,7 @@ from slime.cluster.process import process_tree
 from slime.config import Config, resolve, save_config
 from slime.config.asynchronous import is_async
 from slime.config.eval_datasets import eval_datasets, evaluates
+from slime.config.groups.asynchronous import FULL
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.tokenizer import load_tokenizer
@@ -188,13 +189,15 @@ class Run:
         self.publish_weights(self.start)
         if total == 0 or (self.start == 0 and not config.skip_eval_before_train) or self._evaluation_is_missing():
             self.evaluate(self.start)
-        with closing(self._make_feed()) as feed:
+        never_stops = is_async(config) and config.async_mode == FULL
+        with self.parts.engines_at_work() if never_stops else nullcontext(), closing(self._make_feed()) as feed:
             for rollout_id in range(self.start, total):
                 began = time.monotonic()
                 rollout = self.next_rollout(feed, rollout_id)
                 waited = time.monotonic() - began
                 after = self.train_on(rollout_id, rollout)
-                if _due(rollout_id, config.update_weights_interval, total):
+                evaluates_now = evaluates(config) and _due(rollout_id, config.eval_interval, total)
+                if evaluates_now or _due(rollout_id, config.update_weights_interval, total):
                     with feed.undisturbed():
                         after |= self.publish_weights(rollout_id + 1)
                     feed.weights_arrived(rollout_id + 1)
@@ -205,7 +208,7 @@ class Run:
                 if _due(rollout_id, config.save_interval, total):
                     self.save(rollout_id)  # after the step was logged: a checkpoint's steps are all on record
                 self.progress.step(rollout_id, rollout.metrics | after)
-                if _due(rollout_id, config.eval_interval, total):
+                if evaluates_now:
                     with feed.undisturbed():
                         self.evaluate(rollout_id + 1)
 
@@ -232,6 +235,7 @@ class Run:
         self.progress.status("trainer", f"training on rollout {rollout_id}")
         with self.parts.trainers_at_work():
             trained = self.trainers.train(rollout_id, rollout.samples, last=rollout_id == self.total - 1)
+            self.parts.trained(rollout_id + 1)
         for metrics in trained.metrics:
             self.metrics.log(metrics, int(metrics["train/step"]), "train", rollout_id=rollout_id)
         if self.config.ci_test and trained.metrics:
@@ -278,12 +282,14 @@ class Run:
         if self.config.save is not None:
             self.progress.status("trainer", "saving a checkpoint")
             self.data_source.save(rollout_id)
-            self.trainers.save(rollout_id)
+            with self.parts.trainers_at_work():
+                self.trainers.save(rollout_id)
             if self.journal is not None:
                 self.journal.checkpointed(rollout_id)
         if self.config.save_hf is not None:
             self.progress.status("trainer", "saving a Hugging Face folder")
-            self.trainers.save_hf(self.config.save_hf.format(rollout_id=rollout_id))
+            with self.parts.trainers_at_work():
+                self.trainers.save_hf(self.config.save_hf.format(rollout_id=rollout_id))
 
     def finish(self) -> None:
         self.result.seconds = time.monotonic() - self._began

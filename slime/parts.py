@@ -196,6 +196,10 @@ class Parts:
         with self._trainers_busy:
             yield
 
+    def trained(self, version: int) -> None:
+        """The trainers have made this version: an engine that comes back before it is published gets it already."""
+        self._version = version
+
     def publish(self, version: int) -> PublishResult:
         """Bring every engine to the trainers' weights; engines that fail meanwhile are restarted and sent them too."""
         assert self.publisher is not None

@@ -41,13 +41,19 @@ def call_rollout_fn(
     fn: Callable[..., Any], args: Any, rollout_id: int, data_source: Any, *, evaluation: bool
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Call a rollout function and wrap a bare result; the default data sources learn which rollout asks them."""
-    source = data_source.source if isinstance(data_source, JournaledSource) else data_source
-    if isinstance(source, RolloutDataSource) and not evaluation:
-        source.rollout_id = rollout_id
+    if not evaluation:
+        tell_rollout_id(data_source, rollout_id)
     output = fn(args, rollout_id, data_source, evaluation=evaluation)
     if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
         return output
     return RolloutFnEvalOutput(data=output) if evaluation else RolloutFnTrainOutput(samples=output)
+
+
+def tell_rollout_id(data_source: Any, rollout_id: int) -> None:
+    """Let a default data source know which rollout asks it, for filters of its buffer."""
+    source = data_source.source if isinstance(data_source, JournaledSource) else data_source
+    if isinstance(source, RolloutDataSource):
+        source.rollout_id = rollout_id
 
 
 def leaves(produced: Any) -> Iterator[Sample]:

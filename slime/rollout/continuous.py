@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.rollout.base_types import Group, RolloutFnTrainOutput, leaves
+from slime.rollout.base_types import Group, RolloutFnTrainOutput, leaves, tell_rollout_id
+from slime.rollout.ending import cancelled, result_of
 from slime.rollout.failures import refuse_all_failed
 from slime.rollout.finishing import call_plugins, group_order
 from slime.rollout.judge import GroupJudge
@@ -58,6 +59,7 @@ class ContinuousRollout:
         self._ready: list[_Dispatched] = []
         self._again: list[Group] = []
         self._exhausted = False
+        runtime.state.rollout_id = first
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
         self._serving: Background | None = None
@@ -103,9 +105,7 @@ class ContinuousRollout:
         """End everything under way."""
         if self._serving is not None:
             await self._serving.aclose()
-        for task in self._under_way:
-            task.cancel()
-        await asyncio.gather(*self._under_way, return_exceptions=True)
+        await cancelled(self._under_way)
         self._under_way.clear()
 
     # dispatching
@@ -117,7 +117,7 @@ class ContinuousRollout:
                 self._top_up()
                 await self._changed.wait()
                 for task in [task for task in self._under_way if task.done()]:
-                    self._arrived(self._under_way.pop(task), task.result())
+                    self._arrived(self._under_way.pop(task), result_of(task))
                 self._news.set()
         finally:
             asyncio.get_running_loop().call_soon(self._news.set)  # whoever waits finds out what ended it
@@ -128,6 +128,7 @@ class ContinuousRollout:
         while room > 0:
             groups, self._again = self._again[:room], self._again[room:]
             if not groups:
+                tell_rollout_id(self._source, self._next)
                 groups = self._source.get_samples(room)
                 self._exhausted = not groups
             if not groups:

@@ -160,6 +160,6 @@ def make_feed(
         return OnDemand(maker)
     if args.async_mode == ONE_STEP:
         return Ahead(maker, start=start, total=total, ready=args.async_buffer_size)
-    first = next(number for number in range(start, total + 1) if number not in replayed)
+    first = next((number for number in range(start, total) if number not in replayed), max(start, total))
     continuous = ContinuousRollout(runtime, data_source, first=first, total=total, version=start)
     return NeverStopping(maker, continuous, runtime.run)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from slime.data.sample import Sample
 from slime.engine.client import EngineError
 from slime.rollout.base_types import Group, Produced, leaves
+from slime.rollout.ending import cancelled, result_of
 from slime.rollout.gate import Ticket
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.snapshot import snapshot
@@ -64,6 +65,7 @@ class Flight:
         self._runtime = runtime
         self._state = runtime.state
         self._under_way: dict[asyncio.Task[Group], UnderWay] = {}
+        self._left_behind: set[asyncio.Task[Group]] = set()
         self.thrown_away_tokens = 0
 
     def __len__(self) -> int:
@@ -93,7 +95,7 @@ class Flight:
             done, _ = await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
         groups: list[Group] = []
         for task in [task for task in self._under_way if task in done]:
-            group = task.result()
+            group = result_of(task)
             one = self._forget(task)
             if one.was_held and not _is_finished(group):
                 self._state.remaining_batch_size -= 1  # cut off behind the gate's back, in an earlier rollout
@@ -112,12 +114,12 @@ class Flight:
             self._state.aborted = False
         landed = Landed()
         for task, one in list(self._under_way.items()):
-            if not task.done():
+            if not task.done() and task not in self._left_behind:
                 self._hold(one)
                 landed.held += 1
                 continue
             self._forget(task)
-            if task.cancelled():
+            if not task.done() or task.cancelled():
                 self.thrown_away_tokens += one.lost_tokens(one.group)
                 landed.unfinished.append(one.prompts)
             elif _is_finished(task.result()):
@@ -128,9 +130,7 @@ class Flight:
 
     async def cancel(self) -> None:
         """End everything at once, held groups too; for rollouts that failed."""
-        for task in self._under_way:
-            task.cancel()
-        await asyncio.gather(*self._under_way, return_exceptions=True)
+        await cancelled(self._under_way)
         for task in list(self._under_way):
             self._forget(task)
         await self._state.cancel_held()
@@ -165,9 +165,8 @@ class Flight:
         logger.warning(
             "%d groups did not end within %g s of being aborted: their prompts start over", len(late), ABORT_DEADLINE_S
         )
-        for task in late:
-            task.cancel()
-        await asyncio.wait(late)
+        await cancelled(late)
+        self._left_behind |= {task for task in late if not task.done()}
 
     async def _abort_requests(self) -> None:
         if not self._runtime.engine_urls:

@@ -70,8 +70,13 @@ async def _generated_member(
 
 
 def _record(runtime: RolloutRuntime, dispatched: Produced, produced: Produced) -> None:
-    """What became of a sample is in the journal before anybody else sees it."""
-    if runtime.journal is not None and isinstance(dispatched, Sample):
+    """What became of a sample is in the journal before anybody else sees it.
+
+    An engine's failure is not: what the sample had before it stays there, for a run that ends of it and is resumed.
+    """
+    if runtime.journal is None or not isinstance(dispatched, Sample):
+        return
+    if not any((sample.failure or "").startswith("engine: ") for sample in leaves([produced])):
         runtime.journal.produced(dispatched, produced)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -23,6 +24,10 @@ _LOOK_UP_S = 0.5
 """How often somebody who waits looks whether a background has died meanwhile."""
 
 
+STALL_S = 600.0
+"""How long a function may block the event loop until the run is given up."""
+
+
 class LoopTimeout(WaitTimeout, TimeoutError):
     """A coroutine, or the end of the loop, did not come in time."""
 
@@ -32,6 +37,7 @@ class LoopThread:
 
     def __init__(self, name: str = "slime-rollout") -> None:
         self.loop = asyncio.new_event_loop()
+        self._last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -67,6 +73,20 @@ class LoopThread:
                 sentence = f"{self._thread.name}: {wait.whom} did not finish within {wait.timeout_s:g} s"
                 raise expired(wait, LoopTimeout, sentence)
             raise_failures()
+            self._refuse_stall(wait)
+
+    def _refuse_stall(self, wait: Wait) -> None:
+        """No deadline of a task is kept while something blocks the loop itself: that has one of its own."""
+        self.loop.call_soon_threadsafe(self._beat)
+        if time.monotonic() - max(self._last_beat, wait.began) > STALL_S:
+            sentence = (
+                f"{self._thread.name}: something has blocked the event loop for {STALL_S:g} s; an async function "
+                "must not wait without await"
+            )
+            raise expired(wait, LoopTimeout, sentence)
+
+    def _beat(self) -> None:
+        self._last_beat = time.monotonic()
 
     def close(self) -> None:
         """Cancel what still runs and end the thread; a second call does nothing."""

@@ -29,6 +29,7 @@ class Background:
     def __init__(self, name: str) -> None:
         self.name = name
         self.error: BaseException | None = None
+        self._is_closed = False
         self._thread: threading.Thread | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -54,7 +55,8 @@ class Background:
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Forget it: what it died of is no longer raised. A thread is not waited for, see `join`."""
+        """Forget it: what it died or dies of is no longer raised. A thread is not waited for, see `join`."""
+        self._is_closed = True
         _failed.pop(id(self), None)
 
     async def aclose(self) -> None:
@@ -66,6 +68,8 @@ class Background:
 
     def _died(self, error: BaseException) -> None:
         self.error = error
+        if self._is_closed:
+            return
         _failed[id(self)] = self
         logger.error("%s died", self.name, exc_info=error)
 

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 CANCEL_GRACE_S = 2.0
 _REPORT_S = 30.0
+_NEW_ENOUGH_S = 5.0
 _BETWEEN_LOGGED_S = 60.0
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Reports:
     def since(self, moment: float) -> Future[str]:
         """A graph begun after `moment`: the last one if it is new enough, else a new one."""
         with self._lock:
-            if self._report is None or self._began < moment:
+            if self._report is None or self._began < max(moment, time.monotonic() - _NEW_ENOUGH_S):
                 self._began, self._report = time.monotonic(), Future()
                 self._report.set_running_or_notify_cancel()  # whoever stops waiting for it does not stop it
                 work = (self._report, board.waits())

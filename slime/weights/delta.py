@@ -43,6 +43,11 @@ class DeltaPublisher(DiskPublisher):
         self._base: int | None = None
         self._total_bytes = 0
 
+    def bring(self, clients: Sequence[EngineClient], version: int) -> bool:
+        """Whole weights; the next update is whole for all, because the trainers now remember these."""
+        self._base = None
+        return super().bring(clients, version)
+
     def _stage(self, version: int) -> Staged:
         base, self._base = self._base, None  # until this one has arrived
         if base is None:

@@ -190,11 +190,11 @@ class WeightPublisher(ABC):
         )
 
     def bring(self, clients: Sequence[EngineClient], version: int) -> bool:
-        """Send the trainer's present weights, which the other engines have as `version`, to these engines only.
+        """Send the trainer's present weights, which are `version`, to these engines only.
 
         False where that cannot be done before the next update.
         """
-        staged = written_or_failed(self._stage_whole, version)
+        staged = written_or_failed(self._stage, version)
         try:
             self._run_async(named(self._swap(clients, staged, version), f"weight update {version} of {_urls(clients)}"))
         finally:

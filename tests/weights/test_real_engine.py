@@ -79,7 +79,7 @@ def test_the_engine_scores_with_the_published_weights(
 ) -> None:
     trainer = Trainer(folder)
     client = EngineClient(fleet.urls[0])
-    config = Config(hf_checkpoint=str(folder), update_weight_transport=transport)
+    config = Config(hf_checkpoint=str(folder), update_weight_transport=transport, update_weight_pause_mode="abort")
     publisher = make_publisher(
         config, device="cpu", run_dir=tmp_path, source=trainer, clients=[client], run_async=run_async
     )

@@ -1,0 +1,41 @@
+"""How tasks of groups end: with a group, with an error, or cancelled; never without a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from slime.rollout.base_types import Group
+from slime.rollout.failures import RolloutFailed
+from slime.waits import waiting
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 10.0
+"""How long a task may take to end once it is cancelled, before it is left behind."""
+
+
+def result_of(task: asyncio.Task[Group]) -> Group:
+    """The group of a task that has ended; nobody here cancels one that is still wanted."""
+    if task.cancelled():
+        raise RolloutFailed(
+            "a group was cancelled from inside: a generate, hook or reward function let a CancelledError out"
+        )
+    return task.result()
+
+
+async def cancelled(tasks: Iterable[asyncio.Task[Group]]) -> None:
+    """Cancel tasks and wait until they have ended; those that do not heed it are left behind."""
+    ending = {task for task in tasks if not task.done()}
+    for task in ending:
+        task.cancel()
+    if not ending:
+        return
+    with waiting(f"{len(ending)} cancelled groups", "to end", timeout_s=CANCEL_GRACE_S):
+        done, late = await asyncio.wait(ending, timeout=CANCEL_GRACE_S)
+    for task in done:
+        if not task.cancelled():
+            task.exception()  # seen: nobody else will ask for it
+    if late:
+        logger.warning("%d groups do not end although they were cancelled: they are left behind", len(late))
