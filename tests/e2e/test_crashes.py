@@ -185,7 +185,7 @@ def place(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("mode", MODES)
 def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(mode: str, place: Path) -> None:
     seed = int(os.environ.get("SLIME_CRASH_SEED", "1"))
-    storm = Storm(place, mode, rollouts=12 + 6 * KILLS, chance=random.Random(f"{mode} {seed}"))
+    storm = Storm(place, mode, rollouts=32 + 12 * KILLS, chance=random.Random(f"{mode} {seed}"))
     storm.rage(KILLS)
     assert len(storm.kills) == KILLS
     assert set(storm.kills) == {"driver", "engine", "trainer"}
