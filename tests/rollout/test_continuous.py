@@ -12,6 +12,8 @@ from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.base_types import leaves
 from slime.rollout.continuous import ContinuousRollout
+from slime.rollout.failures import RolloutFailed
+from slime.rollout.feed import make_feed
 from slime.rollout.staleness import staleness_metrics
 
 STATUS = Sample.Status
@@ -200,3 +202,30 @@ def test_closing_leaves_no_task(begin: Any, timed: Timed) -> None:
     assert not generation.runtime.state.pendings
     loop = generation.runtime.loop_thread.loop
     assert not [task for task in asyncio.all_tasks(loop) if "continuous" in task.get_name()]
+
+
+def test_a_group_that_cancels_itself_ends_the_run_with_a_sentence(begin: Any, timed: Timed, write_plugin: Any) -> None:
+    reward = write_plugin("import asyncio\n\nasync def f(args, sample):\n    raise asyncio.CancelledError\n")
+    generation = begin(rm_type=None, custom_rm_path=reward)
+    with pytest.raises(RolloutFailed, match="a group was cancelled from inside"):
+        generation.take(0)
+
+
+def test_filters_of_the_buffer_and_hooks_know_which_rollout_asks(begin: Any, timed: Timed, prompts: Any) -> None:
+    generation = begin()
+    assert generation.runtime.state.rollout_id == 0
+    generation.take(0)
+    generation.take(1)
+    assert generation.runtime.state.rollout_id == 1
+
+
+@pytest.mark.parametrize(("start", "total", "replayed"), [(10, 5, []), (4, 6, [4, 5, 6])])
+def test_a_run_that_has_nothing_left_to_generate_dispatches_nothing(
+    start: int, total: int, replayed: list[int], engine: Any, make_runtime: Any, prompts: Any
+) -> None:
+    runtime = make_runtime([engine.url], async_mode="full", rm_type="random", n_samples_per_prompt=1)
+    source = prompts(list("abc"), n=1)
+    feed = make_feed(None, runtime, source, start=start, total=total, replayed=replayed)  # type: ignore[arg-type]
+    feed.weights_arrived(start)
+    feed.close()
+    assert source.asked == []

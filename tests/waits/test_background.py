@@ -31,6 +31,36 @@ def test_a_thread_that_dies_is_raised_with_its_traceback_until_it_is_closed() ->
     raise_failures()
 
 
+def test_what_dies_after_it_was_closed_is_nobodys_concern() -> None:
+    may_fall = threading.Event()
+
+    def fall_late() -> None:
+        may_fall.wait(10.0)
+        fall()
+
+    late = background("latecomer", fall_late)
+    late.close()
+    may_fall.set()
+    assert late.join(10.0)
+    raise_failures()
+
+
+def test_something_that_blocks_the_loop_ends_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.rollout.loop.STALL_S", 1.0)
+    released = threading.Event()
+
+    async def blocking() -> None:
+        released.wait(30.0)  # without await: no deadline of any task can be kept
+
+    loop = LoopThread("stalled")
+    try:
+        with pytest.raises(LoopTimeout, match=r"stalled: something has blocked the event loop(.|\n)*in blocking"):
+            loop.run(blocking(), whom="a reward")
+    finally:
+        released.set()
+        loop.close()
+
+
 def test_our_own_sentences_are_raised_as_they_are() -> None:
     def mistaken() -> None:
         raise UserError("no such flag")

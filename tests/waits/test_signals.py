@@ -129,3 +129,33 @@ def test_the_graph_is_printed_even_if_the_main_thread_never_comes_back(tmp_path:
             assert process.stderr.readline().startswith("  driver waits for the kernel to come back: ")
         finally:
             process.kill()
+
+
+STUCK = """\
+import ctypes
+from slime.waits import waiting, watch_signals
+c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+with watch_signals(), waiting("a mutex", "to be free", timeout_s=None):
+    print("waiting", flush=True)
+    c.pthread_mutex_lock(mutex)
+    c.pthread_mutex_lock(mutex)  # never comes back to where signal handlers run
+"""
+
+
+def test_a_second_sigquit_ends_a_process_that_never_comes_back(tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == "waiting\n"
+            process.send_signal(signal.SIGQUIT)
+            assert process.stderr.readline() == "who waits for whom:\n"
+            assert process.stderr.readline().startswith("  driver waits for a mutex to be free: ")
+            process.send_signal(signal.SIGQUIT)
+            assert process.wait(30) == 1
+        finally:
+            process.kill()
