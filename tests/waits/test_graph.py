@@ -55,13 +55,13 @@ def test_an_empty_board_says_so() -> None:
 
 def test_a_chain_is_indented_and_each_wait_has_its_deadline() -> None:
     with (
-        in_thread("rollout 3", "engine-0", "to answer /generate", timeout_s=30.0, flag="--engine-request-timeout"),
+        in_thread("rollout 3", "engine-99", "to answer /generate", timeout_s=30.0, flag="--engine-request-timeout"),
         waiting("rollout 3", "to finish", timeout_s=None),
     ):
         text = describe()
     assert graph_lines(text) == [
         "  driver waits for rollout 3 to finish: N s, no deadline of its own",
-        "    rollout 3 waits for engine-0 to answer /generate: N s of 30 s (--engine-request-timeout)",
+        "    rollout 3 waits for engine-99 to answer /generate: N s of 30 s (--engine-request-timeout)",
     ]
     assert board.waits() == []
 
