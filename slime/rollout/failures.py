@@ -69,6 +69,15 @@ def forget_response(sample: Sample) -> None:
     sample.version_spans = []
 
 
+def start_over(sample: Sample) -> None:
+    """Make a sample a fresh prompt; prompt tokens that came with it are the caller's to keep."""
+    forget_response(sample)
+    sample.status = Sample.Status.PENDING
+    sample.reward = None
+    sample.failure = None
+    sample.remove_sample = False
+
+
 def refuse_all_failed(samples: Sequence[Sample], what: str) -> None:
     """Raise `RolloutFailed` when there is no sample, or none that did not fail."""
     if not samples:

@@ -20,7 +20,7 @@ from slime.data.sample import Sample
 from slime.engine.protocol import sampling_seed
 from slime.errors import UserError
 from slime.rollout.base_types import Group, Produced, leaves
-from slime.rollout.failures import forget_response, mark_failed
+from slime.rollout.failures import forget_response, mark_failed, start_over
 from slime.rollout.gate import as_evaluation, sample_deadline
 from slime.rollout.generate import generate
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
@@ -88,7 +88,7 @@ async def generate_and_rm(
     produced: Produced = sample
     if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
         if sample.status is Sample.Status.FAILED:
-            _start_over(sample)
+            start_over(sample)  # a failed sample that was handed out again
         async with runtime.semaphore:
             if runtime.state.aborted:
                 sample.status = Sample.Status.ABORTED
@@ -207,11 +207,3 @@ def _own_params(args: Config, sample: Sample, sampling_params: dict[str, Any], e
             "sampling_seed", sampling_seed(args.rollout_seed, "eval" if evaluation else "train", sample.index)
         )
     return params
-
-
-def _start_over(sample: Sample) -> None:
-    """A failed sample that was handed out again is a fresh prompt."""
-    forget_response(sample)
-    sample.status = Sample.Status.PENDING
-    sample.failure = None
-    sample.remove_sample = False

@@ -13,6 +13,7 @@ from statistics import fmean
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.rollout.base_types import Group, leaves
+from slime.rollout.failures import start_over
 from slime.rollout.runtime import RolloutRuntime
 
 
@@ -48,7 +49,7 @@ class StaleGroups:
         self._groups += 1
         self._tokens += sampled_tokens(group)
         if args.stale_samples == "regenerate":
-            fresh = start_over(group if prompts is None else prompts)
+            fresh = prompts_of(group if prompts is None else prompts)
             if fresh is not None:
                 return fresh
         if self._runtime.journal is not None:
@@ -62,19 +63,14 @@ class StaleGroups:
         return counts
 
 
-def start_over(group: Group) -> Group | None:
-    """The prompts of a group, to be sampled anew; None when a member is a fan-out, whose prompt is gone."""
+def prompts_of(group: Group) -> Group | None:
+    """A group made fresh prompts, to be sampled anew; None when a member is a fan-out, whose prompt is gone."""
     if not all(isinstance(member, Sample) for member in group):
         return None
     for sample in leaves(group):
-        sample.tokens = sample.tokens[: len(sample.tokens) - sample.response_length]
-        sample.response, sample.response_length = "", 0
-        sample.loss_mask = sample.rollout_log_probs = sample.teacher_log_probs = sample.reward = None
-        sample.rollout_top_p_token_ids = sample.rollout_top_p_token_offsets = None
-        sample.rollout_routed_experts = sample.failure = None
-        sample.weight_versions, sample.version_spans = [], []
-        sample.remove_sample = False
-        sample.status = Sample.Status.PENDING
+        prompt = sample.tokens[: sample.prompt_length]
+        start_over(sample)
+        sample.tokens = prompt
         sample.metadata.pop("start_rollout_id", None)
     return group
 

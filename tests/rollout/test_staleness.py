@@ -9,7 +9,7 @@ import pytest
 from slime.data.sample import Sample
 from slime.rollout.base_types import leaves
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.rollout.staleness import group_version, staleness_metrics, start_over
+from slime.rollout.staleness import group_version, prompts_of, staleness_metrics
 
 STATUS = Sample.Status
 
@@ -46,9 +46,9 @@ def test_the_metrics_count_samples_and_tokens() -> None:
 def test_starting_over_keeps_the_prompt_and_nothing_else() -> None:
     old = sample(("1", 3), status=STATUS.COMPLETED, reward=1.0, index=4, prompt="p", metadata={"start_rollout_id": 1})
     old.weight_versions = ["1"]
-    assert start_over([old]) == [[old][0]]
+    assert prompts_of([old]) == [old]
     assert old == Sample(tokens=[1, 1], index=4, prompt="p")
-    assert start_over([[sample(("1", 1))]]) is None  # the prompt of a fan-out is gone
+    assert prompts_of([[sample(("1", 1))]]) is None  # the prompt of a fan-out is gone
 
 
 @pytest.mark.parametrize("policy", ["regenerate", "drop"])
