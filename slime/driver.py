@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -33,7 +33,6 @@ from slime.cluster.process import process_tree
 from slime.config import Config, resolve, save_config
 from slime.config.asynchronous import is_async
 from slime.config.eval_datasets import eval_datasets, evaluates
-from slime.config.groups.asynchronous import FULL
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.tokenizer import load_tokenizer
@@ -189,8 +188,7 @@ class Run:
         self.publish_weights(self.start)
         if total == 0 or (self.start == 0 and not config.skip_eval_before_train) or self._evaluation_is_missing():
             self.evaluate(self.start)
-        never_stops = is_async(config) and config.async_mode == FULL
-        with self.parts.engines_at_work() if never_stops else nullcontext(), closing(self._make_feed()) as feed:
+        with closing(self._make_feed()) as feed:
             for rollout_id in range(self.start, total):
                 began = time.monotonic()
                 rollout = self.next_rollout(feed, rollout_id)

@@ -1,6 +1,6 @@
 """The whole system in a few minutes on any machine: make a tiny model, warm it up, and let GRPO teach it to add.
 
-python examples/quickstart/run.py [--device cpu|cuda] [--output-dir DIR] [--seed N]
+python examples/quickstart/run.py [--device cpu|cuda] [--output-dir DIR] [--seed N] [--mode sync|partial|one-step|full]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
@@ -17,12 +18,20 @@ from arithmetic import make_model, write_problems  # noqa: E402
 import slime  # noqa: E402
 from slime.errors import RunFailed, UserError  # noqa: E402
 
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "partial": {"over_sampling_batch_size": 64, "partial_rollout": True},
+    "one-step": {"async_mode": "one-step"},
+    "full": {"async_mode": "full"},
+}
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/quickstart"))
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mode", choices=list(MODES), default="sync", help="how generation and training overlap")
     args = parser.parse_args()
     out: Path = args.output_dir
     common = {"device": args.device, "dtype": "float32", "input_key": "prompt", "label_key": "label", "seed": args.seed}
@@ -71,6 +80,7 @@ def main() -> int:
         lr_decay_style="cosine",
         output_dir=str(out),
         save_hf=str(out / "model"),
+        **MODES[args.mode],
     )
     before, after = result.evaluations[0][1]["eval/held-out"], result.evaluations[-1][1]["eval/held-out"]
     print(f"held-out sums answered exactly: {before:.1%} after the warm-up, {after:.1%} after GRPO")

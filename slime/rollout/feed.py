@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from slime.config.asynchronous import is_async
@@ -136,6 +136,8 @@ class NeverStopping(Feed):
         self._maker = maker
         self._continuous = continuous
         self._run_async = run_async
+        self._watched = ExitStack()
+        self._watched.enter_context(maker.at_work())  # also while the trainers work
         run_async(continuous.start())
 
     def get(self, rollout_id: int) -> Generated:
@@ -149,6 +151,7 @@ class NeverStopping(Feed):
 
     def close(self) -> None:
         self._run_async(self._continuous.aclose())
+        self._watched.close()
 
 
 def make_feed(

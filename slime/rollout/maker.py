@@ -48,7 +48,7 @@ class RolloutMaker:
         self._data_source = data_source
         self._journal = journal
         self._log = log
-        self._at_work = at_work
+        self.at_work = at_work
 
     def make(self, rollout_id: int) -> Generated:
         """The rollout from the journal if it was made before, else from the rollout function."""
@@ -67,7 +67,7 @@ class RolloutMaker:
             groups, metrics = found
             return self._finished(rollout_id, groups, metrics, seconds=0.0)
         began = time.monotonic()
-        with self._at_work():
+        with self.at_work():
             output = sample()
         seconds = time.monotonic() - began
         samples = list(leaves(output.samples))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from slime.rollout.base_types import leaves
 from slime.rollout.continuous import ContinuousRollout
 from slime.rollout.failures import RolloutFailed
 from slime.rollout.feed import make_feed
+from slime.rollout.maker import RolloutMaker
+from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import staleness_metrics
 
 STATUS = Sample.Status
@@ -225,7 +228,10 @@ def test_a_run_that_has_nothing_left_to_generate_dispatches_nothing(
 ) -> None:
     runtime = make_runtime([engine.url], async_mode="full", rm_type="random", n_samples_per_prompt=1)
     source = prompts(list("abc"), n=1)
-    feed = make_feed(None, runtime, source, start=start, total=total, replayed=replayed)  # type: ignore[arg-type]
+    maker = RolloutMaker(
+        runtime.args, generate_rollout, source, journal=None, log=lambda *_: False, at_work=nullcontext
+    )
+    feed = make_feed(maker, runtime, source, start=start, total=total, replayed=replayed)
     feed.weights_arrived(start)
     feed.close()
     assert source.asked == []
