@@ -379,10 +379,7 @@ class EngineClient:
 
     async def _timeout(self, call: str, deadline_s: float, wait: Wait) -> EngineTimeout:
         """Thousands of requests may run out of time together: the graph goes to the log, once for all of them."""
-        error = EngineTimeout(self.base_url, call, deadline_s)
-        state = state_of(self.base_url)
-        error.reason += ("" if wait.flag is None else f" ({wait.flag})") + ("" if state is None else f": {state}")
-        error.args = (f"engine {error.url}: {call} {error.reason}",)
+        error = EngineTimeout(self.base_url, call, deadline_s, flag=wait.flag, state=state_of(self.base_url))
         await log_graph(wait, str(error))
         return error
 

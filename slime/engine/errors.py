@@ -33,10 +33,14 @@ class EngineUnreachable(EngineError):
 
 
 class EngineTimeout(EngineError):
-    """The deadline of the call ran out."""
+    """The deadline of the call ran out: the flag that sets it, and what the engine's process does, if they are known."""
 
-    def __init__(self, url: str, call: str, deadline_s: float) -> None:
-        super().__init__(url, call, f"did not finish within its deadline of {deadline_s:g} s")
+    def __init__(
+        self, url: str, call: str, deadline_s: float, *, flag: str | None = None, state: str | None = None
+    ) -> None:
+        whose = "" if flag is None else f" ({flag})"
+        does = "" if state is None else f": {state}"
+        super().__init__(url, call, f"did not finish within its deadline of {deadline_s:g} s{whose}{does}")
         self.deadline_s = deadline_s
 
 
