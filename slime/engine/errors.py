@@ -33,7 +33,7 @@ class EngineUnreachable(EngineError):
 
 
 class EngineTimeout(EngineError):
-    """The deadline of the call ran out: the flag that sets it, and what the engine's process does, if they are known."""
+    """The deadline of the call ran out; with the flag that sets it and what the process does, if they are known."""
 
     def __init__(
         self, url: str, call: str, deadline_s: float, *, flag: str | None = None, state: str | None = None
