@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from slime.config.foreign_flags import foreign_hint, in_python
 from slime.config.groups.algorithm import AlgorithmFlags
 from slime.config.groups.asynchronous import AsyncFlags
 from slime.config.groups.checkpoint import CheckpointFlags
@@ -28,6 +29,7 @@ from slime.config.groups.optimizer import OptimizerFlags
 from slime.config.groups.reward import RewardFlags
 from slime.config.groups.rollout import RolloutFlags
 from slime.config.groups.weights import WeightFlags
+from slime.config.not_yet import refusal
 from slime.config.spec import FlagSpec, specs_of_group
 from slime.config.suggest import did_you_mean
 from slime.config.values import coerce
@@ -111,8 +113,16 @@ class Config(
             elif name in FLAG_SPECS:
                 fields[name] = None if value is None else coerce(FLAG_SPECS[name], value, where=name)
             else:
-                raise UserError(f"unknown config key {name}{did_you_mean(name, FLAG_SPECS)}")
+                raise UserError(_unknown(name))
         return cls(**fields)
+
+
+def _unknown(name: str) -> str:
+    """The sentence for a keyword that is no field, with the same help as a flag of that name gets."""
+    sentence = refusal(name.replace("_", "-")) or foreign_hint(name, shown=name)
+    if sentence is not None:
+        return in_python(sentence)
+    return f"unknown config key {name}{did_you_mean(name, FLAG_SPECS)}"
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.files import read_config_file
+from slime.config.foreign_flags import foreign_hint, foreign_setting
 from slime.config.help import FILE_FLAGS, format_help
 from slime.config.megatron_flags import FLOAT, INT, MEGATRON_FLAGS, NUMBER, SWITCH, TEXTS
 from slime.config.not_yet import NOT_YET, refusal
@@ -75,6 +76,9 @@ def scan(argv: Sequence[str]) -> list[Occurrence]:
     """Cut a command line into flags and their words; `--flag=value` and `--flag value` mean the same."""
     occurrences: list[Occurrence] = []
     for word in argv:
+        setting = foreign_setting(word)
+        if setting is not None:
+            raise UserError(setting)
         if word in ("-h", "--help"):
             occurrences.append(Occurrence("help", ()))
         elif _FLAG.match(word):
@@ -168,11 +172,13 @@ def _megatron_value(occurrence: Occurrence, kind: str) -> Any:
 
 
 def unknown_flag(name: str, own_flags: Iterable[str] = ()) -> str:
-    """The sentence for a flag nobody knows, with the nearest one that somebody does."""
+    """The sentence for a flag nobody here knows: its name here, or the nearest one that somebody does know."""
+    hint = foreign_hint(name)
+    if hint is not None:
+        return hint
     known = [*_BY_FLAG, *_FILE_FLAGS, *own_flags]
     match = nearest(name, known) or nearest(name, [*MEGATRON_FLAGS, *NOT_YET])
-    hint = f": did you mean --{match}?" if match else " (slime flags lists all)"
-    return f"unknown flag --{name}{hint}"
+    return f"unknown flag --{name}" + (f": did you mean --{match}?" if match else " (slime flags lists all)")
 
 
 def _take_file(
@@ -217,7 +223,7 @@ def _is_carried(flag: str) -> bool:
 
 
 def _refuse_key(key: str, flag: str, path: str) -> NoReturn:
-    sentence = refusal(flag)
+    sentence = refusal(flag) or foreign_hint(flag, shown=key)
     if sentence is not None:
         raise UserError(f"{path}: {sentence}")
     match = nearest(key.replace("-", "_"), FLAG_SPECS)

@@ -1,0 +1,99 @@
+"""Names from TRL, verl and OpenRLHF are answered with the name here, on the command line, in files and in Python."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import slime
+from slime.config import Config
+from slime.config.config import FLAG_SPECS
+from slime.config.foreign_flags import FOREIGN_FLAGS
+from slime.config.megatron_flags import MEGATRON_FLAGS
+from slime.config.not_yet import NOT_YET, REFUSED
+from slime.config.parser import parse_flags
+from slime.errors import UserError
+
+FLAGS = {spec.flag for spec in FLAG_SPECS.values()}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--learning-rate", "1e-5"], "--learning-rate is a name of TRL: here it is --lr"),
+        (["--num_generations", "8"], "--num-generations is a name of TRL: here it is --n-samples-per-prompt"),
+        (
+            ["--per_device_train_batch_size=8"],
+            "--per-device-train-batch-size is a name of TRL: here it is --micro-batch-size (samples of one forward "
+            "pass); samples of one optimizer step are --global-batch-size",
+        ),
+        (["--pretrain", "x"], "--pretrain is a name of OpenRLHF: here it is --hf-checkpoint"),
+        (
+            ["--init_kl_coef", "0.1"],
+            "--init-kl-coef is a name of OpenRLHF: here it is --kl-coef (in the reward), or --use-kl-loss with "
+            "--kl-loss-coef",
+        ),
+        (
+            ["--gradient-accumulation-steps", "2"],
+            "--gradient-accumulation-steps is a name of TRL: it follows from --global-batch-size and "
+            "--micro-batch-size: drop it",
+        ),
+        (
+            ["--lora-rank", "8"],
+            "--lora-rank: LoRA is not in this version: all weights are trained, or only those that "
+            "--only-train-params-name-list names",
+        ),
+        (
+            ["actor_rollout_ref.rollout.n=5"],
+            "actor_rollout_ref.rollout.n is a name of verl: here it is --n-samples-per-prompt",
+        ),
+        (
+            ["--lr", "1e-5", "+data.train_files=a.parquet"],
+            "data.train_files is a name of verl: here it is --prompt-data",
+        ),
+        (["--trainer.total_epochs", "3"], "--trainer.total-epochs is a name of verl: here it is --num-epoch"),
+    ],
+)
+def test_a_name_from_elsewhere_is_answered_with_ours(words: list[str], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_flags(words)
+    assert str(caught.value) == sentence
+
+
+def test_values_that_look_like_settings_are_values() -> None:
+    assert parse_flags(["--rollout-stop", "a.b=c", "x=1"]).rollout_stop == ["a.b=c", "x=1"]
+
+
+def test_a_config_file_gets_the_same_hint(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("max_completion_length = 8\n")
+    with pytest.raises(UserError) as caught:
+        parse_flags(["--config", str(file)])
+    assert str(caught.value) == (
+        f"{file}: max_completion_length is a name of TRL: here it is --rollout-max-response-len"
+    )
+
+
+def test_python_gets_the_same_hints_as_keywords() -> None:
+    for keyword, sentence in {
+        "learning_rate": "learning_rate is a name of TRL: here it is lr",
+        "use_routing_replay": "use_routing_replay is a slime flag that this version does not have yet",
+        "lora_r": "lora_r: LoRA is not in this version: all weights are trained, or only those that "
+        "only_train_params_name_list names",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            slime.run(**{keyword: 1})
+        assert str(caught.value) == sentence
+    with pytest.raises(UserError, match=r"^unknown config key rollout_batchsize: did you mean rollout_batch_size\?$"):
+        Config.from_dict({"rollout_batchsize": 1})
+
+
+def test_every_remedy_names_flags_that_exist_and_none_is_ours() -> None:
+    for name, (_, remedy) in FOREIGN_FLAGS.items():
+        for flag in re.findall(r"--[a-z][a-z0-9-]*", remedy):
+            assert flag in FLAGS or flag == "--sglang-mem-fraction-static", (name, flag)
+        assert f"--{name}" not in FLAGS
+        assert name not in {*MEGATRON_FLAGS, *NOT_YET, *REFUSED}, name
+    assert len(FOREIGN_FLAGS) > 100
