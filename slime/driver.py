@@ -21,7 +21,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +82,7 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None) -> Traini
     """
     config = resolve(config)
     device = resolve_device(config.device)
-    make_plan(config, device=device, gpu_count=gpu_count() if device == "cuda" else 0)
+    plan = make_plan(config, device=device, gpu_count=gpu_count() if device == "cuda" else 0)
     check_architecture(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
     if config.opd_teacher_load is not None:
         check_architecture(config.opd_teacher_load, trust_remote_code=config.trust_remote_code)
@@ -93,7 +93,7 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None) -> Traini
     with terminated_like_interrupt(), watch_signals(), RunDir(config.output_dir) as run_dir, ExitStack() as stack:
         memory = stack.enter_context(MemorySampler(lambda: process_tree(os.getpid())))
         journal = _open_journal(config, run_dir, stack)
-        run = Run(config, device, run_dir, stack, data_source, journal, reward)
+        run = Run(config, device, run_dir, stack, data_source, journal, reward, notes=plan.notes)
         with failures_with_context(run):
             run.runtime.eval_datasets.update(datasets)
             run.loop()
@@ -114,6 +114,8 @@ class Run:
         data_source: Any,
         journal: Journal | None,
         reward: Callable[..., Any] | None,
+        *,
+        notes: Sequence[str] = (),
     ) -> None:
         self.device = device
         self.run_dir = run_dir
@@ -125,6 +127,8 @@ class Run:
         self.config = config = config.replace(num_rollout=self.total)
         self.progress: Progress = stack.enter_context(make_progress(config, self.total))
         configure_logging(run_dir, "driver", config.log_level, console=self.progress.console)
+        for note in notes:
+            self.progress.message(f"note: {note}")
         self.parts = Parts(
             config,
             device,
@@ -253,7 +257,7 @@ class Run:
         self.progress.status("weights", f"publishing version {version}")
         with self.parts.engines_at_work():
             published = self.parts.publish(version)
-        self.progress.status("weights", f"version {version} on all engines")
+        self.progress.status("weights", f"version {version} on all engines", busy=False)
         return published.metrics()
 
     def evaluate(self, step: int) -> None:

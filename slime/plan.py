@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from slime.config import Config
-from slime.config.algorithm import serves_teacher
+from slime.config.algorithm import compares_siblings, serves_teacher
 from slime.config.asynchronous import loop_in_words
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
@@ -289,11 +289,19 @@ def _notes(config: Config, backend: str) -> list[str]:
         notes.append("neither --rm-type nor --custom-rm-path: each row's metadata must name its rm_type")
     if config.debug_rollout_only:
         notes.append(f"--debug-rollout-only: engines serve {config.hf_checkpoint} throughout, nothing is trained")
-    elif config.save is None and config.save_hf is None:
-        notes.append("neither --save nor --save-hf: the trained model is not kept")
-    normalised = not config.disable_rewards_normalization and config.custom_reward_post_process_path is None
-    if config.loss_type == "policy_loss" and config.n_samples_per_prompt == 1 and normalised:
-        notes.append("--n-samples-per-prompt 1: a group of one always has advantage 0, so nothing is learned")
+    elif config.save is None and config.num_rollout != 0:
+        kept = (
+            f"only the models of --save-hf {config.save_hf} are kept"
+            if config.save_hf
+            else "the trained model is not kept"
+        )
+        notes.append(f"no --save: {kept}, and a run that is stopped starts over; --save DIR --load DIR goes on")
+    if compares_siblings(config) and config.n_samples_per_prompt == 1:
+        unless = ", unless the generate function makes several" if config.custom_generate_function_path else ""
+        notes.append(
+            f"--n-samples-per-prompt 1 with --advantage-estimator {config.advantage_estimator}: a group of one always "
+            f"has advantage 0, so nothing is learned{unless}; sample 4 or more, or use ppo or reinforce_plus_plus"
+        )
     used = ("recompute_granularity",)
     megatron = [name for name in config.carried if name.replace("_", "-") in MEGATRON_FLAGS and name not in used]
     if megatron:

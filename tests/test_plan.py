@@ -161,8 +161,41 @@ def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) ->
     assert "SGLang flags without effect on the embedded engine: --sglang-context-length" in notes
     assert "without --eval-interval" in notes
     assert "metadata must name its rm_type" in notes
-    assert "the trained model is not kept" in notes
+    assert "no --save: the trained model is not kept" in notes
     assert "advantage 0" in notes
+
+
+@pytest.mark.parametrize(
+    ("changes", "noted"),
+    [
+        ({"advantage_estimator": "grpo"}, True),
+        ({"advantage_estimator": "gspo"}, True),
+        ({"advantage_estimator": "cispo"}, True),
+        ({"advantage_estimator": "dr_grpo"}, True),
+        ({"advantage_estimator": "dapo"}, True),
+        ({"advantage_estimator": "reinforce_plus_plus_baseline", "normalize_advantages": True}, True),
+        ({"advantage_estimator": "ppo"}, False),
+        ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}, False),
+        ({"disable_rewards_normalization": True}, False),
+        ({"use_opd": True, "opd_type": "engine", "rm_url": "http://127.0.0.1:1"}, False),
+        ({"loss_type": "sft_loss"}, False),
+        ({"n_samples_per_prompt": 2}, False),
+    ],
+)
+def test_one_sample_a_prompt_is_a_mistake_where_siblings_are_compared(
+    flags: dict[str, Any], changes: dict[str, Any], noted: bool
+) -> None:
+    config = resolve(Config(**(flags | {"n_samples_per_prompt": 1} | changes)))
+    notes = make_plan(config, device="cpu", gpu_count=0).notes
+    assert [note.split(":")[0] for note in notes if "advantage 0" in note] == (
+        [f"--n-samples-per-prompt 1 with --advantage-estimator {config.advantage_estimator}"] if noted else []
+    )
+
+
+def test_without_save_the_models_of_save_hf_are_all_that_is_kept(flags: dict[str, Any]) -> None:
+    kept = resolve(Config(**(flags | {"save": None, "save_hf": "hf/{rollout_id}"})))
+    (note,) = make_plan(kept, device="cpu", gpu_count=0).notes
+    assert note.startswith("no --save: only the models of --save-hf hf/{rollout_id} are kept")
 
 
 def test_too_little_memory_is_noted(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ DAPO_EPS_CLIP_HIGH = 0.28
 
 KL_IN_REWARD = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+GROUP_CENTRED = ("grpo", "gspo", "cispo", "dr_grpo", "dapo", "reinforce_plus_plus_baseline")
+"""Estimators that take the group's mean off each reward; RLOO takes off that of the siblings."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +36,13 @@ def serves_teacher(config: Config) -> bool:
 
 def has_critic(config: Config) -> bool:
     return config.advantage_estimator == "ppo" and config.loss_type == "policy_loss"
+
+
+def compares_siblings(config: Config) -> bool:
+    """A sample's advantage is how it did against the others of its group, so that a group of one teaches nothing."""
+    own = config.custom_reward_post_process_path or config.custom_advantage_function_path
+    relative = config.advantage_estimator in (*GROUP_CENTRED, "rloo") and not config.disable_rewards_normalization
+    return config.loss_type == "policy_loss" and relative and not own and not config.use_opd
 
 
 def derive_algorithm(config: Config) -> Config:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -16,63 +15,48 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from slime.observe.progress import (
-    COLUMNS,
-    STEP_TIME,
-    UNKNOWN,
-    StepClock,
-    figures_of,
-    format_scores,
-    format_seconds,
-    format_when,
-)
+from slime.observe.figures import COLUMNS, figures_of, fitting, format_scores, format_seconds, format_when, known
+from slime.observe.progress import Shown
 
 _SHOWN_STEPS = 8
-_IDLE = {"idle", "done", "waiting", "ready"}
+_GAP = 2
 
 
-class RichProgress:
+class RichProgress(Shown):
     """Redraws itself a few times a second until `close`; then the last picture stays on the screen."""
 
-    def __init__(self, total: int, *, start: int, title: str, console: Console) -> None:
-        self.console = console
+    def __init__(
+        self, total: int, *, start: int, title: str, console: Console, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(total, start=start, console=console, now=now)
         self._title = title
-        self._clock = StepClock(total, start)
-        self._parts: dict[str, tuple[str, float, Spinner]] = {}
+        self._spinners: dict[str, Spinner] = {}
         self._steps: deque[tuple[int, list[str]]] = deque(maxlen=_SHOWN_STEPS)
         self._scores: dict[int, str] = {}
-        self._lock = threading.RLock()
         self._live = Live(get_renderable=self.render, console=console, refresh_per_second=6, redirect_stderr=False)
         self._live.start()
 
-    def status(self, part: str, text: str) -> None:
-        with self._lock:
-            previous = self._parts.get(part)
-            spinner = previous[2] if previous else Spinner("dots", style="green")
-            since = previous[1] if previous and previous[0] == text else time.monotonic()
-            self._parts[part] = (text, since, spinner)
-
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         with self._lock:
-            self._clock.advance(step, metrics.get(STEP_TIME))
-            self._steps.append((step, [value for _, value in figures_of(metrics)]))
+            super().step(step, metrics)
+            self._steps.append((step, figures_of(metrics)))
 
     def evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        super().evaluation(step, scores)
         with self._lock:
             self._scores[step] = format_scores(scores)
         self.console.print(Text(f"eval {format_when(step)}: {self._scores[step]}", style="cyan"))
 
     def message(self, text: str) -> None:
+        super().message(text)
         self.console.print(Text(text))
+
+    def warn(self, text: str) -> None:
+        super().warn(text)
+        self.console.print(Text.assemble(("warning: ", "bold yellow"), text))
 
     def close(self) -> None:
         self._live.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def render(self) -> RenderableType:
         """The picture as it is now."""
@@ -82,7 +66,7 @@ class RichProgress:
                 step, scores = next(reversed(self._scores.items()))
                 pieces.append(Text(f"eval {format_when(step)}: {scores}", style="cyan"))
             if self._steps:
-                pieces.append(self._figures())
+                pieces.append(_Figures(list(self._steps)))
         return Panel(Group(*pieces), title=f"[bold]{self._title}", title_align="left", border_style="dim")
 
     def _position(self) -> Table:
@@ -98,21 +82,34 @@ class RichProgress:
 
     def _doing(self) -> Table:
         lines = Table.grid(padding=(0, 1))
-        for part, (text, since, spinner) in self._parts.items():
-            resting = text in _IDLE
-            mark: RenderableType = Text("·", style="dim") if resting else spinner
-            doing = Text(text, style="dim" if resting else "")
-            if not resting:
-                doing.append(f"  {format_seconds(time.monotonic() - since)}", style="dim")
-            lines.add_row(mark, Text(part, style="bold" if not resting else "dim"), doing)
+        for name, part in self._parts.items():
+            text, busy = part.doing()
+            mark: RenderableType = self._spinner(name) if busy else Text("·", style="dim")
+            doing = Text(text, style="" if busy else "dim")
+            if busy and text == part.text:
+                doing.append(f"  {format_seconds(self._now() - part.since_s)}", style="dim")
+            lines.add_row(mark, Text(name, style="bold" if busy else "dim"), doing)
         return lines
 
-    def _figures(self) -> Table:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        known = [i for i in range(len(COLUMNS)) if any(figures[i] != UNKNOWN for _, figures in self._steps)]
-        for title in ("step", *(COLUMNS[i].title for i in known)):
-            table.add_column(title, justify="right", no_wrap=True)
+    def _spinner(self, name: str) -> Spinner:
+        return self._spinners.setdefault(name, Spinner("dots", style="green"))
+
+
+class _Figures:
+    """The table of the last steps, with as many columns as fit."""
+
+    def __init__(self, steps: list[tuple[int, list[str]]]) -> None:
+        self._steps = steps
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
+        rows = [figures for _, figures in self._steps]
         newest = self._steps[-1][0]
+        room = options.max_width - max(len("step"), len(str(newest + 1))) - _GAP
+        widths = {i: _GAP + max(len(COLUMNS[i].title), *(len(row[i]) for row in rows)) for i in known(rows)}
+        shown = fitting(widths, room)
+        for title in ("step", *(COLUMNS[i].title for i in shown)):
+            table.add_column(title, justify="right", no_wrap=True)
         for step, figures in self._steps:
-            table.add_row(str(step + 1), *(figures[i] for i in known), style="bold" if step == newest else "")
-        return table
+            table.add_row(str(step + 1), *(figures[i] for i in shown), style="bold" if step == newest else "")
+        yield table

@@ -16,6 +16,8 @@ from rich.logging import RichHandler
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OURS = "slime-"
+ON_SCREEN = "on_screen"
+"""Set on a record that the display shows in its own way: the terminal does not get it twice."""
 _TALKATIVE = ("aiohttp.access", "asyncio", "matplotlib", "urllib3", "httpx", "filelock", "PIL")
 
 
@@ -74,6 +76,8 @@ def _add(
     root: logging.Logger, handler: logging.Handler, name: str, layout: logging.Formatter, level: int = logging.NOTSET
 ) -> None:
     handler.set_name(_OURS + name)
+    if name == "console":
+        handler.addFilter(lambda record: not hasattr(record, ON_SCREEN))
     handler.setFormatter(layout)
     handler.setLevel(level)
     root.addHandler(handler)

@@ -1,13 +1,17 @@
 """What a person sees while a run goes on: a live table on a terminal, one line per event elsewhere.
 
-The invariant: showing never decides anything. The driver reports the same events to every kind of display, and the one
-that shows nothing is a display like the others.
+The invariants: showing never decides anything. The driver reports the same events to every kind of display, and the one
+that shows nothing is a display like the others. Whatever is shown is also in the driver's log. No display is silent for
+longer than `QUIET_S` while the run lives.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
 from rich.console import Console
@@ -15,28 +19,27 @@ from rich.table import Table
 from rich.text import Text
 
 from slime.config import Config
+from slime.observe.figures import STEP_TIME, format_scores, format_seconds, format_when, step_line
+from slime.observe.logs import ON_SCREEN
 
-STEP_TIME = "perf/step_time"
-UNKNOWN = "-"
 PLAIN_INTERVAL_S = 2.0
+QUIET_S = 30.0
+"""How long a display of lines may say nothing."""
+_RESTING = {"", "idle", "done", "waiting", "ready"}
+
+logger = logging.getLogger("slime.progress")
 
 
-class Column(NamedTuple):
-    """One figure of a step: its title, its metric, and its format."""
+class Doing(NamedTuple):
+    """What a part does, and whether that takes it any time."""
 
-    title: str
-    name: str
-    layout: Callable[[float], str]
+    text: str
+    busy: bool = True
 
 
-COLUMNS = (
-    Column("reward", "rollout/raw_reward", lambda value: f"{value:.3f}"),
-    Column("loss", "train/loss", lambda value: f"{value:.4f}"),
-    Column("grad norm", "train/grad_norm", lambda value: f"{value:.3g}"),
-    Column("length", "rollout/response_len/mean", lambda value: f"{value:.1f}"),
-    Column("tok/s", "perf/tokens_per_gpu_per_sec", lambda value: f"{value:,.0f}"),
-    Column("s/step", STEP_TIME, lambda value: f"{value:.2f}"),
-)
+Source = Callable[[], tuple[str, bool] | None]
+"""Asked whenever the display is drawn, so it answers at once: (what the part does now, whether it is busy), or None
+when the last status still says it all."""
 
 
 class Progress(Protocol):
@@ -44,8 +47,11 @@ class Progress(Protocol):
 
     console: Console
 
-    def status(self, part: str, text: str) -> None:
-        """What a part (rollout, trainer, weights, ...) is doing now."""
+    def status(self, part: str, text: str, *, busy: bool = True) -> None:
+        """What a part (rollout, trainer, weights, ...) is doing now, or with what it is done."""
+
+    def watch(self, part: str, source: Source) -> None:
+        """Where to look up what a part is doing, while it does it."""
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A rollout has been generated and trained on."""
@@ -55,6 +61,9 @@ class Progress(Protocol):
 
     def message(self, text: str) -> None:
         """Something worth a line of its own."""
+
+    def warn(self, text: str) -> None:
+        """Something that the user should look at; it is shown whatever the display."""
 
     def close(self) -> None:
         """No more events. Safe to call again."""
@@ -73,29 +82,36 @@ def make_progress(config: Config, total: int, *, start: int = 0, title: str = "s
     if kind == "auto":
         kind = "rich" if console.is_terminal else "plain"
     if kind == "none":
-        return NoProgress(console)
+        return NoProgress(console, total)
     if kind == "rich":
         return RichProgress(total, start=start, title=title, console=console)
     return PlainProgress(total, start=start, console=console)
 
 
 class NoProgress:
-    """Shows nothing."""
+    """Shows nothing; the base of the others, which writes all events to the log."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, total: int = 0) -> None:
         self.console = console
+        self._total = total
 
-    def status(self, part: str, text: str) -> None:
+    def status(self, part: str, text: str, *, busy: bool = True) -> None:
+        logger.debug("%s: %s", part, text)
+
+    def watch(self, part: str, source: Source) -> None:
         pass
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        pass
+        logger.info("%s", step_line(step, self._total, metrics))
 
     def evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        pass
+        logger.info("eval %s: %s", format_when(step), format_scores(scores))
 
     def message(self, text: str) -> None:
-        pass
+        logger.info("%s", text)
+
+    def warn(self, text: str) -> None:
+        logger.warning("%s", text)
 
     def close(self) -> None:
         pass
@@ -107,44 +123,131 @@ class NoProgress:
         self.close()
 
 
-class PlainProgress(NoProgress):
-    """One line per event; what a part is doing is shown only until the first step, while there is nothing else.
+@dataclass
+class Part:
+    """One row: the last status and when it came, and where to look up more."""
+
+    text: str = ""
+    busy: bool = False
+    since_s: float = 0.0
+    source: Source | None = None
+
+    def doing(self) -> Doing:
+        found = None if self.source is None else self.source()
+        return Doing(self.text, self.busy and self.text not in _RESTING) if found is None else Doing(*found)
+
+
+class Shown(NoProgress):
+    """What the displays of lines and of a table have in common: the parts, and the clock of the steps."""
+
+    def __init__(self, total: int, *, start: int, console: Console, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, total)
+        self._now = now
+        self._clock = StepClock(total, start, now)
+        self._parts: dict[str, Part] = {}
+        self._lock = threading.RLock()
+
+    def status(self, part: str, text: str, *, busy: bool = True) -> None:
+        super().status(part, text)
+        with self._lock:
+            row = self._parts.setdefault(part, Part())
+            row.busy = busy
+            if row.text != text:
+                row.text, row.since_s = text, self._now()
+
+    def watch(self, part: str, source: Source) -> None:
+        with self._lock:
+            self._parts.setdefault(part, Part(since_s=self._now())).source = source
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        super().step(step, metrics)
+        with self._lock:
+            self._clock.advance(step, metrics.get(STEP_TIME))
+
+    def warn(self, text: str) -> None:
+        logger.warning("%s", text, extra={ON_SCREEN: True})  # the display shows it itself
+
+
+class PlainProgress(Shown):
+    """One line per event; what a part is doing is shown only until the first step, while there is nothing else, and
+    whenever nothing was shown for `QUIET_S`.
 
     Of steps in quick succession one is shown every `PLAIN_INTERVAL_S` seconds, the first and the last always.
     """
 
     def __init__(self, total: int, *, start: int, console: Console, now: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console)
-        self._clock = StepClock(total, start, now)
-        self._last_status: dict[str, str] = {}
+        super().__init__(total, start=start, console=console, now=now)
         self._shown_at_s: float | None = None
         self._held_back: str | None = None
+        self._last_line_s = now()
+        self._closed = threading.Event()
+        self._listener = threading.Thread(target=self._listen, name="progress", daemon=True)
+        self._listener.start()
 
-    def status(self, part: str, text: str) -> None:
-        if self._clock.done == 0 and self._last_status.get(part) != text:
-            self._line(f"{part}: {text}")
-        self._last_status[part] = text
+    def status(self, part: str, text: str, *, busy: bool = True) -> None:
+        with self._lock:
+            is_news = part not in self._parts or self._parts[part].text != text
+            super().status(part, text, busy=busy)
+            if self._clock.done == 0 and is_news:
+                self._line(f"{part}: {text}")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._clock.advance(step, metrics.get(STEP_TIME))
-        figures = "  ".join(f"{title} {value}" for title, value in figures_of(metrics) if value != UNKNOWN)
-        self._held_back = f"step {step + 1}/{self._clock.total}  {figures}  eta {format_seconds(self._clock.eta_s)}"
-        elapsed = self._clock.elapsed_s
-        is_last = step + 1 == self._clock.total
-        if is_last or self._shown_at_s is None or elapsed - self._shown_at_s >= PLAIN_INTERVAL_S:
-            self._shown_at_s = elapsed
-            self._show_held_back()
+        with self._lock:
+            super().step(step, metrics)
+            total, elapsed = self._clock.total, self._clock.elapsed_s
+            room = self.console.width - len(f"[{format_seconds(elapsed)}] ") if self.console.is_terminal else None
+            tail = f"  eta {format_seconds(self._clock.eta_s)}"
+            self._held_back = step_line(step, total, metrics, width=room, tail=tail)
+            is_last = step + 1 == total
+            if is_last or self._shown_at_s is None or elapsed - self._shown_at_s >= PLAIN_INTERVAL_S:
+                self._shown_at_s = elapsed
+                self._show_held_back()
 
     def evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        self._show_held_back()
-        self._line(f"eval {format_when(step)}: {format_scores(scores)}")
+        super().evaluation(step, scores)
+        self._say(f"eval {format_when(step)}: {format_scores(scores)}")
 
     def message(self, text: str) -> None:
-        self._show_held_back()
-        self._line(text)
+        super().message(text)
+        self._say(text)
+
+    def warn(self, text: str) -> None:
+        super().warn(text)
+        self._say(f"warning: {text}")
 
     def close(self) -> None:
-        self._show_held_back()
+        self._closed.set()
+        with self._lock:
+            self._show_held_back()
+
+    def speak_up(self) -> float:
+        """Say what the parts are doing if nothing was said for long; how long that may be put off from now."""
+        with self._lock:
+            left = self._last_line_s + QUIET_S - self._now()
+            if left > 0:
+                return left
+            self._show_held_back()
+            self._line("; ".join(self._busy()) or "running")
+            return QUIET_S
+
+    def _busy(self) -> list[str]:
+        lines = []
+        for name, part in self._parts.items():
+            doing = part.doing()
+            if doing.busy:
+                since = "" if doing.text != part.text else f" (for {format_seconds(self._now() - part.since_s)})"
+                lines.append(f"{name}: {doing.text}{since}")
+        return lines
+
+    def _listen(self) -> None:
+        wait_s = QUIET_S
+        while not self._closed.wait(wait_s):
+            wait_s = self.speak_up()
+
+    def _say(self, text: str) -> None:
+        with self._lock:
+            self._show_held_back()
+            self._line(text)
 
     def _show_held_back(self) -> None:
         line, self._held_back = self._held_back, None
@@ -152,6 +255,7 @@ class PlainProgress(NoProgress):
             self._line(line)
 
     def _line(self, text: str) -> None:
+        self._last_line_s = self._now()
         elapsed = format_seconds(self._clock.elapsed_s)
         self.console.print(Text(f"[{elapsed}] {text}"), soft_wrap=True)
         self.console.file.flush()
@@ -189,32 +293,6 @@ class StepClock:
         if self.done == 0:
             return None
         return (self._now() - self._steps_began) / self.done * (self.total - self._next)
-
-
-def figures_of(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(title, formatted value) of every column; "-" where the metrics do not say."""
-    figures = []
-    for column in COLUMNS:
-        value = metrics.get(column.name)
-        figures.append((column.title, UNKNOWN if value is None else column.layout(value)))
-    return figures
-
-
-def format_scores(scores: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {score:.3f}" for name, score in scores.items())
-
-
-def format_when(step: int) -> str:
-    return f"after step {step}" if step > 0 else "before training"
-
-
-def format_seconds(seconds: float | None) -> str:
-    """As m:ss or h:mm:ss; "-" for unknown."""
-    if seconds is None:
-        return UNKNOWN
-    minutes, second = divmod(max(0, round(seconds)), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
 def print_summary(rows: Sequence[tuple[str, str]], *, title: str = "Summary", console: Console | None = None) -> None:

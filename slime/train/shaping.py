@@ -13,12 +13,12 @@ from slime.algorithms.overlong import overlong_penalties
 from slime.algorithms.rewards import normalize_group_rewards
 from slime.algorithms.rloo import leave_one_out_rewards
 from slime.config import Config
+from slime.config.algorithm import GROUP_CENTRED
 from slime.data.bad_sample import keep_bad_sample
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.plugins import load_function
 
-GROUP_RELATIVE = ("grpo", "gspo", "cispo", "dr_grpo", "dapo", "reinforce_plus_plus_baseline")
 SCALED_BY_STD = ("grpo", "gspo", "cispo", "dapo")
 
 
@@ -37,7 +37,7 @@ def shape_rewards(
     estimator = config.advantage_estimator
     if estimator == "rloo":
         return raw, leave_one_out_rewards(rewards, groups, excluded=excluded)
-    if estimator not in GROUP_RELATIVE:
+    if estimator not in GROUP_CENTRED:
         return raw, rewards
     by_std = estimator in SCALED_BY_STD and not config.disable_grpo_std_normalization
     return raw, normalize_group_rewards(rewards, groups, divide_by_std=by_std, excluded=excluded)

@@ -1,21 +1,15 @@
 from __future__ import annotations
 
 import io
+import threading
 
 import pytest
 from rich.console import Console
 
 from slime.config import Config
+from slime.observe.figures import figures_of, format_seconds, step_line
 from slime.observe.live import RichProgress
-from slime.observe.progress import (
-    NoProgress,
-    PlainProgress,
-    StepClock,
-    figures_of,
-    format_seconds,
-    make_progress,
-    print_summary,
-)
+from slime.observe.progress import QUIET_S, NoProgress, PlainProgress, StepClock, make_progress, print_summary
 
 METRICS = {
     "rollout/raw_reward": 0.51234,
@@ -24,7 +18,15 @@ METRICS = {
     "rollout/response_len/mean": 17.25,
     "perf/tokens_per_gpu_per_sec": 12345.6,
     "perf/step_time": 2.5,
+    "train/kl_loss": 0.00123,
+    "train/entropy_loss": 1.456,
+    "rollout/truncated_ratio": 0.25,
+    "rollout/zero_std/count": 3.0,
 }
+EVERYTHING = (
+    "reward 0.512  loss -0.0123  grad 1.23  kl 0.0012  entropy 1.46  length 17.2  cut 25%  0-std 3  tok/s 12,346  "
+    "s/step 2.50"
+)
 
 
 def console(terminal: bool) -> Console:
@@ -50,9 +52,7 @@ def test_plain_progress_is_one_line_per_event() -> None:
     assert lines[1] == "eval before training: math 0.250"
     step, figures = lines[2].split("  ", 1)
     assert step == "step 1/20"
-    assert figures.startswith(
-        "reward 0.512  loss -0.0123  grad norm 1.23  length 17.2  tok/s 12,346  s/step 2.50  eta "
-    )
+    assert figures.startswith(EVERYTHING + "  eta ")
     assert lines[3:] == ["eval after step 1: math 0.500  code 1.000", "saved [here]"]
 
 
@@ -134,8 +134,114 @@ def test_eta_leaves_the_start_up_out() -> None:
     assert clock.position == 6
 
 
+def test_a_line_says_what_fits_the_most_important_first_and_no_zeros() -> None:
+    assert step_line(0, 20, METRICS) == f"step 1/20  {EVERYTHING}"
+    short = step_line(0, 20, METRICS, width=80, tail="  eta 0:10")
+    assert short == "step 1/20  reward 0.512  loss -0.0123  length 17.2  s/step 2.50  eta 0:10"
+    nothing_cut = METRICS | {"rollout/truncated_ratio": 0.0, "rollout/zero_std/count": 0.0}
+    assert "cut" not in step_line(0, 20, nothing_cut)
+    assert "0-std" not in step_line(0, 20, nothing_cut)
+
+
+@pytest.mark.parametrize(("name", "shown"), [("train/kl_loss", "kl 0.5"), ("rollout/kl", "kl 0.5")])
+def test_the_kl_to_the_reference_comes_before_that_to_the_old_policy(name: str, shown: str) -> None:
+    assert shown in step_line(0, 1, {name: 0.5, "train/ppo_kl": 0.25})
+    assert "kl 0.25" in step_line(0, 1, {"train/ppo_kl": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("width", "titles"),
+    [
+        (140, "step reward loss grad kl entropy length cut 0-std tok/s s/step"),
+        (80, "step reward loss grad kl entropy length cut 0-std s/step"),
+        (60, "step reward loss grad entropy length s/step"),
+    ],
+)
+def test_the_table_has_the_columns_that_fit_the_terminal(width: int, titles: str) -> None:
+    screen = Console(file=io.StringIO(), width=width)
+    progress = RichProgress(2, start=0, title="t", console=console(True))
+    progress.step(0, METRICS)
+    screen.print(progress.render())
+    progress.close()
+    lines = text_of(screen).splitlines()
+    assert max(map(len, lines)) == width
+    assert next(line for line in lines if "reward" in line).strip("│ ").split() == titles.split()
+
+
+def test_a_display_of_lines_is_never_silent_for_long() -> None:
+    now = [0.0]
+    target = console(False)
+    progress = PlainProgress(9, start=0, console=target, now=lambda: now[0])
+
+    def said() -> list[str]:
+        return [line.split("] ", 1)[1] for line in text_of(target).splitlines()]
+
+    progress.status("trainer", "starting 1 process(es)")
+    progress.status("weights", "version 0 on all engines", busy=False)
+    progress.status("rollout", "generating 4 groups")
+    progress.watch("engine", lambda: ("3 running", True))
+    assert len(said()) == 3
+    now[0] += QUIET_S - 1
+    assert progress.speak_up() == 1.0
+    assert len(said()) == 3
+    now[0] += 1
+    progress.speak_up()
+    busy = "trainer: starting 1 process(es) (for 0:30); rollout: generating 4 groups (for 0:30); engine: 3 running"
+    assert said()[3:] == [busy]
+    progress.status("trainer", "waiting")
+    progress.watch("rollout", lambda: ("evaluating 5/8 samples", True))
+    now[0] += QUIET_S
+    progress.speak_up()
+    assert said()[-1] == "rollout: evaluating 5/8 samples; engine: 3 running"
+    progress.step(0, METRICS)
+    assert progress.speak_up() == QUIET_S
+    progress.close()
+
+
+def test_the_displays_of_lines_listens_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.observe.progress.QUIET_S", 0.01)
+    said = threading.Event()
+
+    def doing() -> tuple[str, bool]:
+        said.set()
+        return "loading", True
+
+    with PlainProgress(1, start=0, console=console(False)) as progress:
+        progress.watch("engine", doing)
+        assert said.wait(60)
+
+
+def test_the_table_shows_what_a_part_looks_up() -> None:
+    answers: list[tuple[str, bool] | None] = [("12/64 samples, 80 tok/s", True), None]
+    progress = RichProgress(1, start=0, title="t", console=console(True))
+    progress.status("rollout", "generating 8 groups")
+    progress.watch("rollout", lambda: answers.pop(0) if len(answers) > 1 else answers[0])
+    progress.close()
+    answers[:] = [("12/64 samples, 80 tok/s", True), None]
+    for expected in ("12/64 samples, 80 tok/s", "generating 8 groups"):
+        screen = Console(file=io.StringIO(), width=80)
+        screen.print(progress.render())
+        assert expected in text_of(screen)
+
+
+@pytest.mark.parametrize("kind", ["plain", "rich", "none"])
+def test_steps_evaluations_messages_and_warnings_are_in_the_log(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with make_progress(Config(hf_checkpoint="x", progress=kind), 3) as progress:
+        progress.step(0, METRICS)
+        progress.evaluation(1, {"math": 0.5})
+        progress.message("note: something")
+        progress.warn("look here")
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", f"step 1/3  {EVERYTHING}"),
+        ("INFO", "eval after step 1: math 0.500"),
+        ("INFO", "note: something"),
+        ("WARNING", "look here"),
+    ]
+
+
 def test_figures_without_metrics_are_dashes() -> None:
-    assert {value for _, value in figures_of({})} == {"-"}
+    assert set(figures_of({})) == {"-"}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from slime.errors import UserError
 from slime.observe.logs import configure_logging
+from slime.observe.progress import NoProgress, PlainProgress
 from slime.observe.run_dir import RunDir
 
 
@@ -90,6 +91,22 @@ def test_without_a_terminal_warnings_go_to_stderr(tmp_path: Path, capsys: pytest
     logging.getLogger("slime.x").debug("fine")
     logging.getLogger("slime.x").error("bad")
     assert capsys.readouterr().err == "ERROR: bad\n"
+
+
+@pytest.mark.usefixtures("quiet_root")
+def test_what_the_display_shows_itself_goes_to_the_file_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = configure_logging(tmp_path, "driver", "info")
+    assert path is not None
+    screen = Console(file=io.StringIO(), width=100)
+    with PlainProgress(1, start=0, console=screen) as progress:
+        progress.warn("all rewards are equal")
+    NoProgress(screen).warn("nobody shows this")
+    assert isinstance(screen.file, io.StringIO)
+    assert screen.file.getvalue() == "[0:00] warning: all rewards are equal\n"
+    assert capsys.readouterr().err == "WARNING: nobody shows this\n"
+    assert "WARNING slime.progress: all rewards are equal" in path.read_text()
 
 
 @pytest.mark.usefixtures("quiet_root")
