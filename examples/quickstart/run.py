@@ -1,4 +1,5 @@
-"""The whole system in a few minutes on any machine: make a tiny model, warm it up, and let GRPO teach it to add.
+"""The whole system in a few minutes on any machine: a tiny model copies a pupil who forgets to carry, and GRPO teaches
+it to add.
 
 python examples/quickstart/run.py [--device cpu|cuda] [--output-dir DIR] [--seed N] [--mode sync|partial|one-step|full]
 """
@@ -18,6 +19,7 @@ from arithmetic import make_model, write_problems  # noqa: E402
 import slime  # noqa: E402
 from slime.errors import RunFailed, UserError  # noqa: E402
 
+LEARNED = 0.90
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "partial": {"over_sampling_batch_size": 64, "partial_rollout": True},
@@ -36,23 +38,24 @@ def main() -> int:
     out: Path = args.output_dir
     common = {"device": args.device, "dtype": "float32", "input_key": "prompt", "label_key": "label", "seed": args.seed}
 
-    print("1/3  a model of 1.6 M parameters with random weights, and 8,100 sums", flush=True)
+    print("1/3  a model of 0.4 M parameters with random weights, and 8,100 sums", flush=True)
     base = make_model(out / "base", seed=args.seed)
-    training, evaluation = write_problems(out / "data", held_out=300, seed=args.seed)
+    problems = write_problems(out / "data", held_out=300, seed=args.seed)
 
-    print("2/3  warm-up: supervised steps that teach the format and a little arithmetic", flush=True)
+    print("2/3  warm-up: copy the answers of a pupil who forgets to carry six times out of ten", flush=True)
     slime.run(
         **common,
         hf_checkpoint=str(base),
-        prompt_data=str(training),
+        prompt_data=str(problems.warm_up),
         loss_type="sft_loss",
         rollout_shuffle=True,
-        num_rollout=185,
+        num_rollout=300,
         rollout_batch_size=128,
         use_dynamic_batch_size=True,
         max_tokens_per_gpu=4096,
-        lr=1e-3,
+        lr=4e-3,
         lr_warmup_iters=20,
+        lr_decay_style="cosine",
         output_dir=str(out / "warmup"),
         save_hf=str(out / "warmup/model"),
     )
@@ -61,13 +64,13 @@ def main() -> int:
     result = slime.run(
         **common,
         hf_checkpoint=str(out / "warmup/model"),
-        prompt_data=str(training),
+        prompt_data=str(problems.training),
         custom_rm_path=f"{HERE / 'arithmetic.py'}:exact_match",
-        eval_prompt_data=[("held-out", str(evaluation))],
+        eval_prompt_data=[("held-out", str(problems.held_out))],
         eval_interval=20,
         eval_temperature=0.0,
         rollout_shuffle=True,
-        num_rollout=120,
+        num_rollout=60,
         rollout_batch_size=32,
         n_samples_per_prompt=8,
         rollout_max_response_len=8,
@@ -75,7 +78,7 @@ def main() -> int:
         use_dynamic_batch_size=True,
         max_tokens_per_gpu=8192,
         eps_clip_high=0.28,
-        lr=1e-4,
+        lr=4e-4,
         lr_warmup_iters=5,
         lr_decay_style="cosine",
         output_dir=str(out),
@@ -83,8 +86,18 @@ def main() -> int:
         **MODES[args.mode],
     )
     before, after = result.evaluations[0][1]["eval/held-out"], result.evaluations[-1][1]["eval/held-out"]
-    print(f"held-out sums answered exactly: {before:.1%} after the warm-up, {after:.1%} after GRPO")
-    return 0
+    print(verdict(before, after))
+    return 0 if after >= LEARNED else 1
+
+
+def verdict(before: float, after: float) -> str:
+    """Whether it learned, in a sentence."""
+    scores = f"of 300 sums it never trained on it answers {after:.1%}, after the warm-up it was {before:.1%}"
+    if after >= LEARNED:
+        return f"It learned to add: {scores}."
+    return (
+        f"It did not learn to add ({LEARNED:.0%} is expected): {scores}. Please report this with the seed and the CPU."
+    )
 
 
 if __name__ == "__main__":
