@@ -6,8 +6,10 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint co
 ARGS ?=
 SGLANG_VENV := .venv-sglang
 ROUTER_VENV := .venv-router
+WORKERS ?= auto
+PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-learning test-crash test-sglang lint format example-smollm2 benchmark clean help
+.PHONY: quickstart test test-fast test-learning test-crash test-sglang lint format example-smollm2 benchmark clean help
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 20
@@ -16,13 +18,16 @@ quickstart: $(VENV)/.installed   ## train a tiny model on arithmetic, whole syst
 	$(RUN) examples/quickstart/run.py $(ARGS)
 
 test: $(VENV)/.installed-dev lint   ## lint, and all tests but the learning ones
-	$(RUN) -m pytest -m 'not slow'
+	$(RUN) -m pytest $(PARALLEL) -m 'not slow'
+
+test-fast: $(VENV)/.installed-dev   ## the tests that start no run, no engine and no trainer: two minutes, for the inner loop
+	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not processes'
 
 test-learning: $(VENV)/.installed-dev   ## every estimator learns a little: short whole runs
-	$(RUN) -m pytest -m slow
+	$(RUN) -m pytest $(PARALLEL) --dist load -m slow
 
 test-crash: $(VENV)/.installed-dev   ## twenty processes of one run are killed at random moments, in every mode (SLIME_CRASH_SEED=2 for others)
-	SLIME_CRASH_KILLS=20 $(RUN) -m pytest --timeout 3000 tests/e2e/test_crashes.py
+	SLIME_CRASH_KILLS=20 $(RUN) -m pytest --cold --timeout 3000 tests/e2e/test_crashes.py
 
 test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed $(ROUTER_VENV)/.installed   ## the engine contract with real SGLang servers and sglang-router, on a CPU
 	SLIME_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python SLIME_ROUTER_PYTHON=$(abspath $(ROUTER_VENV))/bin/python \

@@ -95,7 +95,6 @@ def started(command: Sequence[str], cwd: Path, **env: str) -> Iterator[Running]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=heed_interrupts,
     )
     running = Running(popen, mark)
     try:
@@ -108,11 +107,6 @@ def started(command: Sequence[str], cwd: Path, **env: str) -> Iterator[Running]:
         for pipe in (popen.stdout, popen.stderr):
             if pipe is not None:
                 pipe.close()
-
-
-def heed_interrupts() -> None:
-    """A test session started in the background ignores Ctrl-C, and its children would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(command: Sequence[str], cwd: Path, **env: str) -> Done:

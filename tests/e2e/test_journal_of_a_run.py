@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import sqlite3
-import time
 from pathlib import Path
 
 import pytest
@@ -43,17 +42,34 @@ def test_the_journal_of_another_model_is_refused_and_left_as_it_is(
     assert all(len(row["rollout_log_probs"]) == row["response_length"] for row in rows)
 
 
+NAPPING = """\
+import asyncio, pathlib
+
+async def nap(args, sample):
+    rollout = sample.index // 16
+    with open("naps", "a") as file:
+        file.write(f"{rollout}\\n")
+    while rollout and not pathlib.Path(f"wake-{rollout}").exists():
+        await asyncio.sleep(0.02)
+    return sample.index % 2
+"""
+
+
 def test_a_run_says_what_it_waits_for_and_goes_on_or_ends(place: Path) -> None:
-    (place / "napping.py").write_text(
-        "import asyncio\n\nasync def nap(args, sample):\n    await asyncio.sleep(3)\n    return sample.index % 2\n"
-    )
-    flags = ["--output-dir", "asked", "--custom-rm-path", "napping.py:nap"]
-    with started([*ENDLESS, *flags], place) as running:
+    (place / "napping.py").write_text(NAPPING)
+    log = place / "asked/logs/driver.log"
+
+    def all_nap(rollout: int) -> bool:
+        return (place / "naps").read_text().split().count(str(rollout)) == 16
+
+    with started([*ENDLESS, "--output-dir", "asked", "--custom-rm-path", "napping.py:nap"], place) as running:
         running.wait_for("step 1/")
-        time.sleep(1.5)
+        assert wait_until(lambda: all_nap(1), within_s=60)
         running.popen.send_signal(signal.SIGUSR1)
+        assert wait_until(lambda: "SIGUSR1" in log.read_text(), within_s=60)
+        (place / "wake-1").touch()
         running.wait_for("] step ")  # it goes on
-        time.sleep(1.5)
+        assert wait_until(lambda: all_nap(2), within_s=60)
         running.popen.send_signal(signal.SIGQUIT)
         done = running.finish()
         assert done.code == 1

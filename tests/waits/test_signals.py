@@ -132,11 +132,18 @@ def test_the_graph_is_printed_even_if_the_main_thread_never_comes_back(tmp_path:
 
 
 STUCK = """\
-import ctypes
+import ctypes, threading
 from slime.waits import waiting, watch_signals
 c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+main, where = threading.get_native_id(), hex(ctypes.addressof(mutex))
+
+def tell():
+    while where not in open(f"/proc/self/task/{main}/syscall").read().split():
+        pass
+    print("stuck", flush=True)
+
 with watch_signals(), waiting("a mutex", "to be free", timeout_s=None):
-    print("waiting", flush=True)
+    threading.Thread(target=tell).start()
     c.pthread_mutex_lock(mutex)
     c.pthread_mutex_lock(mutex)  # never comes back to where signal handlers run
 """
@@ -151,7 +158,7 @@ def test_a_second_sigquit_ends_a_process_that_never_comes_back(tmp_path: Path) -
         try:
             assert process.stdout is not None
             assert process.stderr is not None
-            assert process.stdout.readline() == "waiting\n"
+            assert process.stdout.readline() == "stuck\n"  # said when the main thread sleeps in the mutex
             process.send_signal(signal.SIGQUIT)
             assert process.stderr.readline() == "who waits for whom:\n"
             assert process.stderr.readline().startswith("  driver waits for a mutex to be free: ")

@@ -1,0 +1,38 @@
+"""What all tests share: one thread of computation per process, warm starts (tests/warm), and the order of the files."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.warm.popen import COLD, Starter, install
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two workers share two cores
+LONGEST_FIRST = ("e2e", "train", "plugins", "weights", "engine_contract", "engine", "waits")
+"""Folders whose files take long; begun first, so that the workers end at about the same time."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cold", action="store_true", help="start every process from nothing, as a user's shell does")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or children of a session in the background ignore it
+    if config.getoption("--cold"):
+        os.environ[COLD] = "1"
+    install(Starter())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    rank = {folder: place for place, folder in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.relative_to(here).parts[0], len(rank)))
+
+
+@pytest.fixture(autouse=True)
+def _cold_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("cold") is not None:
+        monkeypatch.setenv(COLD, "1")
