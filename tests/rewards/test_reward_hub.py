@@ -41,6 +41,12 @@ def nothing(args, sample):
 def text(args, sample):
     return "1.0"
 
+def a_list(args, sample):
+    return [1.0]
+
+def text_entry(args, sample):
+    return {"score": "1.0"}
+
 def several(args, sample):
     return np.array([1.0, 2.0])
 
@@ -140,19 +146,24 @@ def test_custom_functions(make_hub: Callable[..., RewardHub], plugin: Callable[[
 def test_a_custom_function_that_gives_no_reward(
     make_hub: Callable[..., RewardHub], plugin: Callable[[str], str]
 ) -> None:
-    for name, kind, message in (
-        ("nothing", RewardError, "sample 3 must be a number or a dict, got None"),
-        ("text", RewardError, r":text: the reward of sample 3 must be a number or a dict, got '1.0' \(str\)"),
-        ("several", RewardError, r":several: the reward of sample 3 must be .*, got array\(\[1., 2.\]\) \(ndarray\)"),
-        ("not_a_number", UserError, r":not_a_number: the reward of sample 3 is nan, which is no finite number"),
-        ("infinite_entry", UserError, r":infinite_entry: the reward's score of sample 3 is inf"),
+    wanted = "the reward of sample 3 must be a number or a dict, got"
+    remedy = "return one, or raise an exception to fail this sample alone"
+    for name, message in (
+        ("nothing", rf":nothing: {wanted} None \(is a return missing\?\): {remedy}$"),
+        ("text", rf":text: {wanted} '1.0' \(str\): {remedy}$"),
+        ("a_list", rf":a_list: {wanted} \[1.0\] \(list\): {remedy}$"),
+        ("several", rf":several: {wanted} array\(\[1., 2.\]\) \(ndarray\): {remedy}$"),
+        ("not_a_number", r":not_a_number: the reward of sample 3 is nan, which is no finite number"),
+        ("infinite_entry", r":infinite_entry: the reward's score of sample 3 is inf"),
+        ("text_entry", r":text_entry: the reward's score of sample 3 must be a number or a dict, got '1.0' \(str\)"),
     ):
-        with pytest.raises(kind, match=message):
+        with pytest.raises(UserError, match=message):
             score(make_hub(custom_rm_path=plugin(name), reward_key="score"), Sample(index=3))
     assert score(make_hub(custom_rm_path=plugin("truth")), Sample()) == 1.0
     with pytest.raises(ZeroDivisionError, match="oops"):
         score(make_hub(custom_rm_path=plugin("broken")), Sample())
-    with pytest.raises(RewardError, match="must return a list of 2 rewards"):
+    few = r"too_few got 2 samples and must return a list of as many rewards, but it returned \[1.0\] \(list\): correct it$"
+    with pytest.raises(UserError, match=few):
         asyncio.run(make_hub(custom_rm_path=plugin("too_few")).score_group([Sample(), Sample()]))
 
 
@@ -254,6 +265,31 @@ def test_remote_reward_that_never_comes(status: int, body: str, message: str, ca
     with pytest.raises(RewardError, match=message):
         asyncio.run(with_server(handler, ask))
     assert count == calls
+
+
+def test_a_reward_service_that_answers_no_number_fails_its_sample(make_hub: Callable[..., RewardHub]) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response("good")
+
+    def ask(url: str) -> Awaitable[Any]:
+        return make_hub(rm_type="remote_rm", rm_url=url).score(Sample(index=2))
+
+    with pytest.raises(
+        RewardError, match=r"^--rm-type remote_rm: the reward of sample 2 must be .* got 'good' \(str\)"
+    ):
+        asyncio.run(with_server(handler, ask))
+
+
+def test_a_function_given_as_an_object_is_named() -> None:
+    def my_reward(args: Any, sample: Sample) -> Any:
+        return "yes"
+
+    hub = RewardHub(Config(rollout_batch_size=1), my_reward)
+    try:
+        with pytest.raises(UserError, match=r"^the given reward function .*my_reward: the reward of sample 0 must be"):
+            score(hub, Sample(index=0))
+    finally:
+        hub.close()
 
 
 def test_remote_reward_without_a_server_or_in_time() -> None:

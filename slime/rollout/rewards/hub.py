@@ -2,7 +2,8 @@
 
 Invariant: a verdict is a finite number or a dict; a verifier that cannot judge raises (`RewardError`, or whatever a
 custom function raised), and a flag that makes no sense is a `UserError`. Nothing turns into a reward of 0 here. A
-reward of the wrong type fails its sample, one that is no finite number ends the run: both name function and sample.
+function of the user that returns something else (None, a text, a list, no finite number) is wrong for every sample: a
+`UserError` that names function and sample. A reward service that answers so fails the sample it was asked about.
 Every call ends within --reward-timeout: an async function is cancelled, a plain one is left behind in its thread.
 
 Custom functions (`--custom-rm-path`, or a sample's own `custom_rm_path`, which goes first) may be plain or async. They
@@ -73,11 +74,12 @@ class RewardHub:
         path = self._custom_path(sample)
         if path is None:
             who = f"--rm-type {self._rm_type(sample)}"
-            return self._checked(await self._within_deadline(self._builtin(sample), who), who, sample)
+            verdict = await self._within_deadline(self._builtin(sample), who)
+            return self._checked(verdict, who, sample, wrong=RewardError)
         function = self._function(path)
         if self._in_list(sample, function):
             return (await self._call_with_list(path, function, [sample]))[0]
-        return self._checked(await self._call(path, function, sample), path, sample)
+        return self._checked(await self._call(path, function, sample), self._who(path), sample)
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Reward]:
         """The rewards of several samples, in their order; samples with one custom list function are scored together.
@@ -134,12 +136,16 @@ class RewardHub:
     async def _call_with_list(self, path: str, function: Callable[..., Any], samples: list[Sample]) -> list[Reward]:
         rewards = await self._call(path, function, samples)
         if isinstance(rewards, (str, dict)) or not hasattr(rewards, "__len__") or len(rewards) != len(samples):
-            raise RewardError(f"{path}: must return a list of {len(samples)} rewards, got {rewards!r:.80}")
-        return [self._checked(reward, path, sample) for reward, sample in zip(rewards, samples, strict=True)]
+            raise UserError(
+                f"{self._who(path)} got {len(samples)} samples and must return a list of as many rewards, but it "
+                f"returned {rewards!r:.80} ({type(rewards).__name__}): correct it"
+            )
+        who = self._who(path)
+        return [self._checked(reward, who, sample) for reward, sample in zip(rewards, samples, strict=True)]
 
     async def _call(self, path: str, function: Callable[..., Any], subject: Sample | list[Sample]) -> Any:
         """Await an async function; run a plain one in a thread, where it may take its time."""
-        who = self._given_name if path == GIVEN else f"the reward function {path}"
+        who = self._who(path)
         if inspect.iscoroutinefunction(function):
             return await self._within_deadline(function(self.config, subject), who)
         begun = asyncio.get_running_loop().create_future()
@@ -151,6 +157,9 @@ class RewardHub:
             self._threads.abandon(job)
             raise
         return await self._within_deadline(result, who) if inspect.isawaitable(result) else result
+
+    def _who(self, path: str) -> str:
+        return self._given_name if path == GIVEN else f"the reward function {path}"
 
     async def _within_deadline(self, verdict: Awaitable[Any], who: str) -> Any:
         limit_s = self.config.reward_timeout
@@ -172,13 +181,13 @@ class RewardHub:
             await log_graph(wait, str(error))
             raise error
 
-    def _checked(self, reward: Any, who: str, sample: Sample) -> Reward:
+    def _checked(self, reward: Any, who: str, sample: Sample, wrong: type[Exception] = UserError) -> Reward:
         """The reward as a float, or as the dict it is, whose entries that flags name are numbers."""
         if not isinstance(reward, dict):
-            return _finite(reward, "the reward", who, sample)
+            return _finite(reward, "the reward", who, sample, wrong)
         for key in (self.config.reward_key, self.config.eval_reward_key):
             if key is not None and key in reward:
-                _finite(reward[key], f"the reward's {key}", who, sample)
+                _finite(reward[key], f"the reward's {key}", who, sample, wrong)
         return reward
 
     def _rm_type(self, sample: Sample) -> str:
@@ -264,8 +273,8 @@ def _name_of(function: Callable[..., Any]) -> str:
     return function.__qualname__ if is_named else type(function).__qualname__
 
 
-def _finite(value: Any, what: str, who: str, sample: Sample) -> float:
-    """A number, numpy and torch scalars included, as a float."""
+def _finite(value: Any, what: str, who: str, sample: Sample, wrong: type[Exception]) -> float:
+    """A number, numpy and torch scalars included, as a float; `wrong` is raised for what is none."""
     number = math.nan
     is_number = hasattr(value, "__float__") and not isinstance(value, (str, bytes))
     if is_number:
@@ -274,9 +283,10 @@ def _finite(value: Any, what: str, who: str, sample: Sample) -> float:
         except (TypeError, ValueError, RuntimeError):  # arrays and tensors of several numbers
             is_number = False
     if not is_number:
-        raise RewardError(
-            f"{who}: {what} of sample {sample.index} must be a number or a dict, got {value!r:.80} "
-            f"({type(value).__name__})"
+        shown = "None (is a return missing?)" if value is None else f"{value!r:.80} ({type(value).__name__})"
+        raise wrong(
+            f"{who}: {what} of sample {sample.index} must be a number or a dict, got {shown}: return one, or raise an "
+            "exception to fail this sample alone"
         )
     if not math.isfinite(number):
         raise UserError(f"{who}: {what} of sample {sample.index} is {number}, which is no finite number: correct it")
