@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime import cli
+from tests.model_files import add_weights
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,6 +18,7 @@ def command_line(tmp_path: Path) -> list[str]:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8}))
+    add_weights(model)
     (tmp_path / "prompts.jsonl").write_text('{"input": "1"}\n')
     return [
         *("--hf-checkpoint", str(model), "--prompt-data", str(tmp_path / "prompts.jsonl"), "--device", "cpu"),

@@ -11,6 +11,7 @@ from slime.errors import UserError
 from slime.models.shape import ModelShape
 from slime.plan import choose_rollout_backend, detect_device, make_plan
 from slime.plan_memory import engine_memory, trainer_memory
+from tests.model_files import add_weights
 
 # Qwen3-0.6B, whose published size is 0.6 B parameters (596,049,920)
 QWEN3_06B = {
@@ -30,6 +31,7 @@ PARAMETERS = 596_049_920
 @pytest.fixture
 def flags(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    add_weights(tmp_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"input": "1"}\n')
     return {
@@ -207,7 +209,7 @@ def test_too_little_memory_is_noted(flags: dict[str, Any], monkeypatch: pytest.M
 def test_an_unknown_architecture_still_gets_a_plan(flags: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "brand_new"}')
     text = make_plan(resolve(Config(**flags)), device="cpu", gpu_count=0).render()
-    assert "brand_new, size unknown" in text
+    assert "brand_new, 1 parameters" in text  # counted from the weights
 
 
 def test_detect_device_keeps_what_was_asked() -> None:

@@ -17,7 +17,7 @@ from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
-from slime.config.shape_flags import read_model_config
+from slime.config.start import check_weight_sources
 from slime.errors import UserError
 from slime.plugins import CONTRACTS, constructor_values, load_plugin
 
@@ -137,9 +137,7 @@ def _check_patterns(flag: str, patterns: Sequence[str] | None) -> None:
 
 def check_files(config: Config) -> None:
     """What the run reads exists and can be read; what it writes can be written."""
-    check_model_folder(config.hf_checkpoint, "--hf-checkpoint")
-    if config.opd_teacher_load is not None:
-        check_model_folder(config.opd_teacher_load, "--opd-teacher-load")
+    check_weight_sources(config)
     replays = config.load_debug_rollout_data is not None
     if config.prompt_data is not None and not config.disable_rollout_global_dataset and not replays:
         _check_data_file(config.prompt_data, "--prompt-data")
@@ -147,7 +145,6 @@ def check_files(config: Config) -> None:
         for dataset in eval_datasets(config):
             _check_data_file(dataset.path, dataset.origin)
     _check_dump_files(config)
-    _check_checkpoint_folders(config)
     for flag, folder in (
         ("--save", config.save),
         ("--save-hf", config.save_hf),
@@ -182,19 +179,6 @@ def _folder_of(template: str | None) -> str | None:
     return None if template is None else str(Path(template).parent)
 
 
-def check_model_folder(folder: str, flag: str) -> None:
-    """`folder` is a Hugging Face model folder: it exists and has a config.json that names a model type."""
-    path = Path(folder)
-    if not path.exists():
-        raise UserError(f"there is no model folder {folder}: {flag} takes the path of a downloaded Hugging Face model")
-    if not path.is_dir():
-        raise UserError(f"{flag} {folder} is a file: it takes a model folder")
-    if not (path / "config.json").exists():
-        raise UserError(f"model folder {folder} has no config.json: {flag} takes a Hugging Face model folder")
-    if "model_type" not in read_model_config(path / "config.json"):
-        raise UserError(f"{path / 'config.json'} has no model_type: it does not describe a Hugging Face model")
-
-
 def _check_data_file(data: str, flag: str) -> None:
     match = _SLICE.fullmatch(data)
     path = Path(match["path"] if match else data)
@@ -204,15 +188,6 @@ def _check_data_file(data: str, flag: str) -> None:
         raise UserError(f"{flag}: {path} is a folder, but a .jsonl or .parquet file is needed")
     if not os.access(path, os.R_OK):
         raise UserError(f"{flag}: no permission to read {path}")
-
-
-def _check_checkpoint_folders(config: Config) -> None:
-    for flag, folder in (("--load", config.load), ("--ref-load", config.ref_load)):
-        if folder is None or Path(folder).is_dir():
-            continue
-        if flag == "--load" and config.save is not None and Path(folder).absolute() == Path(config.save).absolute():
-            continue  # the first start of a run that resumes from its own checkpoints
-        raise UserError(f"{flag}: there is no folder {folder}")
 
 
 def _check_writable(folder: str, flag: str) -> None:

@@ -14,11 +14,12 @@ import torch
 
 from slime.config import Config
 from slime.config.algorithm import needs_reference
+from slime.config.start import find_start
 from slime.errors import UserError
 from slime.train.backends.frozen import FrozenModel
 from slime.train.backends.fsdp import FSDPBackend
 from slime.train.backends.protocol import TrainBackend
-from slime.train.checkpoint import CheckpointFolder, TrainState, find_start
+from slime.train.checkpoint import CheckpointFolder, TrainState
 from slime.train.distributed import Ranks
 from slime.train.finite import blame, first_not_finite
 from slime.train.loading import load_policy

@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime.config import Config
+from slime.config.start import LATEST
 from slime.data.state_file import state_path
 from slime.errors import UserError
 from slime.models.saving import replace_folder
@@ -35,7 +36,6 @@ from slime.models.shards import ShardWriter, fsync_path
 from slime.train.backends.frozen import FrozenModel
 from slime.train.backends.protocol import NamedTensor, TrainBackend
 
-LATEST = "latest_checkpointed_iteration.txt"
 SHARD_BYTES = 1024**3
 FORMAT = 1
 
@@ -48,35 +48,6 @@ class TrainState:
 
     step: int = 0
     next_rollout_id: int = 0
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where the weights come from: a checkpoint, another model folder, or (both None) `--hf-checkpoint`."""
-
-    checkpoint: Path | None = None
-    hf_folder: Path | None = None
-
-
-def find_start(config: Config) -> Start:
-    """Read `--load`: a folder of checkpoints, one checkpoint, a Hugging Face folder, or a run still to be begun."""
-    if config.load is None:
-        return Start()
-    folder = Path(config.load)
-    latest = folder / LATEST
-    if latest.is_file():
-        text = latest.read_text().strip()
-        chosen = folder / f"iter_{int(text):07d}" if text.isdigit() else None
-        if chosen is None or not (chosen / "meta.json").is_file():
-            raise UserError(f"{latest} names iteration {text!r}, which is not there: choose another --load")
-        return Start(checkpoint=chosen)
-    if (folder / "meta.json").is_file():
-        return Start(checkpoint=folder)
-    if (folder / "config.json").is_file():
-        return Start(hf_folder=folder)
-    if config.save is not None and folder.absolute() == Path(config.save).absolute():
-        return Start()
-    raise UserError(f"--load {folder} holds neither a checkpoint ({LATEST}) nor a Hugging Face model (config.json)")
 
 
 class CheckpointFolder:

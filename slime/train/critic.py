@@ -11,8 +11,9 @@ from torch import Tensor
 
 from slime.config import Config
 from slime.config.roles import critic_flags
+from slime.config.start import find_start
 from slime.train.backends.fsdp import FSDPBackend
-from slime.train.checkpoint import CheckpointFolder, TrainState, find_start
+from slime.train.checkpoint import CheckpointFolder, TrainState
 from slime.train.distributed import Ranks
 from slime.train.loading import load_critic
 from slime.train.micro_batch import MicroBatch

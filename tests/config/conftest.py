@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.model_files import add_weights
+
 TINY_QWEN3 = {
     "model_type": "qwen3",
     "num_hidden_layers": 2,
@@ -26,7 +28,7 @@ def model_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(TINY_QWEN3))
-    return folder
+    return add_weights(folder)
 
 
 @pytest.fixture

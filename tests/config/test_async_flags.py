@@ -13,11 +13,13 @@ from slime.config.asynchronous import is_async, loop_in_words
 from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.errors import UserError
+from tests.model_files import add_weights
 
 
 @pytest.fixture
 def flags(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    add_weights(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"input": "1"}\n')
     return {
         "hf_checkpoint": str(tmp_path),

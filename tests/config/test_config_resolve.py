@@ -113,7 +113,7 @@ def test_wrong_batch_arithmetic_shows_the_numbers(valid: dict[str, Any]) -> None
         ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
         ({"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1 needs --use-kl-loss"),
         ({"ref_load": "/x"}, "--ref-load names a reference model that nothing uses"),
-        ({"use_kl_loss": True, "ref_load": "/nowhere"}, "--ref-load: there is no folder /nowhere"),
+        ({"use_kl_loss": True, "ref_load": "/nowhere"}, "there is no model folder /nowhere: --ref-load takes"),
         ({"eval_interval": 2}, "--eval-interval 2 has nothing to evaluate: give --eval-prompt-data NAME PATH"),
         ({"eval_prompt_data": [("a", "x"), ("a", "y")]}, "two datasets named a"),
         ({"eval_prompt_data": [("a", "/no.jsonl")]}, "--eval-prompt-data a: there is no file /no.jsonl"),

@@ -11,6 +11,7 @@ import pytest
 from slime import cli
 from tests.e2e.conftest import grpo_flags
 from tests.e2e.runs import TRAIN, Done, run, snapshot
+from tests.model_files import add_weights
 
 FLAGS = [*grpo_flags(), "--num-rollout", "1", "--output-dir", "bad"]
 
@@ -27,6 +28,7 @@ def bad_files(place: Path) -> Path:
     martian = place / "martian"
     martian.mkdir()
     (martian / "config.json").write_text(json.dumps({"model_type": "martian", "hidden_size": 8}))
+    add_weights(martian)
     return place
 
 

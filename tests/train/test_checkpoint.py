@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from slime.config import Config
+from slime.config.start import LATEST, Start, find_start
 from slime.errors import UserError
-from slime.train.checkpoint import LATEST, Start, _remove_old, find_start
+from slime.train.checkpoint import _remove_old
 
 
 def config(**changes) -> Config:

@@ -1,0 +1,65 @@
+"""Whether a path is a model folder to train from, and what to do with the things that are often given instead.
+
+Invariant: a folder that passes has a config.json that names a model type, and (unless only its config is wanted)
+complete weights. Nothing is imported or loaded for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from slime.config.shape_flags import read_model_config
+from slime.config.weight_files import check_weights
+from slime.errors import UserError
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_CHECKPOINTS = ("latest_checkpointed_iteration.txt", "meta.json")
+
+
+def check_model_folder(folder: str, flag: str, *, weights: bool = True) -> None:
+    """Raise a `UserError` unless `folder` is a Hugging Face model folder, with its weights where they are wanted."""
+    path = Path(folder)
+    if not path.exists():
+        raise UserError(f"there is no model folder {folder}: {_absent(folder, flag)}")
+    if path.suffix == ".gguf":
+        raise UserError(f"{flag} {folder} is a GGUF file, {_GGUF}")
+    if not path.is_dir():
+        raise UserError(f"{flag} {folder} is a file: it takes a model folder")
+    if (path / "adapter_config.json").exists():
+        raise UserError(f"{flag} {folder} holds a LoRA adapter{_base_of(path)}: {_MERGE}")
+    if not (path / "config.json").exists():
+        raise UserError(f"model folder {folder} has no config.json: {_without_config(path, flag)}")
+    if "model_type" not in read_model_config(path / "config.json"):
+        raise UserError(f"{path / 'config.json'} has no model_type: it does not describe a Hugging Face model")
+    if weights:
+        check_weights(path, flag)
+
+
+_GGUF = "a format for inference: take the folder of the model that it was made from, with config.json and safetensors"
+_MERGE = "merge it into its base model (peft: model.merge_and_unload().save_pretrained(DIR)) and give that folder"
+
+
+def _absent(folder: str, flag: str) -> str:
+    takes = f"{flag} takes the path of a downloaded Hugging Face model"
+    if not _HUB_NAME.fullmatch(folder):
+        return takes
+    target = f"models/{folder.partition('/')[2]}"
+    return f"{takes}; if this is its name on the hub: hf download {folder} --local-dir {target} and {flag} {target}"
+
+
+def _without_config(path: Path, flag: str) -> str:
+    if any(path.glob("*.gguf")):
+        return f"its GGUF files are {_GGUF}"
+    if any((path / name).exists() for name in _CHECKPOINTS):
+        return f"it holds checkpoints of a run, {flag} takes a Hugging Face model folder such as --save-hf writes"
+    return f"{flag} takes a Hugging Face model folder"
+
+
+def _base_of(folder: Path) -> str:
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f" of {base}"

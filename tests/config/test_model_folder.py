@@ -1,0 +1,235 @@
+"""Folders that weights are read from: refused for what is wrong with them before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, resolve
+from slime.config.weight_files import INDEX, conversion
+from slime.errors import UserError
+from tests.model_files import add_weights, write_safetensors
+
+
+def refused(valid: dict[str, Any], **changes: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        resolve(Config(**{**valid, **changes}))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def shards(folder: Path) -> None:
+    """Two files and the index over them."""
+    (folder / "model.safetensors").unlink()
+    names = {"a.weight": "model-00001-of-00002.safetensors", "b.weight": "model-00002-of-00002.safetensors"}
+    for name, file in names.items():
+        write_safetensors(folder / file, (name,))
+    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+
+
+def lost_shard(folder: Path) -> None:
+    shards(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def wrong_shard(folder: Path) -> None:
+    shards(folder)
+    write_safetensors(folder / "model-00002-of-00002.safetensors", ("c.weight",))
+
+
+def lost_index(folder: Path) -> None:
+    shards(folder)
+    (folder / INDEX).unlink()
+
+
+def broken_index(folder: Path) -> None:
+    (folder / INDEX).write_text("[]")
+
+
+def written(name: str, content: bytes) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_bytes(content)
+
+    return write
+
+
+def adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
+    (folder / "config.json").unlink()
+
+
+def gguf(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "q4.gguf").write_bytes(b"GGUF")
+
+
+def megatron_names(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "latest_checkpointed_iteration.txt").write_text("1")
+
+
+AGAIN = "download the folder again"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (cut, rf"--hf-checkpoint: DIR/model.safetensors has \d+ of the \d+ bytes that its header names: {AGAIN}"),
+        (
+            lost_shard,
+            f"--hf-checkpoint: DIR lacks 1 of 2 weight files, model-00002-of-00002.safetensors first: {AGAIN}",
+        ),
+        (
+            wrong_shard,
+            f"--hf-checkpoint: DIR/model-00002-of-00002.safetensors lacks b.weight, which {INDEX} finds in it: {AGAIN}",
+        ),
+        (
+            lost_index,
+            "--hf-checkpoint DIR has model-00001-of-00002.safetensors, model-00002-of-00002.safetensors, but no "
+            f"{INDEX} that says what lies where: {AGAIN}",
+        ),
+        (broken_index, rf"--hf-checkpoint: DIR/{INDEX} is no index of weights \(TypeError\): {AGAIN}"),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            f"--hf-checkpoint DIR has no weights: there is no model.safetensors, {AGAIN}",
+        ),
+        (
+            written("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+            "--hf-checkpoint: DIR/model.safetensors is only a Git LFS pointer: run git lfs pull in that folder",
+        ),
+        (
+            written("model.safetensors", struct.pack("<Q", 10**9) + b"{"),
+            f"--hf-checkpoint: DIR/model.safetensors is no safetensors file, or only the beginning of one: {AGAIN}",
+        ),
+        (
+            written("pytorch_model.bin", b""),
+            r"--hf-checkpoint DIR has no weights: its .bin files are not read \(they may run code\), convert them with "
+            r'python -c "from transformers import .*"',
+        ),
+        (
+            adapter,
+            "--hf-checkpoint DIR holds a LoRA adapter of Qwen/Qwen3-0.6B: merge it into its base model .* and give "
+            "that folder",
+        ),
+        (gguf, "model folder DIR has no config.json: its GGUF files are a format for inference: take the folder .*"),
+    ],
+)
+def test_what_lies_in_a_folder_is_said_with_the_remedy(
+    valid: dict[str, Any], model_dir: Path, spoil: Callable[[Path], None], sentence: str
+) -> None:
+    spoil(model_dir)
+    found = refused(valid)
+    assert re.fullmatch(sentence.replace("DIR", re.escape(str(model_dir))), found), found
+
+
+def test_whole_shards_pass(valid: dict[str, Any], model_dir: Path) -> None:
+    shards(model_dir)
+    resolve(Config(**valid))
+
+
+def test_a_gguf_file_and_a_name_on_the_hub(valid: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "q4.gguf").write_bytes(b"GGUF")
+    assert "q4.gguf is a GGUF file, a format for inference: take" in refused(
+        valid, hf_checkpoint=str(tmp_path / "q4.gguf")
+    )
+    assert refused(valid, hf_checkpoint="Qwen/Qwen3-0.6B") == (
+        "there is no model folder Qwen/Qwen3-0.6B: --hf-checkpoint takes the path of a downloaded Hugging Face model; "
+        "if this is its name on the hub: hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B and --hf-checkpoint "
+        "models/Qwen3-0.6B"
+    )
+
+
+def test_engines_of_others_have_their_own_weights(valid: dict[str, Any], model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    resolve(Config(**valid, debug_rollout_only=True, rollout_external_engine_addrs=["localhost:1"]))
+    assert "has no weights" in refused(valid, rollout_external_engine_addrs=["localhost:1"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "others"),
+    [
+        ("ref_load", {"use_kl_loss": True}),
+        ("opd_teacher_load", {"use_opd": True, "opd_type": "trainer"}),
+        ("critic_hf_checkpoint", {"advantage_estimator": "ppo"}),
+        ("load", {}),
+    ],
+)
+def test_every_folder_of_weights_is_looked_into(
+    valid: dict[str, Any], model_dir: Path, tmp_path: Path, flag: str, others: dict[str, Any]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    add_weights(other)
+    (other / "config.json").write_text((model_dir / "config.json").read_text())
+    given = {**others, flag: str(other)}
+    resolve(Config(**{**valid, **given}))
+    cut(other)
+    shown = f"--{flag.replace('_', '-')}"
+    assert refused(valid, **given).startswith(f"{shown}: {other}/model.safetensors has ")
+    megatron_names(other)
+    if flag != "load":
+        assert refused(valid, **given) == (
+            f"model folder {other} has no config.json: it holds checkpoints of a run, {shown} takes a Hugging Face "
+            "model folder such as --save-hf writes"
+        )
+
+
+def test_checkpoints_are_whole_or_refused(valid: dict[str, Any], tmp_path: Path) -> None:
+    saved = tmp_path / "ckpt"
+    one = saved / "iter_0000003"
+    one.mkdir(parents=True)
+    empty = refused(valid, load=str(saved))
+    assert empty.startswith(f"--load {saved} holds neither a checkpoint (latest_checkpointed_iteration.txt) nor")
+    (saved / "latest_checkpointed_iteration.txt").write_text("3")
+    assert "names iteration '3', which is not there" in refused(valid, load=str(saved))
+    (one / "meta.json").write_text("{}")
+    assert refused(valid, load=str(saved)) == (
+        f"--load: checkpoint {one} has no weights (model-*.safetensors): choose another one"
+    )
+    write_safetensors(one / "model-00001.safetensors")
+    optimizer = write_safetensors(one / "optim-00001.safetensors")
+    resolve(Config(**valid, load=str(saved)))
+    optimizer.write_bytes(optimizer.read_bytes()[:-2])
+    assert refused(valid, load=str(saved)).startswith(f"--load: {optimizer} has ")
+    resolve(Config(**valid, load=str(saved), debug_rollout_only=True))
+    (one / "common.pt").write_bytes(b"")
+    assert refused(valid, load=str(saved)) == (
+        f"--load {saved} holds a Megatron checkpoint, which this version does not read: convert it to a Hugging Face "
+        "folder"
+    )
+
+
+def test_a_critic_resumes_from_what_is_there(valid: dict[str, Any], tmp_path: Path) -> None:
+    folder = str(tmp_path / "nowhere")
+    ppo = {**valid, "advantage_estimator": "ppo"}
+    assert refused(ppo, critic_load=folder) == f"--critic-load: there is no folder {folder}"
+    resolve(Config(**ppo, critic_load=folder, critic_save=folder))
+    resolve(Config(**ppo, load=folder, save=folder))
+
+
+def test_the_command_for_bin_files_makes_a_folder_that_passes(valid: dict[str, Any], tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from tests.tiny_models import make_model_folder
+
+    folder = make_model_folder(tmp_path / "old")
+    weights = folder / "model.safetensors"
+    from safetensors.torch import load_file
+
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    command = conversion(folder)
+    assert refused(valid, hf_checkpoint=str(folder)).endswith(command)
+    exec(command.removeprefix('python -c "').removesuffix('"'), {})
+    resolve(Config(**{**valid, "hf_checkpoint": f"{folder}-safetensors"}))
