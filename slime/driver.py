@@ -82,7 +82,8 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None) -> Traini
     """
     config = resolve(config)
     device = resolve_device(config.device)
-    plan = make_plan(config, device=device, gpu_count=gpu_count() if device == "cuda" else 0)
+    gpus = gpu_count() if device == "cuda" else 0
+    plan = make_plan(config, device=device, gpu_count=gpus, reward_given=reward is not None)
     check_architecture(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
     if config.opd_teacher_load is not None:
         check_architecture(config.opd_teacher_load, trust_remote_code=config.trust_remote_code)

@@ -1,6 +1,7 @@
 """What a run is going to do, said before it does it: processes, batches, memory, files.
 
-Invariant: making a plan starts no part of the run, writes nothing and imports no torch. With SGLang it asks the
+Invariant: making a plan starts no part of the run, writes nothing and imports no torch. It reads the first rows of the
+prompt files, and all of them for a dry run. With SGLang it asks the
 interpreter that has it for its version and flags.
 """
 
@@ -21,6 +22,7 @@ from slime.engine.backend import choose_backend
 from slime.engine.engines import check_engines, count_engines
 from slime.errors import UserError
 from slime.models.shape import ModelShape
+from slime.plan_data import check_data, data_rows, steps_per_epoch, training_prompts
 from slime.plan_memory import MemoryEstimate, available_memory, engine_memory, longest_sample, trainer_memory
 from slime.weights.transport import choose_transport
 
@@ -63,8 +65,12 @@ class Plan:
         return "\n".join(lines[1:]) + "\n"
 
 
-def make_plan(config: Config, *, device: str, gpu_count: int) -> Plan:
-    """The plan of a resolved config on a machine with `gpu_count` GPUs; refuses what cannot be placed."""
+def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool = False) -> Plan:
+    """The plan of a resolved config on a machine with `gpu_count` GPUs; refuses what cannot be placed or scored.
+
+    `reward_given` says that a reward function comes as an object instead of by a flag.
+    """
+    check_data(config, reward_given=reward_given)
     trainers = 0 if config.debug_rollout_only else config.actor_num_nodes * config.actor_num_gpus_per_node
     backend, backend_reason = "none", "nothing is generated"
     if needs_engines(config) and config.rollout_num_gpus:
@@ -78,9 +84,11 @@ def make_plan(config: Config, *, device: str, gpu_count: int) -> Plan:
     available = nvidia_gpu_memory() if device == "cuda" else available_memory()
     processes = _processes(config, shape, device, trainers, engines, available)
     steps = _optimizer_steps(config)
+    data = data_rows(config) if config.dry_run else ()
     sections = (
         ("Model", _model_rows(config, shape)),
         ("Processes", _process_rows(processes, (backend, backend_reason), (transport, transport_reason))),
+        *((("Data", data),) if data else ()),
         ("Batches", _batch_rows(config, trainers)),
         ("Length", _length_rows(config, steps)),
         (f"Memory (estimate, {device})", _memory_rows(processes, available, device)),
@@ -210,7 +218,9 @@ def _length_rows(config: Config, steps: int | None) -> tuple[tuple[str, str], ..
     elif config.load_debug_rollout_data is not None:
         length = "as many rollout steps as there are dumps"
     else:
-        length = f"{config.num_epoch} x (prompts / {config.rollout_batch_size}) rollout steps"
+        prompts = training_prompts(config) if config.dry_run else None
+        each = f"(prompts / {config.rollout_batch_size})" if prompts is None else steps_per_epoch(config, prompts)
+        length = f"{config.num_epoch} x {each} rollout steps"
     horizon = config.lr_decay_iters or steps or "all"
     rate = f"{config.lr:g} constant"
     if config.lr_decay_style != "constant":
@@ -284,9 +294,6 @@ def _notes(config: Config, backend: str) -> list[str]:
     elif evaluates(config) and config.eval_interval is None:
         flag = "--eval-prompt-data" if config.eval_prompt_data else "--eval-config"
         notes.append(f"{flag} without --eval-interval: there is no periodic evaluation")
-    own_reward = config.custom_generate_function_path or config.loss_type == "sft_loss" or config.use_opd
-    if config.rm_type is None and config.custom_rm_path is None and not own_reward:
-        notes.append("neither --rm-type nor --custom-rm-path: each row's metadata must name its rm_type")
     if config.debug_rollout_only:
         notes.append(f"--debug-rollout-only: engines serve {config.hf_checkpoint} throughout, nothing is trained")
     elif config.save is None and config.num_rollout != 0:

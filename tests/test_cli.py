@@ -19,10 +19,11 @@ def command_line(tmp_path: Path) -> list[str]:
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8}))
     add_weights(model)
-    (tmp_path / "prompts.jsonl").write_text('{"input": "1"}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1", "answer": "1"}\n' * 9)
     return [
         *("--hf-checkpoint", str(model), "--prompt-data", str(tmp_path / "prompts.jsonl"), "--device", "cpu"),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--num-rollout", "3", "--rm-type", "math"),
+        *("--label-key", "answer"),
         *("--rollout-max-response-len", "8", "--output-dir", str(tmp_path / "out")),
     ]
 

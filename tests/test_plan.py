@@ -33,10 +33,11 @@ def flags(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
     add_weights(tmp_path)
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"input": "1"}\n')
+    prompts.write_text('{"input": "1", "label": "1"}\n')
     return {
         "hf_checkpoint": str(tmp_path),
         "prompt_data": str(prompts),
+        "label_key": "label",
         "rollout_batch_size": 32,
         "n_samples_per_prompt": 8,
         "num_steps_per_rollout": 2,
@@ -155,14 +156,13 @@ def test_a_plan_refuses_what_the_run_would_refuse(flags: dict[str, Any]) -> None
 
 def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) -> None:
     carried = {"tensor_model_parallel_size": 2, "sglang_context_length": 9, "mine": 1}
-    del flags["rm_type"], flags["save"]
+    del flags["save"]
     flags["n_samples_per_prompt"] = 1
     config = resolve(Config(**flags, carried=carried, eval_prompt_data=[("a", flags["prompt_data"])]))
     notes = "\n".join(make_plan(config, device="cpu", gpu_count=0).notes)
     assert "Megatron flags without effect on the FSDP trainer: --tensor-model-parallel-size" in notes
     assert "SGLang flags without effect on the embedded engine: --sglang-context-length" in notes
     assert "without --eval-interval" in notes
-    assert "metadata must name its rm_type" in notes
     assert "no --save: the trained model is not kept" in notes
     assert "advantage 0" in notes
 

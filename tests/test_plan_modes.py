@@ -53,6 +53,6 @@ def test_datasets_of_a_file_are_named(flags: dict[str, Any], tmp_path: Path) -> 
     file = tmp_path / "eval.yaml"
     file.write_text(f"eval: {{datasets: {{few: {flags['prompt_data']}}}}}\n")
     assert "every 2 rollout steps on few" in plan_of(flags, eval_config=str(file), eval_interval=2).render()
-    sft = plan_of({**flags, "rm_type": None}, loss_type="sft_loss", eval_config=str(file))
+    sft = plan_of(flags, loss_type="sft_loss", eval_config=str(file))
     assert counts(sft)["engine"] == 1
     assert "--eval-config without --eval-interval" in sft.render()

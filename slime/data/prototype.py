@@ -7,6 +7,7 @@ value, so that worker processes make the same prototypes as the main one.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -137,7 +138,9 @@ def _surely_shorter(text: str, limit: int) -> bool:
 
 def _required(row: Row, key: str, flag: str, where: str) -> Any:
     if key not in row:
-        raise UserError(f"{where}: no key {key!r}; this row has {sorted(row)}; choose one with {flag}")
+        near = difflib.get_close_matches(key, row, n=1)
+        hint = f"did you mean {flag} {near[0]}?" if near else f"choose one with {flag}"
+        raise UserError(f"{where}: no key {key!r}; this row has {sorted(row)}; {hint}")
     return row[key]
 
 

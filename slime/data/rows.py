@@ -107,17 +107,20 @@ class JsonlRows:
         return f"{self._path}:{self._lines[index]}"
 
     def _parse(self, index: int, line: bytes) -> Row:
-        if index == 0:
-            line = line.removeprefix(_BYTE_ORDER_MARK)
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{self.where(index)}: not valid JSON ({error.msg} at column {error.colno})") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"{self.where(index)}: not valid UTF-8 ({error.reason} at byte {error.start})") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{self.where(index)}: a row must be a JSON object, this is a {type(row).__name__}")
-        return row
+        return parse_line(line, self.where(index))
+
+
+def parse_line(line: bytes, where: str) -> Row:
+    """The row on one line of a JSONL file."""
+    try:
+        row = json.loads(line.removeprefix(_BYTE_ORDER_MARK))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not valid UTF-8 ({error.reason} at byte {error.start})") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: a row must be a JSON object, this is a {type(row).__name__}")
+    return row
 
 
 class ParquetRows:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from slime.config.flag import above, flag
 
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")
+LABEL_FREE_RM_TYPES = ("remote_rm", "random")
+"""Those that judge without a label."""
 
 
 def known_rm_type(value: str) -> str | None:

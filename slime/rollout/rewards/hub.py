@@ -25,6 +25,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
+from slime.config.groups.reward import LABEL_FREE_RM_TYPES, RM_TYPES
 from slime.data.sample import Reward, Sample
 from slime.errors import UserError
 from slime.plugins import load_plugin, takes_samples
@@ -41,9 +42,7 @@ from slime.rollout.rewards.remote import RemoteReward
 from slime.rollout.threads import DaemonThreads, Job
 from slime.waits import Wait, log_graph, wait_for, waiting
 
-RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")
 BOXED_PREFIX = "boxed_"
-_WITHOUT_LABEL = ("remote_rm", "random")
 GIVEN = "the given reward function"
 FLAG = "--custom-rm-path"
 TIMEOUT_FLAG = "--reward-timeout"
@@ -206,7 +205,7 @@ class RewardHub:
             raise _unknown_rm_type(rm_type)
         if rm_type.startswith(BOXED_PREFIX):
             response = last_boxed(response) or ""
-        if sample.label is None and kind not in _WITHOUT_LABEL:
+        if sample.label is None and kind not in LABEL_FREE_RM_TYPES:
             raise UserError(f"--rm-type {rm_type} compares with a label and this sample has none; set --label-key")
         match kind:
             case "math":

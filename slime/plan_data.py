@@ -1,0 +1,193 @@
+"""What the prompt files of a run hold, and whether every response to their prompts will have a reward.
+
+Invariant: a run that passes reads its first rows as they are read later, and each of them has what its reward function
+or its supervised loss needs. A bounded part of each file is read; only a dry run counts the rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from slime.config import Config
+from slime.config.eval_datasets import EvalDataset, eval_datasets
+from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
+from slime.config.groups.data import DEFAULT_DATA_SOURCE
+from slime.config.groups.reward import LABEL_FREE_RM_TYPES, RM_TYPES, known_rm_type
+from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.data.first_rows import count_rows, read_first_rows
+from slime.data.prototype import Located, PrototypeBuilder
+from slime.data.sample import Sample
+from slime.data.template_preview import preview_template
+from slime.errors import UserError
+
+_LABEL_NAMES = ("label", "answer", "solution", "ground_truth", "target", "completion", "response", "output")
+_SHOWN_CHARACTERS = 100
+_OUR_SOURCES = (DEFAULT_DATA_SOURCE, "slime.rollout.data_source.RolloutDataSource")
+_OUR_ROLLOUTS = (DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptFile:
+    """A file of prompts and who judges the responses to them."""
+
+    name: str | None
+    """Of an evaluation dataset; None: these prompts are trained on."""
+    path: str
+    builder: PrototypeBuilder
+    label_flag: str
+    rm_type: str | None
+    by_function: bool
+    """A reward function of the user judges: it knows by itself what it needs."""
+    by_plugin: bool
+    """A generate function or hook may give rewards and labels itself."""
+    supervised: bool = False
+    rewardless: bool = False
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Entries that go over those of the rows."""
+
+
+def check_data(config: Config, *, reward_given: bool) -> None:
+    """Raise a `UserError` for the first row, of those at the beginning, that the run could not use."""
+    for file in _files(config, reward_given):
+        for located in read_first_rows(file.path, columns=file.builder.columns):
+            _check_row(file, located, file.builder.build(located))
+
+
+def data_rows(config: Config) -> tuple[tuple[str, str], ...]:
+    """The data as lines of a plan; the files are counted."""
+    rows: list[tuple[str, str]] = []
+    for file in _files(config, reward_given=True):
+        count = count_rows(file.path)
+        if file.name is not None:
+            rows.append((f"eval {file.name}", f"{count} in {file.path}"))
+            continue
+        steps = steps_per_epoch(config, count)
+        epoch = f"{steps} rollout step{'s' * (steps > 1)} of {config.rollout_batch_size}"
+        rows.append(("prompts", f"{count} in {file.path}, an epoch is {epoch}"))
+        first = file.builder.build(read_first_rows(file.path, columns=file.builder.columns, most_rows=1)[0])
+        rows.append(("first prompt", _shown(_prompt_text(config, first))))
+        rows.append(("its label", "none" if first.label is None else _shown(first.label)))
+    return tuple(rows)
+
+
+def steps_per_epoch(config: Config, prompts: int) -> int:
+    """How many rollout steps an epoch has."""
+    return max(1, prompts // config.rollout_batch_size)
+
+
+def training_prompts(config: Config) -> int | None:
+    """The number of prompts; None when they come from elsewhere than a file."""
+    return count_rows(config.prompt_data) if config.prompt_data is not None and _reads_prompts(config) else None
+
+
+def _files(config: Config, reward_given: bool) -> Iterator[PromptFile]:
+    by_plugin = bool(config.custom_generate_function_path or config.rollout_sample_hook_path)
+    by_function = reward_given or config.custom_rm_path is not None
+    if config.prompt_data is not None and _reads_prompts(config):
+        yield PromptFile(
+            None,
+            config.prompt_data,
+            PrototypeBuilder(
+                None, config.input_key, config.label_key, metadata_key=config.metadata_key, tool_key=config.tool_key
+            ),
+            "--label-key",
+            config.rm_type,
+            by_function,
+            by_plugin or config.rollout_function_path not in _OUR_ROLLOUTS,
+            supervised=config.rollout_function_path == SFT_ROLLOUT_FUNCTION,
+            rewardless=config.use_opd and config.rm_type is None,
+        )
+    if config.debug_train_only or config.eval_function_path != DEFAULT_ROLLOUT_FUNCTION:
+        return
+    for dataset in eval_datasets(config):
+        yield _eval_file(config, dataset, by_function, by_plugin)
+
+
+def _eval_file(config: Config, dataset: EvalDataset, by_function: bool, by_plugin: bool) -> PromptFile:
+    own = dataset.rm_type is not None or dataset.custom_rm_path is not None
+    typed = {} if dataset.rm_type is None else {"rm_type": dataset.rm_type}
+    return PromptFile(
+        dataset.name,
+        dataset.path,
+        PrototypeBuilder(
+            None, dataset.input_key, dataset.label_key, metadata_key=dataset.metadata_key, tool_key=dataset.tool_key
+        ),
+        "--eval-label-key",
+        config.rm_type,
+        dataset.custom_rm_path is not None or (by_function and not own),
+        by_plugin or dataset.custom_generate_function_path is not None,
+        rewardless=config.use_opd and config.rm_type is None and not own,
+        metadata={**typed, **dataset.metadata_overrides},
+    )
+
+
+def _reads_prompts(config: Config) -> bool:
+    own_source = config.disable_rollout_global_dataset or config.data_source_path not in _OUR_SOURCES
+    return not own_source and config.load_debug_rollout_data is None
+
+
+def _check_row(file: PromptFile, located: Located, sample: Sample) -> None:
+    if file.supervised:
+        _check_answer(located, sample)
+        return
+    if file.by_function or file.by_plugin:
+        return
+    rm_type = str({**sample.metadata, **file.metadata}.get("rm_type") or file.rm_type or "").strip()
+    if not rm_type:
+        if file.rewardless:
+            return
+        raise UserError(
+            f"nothing gives the responses a reward: name a verifier with --rm-type ({', '.join(RM_TYPES)}) or a "
+            f"function with --custom-rm-path; {located.where} names no rm_type in its metadata either"
+        )
+    complaint = known_rm_type(rm_type)
+    if complaint is not None:
+        raise UserError(f"{located.where}: rm_type {rm_type!r} in its metadata {complaint}")
+    if rm_type.removeprefix("boxed_") in LABEL_FREE_RM_TYPES or sample.label is not None:
+        return
+    if file.builder.label_key is not None:
+        raise UserError(
+            f"{located.where}: {file.builder.label_key!r} is null, but --rm-type {rm_type} compares with it: fill it in"
+        )
+    raise UserError(
+        f"--rm-type {rm_type} compares with a label: name its column with {file.label_flag} "
+        f"({located.where} has {sorted(located.row)}){_likely_label(located, file.label_flag)}"
+    )
+
+
+def _check_answer(located: Located, sample: Sample) -> None:
+    """Supervised training needs a label, or an assistant's turn in the conversation."""
+    answered = isinstance(sample.prompt, list) and any(message["role"] == "assistant" for message in sample.prompt)
+    if answered or sample.label not in (None, ""):
+        return
+    raise UserError(
+        f"{located.where}: there is no answer to train on: name its column with --label-key, or end the messages with "
+        f"an assistant turn (it has {sorted(located.row)}){_likely_label(located, '--label-key')}"
+    )
+
+
+def _likely_label(located: Located, flag: str) -> str:
+    likely = next((name for name in _LABEL_NAMES if name in located.row), None)
+    return "" if likely is None else f": did you mean {flag} {likely}?"
+
+
+def _prompt_text(config: Config, sample: Sample) -> Any:
+    messages = sample.prompt
+    if isinstance(messages, str):
+        if not config.apply_chat_template:
+            return messages
+        messages = [{"role": "user", "content": messages}]
+    options = config.apply_chat_template_kwargs
+    rendered = preview_template(config.hf_checkpoint, messages, tools=sample.metadata.get("tools"), options=options)
+    return messages if rendered is None else rendered
+
+
+def _shown(value: Any) -> str:
+    """A value on one line; of a long one the beginning and the end."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return f"{text[: _SHOWN_CHARACTERS * 2 // 3]} ... {text[-_SHOWN_CHARACTERS // 3 :]}"

@@ -1,0 +1,184 @@
+"""What a plan sees in the prompt files: rows it counts and shows, and runs it refuses because nothing could be scored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from slime.config import Config, resolve
+from slime.data.first_rows import read_first_rows
+from slime.data.rows import open_rows
+from slime.errors import UserError
+from slime.plan import make_plan
+from tests.test_plan import flags
+
+__all__ = ["flags"]
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write rows into a .jsonl file; its path."""
+
+    def to_file(*rows: dict[str, Any], name: str = "own.jsonl") -> str:
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / name)
+
+    return to_file
+
+
+def plan_text(flags: dict[str, Any], **changes: Any) -> str:
+    reward_given = changes.pop("reward_given", False)
+    config = resolve(Config(**{**flags, **changes}))
+    return make_plan(config, device="cpu", gpu_count=0, reward_given=reward_given).render()
+
+
+def refused(flags: dict[str, Any], **changes: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        plan_text(flags, **changes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+NO_REWARD = (
+    "nothing gives the responses a reward: name a verifier with --rm-type (math, dapo, deepscaler, f1, gpqa, remote_rm, "
+    "random) or a function with --custom-rm-path; {where} names no rm_type in its metadata either"
+)
+
+
+def test_without_any_reward_nothing_starts(flags: dict[str, Any], write: Write, tmp_path: Path) -> None:
+    where = f"{flags['prompt_data']}:1"
+    assert refused(flags, rm_type=None) == NO_REWARD.format(where=where)
+    typed = {"input": "1", "label": "1", "metadata": {"rm_type": "math"}}
+    plan_text(flags, rm_type=None, prompt_data=write(typed))
+    half = write(typed, {"input": "1", "label": "1"})
+    assert refused(flags, rm_type=None, prompt_data=half) == NO_REWARD.format(where=f"{half}:2")
+    wrong = write({**typed, "metadata": {"rm_type": "maths"}})
+    assert refused(flags, prompt_data=wrong).startswith(
+        f"{wrong}:1: rm_type 'maths' in its metadata must be one of math"
+    )
+
+
+def test_whoever_can_give_a_reward_is_let_do_it(flags: dict[str, Any], tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "async def generate(args, sample, sampling_params): return sample\n"
+        "def hook(args, sample): return None\n"
+        "def reward(args, sample): return 1.0\n"
+        "def rollout(args, rollout_id, data_source, evaluation=False): return []\n"
+    )
+    bare = {**flags, "rm_type": None, "label_key": None}
+    plan_text(bare, reward_given=True)
+    plan_text(bare, custom_rm_path=f"{plugin}:reward")
+    plan_text(bare, custom_generate_function_path=f"{plugin}:generate")
+    plan_text(bare, rollout_sample_hook_path=[f"{plugin}:hook"])
+    plan_text(bare, rollout_function_path=f"{plugin}:rollout")
+    plan_text(bare, use_opd=True, opd_type="trainer", opd_teacher_load=flags["hf_checkpoint"])
+    plan_text(flags, rm_type="random", label_key=None)
+
+
+def test_a_verifier_without_a_label(flags: dict[str, Any], write: Write) -> None:
+    file = flags["prompt_data"]
+    assert refused(flags, label_key=None) == (
+        f"--rm-type math compares with a label: name its column with --label-key ({file}:1 has ['input', 'label']): "
+        "did you mean --label-key label?"
+    )
+    assert refused(flags, label_key="lable") == (
+        f"{file}:1: no key 'lable'; this row has ['input', 'label']; did you mean --label-key label?"
+    )
+    assert refused(flags, input_key="question") == (
+        f"{file}:1: no key 'question'; this row has ['input', 'label']; choose one with --input-key"
+    )
+    null = write({"input": "1", "label": "1"}, {"input": "2", "label": None})
+    assert refused(flags, prompt_data=null) == (
+        f"{null}:2: 'label' is null, but --rm-type math compares with it: fill it in"
+    )
+    typed = write({"input": "1", "metadata": {"rm_type": "boxed_gpqa"}})
+    assert refused(flags, prompt_data=typed, label_key=None).startswith("--rm-type boxed_gpqa compares with a label")
+
+
+def test_evaluation_data_is_looked_at_too(flags: dict[str, Any], write: Write, tmp_path: Path) -> None:
+    bare = write({"input": "1"})
+    data = {"eval_prompt_data": [("held-out", bare)], "eval_interval": 1}
+    assert refused(flags, **data) == f"{bare}:1: no key 'label'; this row has ['input']; choose one with --label-key"
+    answered = write({"input": "1", "label": "2"}, name="answered.jsonl")
+    sft = {**flags, "rm_type": None, "loss_type": "sft_loss"}
+    assert refused(sft, eval_prompt_data=[("a", answered)], eval_interval=1) == NO_REWARD.format(where=f"{answered}:1")
+    file = tmp_path / "eval.yaml"
+    file.write_text(f"eval: {{datasets: {{a: {{path: {answered}, rm_type: math}}}}}}\n")
+    plan_text(sft, eval_config=str(file), eval_interval=1)
+
+
+def test_supervised_rows_have_an_answer(flags: dict[str, Any], write: Write) -> None:
+    sft = {**flags, "loss_type": "sft_loss", "label_key": None, "rm_type": None}
+    file = write({"input": "1+1=", "answer": "2"})
+    assert refused(sft, prompt_data=file) == (
+        f"{file}:1: there is no answer to train on: name its column with --label-key, or end the messages with an "
+        "assistant turn (it has ['answer', 'input']): did you mean --label-key answer?"
+    )
+    plan_text(sft, prompt_data=file, label_key="answer")
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    plan_text(sft, prompt_data=write({"input": turns}))
+    assert "no answer" in refused(sft, prompt_data=write({"input": turns[:1]}))
+
+
+def test_a_dry_run_counts_and_shows_the_data(flags: dict[str, Any], write: Write, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "chat_template": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+                "{% if add_generation_prompt %}<assistant>{% endif %}",
+                "eos_token": {"content": "<e>"},
+            }
+        )
+    )
+    long = "x" * 300
+    file = write(*({"input": f"{i}+1=" if i else long, "label": str(i + 1)} for i in range(70)))
+    data = {"prompt_data": file, "eval_prompt_data": [("few", f"{file}@[:3]")], "eval_interval": 1, "dry_run": True}
+    text = plan_text(flags, **data, num_rollout=None, num_epoch=3)
+    assert f"  prompts           70 in {file}, an epoch is 2 rollout steps of 32\n" in text
+    assert f'  first prompt      "{"x" * 65} ... {"x" * 33}"\n' in text
+    assert '  its label         "1"\n' in text
+    assert f"  eval few          3 in {file}@[:3]\n" in text
+    assert "3 x 2 rollout steps" in text
+    rendered = plan_text(flags, **{**data, "prompt_data": f"{file}@[1:]"}, apply_chat_template=True)
+    assert '  first prompt      "<user>1+1=<e><assistant>"\n' in rendered
+    assert "69 in" in rendered
+    assert "first prompt" not in plan_text(flags, prompt_data=file)
+
+
+def test_first_rows_are_the_rows_of_the_file(tmp_path: Path) -> None:
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("\n" + "".join(f'{{"a": {i}, "b": "{i}"}}\n\n' for i in range(300)))
+    columns = tmp_path / "rows.parquet"
+    table = pyarrow.table({"a": list(range(300)), "b": [str(i) for i in range(300)]})
+    pyarrow.parquet.write_table(table, columns, row_group_size=64)
+    for file in (lines, columns):
+        for part in ("", "@[130:]", "@[5:8]", "@[-3:]", "@[:-290]", "@[64:128]"):
+            wanted = open_rows(f"{file}{part}", columns={"a"})
+            found = read_first_rows(f"{file}{part}", columns={"a"})
+            assert len(found) == min(100, len(wanted))
+            assert [(one.where, one.row) for one in found] == [(wanted.where(i), wanted[i]) for i in range(len(found))]
+        for part in ("@[300:]", "@[8:8]", "@[9:8]"):
+            with pytest.raises(UserError, match="has no rows"):
+                read_first_rows(f"{file}{part}", columns={"a"})
+    lines.write_text('{"a": 1}\n{broken\n')
+    with pytest.raises(UserError, match=r"rows.jsonl:2: not valid JSON"):
+        read_first_rows(str(lines), columns={"a"})
+    columns.write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=r"rows.parquet: cannot be read as Parquet"):
+        read_first_rows(str(columns), columns={"a"})
+
+
+def test_only_the_beginning_of_a_large_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "large.jsonl"
+    row = json.dumps({"a": "x" * 400_000}) + "\n"
+    file.write_text(row * 4 + "{broken\n")
+    assert len(read_first_rows(str(file), columns={"a"})) == 3
