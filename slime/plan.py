@@ -18,8 +18,9 @@ from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.rollout import SFT_ROLLOUT_FUNCTION
 from slime.config.megatron_flags import MEGATRON_FLAGS
-from slime.engine.backend import choose_backend
+from slime.engine.backend import EXTERNAL, choose_backend
 from slime.engine.engines import check_engines, count_engines
+from slime.engine.external import ExternalEngines
 from slime.errors import UserError
 from slime.models.shape import ModelShape
 from slime.plan_data import check_data, data_rows, steps_per_epoch, training_prompts
@@ -76,6 +77,8 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
     if needs_engines(config) and config.rollout_num_gpus:
         backend, backend_reason = choose_rollout_backend(config, device)
     engines = 0 if backend == "none" else count_engines(config, backend)
+    if backend == EXTERNAL:
+        ExternalEngines(config).ask()
     gpus_needed = _check_gpus(config, device, gpu_count, trainers, engines)
     shape = ModelShape.from_folder(config.hf_checkpoint)
     transport, transport_reason = ("none", "nothing is trained" if engines else "there is no engine")

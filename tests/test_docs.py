@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from slime.config import Config
-from slime.config.checks import check_plugins
 from slime.config.config import FLAG_SPECS
 from slime.config.help import FILE_FLAGS
 from slime.config.megatron_flags import MEGATRON_FLAGS
 from slime.config.not_yet import NOT_YET
+from slime.config.plugin_checks import check_plugins
 from slime.data.sample import Sample
 from slime.engine.embedded.options import parse_options
 from slime.engine.serve import wants_fleet

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slime.config import Config, resolve
+from slime.errors import UserError
 from slime.plan import Plan, make_plan
 from tests.test_plan import flags
 
@@ -56,3 +63,37 @@ def test_datasets_of_a_file_are_named(flags: dict[str, Any], tmp_path: Path) -> 
     sft = plan_of(flags, loss_type="sft_loss", eval_config=str(file))
     assert counts(sft)["engine"] == 1
     assert "--eval-config without --eval-interval" in sft.render()
+
+
+class AnEngine(BaseHTTPRequestHandler):
+    """Answers what an engine is asked about itself; the server's `model` is what it serves."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"engine": "slime-embedded", "version": "1", "model_path": self.server.model}).encode()  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: Any) -> None: ...
+
+
+def test_engines_of_others_are_asked_before_anything_starts(flags: dict[str, Any], tmp_path: Path) -> None:
+    with socket.socket() as deaf, HTTPServer(("127.0.0.1", 0), AnEngine) as server:
+        deaf.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens at it
+        gone = f"127.0.0.1:{deaf.getsockname()[1]}"
+        server.model = flags["hf_checkpoint"]  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        there = f"127.0.0.1:{server.server_address[1]}"
+        plan = plan_of(flags, rollout_external_engine_addrs=[there])
+        assert (plan.rollout_backend, counts(plan)["engine"]) == ("external", 1)
+        for mode in ({}, {"dry_run": True}):
+            with pytest.raises(UserError) as caught:
+                plan_of(flags, rollout_external_engine_addrs=[there, gone], **mode)
+            assert str(caught.value).startswith(f"--rollout-external-engine-addrs: engine http://{gone} did not answer")
+            assert str(caught.value).endswith(": start it (slime serve), or correct the address")
+        server.model = str(tmp_path / "other")  # type: ignore[attr-defined]
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "config.json").write_text('{"model_type": "llama"}')
+        with pytest.raises(UserError, match=r"with architecture llama, but --hf-checkpoint .* has qwen3"):
+            plan_of(flags, rollout_external_engine_addrs=[there])
+        server.shutdown()

@@ -1,6 +1,6 @@
-"""Several turns: the model answers, is told something, and answers again, --max-turns times.
+"""Several turns: the model answers, is told something, and answers again, --max-turns times (2 by default).
 
-    --custom-generate-function-path examples/plugins/multi_turn_generate.py --max-turns 2
+    --custom-generate-function-path examples/plugins/multi_turn_generate.py --max-turns 3
 
 What was sampled is trained on, what is put in between is not. Each call gets a seed of its own, or it would draw with
 the same random numbers as the first. With --partial-rollout, `post` stands still between two rollouts and goes on where
@@ -16,7 +16,7 @@ async def multi_turn_generate(args, sample, sampling_params, evaluation=False):
     tokenizer = GenerateState(args).tokenizer
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     sample.tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
-    for turn in range(args.max_turns):
+    for turn in range(args.max_turns or 2):
         if turn:
             note = " Are you sure? "
             note_ids = tokenizer.encode(note, add_special_tokens=False)

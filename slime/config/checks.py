@@ -1,37 +1,29 @@
-"""Checks across flags, on files and on plugin functions: each failure is one sentence with the remedy.
+"""Checks across flags and on files: each failure is one sentence with the remedy.
 
 They run on a config whose values are derived and in range; the order is cheapest first.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slime.config.algorithm import NONZERO_STD_FILTER, algorithm_contradictions
+from slime.config.algorithm import algorithm_contradictions
 from slime.config.asynchronous import async_contradictions
 from slime.config.config import Config
 from slime.config.eval_datasets import eval_datasets, evaluates
-from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
-from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.start import check_weight_sources
 from slime.errors import UserError
-from slime.plugins import CONTRACTS, constructor_values, load_plugin
 
 DUMP_SUFFIXES = (".jsonl", ".pt")
 """Kinds of files that hold the samples of a rollout."""
 
 _SLICE = re.compile(r"(?P<path>.*)@\[-?\d*:-?\d*\]")
-_BUILT_IN = (
-    DEFAULT_DATA_SOURCE,
-    DEFAULT_ROLLOUT_FUNCTION,
-    FULLY_ASYNC_ROLLOUT_FUNCTION,
-    SFT_ROLLOUT_FUNCTION,
-    NONZERO_STD_FILTER,
-)
 
 
 def check_flags_fit(config: Config) -> None:
@@ -156,6 +148,17 @@ def check_files(config: Config) -> None:
             _check_writable(folder.partition("{")[0] or ".", flag)
 
 
+def check_trackers(config: Config) -> None:
+    """The packages that metrics are to be shown with are installed."""
+    if config.use_wandb and importlib.util.find_spec("wandb") is None:
+        raise UserError("--use-wandb needs the package wandb, which is not installed: pip install wandb, or drop it")
+    if config.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UserError(
+            "--use-tensorboard needs the package tensorboard, which is not installed: pip install tensorboard, or turn "
+            "it off with --no-use-tensorboard"
+        )
+
+
 def _check_dump_files(config: Config) -> None:
     for flag, template in (
         ("--save-debug-rollout-data", config.save_debug_rollout_data),
@@ -200,22 +203,3 @@ def _check_writable(folder: str, flag: str) -> None:
         raise UserError(f"{flag} {folder} cannot be made: {path} is a file")
     if not os.access(path, os.W_OK):
         raise UserError(f"{flag} {folder} cannot be written: no permission for {path}")
-
-
-def check_plugins(config: Config) -> None:
-    """Every function and class the user named imports and can be called the way it will be."""
-    for contract in CONTRACTS:
-        named = getattr(config, contract.field_name)
-        for path in named if isinstance(named, list) else [named]:
-            if path is None or path in _BUILT_IN:
-                continue
-            found = load_plugin(path, contract.flag)
-            if isinstance(found, type) and not contract.is_class:
-                constructor_values(found, config, f"{contract.flag} {path}")
-    for dataset in eval_datasets(config):
-        for flag, path in (
-            ("--custom-generate-function-path", dataset.custom_generate_function_path),
-            ("--custom-rm-path", dataset.custom_rm_path),
-        ):
-            if path is not None:
-                load_plugin(path, flag)

@@ -13,9 +13,10 @@ from typing import Any
 from slime.config.algorithm import derive_algorithm, has_critic
 from slime.config.asynchronous import derive_async, is_async
 from slime.config.batch import derive_batch_sizes
-from slime.config.checks import check_files, check_flags_fit, check_plugins
+from slime.config.checks import check_files, check_flags_fit, check_trackers
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.config.plugin_checks import check_plugins
 from slime.config.roles import critic_flags, role_overrides
 from slime.config.shape_flags import check_shape_flags
 from slime.config.values import coerce
@@ -30,6 +31,7 @@ def resolve(config: Config) -> Config:
     config = config.replace(**role_overrides(config, "actor"))
     config = derive(config)
     check_flags_fit(config)
+    check_trackers(config)
     check_files(config)
     if has_critic(config):
         critic_flags(config)

@@ -6,6 +6,7 @@ vocabulary as `--hf-checkpoint`; otherwise the run ends with the reason before a
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from slime.models.folder import read_config_json
 
 FLAG = "--rollout-external-engine-addrs"
 _TIMEOUT_S = 30.0
+_ASK_TIMEOUT_S = 10.0
 
 
 class ExternalEngines:
@@ -41,8 +43,16 @@ class ExternalEngines:
 
     def start(self) -> list[str]:
         """Look at every engine; returns `urls`."""
-        self.launches = [_discover(url, self._config.hf_checkpoint) for url in self._addresses]
+        self.launches = self._discovered(_TIMEOUT_S)
         return self.urls
+
+    def ask(self) -> None:
+        """Raise a `UserError` unless every engine answers soon, and serves the right model."""
+        self._discovered(_ASK_TIMEOUT_S)
+
+    def _discovered(self, timeout_s: float) -> list[Launch]:
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(lambda url: _discover(url, self._config.hf_checkpoint, timeout_s), self._addresses))
 
     def check(self) -> None:
         """Engines of others are not watched: a call that fails says so by itself."""
@@ -68,13 +78,13 @@ def _url(address: str) -> str:
     return f"http://{host}:{port}"
 
 
-def _discover(url: str, hf_checkpoint: str) -> Launch:
+def _discover(url: str, hf_checkpoint: str, timeout_s: float) -> Launch:
     try:
-        found = probe(url, generate=False, timeout_s=_TIMEOUT_S)
-        _check_model(url, found, hf_checkpoint)
-        info = ask("GET", f"{url}/server_info", timeout_s=_TIMEOUT_S)[1]
+        found = probe(url, generate=False, timeout_s=timeout_s)
+        _check_model(url, found, hf_checkpoint, timeout_s)
+        info = ask("GET", f"{url}/server_info", timeout_s=timeout_s)[1]
     except (RunFailed, NoAnswer) as error:
-        raise UserError(f"{FLAG}: {error}") from error
+        raise UserError(f"{FLAG}: {error}: start it (slime serve), or correct the address") from error
     host, _, port = url.removeprefix("http://").rpartition(":")
     mode = info.get("disaggregation_mode")
     worker_type = mode if mode in ("prefill", "decode") else "regular"
@@ -82,10 +92,10 @@ def _discover(url: str, hf_checkpoint: str) -> Launch:
     return Launch(url, (), {}, host, int(port), worker_type=worker_type, bootstrap_port=bootstrap)
 
 
-def _check_model(url: str, found: Capabilities, hf_checkpoint: str) -> None:
+def _check_model(url: str, found: Capabilities, hf_checkpoint: str, timeout_s: float) -> None:
     """Compare what the engine says, or what lies in its model folder where that can be read here."""
     ours = read_config_json(hf_checkpoint)
-    theirs = _model_facts(url, found)
+    theirs = _model_facts(url, found, timeout_s)
     for key, name in (("model_type", "architecture"), ("vocab_size", "vocabulary")):
         if theirs.get(key) is not None and theirs[key] != ours.get(key):
             raise UserError(
@@ -94,9 +104,9 @@ def _check_model(url: str, found: Capabilities, hf_checkpoint: str) -> None:
             )
 
 
-def _model_facts(url: str, found: Capabilities) -> dict[str, Any]:
+def _model_facts(url: str, found: Capabilities, timeout_s: float) -> dict[str, Any]:
     folder = Path(found.model_path)
     if (folder / "config.json").is_file():
         return read_config_json(folder)
-    status, answer = ask("GET", f"{url}/model_info", timeout_s=_TIMEOUT_S)
+    status, answer = ask("GET", f"{url}/model_info", timeout_s=timeout_s)
     return answer if status == 200 and isinstance(answer, dict) else {}

@@ -10,11 +10,13 @@ from slime.plugins.contracts import (
     takes_samples,
 )
 from slime.plugins.loading import load_function, load_plugin
+from slime.plugins.needs import computed_with
 
 __all__ = [
     "CONTRACTS",
     "Contract",
     "check",
+    "computed_with",
     "constructor_values",
     "contract_of",
     "load_function",

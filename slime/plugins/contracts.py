@@ -253,7 +253,10 @@ def takes_nothing(found: Callable[..., Any]) -> bool:
 
 
 def constructor_values(found: type, args: Any, what: str) -> dict[str, Any]:
-    """Arguments of a user's class by name: `args` is the config, any other name an entry of it."""
+    """Arguments of a user's class by name: `args` is the config, any other name an entry of it.
+
+    A flag that was not given does not replace the class's own default.
+    """
     values: dict[str, Any] = {}
     for name, parameter in inspect.signature(found).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -261,7 +264,9 @@ def constructor_values(found: type, args: Any, what: str) -> dict[str, Any]:
         if name in ("args", "config"):
             values[name] = args
         elif hasattr(args, name):
-            values[name] = getattr(args, name)
+            value = getattr(args, name)
+            if value is not None or parameter.default is parameter.empty:
+                values[name] = value
         elif parameter.default is parameter.empty:
             raise UserError(
                 f"{what} is made with {name}, which is no flag: put {name}: ... into a YAML file and name that with "

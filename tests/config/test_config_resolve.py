@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +221,27 @@ def test_plugins_are_checked_with_their_signature(valid: dict[str, Any], tmp_pat
         f"--custom-rm-path {file}:narrow is called with (args, sample), but its signature is (args): change it"
     )
     assert "did you mean reward?" in refused(valid, custom_rm_path=f"{file}:rewards")
+
+
+@pytest.mark.parametrize(
+    ("package", "flags", "sentence"),
+    [
+        (
+            "wandb",
+            {"use_wandb": True},
+            "--use-wandb needs the package wandb, which is not installed: pip install wandb, or drop it",
+        ),
+        (
+            "tensorboard",
+            {},
+            "--use-tensorboard needs the package tensorboard, which is not installed: pip install tensorboard, or turn "
+            "it off with --no-use-tensorboard",
+        ),
+    ],
+)
+def test_trackers_are_installed_or_refused(
+    valid: dict[str, Any], monkeypatch: pytest.MonkeyPatch, package: str, flags: dict[str, Any], sentence: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert refused(valid, **flags) == sentence
+    resolve(Config(**valid, use_tensorboard=False))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slime.config import Config
-from slime.config.checks import check_plugins
 from slime.config.config import FLAG_SPECS
+from slime.config.plugin_checks import check_plugins
 from slime.config.resolve import derive
 from slime.errors import UserError
 from slime.plugins import CONTRACTS, check, contract_of, load_function

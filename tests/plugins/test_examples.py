@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slime.config import Config
-from slime.config.checks import check_plugins
 from slime.config.config import FLAG_SPECS
+from slime.config.plugin_checks import check_plugins
 from slime.data.sample import Sample
 from slime.data.user_source import make_data_source
 from slime.plugins import CONTRACTS, contract_of, load_plugin

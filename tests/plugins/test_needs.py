@@ -1,0 +1,79 @@
+"""A function that computes with a flag nobody gave is refused at the start; one that has a default is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config
+from slime.config.plugin_checks import check_plugins
+from slime.errors import UserError
+from slime.plugins import constructor_values
+
+GENERATE = "async def generate(args, sample, sampling_params):\n    {body}\n    return sample\n"
+
+
+@pytest.fixture
+def generate(tmp_path: Path) -> Callable[[str], str]:
+    def write(body: str) -> str:
+        file = tmp_path / f"generate_{abs(hash(body))}.py"
+        file.write_text(GENERATE.format(body=body))
+        return f"{file}:generate"
+
+    return write
+
+
+def check(**flags: Any) -> None:
+    check_plugins(Config(rollout_batch_size=1, **flags))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "for turn in range(args.max_turns): pass",
+        "left = args.max_turns - 1",
+        "more = sample.index < args.max_turns",
+        "more = [turn for turn in range(1, args.max_turns)]",
+    ],
+)
+def test_a_number_that_is_computed_with_must_be_there(generate: Callable[[str], str], body: str) -> None:
+    path = generate(body)
+    check(custom_generate_function_path=path, max_turns=3)
+    with pytest.raises(UserError) as caught:
+        check(custom_generate_function_path=path)
+    assert str(caught.value) == (
+        f"--custom-generate-function-path {path} computes with args.max_turns, which has no value: give --max-turns, "
+        "or let the function choose one (args.max_turns or 1)"
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "for turn in range(args.max_turns or 4): pass",
+        "turns = args.max_turns if args.max_turns is not None else 4",
+        "turns = args.max_turns",
+        "print(args.max_turns)",
+        "text = 'at most %s' % args.max_turns",
+        "left = args.max_turns - 1 if args.max_turns else 4",
+        "left = args.num_rollout - 1",
+        "left = args.global_batch_size - args.something_of_mine",
+    ],
+)
+def test_what_a_function_does_about_a_missing_value_is_its_own_business(
+    generate: Callable[[str], str], body: str
+) -> None:
+    check(custom_generate_function_path=generate(body))
+
+
+def test_a_flag_that_was_not_given_leaves_a_class_its_default() -> None:
+    class Judge:
+        def __init__(self, args: Any, max_turns: int = 4, seed: int = 0, rm_url: str | None = "here") -> None: ...
+
+    config = Config(rollout_batch_size=1, seed=7)
+    assert constructor_values(Judge, config, "Judge") == {"args": config, "seed": 7}
+    given = config.replace(max_turns=9)
+    assert constructor_values(Judge, given, "Judge") == {"args": given, "seed": 7, "max_turns": 9}
