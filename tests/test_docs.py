@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from contextlib import redirect_stdout
@@ -17,14 +18,17 @@ from slime.config.config import FLAG_SPECS
 from slime.config.help import FILE_FLAGS
 from slime.config.megatron_flags import MEGATRON_FLAGS
 from slime.config.not_yet import NOT_YET
+from slime.config.parser import parse_args
 from slime.config.plugin_checks import check_plugins
 from slime.data.sample import Sample
 from slime.engine.embedded.options import parse_options
 from slime.engine.serve import wants_fleet
+from slime.plan import make_plan
 from slime.plugins import CONTRACTS
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.train.batch import batch_metrics, make_train_batch
 from slime.weights.publisher import PublishResult
+from tests.model_files import add_weights
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -197,3 +201,27 @@ def imported_rooms(path: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
     return {name.split(".")[1] for name in names if name.startswith("slime.")}
+
+
+def test_the_plan_in_the_documentation_is_what_is_printed(tmp_path: Path) -> None:
+    """Sections, labels and order; numbers are those of the machine."""
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    shown = page[page.index("Model\n-----") : page.index("```\n\nThe memory of activations")]
+    model = tmp_path / "model"
+    model.mkdir()
+    shape = {"num_hidden_layers": 4, "hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 4}
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 99, **shape}))
+    add_weights(model)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    config = parse_args(
+        f"--hf-checkpoint {model} --prompt-data {tmp_path}/train.jsonl --input-key prompt --label-key label --rm-type math "
+        "--rollout-batch-size 8 --n-samples-per-prompt 4 --num-steps-per-rollout 2 --num-rollout 2 --eval-interval 1 "
+        f"--rollout-max-response-len 8 --eval-prompt-data held-out {tmp_path}/train.jsonl --save {tmp_path}/run "
+        "--device cpu --tensor-model-parallel-size 2 --sglang-mem-fraction-static 0.7 --dry-run".split()
+    )
+    printed = make_plan(config, device="cpu", gpu_count=0).render()
+    assert labels_of(shown) == labels_of(printed)
+
+
+def labels_of(plan: str) -> list[str]:
+    return [line.split("  ")[1] if line.startswith("  ") else line for line in plan.splitlines()]

@@ -189,7 +189,9 @@ def test_classes_get_flags_by_name_and_may_be_async(write):
     config = Config(rollout_batch_size=3, n_samples_per_prompt=5, custom_rm_path=f"{path}:Later")
     samples = [Sample(prompt="a", label="a"), Sample(prompt="a", label="b")]
     assert asyncio.run(RewardHub(config).score_group(samples)) == [30.0, 0.0]
-    with pytest.raises(Exception, match=r"TooFew: must return a list of 2 rewards, got \[1.0\]"):
+    with pytest.raises(
+        Exception, match=r"TooFew got 2 samples and must return a list of as many rewards, but it returned \[1.0\]"
+    ):
         asyncio.run(RewardHub(config.replace(custom_rm_path=f"{path}:TooFew")).score_group(samples))
 
 
