@@ -44,6 +44,8 @@ class PromptFile:
     by_plugin: bool
     """A generate function or hook may give rewards and labels itself."""
     supervised: bool = False
+    templated: bool = False
+    """Conversations become texts when they are read."""
     rewardless: bool = False
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Entries that go over those of the rows."""
@@ -98,7 +100,8 @@ def _files(config: Config, reward_given: bool) -> Iterator[PromptFile]:
             by_function,
             by_plugin or config.rollout_function_path not in _OUR_ROLLOUTS,
             supervised=config.rollout_function_path == SFT_ROLLOUT_FUNCTION,
-            rewardless=config.use_opd and config.rm_type is None,
+            templated=config.apply_chat_template,
+            rewardless=(config.use_opd and config.rm_type is None) or config.num_rollout == 0,
         )
     if config.debug_train_only or config.eval_function_path != DEFAULT_ROLLOUT_FUNCTION:
         return
@@ -131,7 +134,7 @@ def _reads_prompts(config: Config) -> bool:
 
 def _check_row(file: PromptFile, located: Located, sample: Sample) -> None:
     if file.supervised:
-        _check_answer(located, sample)
+        _check_answer(file, located, sample)
         return
     if file.by_function or file.by_plugin:
         return
@@ -158,14 +161,15 @@ def _check_row(file: PromptFile, located: Located, sample: Sample) -> None:
     )
 
 
-def _check_answer(located: Located, sample: Sample) -> None:
+def _check_answer(file: PromptFile, located: Located, sample: Sample) -> None:
     """Supervised training needs a label, or an assistant's turn in the conversation."""
-    answered = isinstance(sample.prompt, list) and any(message["role"] == "assistant" for message in sample.prompt)
-    if answered or sample.label not in (None, ""):
+    turns = sample.prompt if isinstance(sample.prompt, list) and not file.templated else []
+    if any(turn["role"] == "assistant" for turn in turns) or sample.label not in (None, ""):
         return
     raise UserError(
         f"{located.where}: there is no answer to train on: name its column with --label-key, or end the messages with "
-        f"an assistant turn (it has {sorted(located.row)}){_likely_label(located, '--label-key')}"
+        f"an assistant turn, without --apply-chat-template (it has {sorted(located.row)})"
+        f"{_likely_label(located, '--label-key')}"
     )
 
 

@@ -114,6 +114,7 @@ def test_evaluation_data_is_looked_at_too(flags: dict[str, Any], write: Write, t
     file = tmp_path / "eval.yaml"
     file.write_text(f"eval: {{datasets: {{a: {{path: {answered}, rm_type: math}}}}}}\n")
     plan_text(sft, eval_config=str(file), eval_interval=1)
+    plan_text({**flags, "rm_type": None}, num_rollout=0, eval_config=str(file))
 
 
 def test_supervised_rows_have_an_answer(flags: dict[str, Any], write: Write) -> None:
@@ -121,11 +122,12 @@ def test_supervised_rows_have_an_answer(flags: dict[str, Any], write: Write) -> 
     file = write({"input": "1+1=", "answer": "2"})
     assert refused(sft, prompt_data=file) == (
         f"{file}:1: there is no answer to train on: name its column with --label-key, or end the messages with an "
-        "assistant turn (it has ['answer', 'input']): did you mean --label-key answer?"
+        "assistant turn, without --apply-chat-template (it has ['answer', 'input']): did you mean --label-key answer?"
     )
     plan_text(sft, prompt_data=file, label_key="answer")
     turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     plan_text(sft, prompt_data=write({"input": turns}))
+    assert "no answer" in refused(sft, prompt_data=write({"input": turns}), apply_chat_template=True)
     assert "no answer" in refused(sft, prompt_data=write({"input": turns[:1]}))
 
 
