@@ -21,6 +21,7 @@ from slime.config.megatron_flags import MEGATRON_FLAGS
 from slime.engine.backend import EXTERNAL, choose_backend
 from slime.engine.engines import check_engines, count_engines
 from slime.engine.external import ExternalEngines
+from slime.engine.plain_http import why_unreachable
 from slime.errors import UserError
 from slime.models.shape import ModelShape
 from slime.plan_data import check_data, data_rows, steps_per_epoch, training_prompts
@@ -28,6 +29,7 @@ from slime.plan_memory import MemoryEstimate, available_memory, engine_memory, l
 from slime.weights.transport import choose_transport
 
 _GIB = 2**30
+_SERVICE_TIMEOUT_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,7 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
     `reward_given` says that a reward function comes as an object instead of by a flag.
     """
     check_data(config, reward_given=reward_given)
+    _check_service(config)
     trainers = 0 if config.debug_rollout_only else config.actor_num_nodes * config.actor_num_gpus_per_node
     backend, backend_reason = "none", "nothing is generated"
     if needs_engines(config) and config.rollout_num_gpus:
@@ -121,6 +124,23 @@ def needs_engines(config: Config) -> bool:
     if config.debug_train_only:
         return False
     return config.rollout_function_path != SFT_ROLLOUT_FUNCTION or evaluates(config)
+
+
+def _check_service(config: Config) -> None:
+    """Whoever is at --rm-url, a reward service or a teacher, can be reached."""
+    rewards = any((rm_type or "").removeprefix("boxed_") == "remote_rm" for rm_type in _rm_types(config))
+    teaches = config.use_opd and config.opd_type == "engine" and config.opd_teacher_load is None
+    if config.rm_url is None or config.debug_train_only or not (rewards or teaches):
+        return
+    reason = why_unreachable(config.rm_url, timeout_s=_SERVICE_TIMEOUT_S)
+    if reason is not None:
+        raise UserError(
+            f"--rm-url {config.rm_url} cannot be reached ({reason}): start the service, or correct the address"
+        )
+
+
+def _rm_types(config: Config) -> list[str | None]:
+    return [config.rm_type, *(dataset.rm_type for dataset in eval_datasets(config))]
 
 
 def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, engines: int) -> int:

@@ -179,14 +179,15 @@ def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) ->
         ({"advantage_estimator": "ppo"}, False),
         ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}, False),
         ({"disable_rewards_normalization": True}, False),
-        ({"use_opd": True, "opd_type": "engine", "rm_url": "http://127.0.0.1:1"}, False),
+        ({"use_opd": True, "opd_type": "engine", "opd_teacher_load": "."}, False),
         ({"loss_type": "sft_loss"}, False),
         ({"n_samples_per_prompt": 2}, False),
     ],
 )
 def test_one_sample_a_prompt_is_a_mistake_where_siblings_are_compared(
-    flags: dict[str, Any], changes: dict[str, Any], noted: bool
+    flags: dict[str, Any], changes: dict[str, Any], noted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(flags["hf_checkpoint"])
     config = resolve(Config(**(flags | {"n_samples_per_prompt": 1} | changes)))
     notes = make_plan(config, device="cpu", gpu_count=0).notes
     assert [note.split(":")[0] for note in notes if "advantage 0" in note] == (

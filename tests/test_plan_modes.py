@@ -97,3 +97,17 @@ def test_engines_of_others_are_asked_before_anything_starts(flags: dict[str, Any
         with pytest.raises(UserError, match=r"with architecture llama, but --hf-checkpoint .* has qwen3"):
             plan_of(flags, rollout_external_engine_addrs=[there])
         server.shutdown()
+
+
+def test_a_service_at_rm_url_is_reached_before_anything_starts(flags: dict[str, Any]) -> None:
+    teacher = {"use_opd": True, "opd_type": "engine", "rm_type": None}
+    with socket.socket() as deaf, socket.create_server(("127.0.0.1", 0)) as listens:
+        deaf.bind(("127.0.0.1", 0))
+        for mode in ({"rm_type": "remote_rm"}, {"rm_type": "boxed_remote_rm"}, teacher):
+            gone = f"http://127.0.0.1:{deaf.getsockname()[1]}/score"
+            with pytest.raises(UserError) as caught:
+                plan_of(flags, **mode, rm_url=gone)
+            assert str(caught.value).startswith(f"--rm-url {gone} cannot be reached (")
+            assert str(caught.value).endswith("): start the service, or correct the address")
+            plan_of(flags, **mode, rm_url=f"http://127.0.0.1:{listens.getsockname()[1]}/score")
+        plan_of(flags, rm_url=gone)  # nobody would ask it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,3 +33,14 @@ def ask(method: str, url: str, body: Any = None, *, timeout_s: float = DEFAULT_T
         return response.status, json.loads(text)
     except json.JSONDecodeError:
         return response.status, text
+
+
+def why_unreachable(url: str, *, timeout_s: float) -> str | None:
+    """Why no connection can be made to where a URL points; None when one can."""
+    address = urlsplit(url if "//" in url else f"//{url}")
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        with socket.create_connection((address.hostname or "", port), timeout=timeout_s):
+            return None
+    except (OSError, ValueError) as error:
+        return str(error) or type(error).__name__
