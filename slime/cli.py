@@ -20,7 +20,8 @@ usage: slime COMMAND ...
   samples      list, filter and export the samples of a run (slime samples --help)
   serve        start the embedded inference engine alone (slime serve --help), or with --rollout-backend or
                --rollout-num-gpus several engines and a router (the engine flags of train)
-  flags        list all flags of train; --markdown makes the table of the documentation
+  flags        list all flags of train, or those with all given words: slime flags batch size; --markdown makes the
+               table of the documentation
   version      print the version
 """
 
@@ -127,7 +128,13 @@ def _flags(words: Sequence[str]) -> int:
         print(format_markdown(), end="")
         return EXIT_OK
     if words:
-        raise UserError(f"slime flags takes only --markdown, not {words[0]}")
+        from slime.config.search import search_flags
+        from slime.engine.sglang.flags import OF_THE_ROUTER, OF_THE_RUN
+
+        decided = {f"sglang-{name}": flag for name, flag in OF_THE_RUN.items()}
+        decided |= {f"router-{name}": flag for name, flag in OF_THE_ROUTER.items()}
+        print(search_flags(words, decided), end="")
+        return EXIT_OK
     from slime.config.help import format_help
 
     print(format_help(), end="")

@@ -54,7 +54,10 @@ def _without_free_memory(plan: str) -> list[str]:
         (["plan"], "error: --hf-checkpoint is missing: give it the Hugging Face model folder"),
         (["tarin"], "error: unknown command tarin: did you mean train?"),
         ([], "error: a command is missing: one of train, train-async, plan, serve, samples, flags, version"),
-        (["flags", "--html"], "error: slime flags takes only --markdown, not --html"),
+        (
+            ["flags", "lerning", "rate"],
+            "error: no flag has 'lerning' in its name, help or group: did you mean learning?",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +68,9 @@ def test_mistakes_are_one_line_and_code_2(words: list[str], line: str, capsys: p
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "-h"], ["flags"], ["version"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["train", "-h"], ["flags"], ["flags", "slime"], ["version"]]
+)
 def test_information_goes_to_stdout_with_code_0(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     captured = capsys.readouterr()
@@ -88,6 +93,7 @@ def test_nothing_but_a_real_run_imports_torch(command_line: list[str]) -> None:
         f"assert cli.main(['train', *{command_line!r}, '--dry-run']) == 0\n"
         "assert cli.main(['train', '--lrr', '1']) == 2\n"
         "assert cli.main(['flags', '--markdown']) == 0\n"
+        "assert cli.main(['flags', 'batch']) == 0\n"
         "heavy = {'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if 'torch' in heavy or 'transformers' in heavy else 0)\n"
     )

@@ -35,9 +35,9 @@ def format_help(width: int | None = None) -> str:
         if spec.group != group:
             group = spec.group
             blocks.append(f"\n{group}\n")
-        blocks.append(_entry(f"{spec.flag} {spec.metavar}".rstrip(), description(spec), width))
+        blocks.append(entry(f"{spec.flag} {spec.metavar}".rstrip(), description(spec), width))
     blocks.append("\nFiles and help\n")
-    blocks += [_entry(f"{name} {metavar}".rstrip(), text, width) for name, metavar, text in FILE_FLAGS]
+    blocks += [entry(f"{name} {metavar}".rstrip(), text, width) for name, metavar, text in FILE_FLAGS]
     return "".join(blocks)
 
 
@@ -59,7 +59,8 @@ def default_text(spec: FlagSpec) -> str:
     return f"default: {spec.default}"
 
 
-def _entry(head: str, text: str, width: int) -> str:
+def entry(head: str, text: str, width: int) -> str:
+    """One flag: its name at the left, its text at the right of it or below."""
     indent = 34
     lines = textwrap.wrap(text, max(width - indent, 30))
     head = f"  {head}"

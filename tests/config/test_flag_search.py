@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from slime.config.config import FLAG_SPECS
+from slime.config.search import search_flags
+from slime.errors import UserError
+
+DECIDED = {"sglang-tp-size": "--rollout-num-gpus-per-engine"}
+
+
+def found(*words: str) -> list[str]:
+    """The names of what is shown, in its order."""
+    text = search_flags(words, DECIDED, width=100)
+    return [match[1] for line in text.splitlines() if (match := re.match(r"  (\S+)", line)) and line[2] != " "]
+
+
+def test_every_word_must_be_in_the_name_the_help_or_the_group() -> None:
+    names = found("batch", "size")
+    assert {"--rollout-batch-size", "--global-batch-size", "--micro-batch-size"} <= set(names)
+    assert "--lr" not in names
+    assert "--clip-grad" in found("gradient")  # by its help
+    whole_group = {spec.flag for spec in FLAG_SPECS.values() if spec.group == "Evaluation"}
+    assert whole_group <= set(found("evaluation"))
+
+
+def test_names_come_before_helps_ours_before_others_and_spelling_does_not_matter() -> None:
+    names = found("reward")
+    assert names[0] == "--reward-key"
+    assert names.index("--disable-rewards-normalization") < names.index(
+        "--metadata-key"
+    )  # which is of an earlier group
+    names = found("optimizer")
+    assert names.index("--global-batch-size") < names.index("--use-distributed-optimizer")  # which is Megatron's
+    for word in ("rollout-batch-size", "--rollout-batch-size", "ROLLOUT_BATCH_SIZE"):
+        assert found(word)[0] == "--rollout-batch-size"
+
+
+def test_what_is_carried_or_refused_or_called_otherwise_elsewhere_is_found_too() -> None:
+    text = search_flags(["tensor", "parallel"], DECIDED, width=100)
+    assert "--tensor-model-parallel-size N" in text
+    assert "Megatron-LM's, carried through under their names\n" in text
+    assert "refused: it is decided by --rollout-num-gpus-per-engine" in search_flags(["sglang-tp"], DECIDED, width=100)
+    assert "--sglang-*" in found("sglang")
+    assert "not have yet" in search_flags(["allgather-cp"], width=100)
+    assert "WANDB_API_KEY" in search_flags(["wandb-key"], width=100)
+    elsewhere = search_flags(["num_generations"], width=100)
+    assert "a name of TRL: here it is --n-samples-per-prompt" in elsewhere
+    assert "trainer.save_freq" in found("save-freq")
+    assert len(found("megatron")) > 100
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["temprature"], "no flag has 'temprature' in its name, help or group: did you mean temperature?"),
+        (["zzzzqqq"], "no flag has 'zzzzqqq' in its name, help or group (slime flags lists all)"),
+        (["lr", "wandb"], "no flag has all of 'lr', 'wandb': search with fewer words"),
+    ],
+)
+def test_nothing_found(words: list[str], sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        search_flags(words)
+    assert str(error.value) == sentence
