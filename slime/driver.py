@@ -50,7 +50,8 @@ from slime.observe.summary import show_summary
 from slime.parts import Parts
 from slime.plan import make_plan, needs_engines
 from slime.plugins import load_function
-from slime.rollout.base_types import RolloutFnEvalOutput, call_rollout_fn
+from slime.rollout.base_types import RolloutFnEvalOutput, call_rollout_fn, leaves
+from slime.rollout.completions import PER_DATASET, PER_ROLLOUT, completion_rows, evaluated_samples
 from slime.rollout.dump import DumpedRollouts, save_evaluation
 from slime.rollout.evaluate import read_eval_datasets
 from slime.rollout.feed import Feed, make_feed
@@ -207,6 +208,9 @@ class Run:
                 after |= {"perf/rollout_wait_time": waited, "perf/step_time": time.monotonic() - began}
                 logged = after if rollout.is_logged else rollout.metrics | after
                 self.metrics.log(_without(logged, "train/"), rollout_id, "rollout", rollout_id=rollout_id)
+                if not rollout.is_logged:
+                    rows = completion_rows(config, leaves(rollout.samples), PER_ROLLOUT)
+                    self.metrics.log_completions("rollout", rows, rollout_id, "rollout", rollout_id=rollout_id)
                 self.result.metrics.append(rollout.metrics | after)
                 if _due(rollout_id, config.save_interval, total):
                     self.save(rollout_id)  # after the step was logged: a checkpoint's steps are all on record
@@ -271,8 +275,13 @@ class Run:
         assert isinstance(output, RolloutFnEvalOutput)
         metrics = eval_metrics(self.runtime.args, output.data) if output.metrics is None else dict(output.metrics)
         save_evaluation(self.config, step, output.data)
+        completions = evaluated_samples(output.data)
         if self._log_eval(step, self.runtime.args, output.data, dict(metrics)) is not True:
-            self.metrics.log(metrics, step, "eval", rollout_id=max(step - 1, 0))
+            rollout_id = max(step - 1, 0)
+            self.metrics.log(metrics, step, "eval", rollout_id=rollout_id)
+            for name, samples in completions.items():
+                rows = completion_rows(self.config, samples, PER_DATASET, evaluation=True)
+                self.metrics.log_completions(f"eval/{name}", rows, step, "eval", rollout_id=rollout_id)
         self.result.evaluations.append((step, metrics))
         names = [name for name in output.data if f"eval/{name}" in metrics]
         self.progress.evaluation(step, {name: metrics[f"eval/{name}"] for name in names})

@@ -2,7 +2,8 @@
 
 The invariants: one line is one whole JSON object without NaN; the lines of a resumed run are those an uninterrupted run
 would have written (records of rollouts that are done again are dropped first); the file of an earlier, unrelated run in
-the same folder is set aside, never overwritten.
+the same folder is set aside, never overwritten. All of it holds for `completions.jsonl` too, the record of the few
+completions that the views show as tables.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -28,6 +29,8 @@ class Tracker(Protocol):
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
+    def write_completions(self, record: Mapping[str, Any]) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -43,14 +46,15 @@ class MetricsLog:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
+        self.completions = folder / "completions.jsonl"
         self.nonfinite = 0
-        kept = _keep_records(self.path, start_rollout_id)
+        kept, completions = (_keep_records(path, start_rollout_id) for path in (self.path, self.completions))
         self._trackers: list[Tracker] = []
         if config.use_tensorboard:
             names = [name for name in (config.tb_project_name, config.tb_experiment_name) if name]
-            self._trackers.append(TensorBoardTracker(Path(folder, "tensorboard", *names), kept))
+            self._trackers.append(TensorBoardTracker(Path(folder, "tensorboard", *names), kept, completions))
         if config.use_wandb:
-            self._trackers.append(WandbTracker(config))
+            self._trackers.append(WandbTracker(config, folder))
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(
@@ -74,6 +78,19 @@ class MetricsLog:
         for tracker in self._trackers:
             tracker.write(record)
         return record
+
+    def log_completions(
+        self, name: str, rows: Sequence[Mapping[str, Any]], step: int, kind: str, *, rollout_id: int
+    ) -> None:
+        """Write one table, `<name>/completions`, of rows `{"prompt", "response", "label", "reward"}`, if it has any."""
+        if not rows:
+            return
+        record = {"kind": kind, "step": step, "rollout_id": rollout_id, "time": round(time.time(), 3), "name": name}
+        record["rows"] = [{key: _shown(value) for key, value in row.items()} for row in rows]
+        with self.completions.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+        for tracker in self._trackers:
+            tracker.write_completions(record)
 
     def close(self) -> None:
         """Close the file and all views. Safe to call again."""
@@ -121,6 +138,13 @@ def _unused_name(path: Path) -> Path:
     while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     return aside
+
+
+def _shown(value: Scalar) -> Scalar:
+    """A cell of a table: texts in valid UTF-8, numbers that JSON has."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _scalar(name: str, value: Any) -> Scalar:

@@ -1,11 +1,12 @@
 """The views of the metrics record that other programs show: TensorBoard and Weights & Biases.
 
-The invariant of the TensorBoard view: its event files hold exactly what metrics.jsonl holds. When a run is resumed they
-are written anew from the kept records, so that no point of a rollout done again is shown twice.
+The invariant of the TensorBoard view: its event files hold exactly what metrics.jsonl and completions.jsonl hold. When
+a run is resumed they are written anew from the kept records, so that no point of a rollout done again is shown twice.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ from typing import Any
 from slime.config import Config
 from slime.errors import UserError
 
+COLUMNS = ("prompt", "response", "label", "reward")
+"""Of a table of completions."""
+
 _NOT_A_METRIC = {"kind", "step", "rollout_id", "time"}
+_MARKDOWN = r"\`*_{}[]()#+-.!|<>&~$:"
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
@@ -26,7 +31,9 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
 class TensorBoardTracker:
     """Event files under `folder`, starting with the records already kept."""
 
-    def __init__(self, folder: Path, kept: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, folder: Path, kept: Sequence[Mapping[str, Any]], completions: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         for path in folder.glob("events.out.tfevents.*"):
@@ -34,19 +41,26 @@ class TensorBoardTracker:
         self._writer = SummaryWriter(str(folder))
         for record in kept:
             self.write(record)
+        for record in completions:
+            self.write_completions(record)
 
     def write(self, record: Mapping[str, Any]) -> None:
         for name, value in numbers_of(record).items():
             self._writer.add_scalar(name, value, global_step=record["step"], walltime=record["time"])
+
+    def write_completions(self, record: Mapping[str, Any]) -> None:
+        text = markdown_table(record["rows"])
+        name = f"{record['name']}/completions"
+        self._writer.add_text(name, text, global_step=record["step"], walltime=record["time"])
 
     def close(self) -> None:
         self._writer.close()
 
 
 class WandbTracker:
-    """A W&B run; each kind of record has its own step axis (`train/step`, `rollout/step`, ...)."""
+    """A W&B run; a metric's axis is the step of its own prefix (`perf/step` for `perf/*`), or of its record's kind."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, folder: Path) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -55,23 +69,54 @@ class WandbTracker:
             ) from error
         if config.wandb_host:
             wandb.login(host=config.wandb_host)
+        place = Path(config.wandb_dir or os.environ.get("WANDB_DIR") or folder)
+        place.mkdir(parents=True, exist_ok=True)  # W&B writes to a temporary folder when there is none
+        self._table = wandb.Table
         self._run = wandb.init(
             project=config.wandb_project or "slime",
             entity=config.wandb_team,
             group=config.wandb_group,
             name=config.run_name,
-            dir=config.wandb_dir,
+            dir=str(place),
             mode=config.wandb_mode,
             id=config.wandb_run_id,
             resume="allow",
             config=config.to_dict(),
         )
-        for kind in ("train", "rollout", "eval", "perf"):
-            self._run.define_metric(f"{kind}/step")
-            self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+        self._declared: set[str] = set()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._run.log({**numbers_of(record), f"{record['kind']}/step": record["step"]})
+        self._log(numbers_of(record), record)
+
+    def write_completions(self, record: Mapping[str, Any]) -> None:
+        rows = [[row[column] for column in COLUMNS] for row in record["rows"]]
+        table = self._table(columns=list(COLUMNS), data=rows, allow_mixed_types=True)  # rewards may be numbers or texts
+        self._log({f"{record['name']}/completions": table}, record)
 
     def close(self) -> None:
         self._run.finish()
+
+    def _log(self, values: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        """Log values with the steps of all their axes, each of which is declared when it first appears."""
+        bare = {name for name in values if "/" not in name}
+        axes = {name.partition("/")[0] for name in values.keys() - bare} | ({record["kind"]} if bare else set())
+        for axis in sorted(axes - self._declared):
+            self._run.define_metric(f"{axis}/step")
+            self._run.define_metric(f"{axis}/*", step_metric=f"{axis}/step")
+        for name in sorted(bare - self._declared):
+            self._run.define_metric(name, step_metric=f"{record['kind']}/step")
+        self._declared |= axes | bare
+        self._run.log({**values, **{f"{axis}/step": record["step"] for axis in axes}})
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Completions as a Markdown table in which every character stands for itself."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines += [f"| {' | '.join(_cell(row[column]) for column in COLUMNS)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    escaped = "".join(f"&#{ord(character)};" if character in _MARKDOWN else character for character in text)
+    return "<br>".join(escaped.splitlines())

@@ -24,6 +24,7 @@ from slime.data.jsonable import sample_from_json, sample_to_json, to_json
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.base_types import Group, Produced, RolloutFnTrainOutput, leaves
+from slime.rollout.completions import evaluated_samples
 from slime.rollout.metrics import rollout_metrics
 
 FORMAT = "slime-rollout"
@@ -82,10 +83,11 @@ def save_evaluation(config: Config, rollout_id: int, data: Mapping[str, Mapping[
     """Write the samples of an evaluation, each with its dataset as `eval_dataset`, where the flag asks for it."""
     if config.save_debug_rollout_data is None:
         return
-    samples = []
-    for name, result in data.items():
-        for sample in [*result.get("samples", ()), *result.get("failed", ())]:
-            samples.append(Sample.from_dict({**sample.to_dict(), "eval_dataset": name}))
+    samples = [
+        Sample.from_dict({**sample.to_dict(), "eval_dataset": name})
+        for name, found in evaluated_samples(data).items()
+        for sample in found
+    ]
     path = dump_path(config.save_debug_rollout_data, rollout_id, evaluation=True)
     write_dump(path, rollout_id, samples, config)
 

@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import html
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slime.config import Config
 from slime.errors import UserError
 from slime.observe.metrics import MetricsLog, read_metrics
+from slime.observe.trackers import markdown_table
 
 CONFIG = Config(hf_checkpoint="x", use_tensorboard=False)
 BOARD = Config(hf_checkpoint="x", use_tensorboard=True)
@@ -111,3 +116,147 @@ def test_wandb_that_is_not_installed_is_a_sentence(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="--use-wandb needs the package wandb"):
         MetricsLog(tmp_path, CONFIG.replace(use_wandb=True))
+
+
+# tables of completions
+
+
+def row(response: str = "4", **changes: Any) -> dict[str, Any]:
+    return {"prompt": "2+2?", "response": response, "label": "4", "reward": 1.0} | changes
+
+
+def run_with_completions(folder: Path, rollouts: range) -> None:
+    with MetricsLog(folder, BOARD, start_rollout_id=rollouts.start) as log:
+        for rollout_id in rollouts:
+            log.log({"rollout/raw_reward": 0.5}, rollout_id)
+            log.log_completions("rollout", [row(f"answer {rollout_id}")], rollout_id, "rollout", rollout_id=rollout_id)
+            log.log_completions("eval/sums", [row()], rollout_id + 1, "eval", rollout_id=rollout_id)
+
+
+def texts(folder: Path, name: str) -> list[tuple[int, str]]:
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    found = events.Tensors(f"{name}/text_summary")
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found]
+
+
+def test_tensorboard_shows_completions_and_a_resumed_run_none_twice(tmp_path: Path) -> None:
+    run_with_completions(tmp_path, range(0, 4))
+    run_with_completions(tmp_path, range(2, 5))
+    shown = texts(tmp_path, "rollout/completions")
+    assert [step for step, _ in shown] == [0, 1, 2, 3, 4]
+    assert shown[3][1] == markdown_table([row("answer 3")])
+    assert [step for step, _ in texts(tmp_path, "eval/sums/completions")] == [1, 2, 3, 4, 5]
+    records = read_metrics(tmp_path / "completions.jsonl")
+    assert [record["rows"] for record in records if record["name"] == "rollout"] == [
+        [row(f"answer {number}")] for number in range(5)
+    ]
+    run_with_completions(tmp_path, range(0, 1))  # another run in the same folder
+    assert len(read_metrics(tmp_path / "completions.jsonl")) == 2
+    assert len(read_metrics(tmp_path / "completions.1.jsonl")) == 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a|b||c", "`x` and ``y``", "*bold* _it_ **b**", "<script>alert(1)</script> &lt;", "\\| \\frac{1}{2} $x$",
+        "[link](http://x.y) ![i](z)", "# not a title", "- no\n- list", "1. no list", "https://example.com", "a\n\n\nb",
+    ],
+)  # fmt: skip
+def test_every_character_of_a_completion_stands_for_itself_in_the_table(text: str) -> None:
+    shown = plugin_util.markdown_to_safe_html(markdown_table([row(text, prompt=text)]))
+    cells = re.findall(r"<td>(.*?)</td>", shown, re.DOTALL)
+    assert len(cells) == 4
+    for cell in cells[:2]:
+        assert "<" not in cell.replace("<br>", "")
+        assert html.unescape(cell.replace("<br>", "\n")) == text
+
+
+def test_what_cannot_be_written_in_a_table_is_shown_somehow(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, BOARD) as log:
+        rows = [row("half \ud800", reward=float("nan"), label=""), row(reward=None)]
+        log.log_completions("rollout", rows, 0, "rollout", rollout_id=0)
+        log.log_completions("rollout", [], 1, "rollout", rollout_id=1)
+    ((step, text),) = texts(tmp_path, "rollout/completions")
+    assert step == 0
+    assert "half ?" in text
+    assert "| nan |" in text
+
+
+class WandbDouble(SimpleNamespace):
+    """Records what reaches the module `wandb`."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.axes: dict[str, str | None] = {}
+        self.logged: list[dict[str, Any]] = []
+
+    def init(self, **options: Any) -> WandbDouble:
+        self.inits.append(options)
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        assert name not in self.axes, "declared twice"
+        self.axes[name] = step_metric
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.logged.append(values)
+
+    def finish(self) -> None: ...
+
+    class Table(SimpleNamespace):
+        """As it was made."""
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> WandbDouble:
+    double = WandbDouble()
+    monkeypatch.setitem(sys.modules, "wandb", double)  # type: ignore[arg-type]
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    return double
+
+
+def test_wandb_axes_follow_the_prefix_of_each_metric(tmp_path: Path, wandb: WandbDouble) -> None:
+    with MetricsLog(tmp_path, CONFIG.replace(use_wandb=True)) as log:
+        for rollout_id in (0, 1):
+            log.log({"train/loss": 0.5, "train/step": 7, "own": 1}, 7, "train", rollout_id=rollout_id)
+            metrics = {"rollout/raw_reward": 0.5, "perf/step_time": 2.0, "passrate/pass@1": 1.0}
+            log.log(metrics, rollout_id, "rollout", rollout_id=rollout_id)
+        log.log({"eval/sums": 0.5}, 2, "eval", rollout_id=1)
+    assert wandb.axes == {
+        "train/step": None, "train/*": "train/step", "own": "train/step",
+        "rollout/step": None, "rollout/*": "rollout/step", "perf/step": None, "perf/*": "perf/step",
+        "passrate/step": None, "passrate/*": "passrate/step", "eval/step": None, "eval/*": "eval/step",
+    }  # fmt: skip
+    assert wandb.logged[0] == {"train/loss": 0.5, "train/step": 7, "own": 1}
+    assert wandb.logged[3] == {
+        "rollout/raw_reward": 0.5, "perf/step_time": 2.0, "passrate/pass@1": 1.0,
+        "rollout/step": 1, "perf/step": 1, "passrate/step": 1,
+    }  # fmt: skip
+    assert wandb.logged[4] == {"eval/sums": 0.5, "eval/step": 2}
+
+
+def test_wandb_gets_a_table_of_completions(tmp_path: Path, wandb: WandbDouble) -> None:
+    with MetricsLog(tmp_path, CONFIG.replace(use_wandb=True)) as log:
+        log.log_completions("eval/sums", [row(), row("5", reward="{}")], 3, "eval", rollout_id=2)
+    (logged,) = wandb.logged
+    assert logged.keys() == {"eval/sums/completions", "eval/step"}
+    assert logged["eval/step"] == 3
+    assert vars(logged["eval/sums/completions"]) == {
+        "columns": ["prompt", "response", "label", "reward"],
+        "data": [["2+2?", "4", "4", 1.0], ["2+2?", "5", "4", "{}"]],
+        "allow_mixed_types": True,
+    }
+
+
+@pytest.mark.parametrize(("given", "environment"), [(None, None), ("mine", None), (None, "theirs"), ("mine", "theirs")])
+def test_wandb_writes_into_the_run_folder_unless_told_otherwise(
+    tmp_path: Path, wandb: WandbDouble, monkeypatch: pytest.MonkeyPatch, given: str | None, environment: str | None
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("WANDB_DIR", str(tmp_path / environment))
+    folder = None if given is None else str(tmp_path / given)
+    MetricsLog(tmp_path / "run", CONFIG.replace(use_wandb=True, wandb_dir=folder)).close()
+    expected = tmp_path / (given or environment or "run")
+    assert wandb.inits[0]["dir"] == str(expected)
+    assert expected.is_dir()

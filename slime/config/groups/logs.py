@@ -18,7 +18,7 @@ class LoggingFlags:
     tb_experiment_name: str | None = flag(None, "TensorBoard experiment: a folder level")
     use_wandb: bool = flag(False, "log to Weights & Biases (API key in WANDB_API_KEY)")
     wandb_mode: str | None = flag(None, "W&B mode", choices=("online", "offline", "disabled"))
-    wandb_dir: str | None = flag(None, "W&B folder", metavar="DIR")
+    wandb_dir: str | None = flag(None, "W&B folder", metavar="DIR", derived="the run folder")
     wandb_host: str | None = flag(None, "W&B server", metavar="URL")
     wandb_team: str | None = flag(None, "W&B entity")
     wandb_project: str | None = flag(None, "W&B project")
