@@ -276,6 +276,8 @@ class Run:
         metrics = eval_metrics(self.runtime.args, output.data) if output.metrics is None else dict(output.metrics)
         save_evaluation(self.config, step, output.data)
         completions = evaluated_samples(output.data)
+        if self.journal is not None:
+            self.journal.keep_evaluation(step, completions)
         if self._log_eval(step, self.runtime.args, output.data, dict(metrics)) is not True:
             rollout_id = max(step - 1, 0)
             self.metrics.log(metrics, step, "eval", rollout_id=rollout_id)

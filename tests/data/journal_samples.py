@@ -11,8 +11,8 @@ from slime.data.sample import Sample
 IDENTITY = {"model": "tiny", "prompt data": "sums.jsonl, 10 bytes"}
 
 
-def open_journal(folder: Path, *, keep: bool = False, **changes: str) -> Journal:
-    return Journal.open(folder / "journal.sqlite", {**IDENTITY, **changes}, keep=keep)
+def open_journal(folder: Path, *, keep: bool = False, keep_bytes: int = 0, **changes: str) -> Journal:
+    return Journal.open(folder / "journal.sqlite", {**IDENTITY, **changes}, keep=keep, keep_bytes=keep_bytes)
 
 
 def prompts(group_index: int, count: int = 2) -> list[Any]:

@@ -154,8 +154,9 @@ def test_nothing_is_lost_when_long_responses_are_cut_off(place: Path) -> None:
     assert [record["rollout/thrown_away_tokens"] for record in records(place / "cut", "rollout")] == [0.0, 0.0]
 
     state = json.loads((place / "cut/rollout/data_state_1.json").read_text())
+    unconsumed = "SELECT sample_index FROM trajectories WHERE state != 'consumed'"
     with sqlite3.connect(place / "cut/journal.sqlite") as journal:
-        waiting = [index for (index,) in journal.execute("SELECT sample_index FROM samples")]
+        waiting = [index for (index,) in journal.execute(unconsumed)]
     everything = sorted([sample.index for sample in [*first, *second]] + waiting)
     assert everything == list(range(state["sample_index"]))
 

@@ -20,6 +20,13 @@ class CheckpointFlags:
     no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
     ckpt_keep: int | None = flag(None, "keep only the last so many checkpoints", check=at_least(1), derived="all")
     keep_samples: bool = flag(
-        False, "samples stay in the journal of the run folder; otherwise those of a checkpoint are removed with it"
+        False, "all samples stay in the journal of the run folder; otherwise only the last that a checkpoint covers"
+    )
+    keep_samples_mb: float = flag(
+        256,
+        "so many MB of samples that were trained on last stay in the journal to be looked at, and as many of "
+        "evaluations; 0: none",
+        metavar="MB",
+        check=at_least(0),
     )
     seed: int = flag(1234, "seed of everything random in training")

@@ -17,7 +17,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from slime.data.journal.schema import APPLICATION_ID, FORMAT, SCHEMA
+from slime.data.journal.keeping import Content, content_of
+from slime.data.journal.schema import APPLICATION_ID, FORMAT, SCHEMA, TO_LOOK_AT
 from slime.errors import RunFailed, UserError
 
 logger = logging.getLogger(__name__)
@@ -36,13 +37,18 @@ class Database:
     """One connection for writing, shared by threads."""
 
     def __init__(self, path: Path, identity: Mapping[str, str]) -> None:
-        """Make or open `path`; a `UserError` when it is no journal, or not the one of `identity`."""
+        """Make or open `path`; a `UserError` when it is no journal, or another one than that of `identity`.
+
+        Another run's journal is refused only for what is not trained on and saved yet: one that has merely samples to
+        look at is set aside, and an empty one replaced.
+        """
         self.path = path
         self._identity = dict(identity)
         self._lock = threading.RLock()
         if not path.exists() or not self._is_ours():
             self._make()
         self._connection = self._connected()
+        self._upgrade()
 
     def close(self) -> None:
         """Give the file back; safe to call again."""
@@ -93,21 +99,23 @@ class Database:
         with self._lock, self._readable_errors():
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._connection.close()
-            aside = self._unused_name() if keep_old else None
+            aside = self._set_aside() if keep_old else None
             for suffix in ("", "-wal", "-shm"):
-                file = self._beside(suffix)
-                if not file.exists():
-                    continue
-                if aside is None:
-                    file.unlink()
-                else:
-                    file.rename(f"{aside}{suffix}")
+                self._beside(suffix).unlink(missing_ok=True)
             self._make()
             self._connection = self._connected()
             return aside
 
     def _beside(self, suffix: str) -> Path:
         return self.path.with_name(self.path.name + suffix)
+
+    def _set_aside(self) -> Path:
+        """Give the file, and what SQLite has beside it, another name."""
+        aside = self._unused_name()
+        for suffix in ("", "-wal", "-shm"):
+            if self._beside(suffix).exists():
+                self._beside(suffix).rename(f"{aside}{suffix}")
+        return aside
 
     def _unused_name(self) -> Path:
         number = 1
@@ -146,21 +154,29 @@ class Database:
             for suffix in ("", "-wal", "-shm", "-journal"):
                 Path(f"{temporary}{suffix}").unlink(missing_ok=True)
 
+    def _upgrade(self) -> None:
+        """Bring a journal of an earlier format to this one."""
+        with self._lock, self._readable_errors():
+            if self._pragma("user_version") < FORMAT:
+                self._connection.executescript(f"BEGIN;{TO_LOOK_AT}PRAGMA user_version={FORMAT};COMMIT;")
+
     def _is_ours(self) -> bool:
-        """Whether the file belongs to this run; False when it is another's, but without a sample in it."""
+        """Whether the file belongs to this run; False when a new one may take its place."""
         remedy = "choose another --output-dir, or move the file away to begin a new one"
         with open_read_only(self.path) as connection:
             found = dict(connection.execute("SELECT name, value FROM identity"))
-            is_empty = connection.execute("SELECT NOT EXISTS (SELECT 1 FROM samples)").fetchone()[0]
+            content = content_of(connection)
         differing = [
             f"{name} ({found.get(name, 'none')} there, {self._identity.get(name, 'none')} here)"
             for name in sorted(found.keys() | self._identity.keys())
             if found.get(name) != self._identity.get(name)
         ]
-        if differing and not is_empty:
+        if differing and content is Content.WORK:
             raise UserError(
                 f"{self.path}: is the journal of another run, it differs in {'; '.join(differing)}: {remedy}"
             )
+        if differing and content is Content.PAST:
+            logger.warning("%s: the samples of another run are now in %s", self.path, self._set_aside())
         return not differing
 
     @contextmanager

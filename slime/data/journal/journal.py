@@ -1,7 +1,9 @@
 """The journal of a run: every sample from the moment its prompt is handed out until it has been trained on.
 
-    pending ──► partial ──► finished ──► assigned (rollout r) ──► consumed (by r) ──► pruned after a checkpoint
+    pending ──► partial ──► finished ──► assigned (rollout r) ──► consumed (by r) ──► pruned after checkpoints
                    └────────────┴──► dropped
+
+Beside them stand the completions of evaluations, which no restart needs (`slime.data.journal.keeping`).
 
 Invariants: whatever ends the process, each call below has happened as a whole or not at all. A group is in one state,
 so no trajectory is lost or trained on twice. The data position is written in the same transaction as the hand-out it
@@ -11,12 +13,14 @@ belongs to. Which batches a restart trains on again is decided by `recover` alon
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime.data.journal.database import Database
+from slime.data.journal.keeping import forget_evaluations_after, keep_evaluation, retire
 from slime.data.journal.recovery import Recovered, has_content, is_empty, read_groups, replay_from, usable_from
 from slime.data.journal.rows import Leaf, RowCodec, flattened, state_of
 from slime.data.journal.schema import OPEN
@@ -24,25 +28,48 @@ from slime.data.journal.writing import Home, Writer
 from slime.data.jsonable import from_json, to_json
 from slime.data.sample import Sample
 from slime.data.source import Group
+from slime.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 class Journal:
     """The one writer of a journal file; usable from several threads."""
 
-    def __init__(self, database: Database, *, keep: bool, reward_key: str | None = None) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        keep: bool,
+        keep_bytes: int = 0,
+        reward_key: str | None = None,
+        eval_reward_key: str | None = None,
+    ) -> None:
         self._database = database
         self._keep = keep
+        self._keep_bytes = keep_bytes
         self._rows = RowCodec(reward_key)
+        self._eval_rows = RowCodec(eval_reward_key or reward_key)
         self._writer = self._new_writer()
 
     @classmethod
-    def open(cls, path: Path, identity: Mapping[str, str], *, keep: bool, reward_key: str | None = None) -> Journal:
-        """Make or open the journal `path`; `keep` leaves consumed samples in it.
+    def open(
+        cls,
+        path: Path,
+        identity: Mapping[str, str],
+        *,
+        keep: bool,
+        keep_bytes: int = 0,
+        reward_key: str | None = None,
+        eval_reward_key: str | None = None,
+    ) -> Journal:
+        """Make or open the journal `path`; `keep` leaves consumed samples in it, `keep_bytes` only the last of them.
 
         A file that is no journal, of a newer format, or of a run with another `identity` is a `UserError` that names
         what differs; the file stays as it is. `reward_key` is the number shown of rewards that are dicts.
         """
-        return cls(Database(Path(path), identity), keep=keep, reward_key=reward_key)
+        database = Database(Path(path), identity)
+        return cls(database, keep=keep, keep_bytes=keep_bytes, reward_key=reward_key, eval_reward_key=eval_reward_key)
 
     @property
     def path(self) -> Path:
@@ -62,6 +89,7 @@ class Journal:
             moved = self._database.begin_anew(keep_old=has_samples)
             self._writer = self._new_writer()
         with self._database.transaction() as connection:
+            forget_evaluations_after(connection, start)
             if is_empty(connection):
                 _set_meta(connection, "horizon", str(start))
                 return Recovered(position=None, groups=[], batches=[], fresh=True, moved=moved)
@@ -202,8 +230,25 @@ class Journal:
         with self._database.transaction() as connection:
             replay_from(connection, rollout_id + 1, forget_later=False)
             if not self._keep:
-                _prune(connection, rollout_id)
+                retire(connection, rollout_id, self._keep_bytes)
+                connection.execute("DELETE FROM positions WHERE rollout_id < ?", (rollout_id,))
+                _set_meta(connection, "horizon", str(rollout_id + 1))
         self._database.sync()
+
+    def keep_evaluation(self, step: int, datasets: Mapping[str, Sequence[Sample]]) -> None:
+        """Keep the completions of the weights after `step` rollouts; a sample that cannot be kept is left out."""
+        if not self._keep and not self._keep_bytes:
+            return
+        rows: dict[str, list[tuple[Any, ...]]] = {}
+        for dataset, samples in datasets.items():
+            rows[dataset] = []
+            for sample in samples:
+                try:
+                    rows[dataset].append(self._eval_rows.columns(sample))
+                except UserError as error:
+                    logger.warning("evaluation on %s: not kept to be looked at: %s", dataset, error)
+        with self._database.transaction() as connection:
+            keep_evaluation(connection, step, rows, None if self._keep else self._keep_bytes)
 
     def close(self) -> None:
         """Close the file; safe to call again."""
@@ -272,17 +317,3 @@ def _note_position(connection: sqlite3.Connection, rollout_id: int, position: di
 def _read_position(connection: sqlite3.Connection) -> dict[str, Any] | None:
     row = connection.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
     return None if row is None else json.loads(row[0])
-
-
-def _prune(connection: sqlite3.Connection, rollout_id: int) -> None:
-    """Remove what rollouts up to `rollout_id` consumed, and what was dropped."""
-    gone = [
-        row
-        for where, values in (("rollout_id <= ? AND state = 'consumed'", (rollout_id,)), ("state = 'dropped'", ()))
-        for row in connection.execute(f"SELECT id FROM groups WHERE {where}", values)
-    ]
-    connection.executemany("DELETE FROM samples WHERE group_id = ?", gone)
-    connection.executemany("DELETE FROM groups WHERE id = ?", gone)
-    connection.execute("DELETE FROM rollouts WHERE rollout_id <= ?", (rollout_id,))
-    connection.execute("DELETE FROM positions WHERE rollout_id < ?", (rollout_id,))
-    _set_meta(connection, "horizon", str(rollout_id + 1))

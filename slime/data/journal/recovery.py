@@ -35,16 +35,21 @@ class Recovered:
 
 def is_empty(connection: sqlite3.Connection) -> bool:
     """Whether nothing was ever recorded."""
-    tables = ("groups", "rollouts", "positions")
-    return (
-        not any(connection.execute(f"SELECT EXISTS (SELECT 1 FROM {table})").fetchone()[0] for table in tables)
-        and connection.execute("SELECT 1 FROM meta WHERE key = 'position'").fetchone() is None
+    recorded = (  # consumed groups without a row in rollouts are only there to be looked at
+        "SELECT 1 FROM groups WHERE state != 'consumed'",
+        "SELECT 1 FROM rollouts",
+        "SELECT 1 FROM positions",
+        "SELECT 1 FROM meta WHERE key = 'position'",
     )
+    return not any(connection.execute(query).fetchone() for query in recorded)
 
 
 def has_content(connection: sqlite3.Connection) -> bool:
     """Whether there is any sample that is more than a prompt."""
-    row = connection.execute("SELECT EXISTS (SELECT 1 FROM samples WHERE status != 'pending' OR response_length > 0)")
+    row = connection.execute(
+        "SELECT EXISTS (SELECT 1 FROM samples WHERE status != 'pending' OR response_length > 0) "
+        "OR EXISTS (SELECT 1 FROM evaluated_samples)"
+    )
     return bool(row.fetchone()[0])
 
 

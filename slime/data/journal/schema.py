@@ -6,14 +6,14 @@ with every change here or in the payload; the table `identity` is written once, 
 
 from __future__ import annotations
 
-FORMAT = 1
+FORMAT = 2
 APPLICATION_ID = 0x736C6D65  # "slme": tells a journal from any other SQLite database
 
 OPEN = ("pending", "partial", "finished")
 """States of a group that was handed out and is in no batch: it goes back to the data source after a crash."""
 STATES = (*OPEN, "assigned", "consumed", "dropped")
 
-SCHEMA = """
+RECORD = """
 CREATE TABLE identity (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE groups (
@@ -54,3 +54,34 @@ CREATE VIEW trajectories AS
 CREATE VIEW finished AS
     SELECT * FROM trajectories WHERE state IN ('finished', 'assigned', 'consumed');
 """
+
+TO_LOOK_AT = """
+CREATE TABLE kept (rollout_id INTEGER PRIMARY KEY, bytes INTEGER NOT NULL);
+CREATE TABLE evaluations (
+    id INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    dataset TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    UNIQUE (step, dataset)
+);
+CREATE TABLE evaluated_samples (
+    id INTEGER PRIMARY KEY,
+    evaluation_id INTEGER NOT NULL REFERENCES evaluations (id),
+    sample_index INTEGER,
+    status TEXT NOT NULL,
+    reward REAL,
+    response_length INTEGER,
+    weight_versions TEXT NOT NULL,
+    prompt TEXT NOT NULL,
+    response TEXT NOT NULL,
+    payload BLOB NOT NULL
+);
+CREATE INDEX evaluated_samples_by_evaluation ON evaluated_samples (evaluation_id);
+CREATE VIEW evaluated AS
+    SELECT evaluated_samples.id, step, dataset, sample_index, status, reward, response_length, weight_versions, prompt,
+           response
+    FROM evaluated_samples JOIN evaluations ON evaluations.id = evaluation_id;
+"""
+"""What format 2 added: which consumed rollouts are still there, and the completions of evaluations."""
+
+SCHEMA = RECORD + TO_LOOK_AT

@@ -25,7 +25,14 @@ logger = logging.getLogger(__name__)
 
 def open_journal(config: Any, path: Path) -> Journal:
     """The journal of a run at `path`, as the flags want it."""
-    return Journal.open(path, run_identity(config), keep=config.keep_samples, reward_key=config.reward_key)
+    return Journal.open(
+        path,
+        run_identity(config),
+        keep=config.keep_samples,
+        keep_bytes=int(config.keep_samples_mb * 1e6),
+        reward_key=config.reward_key,
+        eval_reward_key=config.eval_reward_key,
+    )
 
 
 class JournaledSource:
@@ -87,7 +94,9 @@ class JournaledSource:
         with self._lock:
             recovered = self.journal.recover(start)
             if recovered.moved is not None:
-                logger.warning("the journal knows nothing of rollout %d: it is now %s", start, recovered.moved)
+                logger.warning(
+                    "the samples of an earlier run do not fit to rollout %d: they are now in %s", start, recovered.moved
+                )
             if recovered.fresh:
                 self.source.load(start - 1)
                 self.journal.begin(start - 1, _buffered(self.source), self._position())
