@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slime.cli import main
 from slime.config import Config, parse_args
+from slime.observe.metrics import read_metrics
 from tests.e2e.runs import TRAIN, Done, records, run, seen_samples
 
 TEMPERATURE = 0.9
@@ -124,6 +126,22 @@ def test_tensorboard_shows_what_the_metrics_file_says(run_dir: Path) -> None:
     for kind, name in (("train", "train/loss"), ("rollout", "rollout/raw_reward"), ("eval", "eval/last")):
         shown = [(event.step, event.value) for event in events.Scalars(name)]
         assert shown == [(record["step"], pytest.approx(record[name])) for record in records(run_dir, kind)]
+
+
+def test_its_samples_and_evaluations_can_be_looked_at(
+    run_dir: Path, training: dict[int, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["samples", str(run_dir), "--rollout", "3"]) == 0
+    assert "16 of 16 shown; samples in the journal: 64 consumed" in capsys.readouterr().out
+    assert main(["samples", str(run_dir), "--eval", "--step", "4", "--dataset", "last"]) == 0
+    assert "8 of 8 shown" in capsys.readouterr().out
+    tables = read_metrics(run_dir / "completions.jsonl")
+    assert [(table["name"], table["step"]) for table in tables] == [
+        ("eval/first", 0), ("eval/last", 0), ("rollout", 0), ("rollout", 1), ("eval/first", 2), ("eval/last", 2),
+        ("rollout", 2), ("rollout", 3), ("eval/first", 4), ("eval/last", 4),
+    ]  # fmt: skip
+    labels = {sample["label"] for sample in training[3]}
+    assert {row["label"] for row in tables[7]["rows"]} <= labels
 
 
 def test_saved_model_is_the_trainers_and_the_engines(run_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """Samples of a journal as a file: JSON lines, or Parquet.
 
-Invariant: every field of every chosen sample is in the file, extra attributes too, beside state, rollout and step. The
+Invariant: every field of every chosen sample is in the file, extra attributes too, beside its place: state, rollout and
+step of training, or step and dataset of an evaluation. The
 file appears whole or not at all, and never in the place of another one. A line of JSON is what `jsonable` reads back;
 in Parquet, numbers per token are lists, and fields of no fixed type are JSON text.
 """
@@ -11,7 +12,7 @@ import base64
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from slime.data.sample import Sample
 from slime.errors import RunFailed, UserError
 
 _ROWS_PER_GROUP = 512
-_INTS = ("group_index", "index", "rollout_id", "response_length", "journal_id", "batch", "consumed_by")
+_INTS = ("group_index", "index", "rollout_id", "response_length", "journal_id", "batch", "consumed_by", "step")
 _INT_LISTS = ("tokens", "loss_mask", "rollout_top_p_token_ids", "rollout_top_p_token_offsets")
 _FLOAT_LISTS = ("rollout_log_probs", "teacher_log_probs")
-_TEXTS = ("response", "status", "failure", "session_id", "state")
+_TEXTS = ("response", "status", "failure", "session_id", "state", "dataset")
 _FLOATS = ("non_generation_time",)
 
 
@@ -67,11 +68,13 @@ def _parquet(path: Path, found: Iterable[Recorded]) -> int:
         **dict.fromkeys(_FLOAT_LISTS, pa.list_(pa.float64())),
         **dict.fromkeys(_FLOATS, pa.float64()),
     }
-    names = ["state", "batch", "consumed_by", *Sample.__dataclass_fields__, "more"]
+    chunks = _chunks(found)
+    first = next(chunks, [])
+    names = [*(_place(first[0]) if first else ()), *Sample.__dataclass_fields__, "more"]
     schema = pa.schema([(name, kinds.get(name, pa.string())) for name in names])
     count = 0
     with pq.ParquetWriter(path, schema) as writer:
-        for records in _chunks(found):
+        for records in chain([first] if first else [], chunks):
             rows = [_parquet_row(_fields(record), names, kinds) for record in records]
             try:
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
@@ -85,13 +88,19 @@ def _parquet(path: Path, found: Iterable[Recorded]) -> int:
 
 
 def _fields(record: Recorded) -> dict[str, Any]:
-    """All of a sample as JSON values; `batch` is the rollout it is assigned to, `rollout_id` the sample's own field."""
-    place = {"state": record.state, "batch": record.rollout_id, "consumed_by": record.consumed_by}
+    """All of a sample as JSON values, after its place."""
     sample = {
         key: to_json(_without_bytes(value), f"sample {record.sample.index}, {key}")
         for key, value in record.sample.to_dict().items()
     }
-    return {**place, **sample}
+    return {**_place(record), **sample}
+
+
+def _place(record: Recorded) -> dict[str, Any]:
+    """`batch` is the rollout that a sample is assigned to, beside `rollout_id`, the sample's own field."""
+    if record.dataset is not None:
+        return {"step": record.step, "dataset": record.dataset}
+    return {"state": record.state, "batch": record.rollout_id, "consumed_by": record.consumed_by}
 
 
 def _parquet_row(fields: dict[str, Any], names: list[str], kinds: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.data.journal.database import open_read_only
+from slime.data.journal.keeping import has_evaluations
 from slime.data.journal.rows import COLUMNS, RowCodec
 from slime.data.journal.schema import STATES
 from slime.data.sample import Sample
@@ -20,13 +21,23 @@ from slime.errors import UserError
 
 NAME = "journal.sqlite"
 
-_PLACE = "samples.id, group_index, state, rollout_id, consumed_by"
-_FROM = "FROM samples JOIN groups ON groups.id = samples.group_id"
+_COLUMNS = ", ".join(COLUMNS)
+_OF_TRAINING = "FROM samples AS s JOIN groups ON groups.id = s.group_id"
+_OF_EVALUATIONS = "FROM evaluated_samples AS s JOIN evaluations ON evaluations.id = s.evaluation_id"
+_SORTS = {
+    "reward": "reward",
+    "length": "response_length",
+    "index": "sample_index",
+    "status": "status",
+    "version": "CAST(json_extract(weight_versions, '$[0]') AS INTEGER)",
+}
+SORTS = (*_SORTS, "rollout")
+"""What samples can be sorted by; `rollout` is the step of an evaluation."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which samples; None means all."""
+    """Which samples, of training or of evaluations, and in which order; None means all, and as they came."""
 
     state: str | None = None
     rollout: int | None = None
@@ -35,6 +46,11 @@ class Choice:
     min_reward: float | None = None
     max_reward: float | None = None
     status: str | None = None
+    evaluations: bool = False
+    step: int | None = None
+    dataset: str | None = None
+    sort: str | None = None
+    descending: bool = False
 
     def condition(self) -> tuple[str, list[Any]]:
         """As SQL with its values."""
@@ -46,19 +62,33 @@ class Choice:
             "reward >= ?": self.min_reward,
             "reward <= ?": self.max_reward,
             "status = ?": self.status,
+            "step = ?": self.step,
+            "dataset = ?": self.dataset,
         }
         asked = {term: value for term, value in asked.items() if value is not None}
         return " AND ".join(asked) or "TRUE", list(asked.values())
 
+    def order(self) -> str:
+        """As SQL: what is sorted by, samples without it last, then the order in which they came."""
+        came = "step, evaluations.id, s.id" if self.evaluations else "groups.id, member, leaf"
+        if self.sort is None:
+            return came
+        key = _SORTS.get(self.sort, "step" if self.evaluations else "rollout_id")
+        return f"{key} IS NULL, {key} {'DESC' if self.descending else 'ASC'}, {came}"
+
 
 @dataclass(frozen=True)
 class Recorded:
-    """A sample and where it is in its life."""
+    """A sample and where it is in its life, or in which evaluation it was sampled."""
 
     sample: Sample
-    state: str
-    rollout_id: int | None
-    consumed_by: int | None
+    reward: float | None
+    """The number shown, also of a reward of several."""
+    state: str | None = None
+    rollout_id: int | None = None
+    consumed_by: int | None = None
+    step: int | None = None
+    dataset: str | None = None
 
 
 class Reader:
@@ -67,34 +97,61 @@ class Reader:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._rows = RowCodec()
+        self._has_evaluations = has_evaluations(connection)
 
     def totals(self) -> dict[str, int]:
         """Samples by state, in the order of their life."""
-        found = dict(self._connection.execute(f"SELECT state, COUNT(*) {_FROM} GROUP BY state").fetchall())
+        found = dict(self._connection.execute(f"SELECT state, COUNT(*) {_OF_TRAINING} GROUP BY state").fetchall())
         return {state: found[state] for state in STATES if state in found}
+
+    def evaluations(self) -> list[tuple[str, list[int]]]:
+        """Datasets and the steps of their evaluations."""
+        found: dict[str, list[int]] = {}
+        if self._has_evaluations:
+            for dataset, step in self._connection.execute("SELECT dataset, step FROM evaluations ORDER BY step, id"):
+                found.setdefault(dataset, []).append(step)
+        return list(found.items())
 
     def count(self, choice: Choice) -> int:
         """How many samples are chosen."""
+        if choice.evaluations and not self._has_evaluations:
+            return 0
         condition, values = choice.condition()
-        return int(self._connection.execute(f"SELECT COUNT(*) {_FROM} WHERE {condition}", values).fetchone()[0])
-
-    def rewards(self, row_ids: list[int]) -> dict[int, float | None]:
-        """The reward column, which also has the number of a reward of several."""
-        return {
-            row_id: self._connection.execute("SELECT reward FROM samples WHERE id = ?", (row_id,)).fetchone()[0]
-            for row_id in row_ids
-        }
+        source = _OF_EVALUATIONS if choice.evaluations else _OF_TRAINING
+        return int(self._connection.execute(f"SELECT COUNT(*) {source} WHERE {condition}", values).fetchone()[0])
 
     def samples(self, choice: Choice, limit: int | None = None) -> Iterator[Recorded]:
-        """Chosen samples in the order in which they were handed out."""
+        """Chosen samples in their order."""
+        if choice.evaluations and not self._has_evaluations:
+            return
         condition, values = choice.condition()
-        columns = ", ".join(f"samples.{name}" for name in COLUMNS)
-        found = self._connection.execute(
-            f"SELECT {_PLACE}, {columns} {_FROM} WHERE {condition} ORDER BY groups.id, member, leaf LIMIT ?",
+        source = _OF_EVALUATIONS if choice.evaluations else _OF_TRAINING
+        chosen = self._connection.execute(  # ids alone: payloads need not be sorted
+            f"SELECT s.id {source} WHERE {condition} ORDER BY {choice.order()} LIMIT ?",
             [*values, -1 if limit is None else limit],
-        )
-        for row_id, _, state, rollout_id, consumed_by, *values in found:
-            yield Recorded(self._rows.sample(row_id, values), state, rollout_id, consumed_by)
+        ).fetchall()
+        place = "step, dataset" if choice.evaluations else "state, rollout_id, consumed_by"
+        names = place.split(", ")
+        for (row_id,) in chosen:
+            row = self._connection.execute(f"SELECT {place}, {_COLUMNS} {source} WHERE s.id = ?", (row_id,)).fetchone()
+            where = dict(zip(names, row, strict=False))
+            columns = row[len(names) :]
+            sample = self._rows.sample(row_id, columns)
+            if choice.evaluations:
+                sample.journal_id = None  # the number of another table
+            yield Recorded(sample, reward=columns[COLUMNS.index("reward")], **where)
+
+    def some_prompts(self, *, evaluations: bool, most: int = 20) -> list[str]:
+        """Prompts of different samples: what they have in common is not what is asked."""
+        if not evaluations:
+            query = (
+                "SELECT (SELECT prompt FROM samples WHERE group_id = groups.id) FROM groups ORDER BY id DESC LIMIT ?"
+            )
+        elif self._has_evaluations:
+            query = "SELECT prompt FROM evaluated_samples ORDER BY id DESC LIMIT ?"
+        else:
+            return []
+        return [row[0] for row in self._connection.execute(query, (most,)) if row[0] is not None]
 
 
 @contextmanager
