@@ -1,4 +1,5 @@
-"""Milliseconds and bytes of the journal: hand-out, finish, batch, consume, with 100,000 samples in the file.
+"""Milliseconds and bytes of the journal: hand-out, finish, batch, consume, with 100,000 samples in the file; and what
+it costs to keep the last rollouts and evaluations.
 
     python benchmarks/journal.py
     python benchmarks/journal.py --samples 20000 --folder /some/disk
@@ -6,7 +7,8 @@
 Groups of 8 samples with 256 to 2048 response tokens, 32 groups in a rollout, nothing pruned. Prompts are handed out
 group by group, samples finish one by one, and a batch is consumed as a whole; every call is one transaction of the real
 journal. The table is of the last tenth of the calls, when the file is as large as it gets; `growth` is the ratio of
-their mean to that of the first tenth.
+their mean to that of the first tenth. Then the same for a fifth of the samples with a checkpoint and an evaluation of
+256 samples after each rollout, with nothing kept and with the default of 256 MB.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ class Texts:
         return sample
 
 
-def fill(journal: Journal, samples: int, clock: Clock, texts: Texts) -> None:
-    """The life of `samples` samples, rollout by rollout."""
+def fill(journal: Journal, samples: int, clock: Clock, texts: Texts, *, checkpoints: bool = False) -> None:
+    """The life of `samples` samples, rollout by rollout, with `checkpoints` and evaluations after each."""
     journal.recover(0)
     for rollout in range(samples // (GROUP * BATCH)):
         batch = [texts.prompts(rollout * BATCH + place) for place in range(BATCH)]
@@ -85,11 +87,15 @@ def fill(journal: Journal, samples: int, clock: Clock, texts: Texts) -> None:
         metrics = {"rollout/raw_reward": 0.5}
         clock("batch", GROUP * BATCH, lambda batch=batch, r=rollout, m=metrics: journal.assign(r, batch, m))
         clock("consume", GROUP * BATCH, lambda rollout=rollout: journal.consumed(rollout))
+        if checkpoints:
+            clock("checkpoint", GROUP * BATCH, lambda rollout=rollout: journal.checkpointed(rollout))
+            answers = {"sums": [sample for group in batch for sample in group]}
+            clock("evaluation", GROUP * BATCH, lambda r=rollout, a=answers: journal.keep_evaluation(r + 1, a))
 
 
-def report(console: Console, clock: Clock, file_bytes: int, samples: int) -> None:
+def report(console: Console, clock: Clock, file_bytes: int, samples: int, title: str) -> None:
     """The table and the size."""
-    table = Table(title=f"journal with {samples:,} samples, milliseconds", box=None, pad_edge=False)
+    table = Table(title=f"{title}, milliseconds", box=None, pad_edge=False)
     for name in ("call", "samples", "mean", "p99", "mean per sample", "growth"):
         table.add_column(name, justify="left" if name == "call" else "right")
     for name, calls in clock.calls.items():
@@ -127,8 +133,16 @@ def main() -> None:
         recovery = time.perf_counter() - began
         assert len(recovered.batches) == 1
         journal.close()
-        report(console, clock, journal.path.stat().st_size, samples)
+        report(console, clock, journal.path.stat().st_size, samples, f"journal with {samples:,} samples")
         console.print(f"make durable: {seconds * 1e3:.0f} ms; recover: {recovery * 1e3:.0f} ms", highlight=False)
+    for keep_bytes in (0, 256_000_000):
+        clock = Clock()
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            journal = Journal.open(Path(folder) / "j.sqlite", {"model": "benchmark"}, keep=False, keep_bytes=keep_bytes)
+            fill(journal, samples // 5, clock, Texts(seed=0), checkpoints=True)
+            journal.close()
+            title = f"{samples // 5:,} samples with checkpoints, {keep_bytes / 1e6:.0f} MB kept"
+            report(console, clock, journal.path.stat().st_size, samples // 5, title)
 
 
 if __name__ == "__main__":

@@ -256,3 +256,24 @@ def test_the_default_keeps_and_the_flag_says_how_much(tmp_path: Path) -> None:
     journal = open_of_run(config.replace(keep_samples_mb=0.0005), tmp_path / "b.sqlite")
     train(journal, 0)
     assert kept(journal) == [(0, 2)]
+
+
+@pytest.mark.parametrize("keep_bytes", [0, EVERYTHING])
+def test_a_source_without_a_position_begins_from_its_own_after_a_checkpoint(tmp_path: Path, keep_bytes: int) -> None:
+    journal = open_journal(tmp_path, keep_bytes=keep_bytes)
+    journal.recover(0)
+    group = prompts(0)
+    journal.hand_out([group], None)
+    journal.assign(0, [[finish(sample) for sample in group]], {})
+    journal.consumed(0)
+    journal.checkpointed(0)
+    assert kept(journal) == ([(0, 2)] if keep_bytes else [])
+    assert journal.recover(1).fresh
+
+
+def test_evaluations_alone_are_worth_setting_aside(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, keep_bytes=EVERYTHING)
+    journal.recover(0)
+    journal.keep_evaluation(0, {"math": answers(1)})
+    assert journal.recover(3).moved == tmp_path / "journal-1.sqlite"
+    assert evaluated(journal) == []
