@@ -52,6 +52,7 @@ from slime.plan import make_plan, needs_engines
 from slime.plugins import load_function
 from slime.rollout.base_types import RolloutFnEvalOutput, call_rollout_fn, leaves
 from slime.rollout.completions import PER_DATASET, PER_ROLLOUT, completion_rows, evaluated_samples
+from slime.rollout.concerns import Concerns
 from slime.rollout.dump import DumpedRollouts, save_evaluation
 from slime.rollout.evaluate import read_eval_datasets
 from slime.rollout.feed import Feed, make_feed
@@ -141,6 +142,7 @@ class Run:
         )
         self.config = config = self.parts.config
         self.runtime, self.trainers, self.start = self.parts.runtime, self.parts.trainers, self.parts.start
+        self._watch(stack)
         save_config(config, run_dir.config)
         self.runtime.journal = journal
         if self.start:
@@ -148,12 +150,29 @@ class Run:
         self.replayed = self._resume_data()
         self.metrics = MetricsLog(run_dir, config, start_rollout_id=self.start)
         stack.callback(self.metrics.close)
+        self._concerns = Concerns(config, lambda: self.runtime.tokenizer.all_special_tokens)
+        self._grad_norm: float | None = None  # the largest of the last rollout's steps
         self._eval_fn = _rollout_function(config.eval_function_path, "--eval-function-path")
         self._log_eval = _log_function(
             config.custom_eval_rollout_log_function_path,
             "--custom-eval-rollout-log-function-path",
             ("rollout_id", "args", "data", "extra_metrics"),
         )
+
+    def _watch(self, stack: ExitStack) -> None:
+        """Tell the display where to look up what goes on inside a rollout and in the engines."""
+        states = self.parts.watch_engines(stack) if self.config.progress != "none" else None
+
+        def rollout() -> tuple[str, bool] | None:
+            speed = None if states is None else states.tokens_per_s
+            evaluated, made = self.runtime.eval_pulse.sentence(speed), self.runtime.pulse.sentence(speed)
+            if evaluated is not None:
+                return f"evaluating, {evaluated}", True
+            return None if made is None else (f"generating, {made}", True)
+
+        self.progress.watch("rollout", rollout)
+        if states is not None:
+            self.progress.watch("engine", states.sentence)
 
     def _resume_data(self) -> list[int]:
         """Put the data source where the checkpoint left it; the rollouts that the journal has already."""
@@ -182,6 +201,7 @@ class Run:
             journal=self.journal,
             log=log,
             at_work=self.parts.engines_at_work,
+            pulse=self.runtime.pulse,
         )
         return make_feed(
             maker, self.runtime, self.data_source, start=self.start, total=self.total, replayed=self.replayed
@@ -215,6 +235,8 @@ class Run:
                 if _due(rollout_id, config.save_interval, total):
                     self.save(rollout_id)  # after the step was logged: a checkpoint's steps are all on record
                 self.progress.step(rollout_id, rollout.metrics | after)
+                for concern in self._concerns.about(rollout_id, list(leaves(rollout.samples)), self._grad_norm):
+                    self.progress.warn(concern)
                 if evaluates_now:
                     with feed.undisturbed():
                         self.evaluate(rollout_id + 1)
@@ -243,6 +265,7 @@ class Run:
         with self.parts.trainers_at_work():
             trained = self.trainers.train(rollout_id, rollout.samples, last=rollout_id == self.total - 1)
             self.parts.trained(rollout_id + 1)
+        self._grad_norm = max((step["train/grad_norm"] for step in trained.metrics), default=None)
         for metrics in trained.metrics:
             self.metrics.log(metrics, int(metrics["train/step"]), "train", rollout_id=rollout_id)
         if self.config.ci_test and trained.metrics:

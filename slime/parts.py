@@ -19,6 +19,7 @@ from slime.engine.engines import Engines, alone_engine
 from slime.engine.errors import EngineError
 from slime.engine.fleet import EngineFleet
 from slime.engine.pool import EnginePool
+from slime.engine.states import EngineStates
 from slime.engine.supervisor import Supervisor, Watch
 from slime.errors import RunFailed
 from slime.observe.run_dir import RunDir
@@ -105,8 +106,12 @@ class Parts:
             starting = [pool.submit(fleet.start) for fleet in fleets]
             try:
                 start = self.trainers.start() if self.trainers is not None else 0
+                if self.trainers is not None:
+                    status("trainer", "ready")
                 for one in starting:
                     one.result()
+                if fleets:
+                    status("engine", "ready")
             except BaseException:
                 for fleet in fleets:
                     fleet.stop()  # or leaving the pool would wait until the engines are up
@@ -148,6 +153,19 @@ class Parts:
         )
         stack.callback(publisher.close)
         return publisher
+
+    def watch_engines(self, stack: ExitStack) -> EngineStates | None:
+        """What the engines of the trained model are doing, looked up from now on."""
+        if self.engines is None:
+            return None
+
+        def away() -> dict[str, str]:
+            return {url: why for supervisor in self.supervisors for url, why in supervisor.away().items()}
+
+        states = EngineStates(self.engines.urls, why_ended=self.engines.why_ended, away=away)
+        stack.callback(states.close)
+        states.start()
+        return states
 
     def _make_supervisors(self, stack: ExitStack) -> list[Supervisor]:
         config = self.config

@@ -179,7 +179,7 @@ def _flag_values(config: Config) -> dict[str, Any]:
         "min_new_tokens": config.eval_min_new_tokens,
         "stop": config.rollout_stop,
         "stop_token_ids": config.rollout_stop_token_ids,
-        "skip_special_tokens": config.rollout_skip_special_tokens,
+        "skip_special_tokens": bool(config.rollout_skip_special_tokens),
     }
 
 

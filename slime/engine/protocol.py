@@ -54,7 +54,7 @@ class RolloutSamplingFlags(Protocol):
     @property
     def rollout_stop_token_ids(self) -> list[int] | None: ...
     @property
-    def rollout_skip_special_tokens(self) -> bool: ...
+    def rollout_skip_special_tokens(self) -> bool | None: ...
 
 
 def rollout_sampling_params(flags: RolloutSamplingFlags) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def rollout_sampling_params(flags: RolloutSamplingFlags) -> dict[str, Any]:
         "top_k": flags.rollout_top_k,
         "stop": flags.rollout_stop,
         "stop_token_ids": flags.rollout_stop_token_ids,
-        "skip_special_tokens": flags.rollout_skip_special_tokens,
+        "skip_special_tokens": bool(flags.rollout_skip_special_tokens),
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
     }

@@ -87,12 +87,19 @@ class Supervisor:
         self._counting = threading.Lock()
         self._failure: EnginesGivenUp | None = None
         self.waiting: set[str] = set()
+        self._restarting: str | None = None
         self._thread = background("engine-supervisor", self._run)
 
     @property
     def restarts(self) -> int:
         """Engines started again so far."""
         return sum(self._restarts.values())
+
+    def away(self) -> dict[str, str]:
+        """Engines that get no requests now, and why."""
+        restarting = self._restarting
+        found = dict.fromkeys(self.waiting.copy(), "waiting for weights")
+        return found if restarting is None else {**found, restarting: "restarting"}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -203,11 +210,14 @@ class Supervisor:
         while self._restarts[url] < self._watch.max_restarts:
             self._restarts[url] += 1
             logger.warning("engine %s is restarted: %s", url, reason.splitlines()[0])
+            self._restarting = url
             try:
                 self._fleet.restart(index)
             except EngineDied as death:  # before it answered: that is one more failure of this engine
                 reason = str(death)
                 continue
+            finally:
+                self._restarting = None
             self.waiting.add(url)
             return
         self._give_up(

@@ -69,6 +69,7 @@ class ContinuousRollout:
 
     async def start(self) -> None:
         """Begin to generate."""
+        self._count_anew()
         self._serving = background("continuous rollout", self._serve())
 
     async def take(self, rollout_id: int) -> RolloutFnTrainOutput:
@@ -93,6 +94,7 @@ class ContinuousRollout:
         }
         self._next = rollout_id + 1
         self._since = time.monotonic()
+        self._count_anew()
         self._changed.set()
         return RolloutFnTrainOutput(groups, metrics)
 
@@ -103,10 +105,16 @@ class ContinuousRollout:
 
     async def aclose(self) -> None:
         """End everything under way."""
+        self._runtime.pulse.end()
         if self._serving is not None:
             await self._serving.aclose()
         await cancelled(self._under_way)
         self._under_way.clear()
+
+    def _count_anew(self) -> None:
+        """What is ready already belongs to the rollout that is taken next."""
+        size = self._args.n_samples_per_prompt
+        self._runtime.pulse.begin(self._args.rollout_batch_size * size, done=len(self._ready) * size)
 
     # dispatching
 

@@ -38,7 +38,10 @@ async def evaluate(args: Config, rollout_id: int) -> RolloutFnEvalOutput:
     runtime.state.evaluation_id = rollout_id
     if not runtime.eval_datasets:
         runtime.eval_datasets.update(read_eval_datasets(args, runtime.tokenizer))
-    results = await gather_or_cancel(_evaluate_dataset(runtime, one) for one in runtime.eval_datasets.values())
+    datasets = runtime.eval_datasets
+    wanted = sum(len(one.prompts) * one.dataset.n_samples_per_eval_prompt for one in datasets.values())
+    with runtime.eval_pulse.during(wanted):
+        results = await gather_or_cancel(_evaluate_dataset(runtime, one) for one in datasets.values())
     data = dict(zip(runtime.eval_datasets, results, strict=True))
     return RolloutFnEvalOutput(data, eval_metrics(args, data))
 

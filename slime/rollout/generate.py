@@ -49,6 +49,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
             args, tokens=result.token_ids, log_probs=result.log_probs, meta_info=result.meta_info, text=result.text
         )
         if sample.status is not Sample.Status.ABORTED:
+            _leave_out_stop_token(runtime, sample, result.meta_info["finish_reason"].get("matched"))
             return sample
         if result.token_ids:
             _record_progress(runtime, sample)
@@ -57,6 +58,20 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
         if ticket is None or ticket.gate.is_open:
             aborts += 1
     raise AbortedTooOften(f"the engine aborted this request {MOST_RESUMES} times")
+
+
+def _leave_out_stop_token(runtime: RolloutRuntime, sample: Sample, matched: Any) -> None:
+    """The text that rewards see ends where the answer does; the token that ended it stays among the tokens.
+
+    A token that the user stops at (`--rollout-stop-token-ids`) and that is no special one is part of the answer.
+    """
+    if sample.status is not Sample.Status.COMPLETED or runtime.args.rollout_skip_special_tokens is False:
+        return
+    if not sample.response_length:
+        return
+    last, wanted = sample.tokens[-1], runtime.args.rollout_stop_token_ids or ()
+    if last in runtime.special_token_ids or (last == matched and last not in wanted):
+        sample.response = sample.response.removesuffix(runtime.tokenizer.decode([last], skip_special_tokens=False))
 
 
 def new_token_budget(args: Config, sample: Sample, sampling_params: Mapping[str, Any]) -> int:

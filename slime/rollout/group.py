@@ -62,10 +62,14 @@ async def _generated_member(
     if not isinstance(member, Sample):
         return member
     params = _own_params(args, member, sampling_params, evaluation)
+    runtime, before = runtime_for(args), member.response_length
     with acting_as(f"sample {member.index} of group {member.group_index}"):
         produced = await generate_and_rm(args, member, params, evaluation)
+    if not any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
+        tokens = sum(sample.response_length for sample in leaves([produced]))
+        (runtime.eval_pulse if evaluation else runtime.pulse).finished(tokens - before)
     if not evaluation:
-        _record(runtime_for(args), member, produced)
+        _record(runtime, member, produced)
     return produced
 
 
@@ -95,7 +99,8 @@ async def generate_and_rm(
                 return sample
             if args.mask_offpolicy_in_partial_rollout and sample.status is Sample.Status.ABORTED:
                 sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
-            produced = await _generated(runtime, sample, sampling_params, evaluation)
+            with (runtime.eval_pulse if evaluation else runtime.pulse).sample():
+                produced = await _generated(runtime, sample, sampling_params, evaluation)
         produced = await _hooked(runtime, produced, evaluation)
     if not evaluation:
         await teach(runtime, list(leaves([produced])))

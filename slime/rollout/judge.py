@@ -23,6 +23,7 @@ class GroupJudge:
 
     def __init__(self, runtime: RolloutRuntime, what: str) -> None:
         self._args = runtime.args
+        self._pulse = runtime.pulse
         self._what = what
         path = runtime.args.dynamic_sampling_filter_path
         self._filter = (
@@ -43,6 +44,7 @@ class GroupJudge:
             self._dropped_in_a_row = 0
             return True
         self.dropped.append(group)
+        self._pulse.want_more(len(group))
         self.reasons[verdict.reason or "unnamed"] += 1
         self._dropped_in_a_row += 1
         self._refuse_endless_dropping()

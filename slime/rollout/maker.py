@@ -16,6 +16,7 @@ from slime.config.asynchronous import is_async
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, leaves
 from slime.rollout.dump import save_rollout
 from slime.rollout.metrics import rollout_metrics
+from slime.rollout.pulse import Pulse
 from slime.rollout.staleness import staleness_metrics
 
 LogFunction = Callable[..., Any]
@@ -42,6 +43,7 @@ class RolloutMaker:
         journal: Any | None,
         log: LogFunction,
         at_work: Callable[[], AbstractContextManager[None]],
+        pulse: Pulse | None = None,
     ) -> None:
         self._args = args
         self._rollout_fn = rollout_fn
@@ -49,12 +51,14 @@ class RolloutMaker:
         self._journal = journal
         self._log = log
         self.at_work = at_work
+        self._pulse = pulse or Pulse()
 
     def make(self, rollout_id: int) -> Generated:
         """The rollout from the journal if it was made before, else from the rollout function."""
 
         def call() -> RolloutFnTrainOutput:
-            output = call_rollout_fn(self._rollout_fn, self._args, rollout_id, self._data_source, evaluation=False)
+            with self._pulse.during(self._args.rollout_batch_size * self._args.n_samples_per_prompt):
+                output = call_rollout_fn(self._rollout_fn, self._args, rollout_id, self._data_source, evaluation=False)
             assert isinstance(output, RolloutFnTrainOutput)
             return output
 

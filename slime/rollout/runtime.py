@@ -25,6 +25,7 @@ from slime.plugins import load_function, load_plugin
 from slime.rollout.adapters import as_generate
 from slime.rollout.failures import FailureLog
 from slime.rollout.loop import LoopThread
+from slime.rollout.pulse import Pulse
 from slime.rollout.rewards.hub import RewardHub
 from slime.rollout.state import GenerateState
 
@@ -59,6 +60,7 @@ class RolloutRuntime:
         self.engine_urls = list(engine_urls)
         self.loop_thread = LoopThread()
         self.failures = FailureLog()
+        self.pulse, self.eval_pulse = Pulse(), Pulse()
         self.journal: Any = None
         self._router_url, self._router_only = router_url, router_only
         self._model_urls = dict(model_urls or {})
@@ -89,6 +91,11 @@ class RolloutRuntime:
         """The tokenizer of ``--hf-checkpoint``, loaded on first use."""
         assert self.config.hf_checkpoint is not None, "resolve() makes sure that --hf-checkpoint is given"
         return load_tokenizer(self.config.hf_checkpoint, trust_remote_code=self.config.trust_remote_code)
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """The tokens that are no text: the end of a sequence, of a turn, padding."""
+        return frozenset(self.tokenizer.all_special_ids)
 
     @cached_property
     def hub(self) -> RewardHub:

@@ -49,7 +49,7 @@ def training(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
 def test_output_is_tidy(whole_run: tuple[Path, Done], place: Path) -> None:
     run_dir, done = whole_run
     assert done.err == ""
-    event = re.compile(r"\[\d+:\d\d\] (trainer|engine|weights|rollout|eval|step)\b")
+    event = re.compile(r"\[\d+:\d\d\] (trainer|engine|weights|rollout|eval|step|note|warning)\b")
     table = re.compile(r"Finished|[┌│└]")
     strange = [line for line in done.out.splitlines() if not event.match(line) and not table.match(line)]
     assert strange == []
@@ -57,8 +57,14 @@ def test_output_is_tidy(whole_run: tuple[Path, Done], place: Path) -> None:
     assert (shown[0], shown[-1], shown) == ("1/4", "4/4", sorted(set(shown)))  # not all of them if they are quick
     logs = {path.name: path.read_text() for path in (run_dir / "logs").iterdir()}
     assert set(logs) == {"driver.log", "engine-0.log", "trainer-0.log"}
-    dated = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|DEBUG) ")
+    dated = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|DEBUG|WARNING slime.progress:) ")
     assert [line for text in logs.values() for line in text.splitlines() if not dated.match(line)] == []
+    driver = logs["driver.log"]
+    assert [f"step {n}/4  reward" in driver for n in (1, 2, 3, 4)] == [True] * 4
+    assert "eval before training: first" in driver
+    cut = "rollout 0: 16 of 16 responses were cut off at the length limit; one response is "
+    assert f"WARNING slime.progress: {cut}" in driver
+    assert done.out.count(cut) == 1
 
 
 def test_every_rollout_is_sampled_with_its_own_weights(training: dict[int, list[dict[str, Any]]]) -> None:

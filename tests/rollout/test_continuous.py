@@ -183,7 +183,7 @@ def test_groups_that_come_in_too_old_are_sampled_anew_or_left_out(
         return
     assert taken == ["a", "b"]
     sample = next(leaves(generation.output.samples))
-    assert (sample.response, sample.weight_versions, sample.version_spans) == ("7</s>", ["0"], [["0", 2]])
+    assert (sample.response, sample.weight_versions, sample.version_spans) == ("7", ["0"], [["0", 2]])
 
 
 def test_a_filter_drops_groups_and_others_take_their_place(begin: Any, timed: Timed, write_plugin: Any) -> None:

@@ -80,7 +80,7 @@ def test_a_partial_response_is_continued_with_its_tokens(engine, make_runtime, p
     assert [request["input_ids"] for request in engine.requests] == [ids[:3], ids[:3]]
     assert [request["sampling_params"]["max_new_tokens"] for request in engine.requests] == [6, 6]
     for sample in leaves(output.samples):
-        assert (sample.tokens, sample.response, sample.status) == (ids, "12345</s>", STATUS.COMPLETED)
+        assert (sample.tokens, sample.response, sample.status) == (ids, "12345", STATUS.COMPLETED)
         assert sample.rollout_log_probs == [-t / 100 for t in ids[1:]]
         assert sample.loss_mask == ([0, 0] if masked else [1, 1]) + [1] * 4
         assert sample.weight_versions == ["1", "2"]
@@ -99,9 +99,7 @@ def test_finished_groups_too_many_are_served_first_and_not_generated_again(
     output = generate_rollout(runtime.args, 0, source)
     assert (output.metrics["rollout/surplus_groups"], output.metrics["rollout/returned_groups"]) == (1.0, 0.0)
     kept = source.groups[0]
-    assert [(sample.response, sample.reward, sample.status) for sample in kept] == [
-        ("77</s>", 6.0, STATUS.COMPLETED)
-    ] * 2
+    assert [(sample.response, sample.reward, sample.status) for sample in kept] == [("77", 2.0, STATUS.COMPLETED)] * 2
     engine.requests.clear()
     answer(c=lambda body: engine.held("7"))
     output = generate_rollout(runtime.args, 1, source)
@@ -328,7 +326,7 @@ def test_group_rewards_wait_for_the_whole_group(engine, make_runtime, prompts, a
     answer(b="2</s>")
     output = generate_rollout(runtime.args, 1, source)
     assert [sample.reward for sample in leaves(output.samples)] == [2.0, 2.0]
-    assert sorted(sample.response for sample in leaves(output.samples)) == ["12</s>", "77</s>"]
+    assert sorted(sample.response for sample in leaves(output.samples)) == ["12", "77"]
 
 
 @pytest.mark.parametrize(("reward", "said"), [("float('nan')", "nan"), ("float('inf')", "inf")])

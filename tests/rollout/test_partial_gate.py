@@ -197,7 +197,7 @@ async def f(args, sample, sampling_params):
     say(lambda text: "2</s>")
     [sample] = leaves(generate_rollout(runtime.args, 1, source).samples)
     assert len(asked()) == 1
-    assert sample.response == "1!2</s>"
+    assert sample.response == "1!2"
     assert sample.loss_mask == [1, 0, 1, 1]
 
 
@@ -234,7 +234,7 @@ def test_a_group_of_which_one_sample_is_custom_is_held_as_a_whole(engine, make_p
     assert (output.metrics["rollout/held_groups"], source.groups) == (1.0, [])
     say(lambda text: {"b12": "3</s>"}[text])
     output = generate_rollout(runtime.args, 1, source)
-    assert [sample.response for sample in leaves(output.samples)] == ["123</s>"] * 2
+    assert [sample.response for sample in leaves(output.samples)] == ["123"] * 2
 
 
 class Noted:
@@ -412,7 +412,7 @@ def test_an_engine_that_does_not_abort_costs_the_groups_it_holds_up(
     output = generate_rollout(runtime.args, 0, source)
     assert (output.metrics["rollout/held_groups"], output.metrics["rollout/returned_groups"]) == (0.0, 1.0)
     [sample] = leaves(generate_rollout(runtime.args, 1, source).samples)
-    assert (sample.prompt, sample.response) == ("b", "7</s>")
+    assert (sample.prompt, sample.response) == ("b", "7")
 
 
 def test_waiting_at_the_gate_gives_a_seat_away_and_cancellation_keeps_the_count():
@@ -497,7 +497,7 @@ def test_an_aborted_sample_that_comes_late_is_dispatched_again_in_the_next_rollo
     output = generate_rollout(runtime.args, 1, source)
     [sample] = leaves(output.samples)
     assert asked() == ["b12"]
-    assert (sample.response, sample.status, sample.reward) == ("123</s>", STATUS.COMPLETED, 1.0)
+    assert (sample.response, sample.status, sample.reward) == ("123", STATUS.COMPLETED, 1.0)
     assert output.metrics["rollout/thrown_away_tokens"] == 0.0
     assert source.asked == [2]
     assert runtime.state.remaining_batch_size == 0

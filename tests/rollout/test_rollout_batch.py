@@ -34,15 +34,15 @@ def test_a_rollout_returns_all_groups_sorted_with_rewards_and_metrics(engine, ma
     samples = list(leaves(output.samples))
     assert [len(group) for group in output.samples] == [2, 2]
     assert [sample.index for sample in samples] == [0, 1, 2, 3]
-    assert [sample.reward for sample in samples] == [5.0] * 4
+    assert [sample.reward for sample in samples] == [1.0] * 4
     assert len({sample.session_id for sample in samples}) == 4
     metrics = output.metrics
-    assert metrics["rollout/raw_reward"] == 5.0
+    assert metrics["rollout/raw_reward"] == 1.0
     assert metrics["rollout/response_len/mean"] == 2.0
     assert metrics["rollout/truncated_ratio"] == 0.0
     assert metrics["rollout/failed/count"] == 0.0
     assert metrics["rollout/zero_std/count"] == 2.0
-    assert metrics["rollout/zero_std/count_5.0"] == 2.0
+    assert metrics["rollout/zero_std/count_1.0"] == 2.0
     assert metrics["rollout/prefix_cache_hit_rate"] == 0.25
     assert metrics["perf/tokens_per_gpu_per_sec"] == pytest.approx(8 / metrics["perf/rollout_time"])
 
@@ -144,7 +144,7 @@ def test_a_reward_function_that_raises_fails_its_sample_only(engine, make_runtim
     output = rollout(make_runtime([engine.url], custom_rm_path=path), prompts(["a", "b"], n=2))
     first, *others = leaves(output.samples)
     assert (first.status, first.failure) == (Sample.Status.FAILED, "reward: ValueError: no verdict")
-    assert (first.reward, first.remove_sample, first.response) == (None, True, "7</s>")
+    assert (first.reward, first.remove_sample, first.response) == (None, True, "7")
     assert [(s.reward, s.status) for s in others] == [(1.0, Sample.Status.COMPLETED)] * 3
     assert output.metrics["rollout/raw_reward"] == 1.0
 
@@ -255,7 +255,7 @@ def test_hooks_run_between_generation_and_reward(engine, make_runtime, prompts, 
         custom_rm_path=write_plugin(REWARD_BY_LENGTH, "reward"),
     )
     first, second = leaves(rollout(runtime, prompts(["a"], n=2)).samples)
-    assert (first.response, first.reward, first.metadata) == ("7</s>r3", 7.0, {"e": False})
+    assert (first.response, first.reward, first.metadata) == ("7r3", 3.0, {"e": False})
     assert (second.failure, second.reward) == ("hook: OSError: disk", None)
 
 

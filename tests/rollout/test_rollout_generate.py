@@ -19,7 +19,7 @@ def test_tokens_log_probs_and_status_come_from_the_engine(engine, make_runtime, 
     sample = run_generate(runtime, Sample(prompt="1+2=", group_index=0, index=0))
     prompt_ids, answer_ids = tokenizer.encode("1+2="), tokenizer.encode("7</s>")
     assert sample.tokens == prompt_ids + answer_ids
-    assert (sample.response, sample.response_length, sample.loss_mask) == ("7</s>", 2, [1, 1])
+    assert (sample.response, sample.response_length, sample.loss_mask) == ("7", 2, [1, 1])
     assert sample.rollout_log_probs == [-t / 100 for t in answer_ids]
     assert (sample.status, sample.weight_versions) == (Sample.Status.COMPLETED, ["1"])
     [request] = engine.requests
@@ -85,7 +85,7 @@ def test_a_partial_sample_is_continued_from_its_tokens(engine, make_runtime, tok
     assert request["sampling_params"]["max_new_tokens"] == 5
     assert request["sampling_params"]["min_new_tokens"] == 1
     assert request["sampling_params"]["sampling_seed"] == sampling_seed(5, 3)
-    assert (sample.response, sample.response_length) == ("cde7</s>", 5)
+    assert (sample.response, sample.response_length) == ("cde7", 5)
     assert sample.rollout_log_probs[:3] == [-0.1, -0.2, -0.3]
     assert (sample.weight_versions, sample.status) == (["0", "1"], Sample.Status.COMPLETED)
 
@@ -101,7 +101,7 @@ def test_a_request_aborted_by_the_engine_is_resumed(engine, make_runtime, tokeni
     engine.respond = lambda body: answers.pop(0)
     runtime = make_runtime([engine.url])
     sample = run_generate(runtime, Sample(prompt="x"))
-    assert (sample.response, sample.response_length, sample.status) == ("abc</s>", 4, Sample.Status.COMPLETED)
+    assert (sample.response, sample.response_length, sample.status) == ("abc", 4, Sample.Status.COMPLETED)
     assert [tokenizer.decode(request["input_ids"]) for request in engine.requests] == ["x", "xab", "xab"]
 
 
@@ -127,7 +127,7 @@ def test_transient_errors_are_retried_and_then_raised(engine, make_runtime):
     answers = [web.Response(status=503, text="busy"), web.Response(status=500, text="oops"), "ok</s>"]
     engine.respond = lambda body: answers.pop(0)
     runtime = make_runtime([engine.url])
-    assert run_generate(runtime, Sample(prompt="x")).response == "ok</s>"
+    assert run_generate(runtime, Sample(prompt="x")).response == "ok"
     dead = make_runtime(["http://127.0.0.1:9"])
     with pytest.raises(EngineUnreachable, match=r"127\.0\.0\.1:9"):
         run_generate(dead, Sample(prompt="x"))
@@ -145,3 +145,49 @@ def test_an_engine_that_keeps_failing_gets_four_tries(engine, make_runtime):
     with pytest.raises(EngineFailed, match="status 500: out of memory"):
         run_generate(make_runtime([engine.url]), Sample(prompt="x"))
     assert len(engine.requests) == 4
+
+
+@pytest.mark.parametrize(
+    ("said", "flags", "text"),
+    [
+        ("7</s>", {}, "7"),
+        ("<user>7</s>", {}, "<user>7"),  # what is further in may matter to the reward
+        ("7</s></s>", {}, "7</s>"),
+        ("7!", {}, "7!"),
+        ("7</s>", {"rollout_skip_special_tokens": False}, "7</s>"),
+        ("0123456</s>9", {}, "0123456</s>9"),  # cut off at its limit
+    ],
+)
+def test_rewards_see_no_stop_token_and_training_does(engine, make_runtime, tokenizer, said, flags, text):
+    engine.respond = lambda body: said
+    sample = run_generate(make_runtime([engine.url], **flags), Sample(prompt="x"))
+    assert sample.response == text
+    assert sample.tokens == tokenizer.encode("x" + said)[:9]
+    assert sample.loss_mask == [1] * sample.response_length
+
+
+@pytest.mark.parametrize(("is_wanted", "text"), [(False, "7"), (True, "7!")])
+def test_a_stop_token_is_text_only_when_the_user_chose_it(engine, make_runtime, tokenizer, is_wanted, text):
+    [end] = tokenizer.encode("!")
+    wanted = {"rollout_stop_token_ids": [end]} if is_wanted else {}
+
+    def stopped(body):
+        ids = tokenizer.encode("7!")
+        return web.json_response(
+            {
+                "text": "7!",
+                "output_ids": ids,
+                "meta_info": {
+                    "finish_reason": {"type": "stop", "matched": end},
+                    "prompt_tokens": 1,
+                    "completion_tokens": 2,
+                    "cached_tokens": 0,
+                    "weight_version": "1",
+                    "output_token_logprobs": [[-1.0, token, None] for token in ids],
+                },
+            }
+        )
+
+    engine.respond = stopped
+    sample = run_generate(make_runtime([engine.url], **wanted), Sample(prompt="x"))
+    assert (sample.response, sample.response_length) == (text, 2)

@@ -55,7 +55,7 @@ def test_every_finished_sample_is_scored_by_the_teacher_and_needs_no_reward(taug
 
 def test_a_named_reward_is_still_asked_for(taught, prompts):
     runtime, _, _ = taught(scores, rm_type="f1")
-    output = generate_rollout(runtime.args, 0, prompts(["a", "b"], n=1, labels=["7</s>", "8"]))
+    output = generate_rollout(runtime.args, 0, prompts(["a", "b"], n=1, labels=["7", "8"]))
     assert [sample.reward for sample in leaves(output.samples)] == [1.0, 0.0]
 
 

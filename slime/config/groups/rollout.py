@@ -28,7 +28,10 @@ class RolloutFlags:
     rollout_max_response_len: int | None = flag(None, "most new tokens of one response", check=at_least(1))
     rollout_stop: list[str] | None = flag(None, "strings that end a response", metavar="TEXT")
     rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response", metavar="ID")
-    rollout_skip_special_tokens: bool = flag(False, "leave special tokens out of the response text")
+    rollout_skip_special_tokens: bool | None = flag(
+        None,
+        "leave all special tokens out of the response text; not given: only the one that ends it; with --no-: none",
+    )
     rollout_sample_timeout: float = flag(
         7200.0, "seconds until one sample must be generated, tools and hooks included", check=above(0)
     )

@@ -1,0 +1,131 @@
+"""What is probably wrong with a run, told from one rollout: sentences that name the remedy and show a response.
+
+Pure functions of samples and metrics, and a memory of what was said: each concern is told when it first appears and,
+while it lasts, when it has appeared 2, 4, 8, ... times.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+
+from slime.config import Config
+from slime.config.algorithm import compares_siblings
+from slime.data.sample import Sample
+
+MOST_TRUNCATED = 0.9
+QUOTED_CHARS = 60
+
+EQUAL, TRUNCATED, NO_GRADIENT, SPECIAL = "equal rewards", "truncated", "no gradient", "special tokens"
+
+
+class Concerns:
+    """What was said so far. `special_tokens()` is asked only when every answer missed: it may load a tokenizer."""
+
+    def __init__(self, config: Config, special_tokens: Callable[[], Collection[str]]) -> None:
+        self._config = config
+        self._special_tokens = special_tokens
+        self._seen: Counter[str] = Counter()
+
+    def about(self, rollout_id: int, samples: Sequence[Sample], grad_norm: float | None) -> list[str]:
+        """What is to be said after this rollout was trained on; `grad_norm` is the largest of its steps."""
+        said = []
+        for kind, sentence in concerns_of(self._config, samples, grad_norm, self._special_tokens).items():
+            self._seen[kind] += 1
+            count = self._seen[kind]
+            if count & (count - 1) == 0:
+                so_far = "" if count == 1 else f" (so in {count} rollouts by now)"
+                said.append(f"rollout {rollout_id}: {sentence}{so_far}")
+        return said
+
+
+def concerns_of(
+    config: Config,
+    samples: Sequence[Sample],
+    grad_norm: float | None,
+    special_tokens: Callable[[], Collection[str]],
+) -> dict[str, str]:
+    """By kind, one sentence each; nothing when all is well."""
+    usable = [sample for sample in samples if sample.status is not Sample.Status.FAILED]
+    if config.loss_type == "sft_loss" or not usable:
+        return {}
+    found: dict[str, str] = {}
+    scored = [sample for sample in usable if sample.reward is not None]
+    rewards = {float(sample.get_reward_value(config)) for sample in scored}
+    no_gradient = grad_norm == 0
+    if len(scored) > 1 and len(rewards) == 1 and not config.use_opd:
+        found |= _equal_rewards(config, scored, rewards.pop(), no_gradient, special_tokens())
+    elif no_gradient:
+        found[NO_GRADIENT] = _no_gradient(config, usable)
+    cut = [sample for sample in usable if sample.status is Sample.Status.TRUNCATED]
+    if len(cut) >= MOST_TRUNCATED * len(usable):
+        found[TRUNCATED] = _truncated(config, cut, len(usable))
+    return found
+
+
+def _equal_rewards(
+    config: Config, scored: Sequence[Sample], reward: float, no_gradient: bool, special_tokens: Collection[str]
+) -> dict[str, str]:
+    hit = next((sample for sample in scored if _would_hit(sample, special_tokens)), None)
+    if hit is not None:
+        token = next(token for token in special_tokens if token in hit.response)
+        return {
+            SPECIAL: f"every answer got the reward {reward:g}, and special tokens left in the text may be why: "
+            f"{quoted(hit)}, which would match without {token!r}. Leave special tokens out with "
+            "--rollout-skip-special-tokens, or strip them in the generate or reward function"
+        }
+    effect = (
+        "so the gradient was zero and the weights did not change" if no_gradient else "so there is nothing to learn"
+    )
+    if reward > 0:
+        remedy = "if that is the best there is, the prompts are solved: use harder ones; else check the reward function"
+    else:
+        remedy = (
+            "check that the reward function finds the answer in such a response, and that the label and the prompt's "
+            "format (--apply-chat-template, --label-key) are what it expects; or start from easier prompts or a model "
+            "that sometimes succeeds"
+        )
+    shown = quoted(scored[0])
+    return {EQUAL: f"all {len(scored)} samples got the reward {reward:g}, {effect}; {shown}; {remedy}"}
+
+
+def _would_hit(sample: Sample, special_tokens: Collection[str]) -> bool:
+    """Whether a response is its label but for special tokens."""
+    if not isinstance(sample.label, str | int | float) or not sample.response:
+        return False
+    plain = sample.response
+    for token in special_tokens:
+        plain = plain.replace(token, "")
+    return plain != sample.response and plain.strip() == str(sample.label).strip()
+
+
+def _no_gradient(config: Config, usable: Sequence[Sample]) -> str:
+    why = "every token may be masked, or every ratio clipped: look at the samples' loss_mask and train/pg_clipfrac"
+    if compares_siblings(config):
+        why = (
+            "in every group all rewards are equal: more --n-samples-per-prompt or a higher --rollout-temperature make "
+            "them differ, --dynamic-sampling-filter-path "
+            "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std passes such groups over"
+        )
+    return f"the gradient was zero and the weights did not change; {quoted(usable[0])}; {why}"
+
+
+def _truncated(config: Config, cut: Sequence[Sample], count: int) -> str:
+    limit = config.rollout_max_response_len
+    longer = "a larger limit" if limit is None else f"a larger --rollout-max-response-len (now {limit})"
+    return (
+        f"{len(cut)} of {count} responses were cut off at the length limit; {quoted(cut[0], end=True)}; give them "
+        f"{longer}, or if the answer was there already, --rollout-stop or the chat template "
+        "(--apply-chat-template) that makes the model stop"
+    )
+
+
+def quoted(sample: Sample, *, end: bool = False) -> str:
+    """One response (its beginning, or its end) beside its label, each on one line whatever is in it."""
+    text = sample.response
+    if len(text) > QUOTED_CHARS:
+        shown = "..." + repr(text[-QUOTED_CHARS:]) if end else repr(text[:QUOTED_CHARS]) + "..."
+    else:
+        shown = repr(text)
+    label = repr(sample.label)
+    return f"one response is {shown}, its label {label if len(label) <= QUOTED_CHARS else label[:QUOTED_CHARS] + '...'}"

@@ -1,0 +1,124 @@
+"""The row of the engines: what each one is doing, from what its process, its supervisor and it itself say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime.engine.states import EngineStates, Load, ask_load, sglang_load
+from slime.engine.supervisor import Supervisor, Watch
+
+
+def states(loads: dict[str, Load | None], **others: Any) -> EngineStates:
+    ended = others.pop("ended", {})
+    urls = list(loads)
+    return EngineStates(urls, why_ended=lambda i: ended.get(urls[i]), load_of=loads.__getitem__, **others)
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        (Load(), ("ready", False)),
+        (Load(12, 3), ("generating, 12 running, 3 queued", True)),
+        (None, ("busy", True)),
+    ],
+)
+def test_one_engine(load: Load | None, said: tuple[str, bool]) -> None:
+    one = states({"a": load})
+    assert one.sentence() is None
+    one.look()
+    assert one.sentence() == said
+
+
+def test_dead_and_restarting_engines_are_named_and_not_asked() -> None:
+    away: dict[str, str] = {}
+    loads: dict[str, Load | None] = {"a": Load(2, 0), "b": Load(1, 4), "c": Load()}
+    three = states(loads, ended={"b": "killed"}, away=lambda: away)
+    three.look()
+    assert three.sentence() == ("generating, 2 running, 0 queued; engine-1 dead", True)
+    away["b"] = "restarting"
+    del loads["b"]
+    three.look()
+    assert three.sentence() == ("generating, 2 running, 0 queued; engine-1 restarting", True)
+    alone = states({"a": Load()}, ended={"a": "killed"})
+    alone.look()
+    assert alone.sentence() == ("dead", True)
+
+
+def test_speed_is_what_was_generated_between_two_looks() -> None:
+    now = [0.0]
+    loads: dict[str, Load | None] = {"a": Load(1, 0, generated=100), "b": Load(1, 0, generated=0)}
+    both = states(loads, now=lambda: now[0])
+    both.look()
+    assert both.tokens_per_s is None
+    now[0] = 2.0
+    loads |= {"a": Load(1, 0, generated=300), "b": Load(1, 0, generated=20)}
+    both.look()
+    assert both.tokens_per_s == 110.0
+    loads["b"] = None
+    both.look()
+    assert both.tokens_per_s == 100.0
+
+
+def test_sglang_answers_by_rank_in_either_dialect() -> None:
+    newer = {"loads": [{"num_running_reqs": 3, "num_waiting_reqs": 1, "gen_throughput": 50.0}, {"num_running_reqs": 2}]}
+    assert sglang_load(newer) == Load(5, 1, tokens_per_s=50.0)
+    assert sglang_load([{"num_reqs": 5, "num_waiting_reqs": 2}]) == Load(3, 2)
+    assert sglang_load("what?") == Load()
+
+
+def test_nobody_there_is_no_load() -> None:
+    assert ask_load("http://127.0.0.1:9") is None
+
+
+class Fleet:
+    """Says what its supervisor would show while an engine is started again."""
+
+    urls = ("http://127.0.0.1:9",)
+
+    def __init__(self) -> None:
+        self.supervisor: Supervisor | None = None
+        self.shown: list[dict[str, str]] = []
+        self.ended: str | None = "killed"
+
+    def why_ended(self, index: int) -> str | None:
+        return self.ended
+
+    def restart(self, index: int) -> None:
+        assert self.supervisor is not None
+        self.shown.append(self.supervisor.away())
+        self.ended = None
+
+
+class Pool:
+    clients = ()
+
+    def set_down(self, url: str) -> None: ...
+
+    def set_up(self, url: str) -> None: ...
+
+
+def test_a_supervisor_knows_who_restarts_and_who_waits_for_weights() -> None:
+    fleet = Fleet()
+
+    def run_async(coro: Any) -> list[Any]:
+        coro.close()
+        return []
+
+    supervisor = Supervisor(
+        fleet,
+        Pool(),
+        run_async,
+        Watch(60.0, 1.0, 60.0, 3),
+        refresh=lambda url: False,  # type: ignore[arg-type]
+    )
+    fleet.supervisor = supervisor
+    try:
+        supervisor._round(probe=False)
+        assert fleet.shown == [{fleet.urls[0]: "restarting"}]
+        assert supervisor.away() == {fleet.urls[0]: "waiting for weights"}
+        supervisor.weights_arrived()
+        assert supervisor.away() == {}
+    finally:
+        supervisor.close()

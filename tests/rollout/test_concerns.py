@@ -1,0 +1,92 @@
+"""What a run is warned of: when, how often, and that each warning shows a response and names a remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime.config import Config
+from slime.data.sample import Sample
+from slime.rollout.concerns import EQUAL, NO_GRADIENT, SPECIAL, TRUNCATED, Concerns, concerns_of, quoted
+
+SPECIALS = ("<eos>", "<pad>")
+
+
+def sample(reward: Any, response: str = "41", status: Sample.Status = Sample.Status.COMPLETED) -> Sample:
+    return Sample(prompt="6*7", response=response, label="42", reward=reward, status=status)
+
+
+def found(samples: list[Sample], grad_norm: float | None = 1.0, **flags: Any) -> dict[str, str]:
+    return concerns_of(Config(hf_checkpoint="x", **flags), samples, grad_norm, lambda: SPECIALS)
+
+
+def test_nothing_is_wrong_with_rewards_that_differ() -> None:
+    assert found([sample(0), sample(1)]) == {}
+
+
+def test_equal_rewards_are_told_with_a_response_and_its_label() -> None:
+    said = found([sample(0.0), sample(0.0)], grad_norm=0.0)
+    assert list(said) == [EQUAL]
+    assert "all 2 samples got the reward 0, so the gradient was zero" in said[EQUAL]
+    assert "one response is '41', its label '42'" in said[EQUAL]
+    assert "reward function" in said[EQUAL]
+    assert "the prompts are solved" in found([sample(1.0), sample(1.0)])[EQUAL]
+
+
+def test_rewards_are_read_under_their_key_and_failed_samples_have_none() -> None:
+    failed = sample(None, status=Sample.Status.FAILED)
+    assert EQUAL in found([sample({"acc": 0, "x": 1}), sample({"acc": 0, "x": 2}), failed], reward_key="acc")
+    assert found([sample({"acc": 0}), sample({"acc": 1})], reward_key="acc") == {}
+    assert found([failed, failed]) == {}
+
+
+@pytest.mark.parametrize("flags", [{"loss_type": "sft_loss"}, {"use_opd": True}])
+def test_where_rewards_do_not_teach_they_may_be_equal(flags: dict[str, Any]) -> None:
+    assert found([sample(0), sample(0)], **flags) == {}
+
+
+@pytest.mark.parametrize(("cut", "told"), [(9, True), (8, False)])
+def test_nine_of_ten_responses_cut_off(cut: int, told: bool) -> None:
+    long = "x" * 100 + "the end"
+    samples = [sample(i % 2, long, Sample.Status.TRUNCATED) for i in range(cut)]
+    said = found([*samples, *(sample(i % 2) for i in range(10 - cut))], rollout_max_response_len=8)
+    assert list(said) == ([TRUNCATED] if told else [])
+    if told:
+        assert f"{cut} of 10 responses were cut off" in said[TRUNCATED]
+        assert "--rollout-max-response-len (now 8)" in said[TRUNCATED]
+        assert "xxxthe end', its label '42'" in said[TRUNCATED]
+
+
+def test_a_gradient_of_zero_is_told_with_its_cause() -> None:
+    said = found([sample(0), sample(1)], grad_norm=0.0)
+    assert list(said) == [NO_GRADIENT]
+    assert "in every group all rewards are equal" in said[NO_GRADIENT]
+    assert "'41', its label '42'" in said[NO_GRADIENT]
+    assert "loss_mask" in found([sample(0), sample(1)], grad_norm=0.0, advantage_estimator="ppo")[NO_GRADIENT]
+    assert found([sample(0), sample(1)], grad_norm=None) == {}  # no step was filled
+
+
+def test_answers_that_miss_for_a_special_token_left_in_the_text() -> None:
+    said = found([sample(0, "17<eos>"), sample(0, " 42<eos>")])
+    assert list(said) == [SPECIAL]
+    assert "one response is ' 42<eos>', its label '42', which would match without '<eos>'" in said[SPECIAL]
+    assert "--rollout-skip-special-tokens" in said[SPECIAL]
+    assert list(found([sample(0, "17<eos>"), sample(0, "43<eos>")])) == [EQUAL]
+
+
+def test_a_concern_is_told_at_first_and_then_at_powers_of_two() -> None:
+    concerns = Concerns(Config(hf_checkpoint="x"), lambda: SPECIALS)
+    told = [bool(concerns.about(number, [sample(0), sample(0)], 0.0)) for number in range(9)]
+    assert told == [True, True, False, True, False, False, False, True, False]
+    (last,) = [text for n in range(9, 16) for text in concerns.about(n, [sample(0), sample(0)], 0.0)]
+    assert last.startswith("rollout 15: all 2 samples got the reward 0")
+    assert last.endswith("(so in 16 rollouts by now)")
+    assert concerns.about(16, [sample(0), sample(1)], 1.0) == []
+
+
+def test_what_is_quoted_is_short_and_on_one_line() -> None:
+    shown = quoted(Sample(response="\x1b[31m\n" + "a" * 1000, label=["b"] * 100))
+    assert shown.startswith(r"one response is '\x1b[31m\naaa")
+    assert len(shown) < 200
+    assert "\n" not in shown

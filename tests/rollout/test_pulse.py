@@ -1,0 +1,65 @@
+"""How far a rollout is: counted as samples begin and end, told while they are under way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from slime.rollout.pulse import Beat, Pulse
+from slime.rollout.sglang_rollout import generate_rollout
+
+
+def test_counts_follow_the_samples() -> None:
+    now = [0.0]
+    pulse = Pulse(now=lambda: now[0])
+    assert pulse.look() is None
+    pulse.begin(wanted=4)
+    assert pulse.look() is None  # nothing is under way yet: the status says it all
+    with pulse.sample():
+        now[0] = 2.0
+        with pulse.sample():
+            now[0] = 5.0
+            assert pulse.look() == Beat(done=0, wanted=4, under_way=2, tokens_per_s=0.0, oldest_s=5.0)
+        pulse.finished(tokens=20)
+        now[0] = 10.0
+        assert pulse.look() == Beat(done=1, wanted=4, under_way=1, tokens_per_s=2.0, oldest_s=10.0)
+        assert pulse.sentence() == "1/4 samples, 2 tok/s, longest running 10 s"
+        assert pulse.sentence(tokens_per_s=1234.5) == "1/4 samples, 1,234 tok/s, longest running 10 s"
+    pulse.want_more(1)
+    assert pulse.sentence() is None
+    pulse.begin(wanted=4, done=3)
+    assert pulse.sentence(7) == "3/4 samples, 7 tok/s"
+    pulse.end()
+    assert pulse.look() is None
+
+
+def test_a_rollout_and_an_evaluation_are_counted_apart(
+    engine: Any, make_runtime: Any, prompts: Any, tmp_path: Any
+) -> None:
+    (tmp_path / "eval.jsonl").write_text('{"input": "e"}\n' * 3)
+    runtime = make_runtime([engine.url], rm_type="random", eval_prompt_data=[("e", str(tmp_path / "eval.jsonl"))])
+    seen: dict[str, tuple[Beat | None, Beat | None]] = {}
+
+    async def answer() -> str:
+        await asyncio.sleep(0)
+        return "77</s>"
+
+    def respond(body: dict[str, Any]) -> Any:
+        text = runtime.tokenizer.decode(body["input_ids"])
+        seen[text] = (runtime.pulse.look(), runtime.eval_pulse.look())
+        return answer()
+
+    engine.respond = respond
+    with runtime.pulse.during(4):
+        generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2))
+        training, evaluating = seen["a"]
+        assert (training.wanted, evaluating) == (4, None) if training is not None else False
+        beat = runtime.pulse.look()
+        assert beat is not None
+        assert (beat.done, beat.under_way) == (4, 0)
+    generate_rollout(runtime.args, 0, None, evaluation=True)
+    training, evaluating = seen["e"]
+    assert training is None
+    assert evaluating is not None
+    assert evaluating.wanted == 3
+    assert runtime.eval_pulse.look() is None
