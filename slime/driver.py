@@ -265,7 +265,8 @@ class Run:
         with self.parts.trainers_at_work():
             trained = self.trainers.train(rollout_id, rollout.samples, last=rollout_id == self.total - 1)
             self.parts.trained(rollout_id + 1)
-        self._grad_norm = max((step["train/grad_norm"] for step in trained.metrics), default=None)
+        norms = (step.get("train/grad_norm") for step in trained.metrics)  # a step of the critic alone has none
+        self._grad_norm = max((norm for norm in norms if norm is not None), default=None)
         for metrics in trained.metrics:
             self.metrics.log(metrics, int(metrics["train/step"]), "train", rollout_id=rollout_id)
         if self.config.ci_test and trained.metrics:
@@ -327,6 +328,7 @@ class Run:
             self.progress.status("trainer", "saving a Hugging Face folder")
             with self.parts.trainers_at_work():
                 self.trainers.save_hf(self.config.save_hf.format(rollout_id=rollout_id))
+        self.progress.status("trainer", "waiting")
 
     def finish(self) -> None:
         self.result.seconds = time.monotonic() - self._began
