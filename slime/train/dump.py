@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.state_file import write_durably
-from slime.train.rollout_data import PER_TOKEN, RolloutData
+
+if TYPE_CHECKING:
+    from slime.train.rollout_data import RolloutData
 
 FORMAT_VERSION = 2
 COLUMNS = ("sample_indices", "group_indices", "rollout_ids", "rewards", "raw_reward", "truncated")
@@ -19,6 +21,8 @@ COLUMNS = ("sample_indices", "group_indices", "rollout_ids", "rewards", "raw_rew
 
 def dump_rows(data: RolloutData, *, rank: int) -> list[dict[str, Any]]:
     """One plain dict per sample of a rank."""
+    from slime.train.rollout_data import PER_TOKEN  # torch, which whoever only writes the dump does without
+
     rows = []
     for position in range(len(data["response_lengths"])):
         row: dict[str, Any] = {"data_parallel_rank": rank}

@@ -24,10 +24,10 @@ from tests.tiny_models import make_model_folder
 
 KILLS = int(os.environ.get("SLIME_CRASH_KILLS", "3"))
 PROMPTS, SAMPLES = 4, 4
-FIRST_S, LAST_S = 0.5, 6.0
-"""After how many seconds of work the next process is killed."""
+WITHIN_STEPS, WITHIN_S = 3, 0.6
+"""The next process is killed when up to so many more steps are done, and up to so many seconds after that."""
 EARLY_SHARE = 0.2
-"""How often the clock starts when processes do, not when they work."""
+"""How often that moment is counted from the start of the processes, not from their work."""
 PLUGIN = """\
 import asyncio
 
@@ -87,7 +87,9 @@ class Storm:
     def _strike(self, life: Running) -> None:
         early = self.chance.random() < EARLY_SHARE
         assert wait_until(lambda: life.popen.poll() is not None or self._works(life, early), within_s=90)
-        time.sleep(self.chance.uniform(FIRST_S, LAST_S))
+        goal = 0 if early else self._steps() + self.chance.randint(0, WITHIN_STEPS)
+        assert wait_until(lambda: life.popen.poll() is not None or self._steps() >= goal, within_s=90)
+        time.sleep(self.chance.uniform(0, WITHIN_S))
         if life.popen.poll() is not None:
             self._explain_end(life)
             return
@@ -124,6 +126,10 @@ class Storm:
             return bool(life.processes(ENGINE)) and bool(life.processes(TRAINER))
         log = self.run_dir / "journal.sqlite-wal"
         return log.exists() and log.stat().st_mtime > self.began
+
+    def _steps(self) -> int:
+        metrics = self.run_dir / "metrics.jsonl"
+        return len(records(self.run_dir, "train")) if metrics.exists() else 0
 
     # what must hold whenever nothing runs
 
@@ -182,7 +188,7 @@ def place(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("mode", MODES)
 def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(mode: str, place: Path) -> None:
     seed = int(os.environ.get("SLIME_CRASH_SEED", "1"))
-    storm = Storm(place, mode, rollouts=32 + 12 * KILLS, chance=random.Random(f"{mode} {seed}"))
+    storm = Storm(place, mode, rollouts=10 + 8 * KILLS, chance=random.Random(f"{mode} {seed}"))
     storm.rage(KILLS)
     assert len(storm.kills) == KILLS
     assert set(storm.kills) == {"driver", "engine", "trainer"}

@@ -16,7 +16,7 @@ from slime.data.sample import Sample
 from slime.errors import RunFailed
 from tests.tiny_models import make_model_folder
 
-ROLLOUTS, PROMPTS, SAMPLES = 3, 8, 8
+ROLLOUTS, PROMPTS, SAMPLES = 3, 8, 4
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def train(folder: Path, out: Path, reward: Any, **flags: Any) -> Any:
     ids=["killed", "stopped", "killed, weights by broadcast"],
 )
 def test_a_run_outlives_its_engine(how: int, flags: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    reward = StrikingReward(70, how)
+    reward = StrikingReward(40, how)
     result = train(folder, tmp_path, reward, **flags)
     assert reward.struck == 1
     assert [metrics["rollout/failed/count"] for metrics in result.metrics] == [0.0] * ROLLOUTS
