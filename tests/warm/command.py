@@ -1,8 +1,8 @@
 """Which commands can be run by a process that has slime imported already, and what Python would do with them.
 
-Only slime's own programs are: its modules, `train.py` and `train_async.py`, alone or behind the guard that watches over
-a run's processes. Everything else, above all `python -c`, is started as ever, so that tests of what is imported when
-still see an interpreter that has imported nothing.
+Those are the ones that import torch: drivers, engines and trainers, alone or behind the guard that watches over them.
+Everything else, above all `python -c`, is started as ever, so that tests of what is imported when still see an
+interpreter that has imported nothing, and limits of memory count what a process really has.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 GUARD = str(ROOT / "slime/cluster/guard.py")
 LAUNCHER = str(ROOT / "slime/cluster/python.py")
+MODULES = {"slime.cli", "slime.engine.embedded", "slime.train.worker"}
 SCRIPTS = {str(ROOT / name) for name in ("train.py", "train_async.py")}
 
 
@@ -39,12 +40,12 @@ def warm_program(argv: Sequence[str]) -> Program | None:
         case [sys.executable, "-I", "-S", guard, fd, pid, "--", *guarded] if guard == GUARD:
             inner = warm_program(guarded)
             return None if inner is None else Program(**(vars(inner) | {"guard": (fd, pid)}))
-        case [sys.executable, "-m", module, *arguments] if module.startswith("slime."):
+        case [sys.executable, "-m", module, *arguments] if module in MODULES:
             return Program(module, tuple(arguments))
         case [sys.executable, "-P", launcher, "--here-first", module, *arguments] if launcher == LAUNCHER:
-            return Program(module, tuple(arguments)) if module.startswith("slime.") else None
+            return Program(module, tuple(arguments)) if module in MODULES else None
         case [sys.executable, "-P", launcher, module, *arguments] if launcher == LAUNCHER:
-            return Program(module, tuple(arguments), here="last") if module.startswith("slime.") else None
+            return Program(module, tuple(arguments), here="last") if module in MODULES else None
         case [sys.executable, script, *arguments] if script in SCRIPTS:
             return Program(script, tuple(arguments), is_script=True)
     return None

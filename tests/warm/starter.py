@@ -33,7 +33,7 @@ _python, _libc = ctypes.pythonapi, ctypes.PyDLL(None, use_errno=True)
 
 
 PRELOADED = (
-    "slime.train.worker", "slime.engine.embedded.__main__", "slime.driver", "slime.rollout.rewards.math_worker",
+    "slime.train.worker", "slime.engine.embedded.__main__", "slime.driver",
     "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.utils.tensorboard", "matplotlib.figure",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3",
@@ -48,12 +48,15 @@ def serve(sock: socket.socket) -> NoReturn:
             os._exit(0)
         size = int.from_bytes(head, "little")
         request = json.loads(sock.recv(size, socket.MSG_WAITALL))
+        done, is_child = os.pipe()
         pid = fork_sibling()
         if pid == 0:
             os.close(sock.detach())
-            become(request, fds)
-        for fd in fds:
+            become(request, fds, is_child)
+        for fd in (*fds, is_child):
             os.close(fd)
+        os.read(done, 1)  # ends when the fork has become what was asked for, as `Popen` waits for `exec`
+        os.close(done)
         sock.sendall(pid.to_bytes(8, "little"))
 
 
@@ -81,8 +84,9 @@ def _address_of_tid() -> int:
     return int(start) + 4 * next(index for index, word in enumerate(words) if word == own)
 
 
-def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
+def become(request: dict[str, Any], fds: list[int], is_child: int) -> NoReturn:
     """In the fork: take over descriptors, folder, environment and signals, and run the program."""
+    last = fcntl.fcntl(is_child, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
     take_over_fds(fds, request["fds"])
     if request["new_session"]:
         os.setsid()
@@ -91,6 +95,8 @@ def become(request: dict[str, Any], fds: list[int]) -> NoReturn:
         del os.environ[name]
     os.environ.update(request["env"])
     show(request["argv"], request["env"])
+    reset_signals()
+    os.close(last)
     program = warm_program(request["argv"])
     assert program is not None
     run_like_python(program) if not program.guard else run_guard(program, request["argv"])
@@ -115,7 +121,6 @@ def run_guard(program: Program, argv: list[str]) -> NoReturn:
         run_like_python(program)
 
     os.execvp = execvp  # type: ignore[assignment]
-    reset_signals()
     open_standard_files()
     guard.main([*program.guard, "--", *argv[argv.index("--") + 1 :]])
     os._exit(1)
