@@ -34,12 +34,13 @@ from slime.config import Config, resolve, save_config
 from slime.config.asynchronous import is_async
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.config.start import model_folders
 from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.tokenizer import load_tokenizer
 from slime.data.user_source import make_data_source
 from slime.engine.fleet import fixed_ports
 from slime.errors import RunFailed, UserError
-from slime.models.folder import check_architecture
+from slime.models.folder import check_model
 from slime.observe.logs import configure_logging
 from slime.observe.memory import MemorySampler
 from slime.observe.metrics import MetricsLog, read_metrics
@@ -86,9 +87,8 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None) -> Traini
     device = resolve_device(config.device)
     gpus = gpu_count() if device == "cuda" else 0
     plan = make_plan(config, device=device, gpu_count=gpus, reward_given=reward is not None)
-    check_architecture(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
-    if config.opd_teacher_load is not None:
-        check_architecture(config.opd_teacher_load, trust_remote_code=config.trust_remote_code)
+    for folder in model_folders(config).values():
+        check_model(folder, trust_remote_code=config.trust_remote_code)
     if needs_engines(config):
         fixed_ports(config)
     data_source = _data_source(config)

@@ -55,21 +55,38 @@ def find_start(config: Config) -> Start:
     raise UserError(f"--load {folder} holds neither a checkpoint ({LATEST}) nor a Hugging Face model (config.json)")
 
 
+def model_folders(config: Config) -> dict[str, str]:
+    """Every model folder that a run loads, under the flag that names it; one that two flags name only once."""
+    found = {"--hf-checkpoint": config.hf_checkpoint}
+    given = {"--opd-teacher-load": config.opd_teacher_load, "--ref-load": config.ref_load}
+    if not config.debug_rollout_only:
+        given["--load"] = _hf_folder(config)
+    if has_critic(config):
+        critic = critic_flags(config)
+        given |= {"--critic-hf-checkpoint": critic.hf_checkpoint, "--critic-load": _hf_folder(critic)}
+    for flag, folder in given.items():
+        if folder is not None and folder not in found.values():
+            found[flag] = folder
+    return found
+
+
+def _hf_folder(config: Config) -> str | None:
+    if config.load is None or not Path(config.load).is_dir():
+        return None
+    folder = find_start(config).hf_folder
+    return None if folder is None else str(folder)
+
+
 def check_weight_sources(config: Config) -> None:
     """Raise a `UserError` for the first folder that the engines or trainers of this run could not load."""
     served_elsewhere = config.rollout_external_engine_addrs or config.carried.get("sglang_load_format") == "dummy"
     only_described = config.debug_rollout_only and bool(served_elsewhere)
-    check_model_folder(config.hf_checkpoint, "--hf-checkpoint", weights=not only_described)
-    for flag, folder in (("--opd-teacher-load", config.opd_teacher_load), ("--ref-load", config.ref_load)):
-        if folder is not None:
-            check_model_folder(folder, flag)
+    for flag, folder in model_folders(config).items():
+        check_model_folder(folder, flag, weights=not only_described)
     _check_start(config, "--load")
     if has_critic(config):
         _check_critic_load(config)
-        critic = critic_flags(config)
-        if critic.hf_checkpoint != config.hf_checkpoint:
-            check_model_folder(critic.hf_checkpoint, "--critic-hf-checkpoint")
-        _check_start(critic, "--critic-load")
+        _check_start(critic_flags(config), "--critic-load")
 
 
 def _check_critic_load(config: Config) -> None:
@@ -91,8 +108,6 @@ def _check_start(config: Config, flag: str) -> None:
     start = find_start(config)
     if start.checkpoint is not None:
         check_checkpoint(start.checkpoint, flag)
-    if start.hf_folder is not None:
-        check_model_folder(str(start.hf_folder), flag)
 
 
 def check_checkpoint(checkpoint: Path, flag: str) -> None:

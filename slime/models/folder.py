@@ -38,3 +38,35 @@ def check_architecture(folder: str | Path, *, trust_remote_code: bool = False) -
         remedy = "pass --trust-remote-code" if "auto_map" in facts else "use a model that transformers knows"
         raise UserError(f"model folder {folder} has unknown model_type {model_type!r} in its config.json: {remedy}")
     return facts
+
+
+def check_model(folder: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Raise a `UserError` for a model that transformers does not know, or with another model's tokenizer."""
+    facts = check_architecture(folder, trust_remote_code=trust_remote_code)
+    vocab_size = (facts.get("text_config") or facts).get("vocab_size")
+    if vocab_size is not None:
+        check_tokenizer_fits(folder, vocab_size)
+
+
+def check_tokenizer_fits(folder: str | Path, vocab_size: int) -> None:
+    """A tokenizer that can emit ids the embedding does not have is refused before training starts."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        return
+    try:
+        facts = json.loads(path.read_text())
+        vocab = facts["model"]["vocab"]
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        largest = max([-1, *ids, *(token["id"] for token in facts.get("added_tokens") or [])])
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise UserError(f"{path} is not a readable tokenizer file ({first_line(cause)})") from cause
+    if largest >= vocab_size:
+        raise UserError(
+            f"the tokenizer in {folder} has ids up to {largest} but the model's vocab_size is {vocab_size}: "
+            "tokenizer and model do not belong together"
+        )
+
+
+def first_line(cause: BaseException) -> str:
+    text = str(cause).strip()
+    return text.splitlines()[0] if text else type(cause).__name__

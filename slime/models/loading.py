@@ -6,7 +6,6 @@ vocabulary that covers its tokenizer. Whatever is wrong with the folder is one `
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slime.errors import UserError
-from slime.models.folder import check_architecture, read_config_json
+from slime.models.folder import check_architecture, check_tokenizer_fits, first_line, read_config_json
 from slime.models.saving import save_hf_folder
 
 __all__ = ["load_causal_lm", "load_config", "read_config_json", "save_hf_folder"]
@@ -75,27 +74,3 @@ def load_causal_lm(
             "the weights belong to another model"
         )
     return model.to(device).eval()
-
-
-def check_tokenizer_fits(folder: str | Path, vocab_size: int) -> None:
-    """A tokenizer that can emit ids the embedding does not have is refused before training starts."""
-    path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        return
-    try:
-        facts = json.loads(path.read_text())
-        vocab = facts["model"]["vocab"]
-        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-        largest = max([-1, *ids, *(token["id"] for token in facts.get("added_tokens") or [])])
-    except (OSError, ValueError, KeyError, TypeError) as cause:
-        raise UserError(f"{path} is not a readable tokenizer file ({first_line(cause)})") from cause
-    if largest >= vocab_size:
-        raise UserError(
-            f"the tokenizer in {folder} has ids up to {largest} but the model's vocab_size is {vocab_size}: "
-            "tokenizer and model do not belong together"
-        )
-
-
-def first_line(cause: BaseException) -> str:
-    text = str(cause).strip()
-    return text.splitlines()[0] if text else type(cause).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -29,6 +30,9 @@ def bad_files(place: Path) -> Path:
     martian.mkdir()
     (martian / "config.json").write_text(json.dumps({"model_type": "martian", "hidden_size": 8}))
     add_weights(martian)
+    narrow = place / "narrow"
+    shutil.copytree(place / "model", narrow)
+    (narrow / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 100}))
     return place
 
 
@@ -47,6 +51,11 @@ MISTAKES = {
     "long prompt": (["--prompt-data", "long.jsonl"], "long.jsonl:2"),
     "no config": (["--hf-checkpoint", "no_config"], "no_config has no config.json"),
     "unknown architecture": (["--hf-checkpoint", "martian"], "unknown model_type 'martian'"),
+    "reference of an unknown architecture": (
+        ["--use-kl-loss", "--ref-load", "martian"],
+        "martian has unknown model_type 'martian'",
+    ),
+    "tokenizer of another model": (["--hf-checkpoint", "narrow"], "narrow has ids up to "),
     "no such module": (["--custom-rm-path", "nowhere.reward"], "--custom-rm-path nowhere.reward"),
     "failing module": (["--custom-rm-path", "raises.py:reward"], "nothing_of_this_name"),
     "no such function": (["--custom-rm-path", "plugins.py:token_sun"], "did you mean token_sum?"),
