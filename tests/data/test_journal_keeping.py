@@ -11,14 +11,26 @@ from typing import Any
 import pytest
 
 from slime.config import Config
-from slime.data.journal import Journal, Recovered
+from slime.data.journal import Journal, JournaledSource, Recovered
 from slime.data.journal import open_journal as open_of_run
 from slime.data.journal.schema import FORMAT
 from slime.data.sample import Sample
+from slime.data.user_source import UserSource
 from slime.errors import UserError
 from tests.data.journal_samples import finish, finished, open_journal, prompts
 
 EVERYTHING = 10**9
+
+
+class Endless:
+    """A data source of the user."""
+
+    def __init__(self) -> None:
+        self.handed_out = 0
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        self.handed_out += num_samples
+        return [prompts(self.handed_out + number) for number in range(num_samples)]
 
 
 def rows(journal: Journal, query: str, *values: Any) -> list[tuple[Any, ...]]:
@@ -118,6 +130,7 @@ def test_a_restart_knows_nothing_of_what_is_kept(tmp_path: Path, start: int) -> 
 def test_a_restart_before_what_is_kept_begins_anew_and_sets_it_aside(tmp_path: Path) -> None:
     found = recovered(tmp_path, EVERYTHING, 2)
     assert (found.fresh, found.batches, found.moved) == (True, [], tmp_path / "journal-1.sqlite")
+    assert found.moved_work  # rollout 3, and a group on its way
     with closing(sqlite3.connect(tmp_path / "journal-1.sqlite")) as connection:
         assert connection.execute("SELECT COUNT(*) FROM trajectories WHERE state = 'consumed'").fetchone() == (20,)
 
@@ -275,5 +288,29 @@ def test_evaluations_alone_are_worth_setting_aside(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, keep_bytes=EVERYTHING)
     journal.recover(0)
     journal.keep_evaluation(0, {"math": answers(1)})
-    assert journal.recover(3).moved == tmp_path / "journal-1.sqlite"
+    moved = journal.recover(3)
+    assert (moved.moved, moved.moved_work) == (tmp_path / "journal-1.sqlite", False)
     assert evaluated(journal) == []
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_a_second_run_in_the_folder_warns_only_of_work_that_it_sets_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, unfinished: bool
+) -> None:
+    for _ in range(2):
+        journal = open_journal(tmp_path, keep_bytes=EVERYTHING)
+        source = JournaledSource(UserSource(Endless(), Config()), journal)
+        with caplog.at_level(logging.INFO):
+            source.resume(0)
+        groups = source.get_samples(2)
+        journal.assign(0, [[finish(sample) for sample in groups[0]]], {})
+        journal.consumed(0)
+        if not unfinished:
+            journal.drop(groups[1:])
+        else:
+            journal.put_back([[finish(sample) for sample in groups[1]]])
+        journal.checkpointed(0)  # there is no --save: the next run begins at 0 again
+        journal.close()
+    (record,) = [record for record in caplog.records if "earlier run" in record.message]
+    assert record.levelno == (logging.WARNING if unfinished else logging.INFO)
+    assert record.message.endswith(f"they are now in {tmp_path / 'journal-1.sqlite'}")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.data.journal.database import Database
-from slime.data.journal.keeping import forget_evaluations_after, keep_evaluation, retire
+from slime.data.journal.keeping import Content, content_of, forget_evaluations_after, keep_evaluation, retire
 from slime.data.journal.recovery import Recovered, has_content, is_empty, read_groups, replay_from, usable_from
 from slime.data.journal.rows import Leaf, RowCodec, flattened, state_of
 from slime.data.journal.schema import OPEN
@@ -85,6 +85,7 @@ class Journal:
         moved = None
         with self._database.reading() as connection:
             usable, has_samples = usable_from(connection, start), has_content(connection)
+            had_work = not usable and content_of(connection) is Content.WORK
         if not usable:
             moved = self._database.begin_anew(keep_old=has_samples)
             self._writer = self._new_writer()
@@ -92,7 +93,7 @@ class Journal:
             forget_evaluations_after(connection, start)
             if is_empty(connection):
                 _set_meta(connection, "horizon", str(start))
-                return Recovered(position=None, groups=[], batches=[], fresh=True, moved=moved)
+                return Recovered(position=None, groups=[], batches=[], fresh=True, moved=moved, moved_work=had_work)
             batches = replay_from(connection, start)
             groups = read_groups(connection, self._rows, f"state IN {OPEN}", ())
             return Recovered(position=_read_position(connection), groups=groups, batches=batches, fresh=False)

@@ -31,6 +31,8 @@ class Recovered:
     """Nothing was recorded yet: the data source's own saved position counts."""
     moved: Path | None = None
     """Where an older journal went that `start` does not fit to."""
+    moved_work: bool = False
+    """Whether there was more in it than samples to look at."""
 
 
 def is_empty(connection: sqlite3.Connection) -> bool:

@@ -94,8 +94,11 @@ class JournaledSource:
         with self._lock:
             recovered = self.journal.recover(start)
             if recovered.moved is not None:
-                logger.warning(
-                    "the samples of an earlier run do not fit to rollout %d: they are now in %s", start, recovered.moved
+                logger.log(
+                    logging.WARNING if recovered.moved_work else logging.INFO,
+                    "the samples of an earlier run do not fit to rollout %d: they are now in %s",
+                    start,
+                    recovered.moved,
                 )
             if recovered.fresh:
                 self.source.load(start - 1)
