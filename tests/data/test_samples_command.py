@@ -272,6 +272,8 @@ def test_short_texts_are_whole_and_the_rest_of_the_width_is_theirs(tmp_path: Pat
     lines = run(journal.path, width=100).splitlines()
     assert lines[1].split()[-2:] == ["ping", "y" * 40]
     assert lines[2].split()[-2:] == ["pong", "short"]
+    assert lines[0].split()[0] == "#"
+    assert run(journal.path, width=125).split()[0] == "index"  # headings have room beside the whole texts
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,15 @@ class Column:
 def listing(shown: Sequence[Recorded], prompts: Sequence[str], width: int, *, evaluations: bool) -> Table:
     """Samples as a table of at most `width` columns; what `prompts` have in common is left out of long prompts."""
     columns = _columns(shown, evaluations)
-    wide = width - _width(columns, shown, gap=2, short=False) >= _ROOMY
+    before, after = shared_ends(prompts)
+    texts = [(_line(core(_prompt(record), before, after)), _line(record.sample.response)) for record in shown]
+    wanted = [max(_LEAST_TEXT, *map(cell_len, side)) for side in zip(*texts, strict=True)]
+    wide = width - _width(columns, shown, gap=2, short=False) - 2 >= min(_ROOMY, sum(wanted))
     if not wide:
         columns = [column for column in columns if not column.needs_room]
     gap = 2 if wide else 1
     rest = width - _width(columns, shown, gap=gap, short=not wide) - gap
-    before, after = shared_ends(prompts)
-    texts = [(_line(core(_prompt(record), before, after)), _line(record.sample.response)) for record in shown]
-    for_prompt, for_response = _shares(rest, [max(map(cell_len, side), default=0) for side in zip(*texts, strict=True)])
+    for_prompt, for_response = _shares(rest, *wanted)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
     for column in columns:
         heading = column.name if wide else column.short
@@ -129,9 +130,8 @@ def _most(column: Column, *, short: bool) -> int | None:
     return _MOST_LABEL_NARROW if short else _MOST_LABEL
 
 
-def _shares(rest: int, wanted: Sequence[int]) -> tuple[int, int]:
-    """The widths of prompt and response: as wanted if there is room, else two fifths and three fifths of it."""
-    prompt, response = (max(_LEAST_TEXT, want) for want in wanted)
+def _shares(rest: int, prompt: int, response: int) -> tuple[int, int]:
+    """The widths of prompt and response: as they want if there is room, else two fifths and three fifths of it."""
     if prompt + response > rest:
         prompt = min(prompt, max(rest * 2 // 5, rest - response))
         response = min(response, rest - prompt)
