@@ -34,20 +34,20 @@ from slime.config import Config, resolve, save_config
 from slime.config.asynchronous import is_async
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slime.config.start import model_folders
+from slime.config.start import continues_itself, model_folders, resumes_at
 from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.tokenizer import load_tokenizer
 from slime.data.user_source import make_data_source
 from slime.engine.fleet import fixed_ports
 from slime.errors import RunFailed, UserError
 from slime.models.folder import check_model
+from slime.observe.curves import Curves
 from slime.observe.logs import configure_logging
 from slime.observe.memory import MemorySampler
 from slime.observe.metrics import MetricsLog, read_metrics
-from slime.observe.plots import plot_rewards
 from slime.observe.progress import Progress, make_progress
 from slime.observe.run_dir import RunDir
-from slime.observe.summary import show_summary
+from slime.observe.summary import earlier_metrics, show_summary
 from slime.parts import Parts
 from slime.plan import make_plan, needs_engines
 from slime.plugins import load_function
@@ -92,6 +92,9 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None) -> Traini
     if needs_engines(config):
         fixed_ports(config)
     data_source = _data_source(config)
+    finished = _finished_before(config, _num_rollout(config, data_source))
+    if finished is not None:
+        return finished
     datasets = _eval_prompts(config)
     with terminated_like_interrupt(), watch_signals(), RunDir(config.output_dir) as run_dir, ExitStack() as stack:
         memory = stack.enter_context(MemorySampler(lambda: process_tree(os.getpid())))
@@ -128,6 +131,8 @@ class Run:
         self.data_source = data_source if journal is None else JournaledSource(data_source, journal)
         self.total = _num_rollout(config, data_source)
         self.config = config = config.replace(num_rollout=self.total)
+        self.curves = Curves(run_dir.metrics)
+        stack.callback(self.curves.finish)  # also after Ctrl-C or a failure, when everything else has ended
         self.progress: Progress = stack.enter_context(make_progress(config, self.total))
         configure_logging(run_dir, "driver", config.log_level, console=self.progress.console)
         for note in notes:
@@ -235,6 +240,7 @@ class Run:
                 if _due(rollout_id, config.save_interval, total):
                     self.save(rollout_id)  # after the step was logged: a checkpoint's steps are all on record
                 self.progress.step(rollout_id, rollout.metrics | after)
+                self.curves.redraw()
                 for concern in self._concerns.about(rollout_id, list(leaves(rollout.samples)), self._grad_norm):
                     self.progress.warn(concern)
                 if evaluates_now:
@@ -333,9 +339,34 @@ class Run:
     def finish(self) -> None:
         self.result.seconds = time.monotonic() - self._began
         self.progress.close()
-        plot = plot_rewards(self.run_dir.metrics, self.run_dir.plot("reward"), title=self.run_dir.path.name)
         datasets = [(one.name, one.path) for one in eval_datasets(self.config)]
-        show_summary(self.result, self.config.replace(eval_prompt_data=datasets), plot, self.progress.console)
+        show_summary(
+            self.result,
+            self.config.replace(eval_prompt_data=datasets),
+            self.curves.finish(),
+            self.progress.console,
+            earlier=self.metrics.kept,
+        )
+
+
+def _finished_before(config: Config, total: int) -> TrainingResult | None:
+    """The result of a run that the same command has finished already, said on the screen; None if anything is left."""
+    if not total or not continues_itself(config) or config.start_rollout_id is not None or config.debug_rollout_only:
+        return None
+    start = resumes_at(config)
+    if start < total or (config.save_hf and not Path(config.save_hf.format(rollout_id=total - 1)).is_dir()):
+        return None
+    folder = Path(config.output_dir)
+    records = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
+    result = TrainingResult(folder, *earlier_metrics(records))
+    logs_itself = config.custom_eval_rollout_log_function_path is not None
+    if evaluates(config) and needs_engines(config) and not logs_itself and start not in dict(result.evaluations):
+        return None
+    print(
+        f"this run is finished: {config.save} has a checkpoint after step {start}, and --num-rollout is {total}; raise "
+        f"it to go on, or choose another --save to begin anew (metrics and curves are in {folder})"
+    )
+    return result
 
 
 def _open_journal(config: Config, run_dir: RunDir, stack: ExitStack) -> Journal | None:
@@ -417,6 +448,6 @@ def failures_with_context(run: Run) -> Iterator[None]:
         logger.info("the run failed", exc_info=True)
         raise
     except KeyboardInterrupt:
-        if run.config.save is not None and run.config.load == run.config.save:
+        if continues_itself(run.config):
             run.progress.message("interrupted; the same command goes on from the last checkpoint")
         raise

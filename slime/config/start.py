@@ -6,6 +6,7 @@ it is: a model folder, or a checkpoint with whole files.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,24 @@ def _hf_folder(config: Config) -> str | None:
         return None
     folder = find_start(config).hf_folder
     return None if folder is None else str(folder)
+
+
+def resumes_at(config: Config) -> int:
+    """The first rollout that a run with this `--load` has still to do; 0 when nothing was trained there."""
+    checkpoint = find_start(config).checkpoint
+    if checkpoint is None:
+        return 0
+    try:
+        return int(json.loads((checkpoint / _META).read_text())["next_rollout_id"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error
+
+
+def continues_itself(config: Config) -> bool:
+    """Whether the same command, given again, goes on from its own last checkpoint."""
+    if config.load is None or config.save is None:
+        return False
+    return Path(config.load).absolute() == Path(config.save).absolute()
 
 
 def check_weight_sources(config: Config) -> None:

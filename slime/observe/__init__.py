@@ -3,7 +3,7 @@
 from slime.observe.logs import configure_logging
 from slime.observe.memory import MemorySampler, memory_bytes
 from slime.observe.metrics import MetricsLog, read_metrics
-from slime.observe.plots import plot_rewards
+from slime.observe.plots import draw_curves
 from slime.observe.progress import Progress, make_progress, print_summary
 from slime.observe.run_dir import RunDir
 
@@ -13,9 +13,9 @@ __all__ = [
     "Progress",
     "RunDir",
     "configure_logging",
+    "draw_curves",
     "make_progress",
     "memory_bytes",
-    "plot_rewards",
     "print_summary",
     "read_metrics",
 ]

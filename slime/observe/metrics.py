@@ -49,6 +49,8 @@ class MetricsLog:
         self.completions = folder / "completions.jsonl"
         self.nonfinite = 0
         kept, completions = (_keep_records(path, start_rollout_id) for path in (self.path, self.completions))
+        self.kept: list[dict[str, Any]] = kept
+        """What an earlier life of the run has written."""
         self._trackers: list[Tracker] = []
         if config.use_tensorboard:
             names = [name for name in (config.tb_project_name, config.tb_experiment_name) if name]

@@ -1,10 +1,14 @@
-"""Pictures of a run, drawn from its metrics file."""
+"""Pictures of a run, drawn from its metrics file: the reward, and for a run without rewards the loss.
+
+A picture is replaced as a whole, so that whoever looks while the run goes on never sees half of one.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +17,7 @@ from typing import Any
 from slime.observe.metrics import read_metrics
 
 REWARD = "rollout/raw_reward"
+LOSS = "train/loss"
 _EVAL_DETAIL = re.compile(r"eval/(.*/.*|.*-truncated_ratio|.*-pass@\d+|step)")
 _INK = "#334155"
 _TRAIN = "#2563eb"
@@ -48,39 +53,61 @@ def smooth(values: Sequence[float], *, half_life: float) -> list[float]:
     return smoothed
 
 
-def plot_rewards(
-    metrics_jsonl: str | os.PathLike[str], out_png: str | os.PathLike[str], title: str = "Reward"
-) -> Path | None:
-    """Draw training reward (raw and smoothed) and evaluation scores; None if the file holds neither."""
-    records = read_metrics(metrics_jsonl)
-    train, evals = reward_points(records), eval_points(records)
-    if not train and not evals:
-        return None
+def loss_points(records: Sequence[Mapping[str, Any]]) -> Points:
+    """(optimizer step, loss)."""
+    return sorted((record["step"], record[LOSS]) for record in records if record.get(LOSS) is not None)
+
+
+def draw_curves(
+    metrics_jsonl: str | os.PathLike[str], folder: str | os.PathLike[str], title: str = "Reward"
+) -> dict[str, Path]:
+    """The pictures that the records allow, by name ("reward curve", "loss curve")."""
+    records = read_metrics(metrics_jsonl) if Path(metrics_jsonl).exists() else []
+    train, evals, losses = reward_points(records), eval_points(records), loss_points(records)
+    drawn: dict[str, Path] = {}
+    if train or evals:
+        drawn["reward curve"] = _draw(
+            Path(folder, "reward.png"), title, ("training reward", train), "mean reward", evals
+        )
+    if losses and not train:
+        drawn["loss curve"] = _draw(Path(folder, "loss.png"), title, ("training loss", losses), "loss", {})
+    return drawn
+
+
+def _draw(out: Path, title: str, own: tuple[str, Points], scale: str, evals: Mapping[str, Points]) -> Path:
+    """One curve, raw and smoothed, and the scores of the evaluations."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    if train:
-        steps, rewards = zip(*train, strict=True)
-        axes.plot(steps, rewards, color=_TRAIN, alpha=0.25, linewidth=1, label="training reward")
-        curve = smooth(rewards, half_life=max(1.0, math.sqrt(len(rewards)) / 2))
-        axes.plot(steps, curve, color=_TRAIN, linewidth=2, label="training reward, smoothed")
-    for index, (name, points) in enumerate(evals.items()):
+    name, values = own
+    if values:
+        steps, heights = zip(*values, strict=True)
+        axes.plot(steps, heights, color=_TRAIN, alpha=0.25, linewidth=1, label=name)
+        curve = smooth(heights, half_life=max(1.0, math.sqrt(len(heights)) / 2))
+        axes.plot(steps, curve, color=_TRAIN, linewidth=2, label=f"{name}, smoothed")
+    for index, (dataset, points) in enumerate(evals.items()):
         steps, scores = zip(*points, strict=True)
         color = _EVALS[index % len(_EVALS)]
-        axes.plot(steps, scores, color=color, marker="o", markersize=5, linewidth=1.2, label=f"eval: {name}")
+        axes.plot(steps, scores, color=color, marker="o", markersize=5, linewidth=1.2, label=f"eval: {dataset}")
         axes.annotate(
             f"{scores[-1]:.3g}", (steps[-1], scores[-1]), textcoords="offset points", xytext=(6, 4), color=color
         )
     axes.set_title(title, loc="left", color=_INK, fontweight="bold")
     axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel("mean reward", color=_INK)
+    axes.set_ylabel(scale, color=_INK)
     axes.grid(axis="y", color="#e2e8f0")
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, loc="best", fontsize=9)
-    out = Path(out_png)
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=150, format="png")
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
+    figure.savefig(unfinished, dpi=150, format="png")
+    unfinished.replace(out)
     return out
+
+
+if __name__ == "__main__":
+    os.nice(19)  # whatever else the machine has to do comes first
+    draw_curves(*sys.argv[1:4])

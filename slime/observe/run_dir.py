@@ -63,9 +63,6 @@ class RunDir(os.PathLike[str]):
     def weights(self) -> Path:
         return self.path / "weights"
 
-    def plot(self, name: str) -> Path:
-        return self.path / f"{name}.png"
-
     def release(self) -> None:
         """Give the folder free for another run. Safe to call again."""
         if self._lock_fd >= 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -24,16 +24,28 @@ class Finished(Protocol):
     peak_memory_gib: float
 
 
-def show_summary(result: Finished, config: Config, plot: Path | None, console: Console) -> None:
-    rows = [("steps", str(len(result.metrics))), ("time", format_seconds(result.seconds))]
-    rows += _reward(result.metrics)
+def show_summary(
+    result: Finished,
+    config: Config,
+    curves: Mapping[str, Path],
+    console: Console,
+    *,
+    earlier: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """`earlier` are the records from before a resume: what was reached counts from the run's first step on."""
+    before, evaluated = earlier_metrics(earlier)
+    metrics, evaluations = [*before, *result.metrics], [*evaluated, *result.evaluations]
+    steps, seconds = str(len(metrics)), format_seconds(result.seconds)
+    if before:
+        steps, seconds = f"{steps}, {len(result.metrics)} of them since the resume", f"{seconds} since the resume"
+    rows = [("steps", steps), ("time", seconds)]
+    rows += _reward(metrics) or _loss(metrics)
     for name, _ in config.eval_prompt_data or ():
-        rows += _evaluation(name, result.evaluations)
+        rows += _evaluation(name, evaluations)
     rows += _speed(result.metrics)
     rows.append(("peak memory", f"{result.peak_memory_gib:.2f} GiB, all processes"))
     rows.append(("metrics", str(result.run_dir / "metrics.jsonl")))
-    if plot is not None:
-        rows.append(("reward curve", str(plot)))
+    rows += [(name, str(path)) for name, path in curves.items()]
     if config.save is not None:
         rows.append(("checkpoints", config.save))
     if config.save_hf is not None and result.metrics:
@@ -41,12 +53,34 @@ def show_summary(result: Finished, config: Config, plot: Path | None, console: C
     print_summary(rows, title="Finished", console=console)
 
 
+def earlier_metrics(
+    records: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]]]:
+    """(one merged dict per rollout, the evaluations) of a metrics file, in the form of a run's result."""
+    rollouts: dict[int, dict[str, Any]] = {}
+    evaluations = []
+    for record in records:
+        if record["kind"] == "eval":
+            evaluations.append((record["step"], dict(record)))
+        else:
+            rollouts.setdefault(record["rollout_id"], {}).update(record)
+    return [rollouts[number] for number in sorted(rollouts)], evaluations
+
+
 def _reward(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    rewards = [m["rollout/raw_reward"] for m in metrics if m.get("rollout/raw_reward") is not None]
-    if not rewards:
+    return _first_and_last("training reward", [m.get("rollout/raw_reward") for m in metrics])
+
+
+def _loss(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    return _first_and_last("training loss", [m.get("train/loss") for m in metrics])
+
+
+def _first_and_last(title: str, values: Sequence[float | None]) -> list[tuple[str, str]]:
+    known = [value for value in values if value is not None]
+    if not known:
         return []
-    tail = rewards[-min(5, len(rewards)) :]
-    return [("training reward", f"{rewards[0]:.3f} first, {fmean(tail):.3f} mean of the last {len(tail)}")]
+    tail = known[-min(5, len(known)) :]
+    return [(title, f"{known[0]:.3f} first, {fmean(tail):.3f} mean of the last {len(tail)}")]
 
 
 def _evaluation(name: str, evaluations: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[str, str]]:

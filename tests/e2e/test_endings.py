@@ -21,6 +21,7 @@ def test_ctrl_c_ends_everything(place: Path) -> None:
         done = running.finish()
         assert (done.code, done.err) == (130, "interrupted\n")
         assert "the same command goes on from the last checkpoint" in done.out
+        assert (place / "stopped" / "reward.png").is_file()
         assert wait_until(lambda: not running.processes(), within_s=10)
 
 
@@ -46,4 +47,5 @@ def test_a_part_that_dies_ends_the_run_and_is_named(program: str, name: str, pla
         assert errors[0].startswith(f"error: {name} ")
         assert f"without-{name}/logs/{name}.log" in errors[0]
         assert "Traceback" not in done.err
+        assert (place / f"without-{name}" / "reward.png").is_file()
         assert wait_until(lambda: not running.processes(), within_s=10)

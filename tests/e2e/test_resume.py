@@ -34,3 +34,11 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(whole_run: tuple[Path, 
     assert "resuming from parts at step 4" in resumed.out
 
     assert_same_records(comparable(place / "parts"), comparable(whole), TOLERANCE)
+    assert "4, 1 of them since the resume" in resumed.out
+    assert (place / "parts" / "reward.png").is_file()
+
+    again = run([*command, "--num-rollout", "4"], place)
+    assert (again.code, again.err) == (0, "")
+    assert again.out.startswith("this run is finished: parts has a checkpoint after step 4, and --num-rollout is 4;")
+    assert "starting" not in again.out
+    assert_same_records(comparable(place / "parts"), comparable(whole), TOLERANCE)

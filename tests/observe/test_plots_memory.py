@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slime.observe.curves import Curves
 from slime.observe.memory import MemorySampler, memory_bytes
-from slime.observe.plots import eval_points, plot_rewards, reward_points, smooth
+from slime.observe.plots import draw_curves, eval_points, loss_points, reward_points, smooth
 
 RECORDS = [
     {"kind": "eval", "step": 0, "rollout_id": 0, "eval/held-out": 0.1, "eval/held-out-pass@4": 0.3},
@@ -34,21 +36,63 @@ def test_smoothing_is_a_weighted_mean() -> None:
     assert smooth([], half_life=1) == []
 
 
+LOSSES = [{"kind": "train", "step": step, "rollout_id": step, "train/loss": 2.0 - step} for step in (1, 0)]
+
+
+def write(folder: Path, records: list[dict[str, Any]]) -> Path:
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return metrics
+
+
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    out = plot_rewards(metrics, tmp_path / "plots" / "reward.png", "a run")
-    assert out is not None
-    data = out.read_bytes()
+    drawn = draw_curves(write(tmp_path, RECORDS + LOSSES), tmp_path / "plots", "a run")
+    assert drawn == {"reward curve": tmp_path / "plots" / "reward.png"}
+    assert os.listdir(tmp_path / "plots") == ["reward.png"]
+    data = drawn["reward curve"].read_bytes()
     assert data.startswith(b"\x89PNG")
     assert int.from_bytes(data[16:20], "big") == 1200
 
 
+def test_a_run_without_rewards_gets_a_curve_of_its_loss_and_of_its_evaluations(tmp_path: Path) -> None:
+    assert loss_points(LOSSES) == [(0, 2.0), (1, 1.0)]
+    evaluation = {"kind": "eval", "step": 2, "rollout_id": 1, "eval/math": 0.5}
+    drawn = draw_curves(write(tmp_path, [*LOSSES, evaluation]), tmp_path)
+    assert drawn == {"reward curve": tmp_path / "reward.png", "loss curve": tmp_path / "loss.png"}
+    assert all(path.is_file() for path in drawn.values())
+
+
 def test_no_picture_without_points(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("")
-    assert plot_rewards(metrics, tmp_path / "reward.png") is None
+    assert draw_curves(write(tmp_path, []), tmp_path) == {}
     assert not (tmp_path / "reward.png").exists()
+
+
+def test_pictures_are_drawn_beside_the_run_once_in_a_while_and_at_its_end(tmp_path: Path) -> None:
+    now = [0.0]
+    curves = Curves(write(tmp_path, RECORDS), first_s=20.0, interval_s=60.0, now=lambda: now[0])
+    assert not curves.redraw()
+    now[0] = 20.0
+    assert curves.redraw()
+    assert curves._drawing is not None
+    assert curves._drawing.wait(120) == 0
+    assert (tmp_path / "reward.png").is_file()
+    now[0] = 79.0
+    assert not curves.redraw()
+    now[0] = 80.0
+    assert curves.redraw()
+    drawing = curves._drawing
+    write(tmp_path, LOSSES)
+    assert curves.finish() == {"loss curve": tmp_path / "loss.png"}
+    assert drawing.poll() is not None, "the drawing outlived the run"
+    (tmp_path / "loss.png").unlink()
+    assert curves.finish() == {"loss curve": tmp_path / "loss.png"}
+    assert not (tmp_path / "loss.png").exists()  # once is enough
+
+
+def test_a_full_disk_costs_the_picture_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "reward.png").mkdir()
+    assert Curves(write(tmp_path, RECORDS)).finish() == {}
+    assert "could not be drawn" in caplog.text
 
 
 def test_memory_of_a_process_that_takes_64_mib_more() -> None:

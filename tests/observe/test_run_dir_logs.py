@@ -23,7 +23,6 @@ def test_a_run_folder_is_made_and_locked(tmp_path: Path) -> None:
         assert run.logs.is_dir()
         assert Path(run) == tmp_path / "a" / "run" == run / "."
         assert run.metrics == tmp_path / "a" / "run" / "metrics.jsonl"
-        assert run.plot("reward").name == "reward.png"
         with pytest.raises(UserError, match=rf"in use by a run .*process {os.getpid()}.*--output-dir"):
             RunDir(run)
     RunDir(run).release()
