@@ -13,6 +13,7 @@ import pytest
 from slime.config import Config
 from slime.data.journal import Journal, JournaledSource, Recovered
 from slime.data.journal import open_journal as open_of_run
+from slime.data.journal.keeping import Content, content_of
 from slime.data.journal.schema import FORMAT
 from slime.data.sample import Sample
 from slime.data.user_source import UserSource
@@ -314,3 +315,16 @@ def test_a_second_run_in_the_folder_warns_only_of_work_that_it_sets_aside(
     (record,) = [record for record in caplog.records if "earlier run" in record.message]
     assert record.levelno == (logging.WARNING if unfinished else logging.INFO)
     assert record.message.endswith(f"they are now in {tmp_path / 'journal-1.sqlite'}")
+
+
+def test_opening_a_journal_reads_no_samples(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, keep=True)
+    train(journal, 0)
+    with journal._database.reading() as connection:
+        traced: list[str] = []
+        connection.set_trace_callback(traced.append)
+        assert content_of(connection) is Content.WORK  # --keep-samples: its batches can be trained on again
+        connection.set_trace_callback(None)
+        plans = [row[3] for query in traced for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
+    assert any("groups_by_state" in plan for plan in plans)
+    assert not any("samples" in plan for plan in plans)

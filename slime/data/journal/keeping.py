@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from slime.data.journal.rows import COLUMNS
+from slime.data.journal.schema import NOT_CONSUMED
 
 _BYTES = "LENGTH(payload) + LENGTH(CAST(prompt AS BLOB)) + LENGTH(CAST(response AS BLOB)) + 100"
 _OF_GROUPS = f"""SELECT groups.id, COALESCE(SUM({_BYTES}), 0)
@@ -34,8 +35,8 @@ class Content(Enum):
 def content_of(connection: sqlite3.Connection) -> Content:
     """What is in a journal of any format."""
     if connection.execute(
-        "SELECT EXISTS (SELECT 1 FROM samples JOIN groups ON groups.id = group_id WHERE state != 'consumed') "
-        "OR EXISTS (SELECT 1 FROM samples) AND EXISTS (SELECT 1 FROM rollouts)"
+        f"SELECT EXISTS (SELECT 1 FROM groups WHERE state IN {NOT_CONSUMED}) "
+        "OR EXISTS (SELECT 1 FROM groups) AND EXISTS (SELECT 1 FROM rollouts)"
     ).fetchone()[0]:
         return Content.WORK
     tables = ("samples", "evaluated_samples") if has_evaluations(connection) else ("samples",)

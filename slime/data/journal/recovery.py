@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.data.journal.rows import COLUMNS, Leaf, RowCodec, regrouped
+from slime.data.journal.schema import NOT_CONSUMED
 from slime.data.source import Group
 
 
@@ -38,7 +39,7 @@ class Recovered:
 def is_empty(connection: sqlite3.Connection) -> bool:
     """Whether nothing was ever recorded."""
     recorded = (  # consumed groups without a row in rollouts are only there to be looked at
-        "SELECT 1 FROM groups WHERE state != 'consumed'",
+        f"SELECT 1 FROM groups WHERE state IN {NOT_CONSUMED}",
         "SELECT 1 FROM rollouts",
         "SELECT 1 FROM positions",
         "SELECT 1 FROM meta WHERE key = 'position'",

@@ -12,6 +12,7 @@ APPLICATION_ID = 0x736C6D65  # "slme": tells a journal from any other SQLite dat
 OPEN = ("pending", "partial", "finished")
 """States of a group that was handed out and is in no batch: it goes back to the data source after a crash."""
 STATES = (*OPEN, "assigned", "consumed", "dropped")
+NOT_CONSUMED = tuple(state for state in STATES if state != "consumed")
 
 RECORD = """
 CREATE TABLE identity (name TEXT PRIMARY KEY, value TEXT NOT NULL);
