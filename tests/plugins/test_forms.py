@@ -223,7 +223,7 @@ def test_group_rewards_of_a_fan_out_and_a_samples_own_function(engine, make_runt
     group = [Sample(prompt="q", index=i, group_index=0) for i in range(3)]
     group[1].custom_rm_path = f"{rewards}:of_one"
     finished = plain.run(generate_and_rm_group(plain.args, group, {"max_new_tokens": 7}))
-    assert [sample.reward for sample in finished] == [20.0, 5.0, 20.0]
+    assert [sample.reward for sample in finished] == [20.0, 1.0, 20.0]  # of one letter, its end left out
 
 
 def test_a_wrong_reward_ends_the_run_and_names_its_function(engine, make_runtime, prompts, write):
