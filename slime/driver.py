@@ -45,6 +45,7 @@ from slime.observe.curves import Curves
 from slime.observe.logs import configure_logging
 from slime.observe.memory import MemorySampler
 from slime.observe.metrics import MetricsLog, read_metrics
+from slime.observe.patience import told_if_slow
 from slime.observe.progress import Progress, make_progress
 from slime.observe.run_dir import RunDir
 from slime.observe.summary import earlier_metrics, show_summary
@@ -91,11 +92,13 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None) -> Traini
         check_model(folder, trust_remote_code=config.trust_remote_code)
     if needs_engines(config):
         fixed_ports(config)
-    data_source = _data_source(config)
+    with told_if_slow("reading the prompts", silent=config.progress == "none"):
+        data_source = _data_source(config)
     finished = _finished_before(config, _num_rollout(config, data_source))
     if finished is not None:
         return finished
-    datasets = _eval_prompts(config)
+    with told_if_slow("reading the evaluation prompts", silent=config.progress == "none"):
+        datasets = _eval_prompts(config)
     with terminated_like_interrupt(), watch_signals(), RunDir(config.output_dir) as run_dir, ExitStack() as stack:
         memory = stack.enter_context(MemorySampler(lambda: process_tree(os.getpid())))
         journal = _open_journal(config, run_dir, stack)

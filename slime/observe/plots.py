@@ -66,15 +66,15 @@ def draw_curves(
     train, evals, losses = reward_points(records), eval_points(records), loss_points(records)
     drawn: dict[str, Path] = {}
     if train or evals:
-        drawn["reward curve"] = _draw(
-            Path(folder, "reward.png"), title, ("training reward", train), "mean reward", evals
-        )
+        own = ("training reward", train)
+        drawn["reward curve"] = _draw(Path(folder, "reward.png"), title, own, ("step", "mean reward"), evals)
     if losses and not train:
-        drawn["loss curve"] = _draw(Path(folder, "loss.png"), title, ("training loss", losses), "loss", {})
+        own = ("training loss", losses)
+        drawn["loss curve"] = _draw(Path(folder, "loss.png"), title, own, ("optimizer step", "loss"), {})
     return drawn
 
 
-def _draw(out: Path, title: str, own: tuple[str, Points], scale: str, evals: Mapping[str, Points]) -> Path:
+def _draw(out: Path, title: str, own: tuple[str, Points], scales: tuple[str, str], evals: Mapping[str, Points]) -> Path:
     """One curve, raw and smoothed, and the scores of the evaluations."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -95,8 +95,8 @@ def _draw(out: Path, title: str, own: tuple[str, Points], scale: str, evals: Map
             f"{scores[-1]:.3g}", (steps[-1], scores[-1]), textcoords="offset points", xytext=(6, 4), color=color
         )
     axes.set_title(title, loc="left", color=_INK, fontweight="bold")
-    axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel(scale, color=_INK)
+    axes.set_xlabel(scales[0], color=_INK)
+    axes.set_ylabel(scales[1], color=_INK)
     axes.grid(axis="y", color="#e2e8f0")
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -9,6 +9,7 @@ from rich.console import Console
 from slime.config import Config
 from slime.observe.figures import figures_of, format_seconds, step_line
 from slime.observe.live import RichProgress
+from slime.observe.patience import told_if_slow
 from slime.observe.progress import QUIET_S, NoProgress, PlainProgress, StepClock, make_progress, print_summary
 
 METRICS = {
@@ -269,3 +270,18 @@ def test_summary_holds_every_row() -> None:
     assert "Summary" in shown
     assert "0.42 -> 0.95" in shown
     assert "outputs/[x]/metrics.jsonl" in shown
+
+
+def test_slow_work_before_the_display_is_told_and_quick_work_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    with told_if_slow("reading the prompts", say=said.append):
+        pass
+    assert said == []
+    monkeypatch.setattr("slime.observe.patience.FIRST_S", 0.01)
+    heard = threading.Event()
+    with told_if_slow("reading the prompts", say=lambda text: (said.append(text), heard.set())[0]):
+        assert heard.wait(60)
+    assert said[0] == "[0:00] reading the prompts"
+    before = threading.active_count()
+    with told_if_slow("reading the prompts", silent=True):
+        assert threading.active_count() <= before
