@@ -30,6 +30,7 @@ from slime.weights.transport import choose_transport
 
 _GIB = 2**30
 _SERVICE_TIMEOUT_S = 10.0
+_OWN_PACKAGE = Path(__file__).resolve().parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,6 +313,8 @@ def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
 
 def _notes(config: Config, backend: str) -> list[str]:
     notes = []
+    if (other := Path.cwd() / _OWN_PACKAGE.name).joinpath("__init__.py").is_file() and other.resolve() != _OWN_PACKAGE:
+        notes.append(f"this folder has a {other.name} of its own ({other}); the run is that of {_OWN_PACKAGE}")
     if evaluates(config) and not needs_engines(config):
         notes.append("--debug-train-only: nothing is evaluated, there are no engines")
     elif evaluates(config) and config.eval_interval is None:

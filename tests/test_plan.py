@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import slime
 from slime.config import Config, resolve
 from slime.errors import UserError
 from slime.models.shape import ModelShape
@@ -218,3 +219,17 @@ def test_detect_device_keeps_what_was_asked() -> None:
     assert detect_device("cuda")[0] == "cuda"
     device, gpus = detect_device("auto")
     assert device == ("cuda" if gpus else "cpu")
+
+
+def test_another_slime_in_the_working_folder_is_noted(
+    flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve(Config(**flags))
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "slime").mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    assert not any("of its own" in note for note in make_plan(config, device="cpu", gpu_count=0).notes)
+    (elsewhere / "slime" / "__init__.py").touch()
+    notes = make_plan(config, device="cpu", gpu_count=0).notes
+    ours = Path(slime.__file__).resolve().parent
+    assert f"this folder has a slime of its own ({elsewhere / 'slime'}); the run is that of {ours}" in notes

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slime.cluster.devices import resolve_rollout_dtype, threads_per_process, visible_gpus
+from slime.cluster.python import module_command
 from slime.config import Config
 
 STREAM_INTERVAL = 32  # tokens between two events of a stream: what a dying engine may lose of each request
-EMBEDDED_ENGINE = (sys.executable, "-m", "slime.engine.embedded")
+EMBEDDED_ENGINE = module_command("slime.engine.embedded")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ from typing import Any
 from slime.errors import UserError
 from slime.plugins.contracts import check, check_call, contract_of
 
+_OWN_PACKAGE = __name__.partition(".")[0]
+_OWN_ROOT = str(Path(__file__).resolve().parents[2])
+
 
 def load_function(path: str, *, what: str, params: Sequence[str] | None = None) -> Callable[..., Any]:
     """The callable behind `pkg.module.name`, `pkg.module:name`, `file.py:name` or `file.py`.
@@ -110,12 +113,25 @@ def _import_module(module_name: str, path: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except Exception as error:
-        hint = ": is it installed, or next to where you start the run?" if _is_missing(error, module_name) else ""
+        hint = _where_to_look(module_name) if _is_missing(error, module_name) else ""
         raise UserError(f"{what} {path}: module {module_name} does not import ({_cause(error)}){hint}") from error
 
 
+def _where_to_look(module_name: str) -> str:
+    """What a user can do about a module that is not there."""
+    top, _, rest = module_name.partition(".")
+    if top == _OWN_PACKAGE and Path(os.getcwd(), top, *rest.split(".")).with_suffix(".py").is_file():
+        return f": it is in the {top} of this folder, but the run is that of {_OWN_ROOT}; name its file instead"
+    return ": is it installed, or next to where you start the run?"
+
+
 def _make_importable(folder: str) -> None:
-    """A plugin may import its neighbours, as a script may; appended, so that it shadows nothing."""
+    """A plugin may import its neighbours, as a script may; appended, so that it shadows nothing.
+
+    Nor this package itself, in processes that are started later with the same search path.
+    """
+    if _OWN_ROOT not in sys.path:
+        sys.path.append(_OWN_ROOT)
     if folder not in sys.path and not (folder == os.getcwd() and "" in sys.path):
         sys.path.append(folder)
 

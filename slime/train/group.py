@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import select
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, channe
 from slime.cluster.devices import threads_per_process
 from slime.cluster.ports import free_port
 from slime.cluster.process import ChildProcess
+from slime.cluster.python import module_command
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.errors import RunFailed, UserError
@@ -260,7 +260,7 @@ class TrainerGroup:
             env |= threads_per_process(self.world_size)
         process = ChildProcess(
             f"trainer-{rank}",
-            [sys.executable, "-m", "slime.train.worker", "--fd", str(child_socket.fileno())],
+            [*module_command("slime.train.worker"), "--fd", str(child_socket.fileno())],
             env=env,
             log_path=self.run_dir / "logs" / f"trainer-{rank}.log",
             pass_fds=(child_socket.fileno(),),

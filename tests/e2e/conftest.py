@@ -59,8 +59,11 @@ async def two_turns(args, sample, sampling_params):
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's working folder: a model, prompts as chat and as text, and a file of plugins."""
+    """A user's working folder: a model, prompts as chat and as text, a file of plugins, and another slime's package,
+    which no process of a run may import."""
     folder = tmp_path_factory.mktemp("place")
+    (folder / "slime").mkdir()
+    (folder / "slime" / "__init__.py").write_text("raise ImportError('this is another slime')\n")
     make_model_folder(folder / "model")
     make_model_folder(folder / "wider", intermediate_size=128)
     sums = [

@@ -12,15 +12,13 @@ import json
 import os
 import select
 import subprocess
-import sys
 import time
 import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import slime
+from slime.cluster.python import module_command
 from slime.rollout.rewards.errors import RewardError
 
 _READ_BYTES = 1 << 16
@@ -31,18 +29,15 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """One process running `python -m MODULE`, speaking one JSON object per line."""
+    """One process running a module, speaking one JSON object per line."""
 
     def __init__(self, module: str, *, memory_bytes: int, call_deadline_s: float, start_deadline_s: float) -> None:
-        package_root = str(Path(slime.__file__).parent.parent)
-        search_path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         cpu_seconds = int(call_deadline_s) + 2
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(os.getpid()), str(memory_bytes), str(cpu_seconds)],
+            [*module_command(module), str(os.getpid()), str(memory_bytes), str(cpu_seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": search_path},
             bufsize=0,
             start_new_session=True,
         )
