@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.labels import LabelUse
 from slime.data.prototype import Built, Located, PrototypeBuilder
 from slime.data.rows import Rows, file_bytes, open_rows
 from slime.data.sample import Sample
@@ -42,6 +43,7 @@ class PromptDataset:
         tokenizer: Any = None,
         input_key: str = "input",
         label_key: str | None = None,
+        label_use: LabelUse = "any",
         metadata_key: str | None = "metadata",
         tool_key: str | None = "tools",
         apply_chat_template: bool = False,
@@ -60,6 +62,7 @@ class PromptDataset:
             tokenizer=tokenizer,
             input_key=input_key,
             label_key=label_key,
+            label_use=label_use,
             metadata_key=metadata_key,
             tool_key=tool_key,
             apply_chat_template=apply_chat_template,

@@ -15,6 +15,8 @@ from typing import Any
 
 import jinja2
 
+from slime.data.labels import LabelUse, checked_label
+from slime.data.messages import checked_messages, is_conversation
 from slime.data.rows import Row
 from slime.data.sample import Sample
 from slime.errors import UserError
@@ -48,6 +50,7 @@ class PrototypeBuilder:
     tokenizer: Any
     input_key: str
     label_key: str | None = None
+    label_use: LabelUse = "any"
     metadata_key: str | None = None
     tool_key: str | None = None
     apply_chat_template: bool = False
@@ -76,9 +79,10 @@ class PrototypeBuilder:
         """The prototype of one row."""
         where, row = located.where, located.row
         prompt = _checked_prompt(_required(row, self.input_key, "--input-key", where), where)
-        label = _required(row, self.label_key, "--label-key", where) if self.label_key else None
+        label = self._label(row, where) if self.label_key else None
         metadata = self._metadata(row, where)
         if self.apply_chat_template:
+            _refuse_several_turns(label, self.label_use, where)
             prompt = self._render(_as_messages(prompt), metadata.get("tools"), where)
         return Sample(
             prompt=prompt,
@@ -86,6 +90,10 @@ class PrototypeBuilder:
             metadata=metadata,
             apply_chat_template_kwargs=dict(self.apply_chat_template_kwargs),
         )
+
+    def _label(self, row: Row, where: str) -> Any:
+        assert self.label_key is not None
+        return checked_label(_required(row, self.label_key, "--label-key", where), self.label_use, where)
 
     def _metadata(self, row: Row, where: str) -> dict[str, Any]:
         metadata = _parsed(row.get(self.metadata_key) if self.metadata_key else None, self.metadata_key, where)
@@ -148,17 +156,18 @@ def _checked_prompt(prompt: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(prompt, list) and prompt:
-        return [_checked_message(message, where) for message in prompt]
+        return checked_messages(prompt, where)
     if prompt in ("", []):
         raise UserError(f"{where}: the prompt is empty")
     raise UserError(f"{where}: a prompt must be a string or a list of messages, not {type(prompt).__name__}")
 
 
-def _checked_message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UserError(f"{where}: a chat message must be an object with a 'role' and a 'content', not {message!r:.80}")
-    # Parquet gives every message the keys of all messages; an absent key and a null one mean the same.
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
+def _refuse_several_turns(label: Any, use: LabelUse, where: str) -> None:
+    if use == "target" and is_conversation(label) and len(label) > 1:
+        raise UserError(
+            f"{where}: the label is a conversation of {len(label)} messages, which goes on from a prompt of messages: "
+            "drop --apply-chat-template, supervised training renders both together"
+        )
 
 
 def _as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

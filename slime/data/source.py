@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from slime.data.jsonable import from_json, sample_from_json, sample_to_json, to_json
+from slime.data.labels import use_of_labels
 from slime.data.prompts import PromptDataset, PromptTooLong, log_dropped
 from slime.data.rows import split_slice
 from slime.data.sample import Sample
@@ -294,6 +295,7 @@ def _open_dataset(args: Any) -> PromptDataset:
         tokenizer=load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code),
         input_key=args.input_key,
         label_key=args.label_key,
+        label_use=use_of_labels(args),
         metadata_key=args.metadata_key,
         tool_key=args.tool_key,
         apply_chat_template=args.apply_chat_template,

@@ -25,13 +25,12 @@ from typing import Any
 
 import jinja2
 
+from slime.data.messages import ASSISTANT, Message, checked_messages
 from slime.errors import UserError
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 
 DROP_KEY = "step_loss_mask"
-ASSISTANT = "assistant"
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKER = "\ue000turn\ue001"  # private-use characters: no template and no data has them
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
@@ -78,7 +77,8 @@ class Conversation:
         self._tools = list(tools) if tools else None
         self._options = {key: value for key, value in template_kwargs.items() if key != "add_generation_prompt"}
         self.messages: list[Message] = [
-            {key: value for key, value in message.items() if key != DROP_KEY} for message in messages
+            {key: value for key, value in message.items() if key != DROP_KEY}
+            for message in checked_messages(messages, "this conversation")
         ]
         self.turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         self.dropped = {i for i in self.turns if messages[i].get(DROP_KEY) == 0}

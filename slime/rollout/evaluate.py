@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.config import Config
 from slime.config.eval_datasets import EvalDataset, eval_datasets
+from slime.data.labels import LabelUse, use_by_verifier
 from slime.data.prompts import PromptDataset
 from slime.data.sample import Sample
 from slime.data.tokenizer import model_context_length
@@ -92,6 +93,7 @@ def _read(args: Config, dataset: EvalDataset, tokenizer: Any) -> PromptDataset:
         tokenizer=tokenizer,
         input_key=dataset.input_key,
         label_key=dataset.label_key,
+        label_use=_use_of_labels(args, dataset),
         metadata_key=dataset.metadata_key,
         tool_key=dataset.tool_key,
         apply_chat_template=dataset.apply_chat_template,
@@ -101,6 +103,15 @@ def _read(args: Config, dataset: EvalDataset, tokenizer: Any) -> PromptDataset:
         num_workers=args.num_data_workers,
         streaming=False,
     )
+
+
+def _use_of_labels(args: Config, dataset: EvalDataset) -> LabelUse:
+    if dataset.custom_rm_path or dataset.custom_generate_function_path:
+        return "any"
+    if dataset.rm_type is not None:
+        return use_by_verifier(dataset.rm_type)
+    own = args.custom_rm_path or args.custom_generate_function_path
+    return "any" if own else use_by_verifier(args.rm_type)
 
 
 def _max_prompt_len(args: Config, dataset: EvalDataset) -> int | None:

@@ -1,8 +1,9 @@
 """The rollout function of supervised training: answers come from the data, no engine takes part.
 
 Invariant: a text prompt is followed by its label and the end-of-sequence token, both trained on. A conversation is
-rendered once as a whole, and every assistant turn in it is trained on (`slime.data.turn_mask`); its response runs from
-the first trained token to the end. Nothing is generated or scored: samples have no reward, metrics no speed. The chat
+rendered once as a whole, and every assistant turn in it is trained on (`slime.data.turn_mask`); where the label is a
+conversation itself, it goes on from the prompt, and only its turns are. The response runs from the first trained token
+to the end. Nothing is generated or scored: samples have no reward, metrics no speed. The chat
 template finds the turns under every `--loss-mask-type`.
 """
 
@@ -12,8 +13,10 @@ import time
 from typing import Any
 
 from slime.config import Config
+from slime.data.labels import label_text
+from slime.data.messages import ASSISTANT, Message, is_conversation
 from slime.data.sample import Sample
-from slime.data.turn_mask import ASSISTANT, mask_turns
+from slime.data.turn_mask import DROP_KEY, mask_turns
 from slime.errors import UserError
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.metrics import sample_metrics
@@ -65,10 +68,7 @@ def _fill_text(sample: Sample, tokenizer: Any) -> None:
 
 def _fill_conversation(sample: Sample, tokenizer: Any) -> None:
     assert isinstance(sample.prompt, list)
-    messages = sample.prompt
-    answered = any(message["role"] == ASSISTANT for message in messages)
-    if messages[-1]["role"] != ASSISTANT and not (answered and sample.label in (None, "")):
-        messages = [*messages, {"role": ASSISTANT, "content": _label_text(sample)}]
+    messages = _with_label(sample.prompt, sample)
     masked = mask_turns(
         tokenizer,
         messages,
@@ -80,6 +80,16 @@ def _fill_conversation(sample: Sample, tokenizer: Any) -> None:
     sample.response = tokenizer.decode(masked.token_ids[split:])
     sample.response_length = masked.response_length
     sample.loss_mask = masked.loss_mask[split:]
+
+
+def _with_label(prompt: list[Message], sample: Sample) -> list[Message]:
+    """The whole conversation: the prompt's turns, and those of the label, or the label as one."""
+    if is_conversation(sample.label):
+        return [*({DROP_KEY: 0, **message} for message in prompt), *sample.label]
+    answered = any(message["role"] == ASSISTANT for message in prompt)
+    if prompt[-1]["role"] == ASSISTANT or (answered and sample.label in (None, "")):
+        return prompt
+    return [*prompt, {"role": ASSISTANT, "content": _label_text(sample)}]
 
 
 def _cut(sample: Sample, max_context: int) -> None:
@@ -103,4 +113,9 @@ def _label_text(sample: Sample) -> str:
             f"sample {sample.index} has no answer to train on: name the column with --label-key, "
             "or end its messages with an assistant turn (without --apply-chat-template)"
         )
-    return sample.label if isinstance(sample.label, str) else str(sample.label)
+    if is_conversation(sample.label) and len(sample.label) > 1:
+        raise UserError(
+            f"sample {sample.index}: its answer is a conversation of {len(sample.label)} messages, but its prompt is a "
+            "text: give the prompt as messages, without --apply-chat-template"
+        )
+    return label_text(sample.label)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from slime.data.messages import checked_messages
 from slime.data.sample import Sample
 
 
@@ -16,8 +17,9 @@ def render_messages(
     tokenizer: Any, sample: Sample, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool
 ) -> str:
     """The text of chat messages under the sample's tools and template arguments."""
+    texts = checked_messages(messages, f"sample {sample.index}")
     options = {**sample.apply_chat_template_kwargs, "add_generation_prompt": add_generation_prompt, "tokenize": False}
-    return tokenizer.apply_chat_template(list(messages), tools=sample.metadata.get("tools") or None, **options)
+    return tokenizer.apply_chat_template(texts, tools=sample.metadata.get("tools") or None, **options)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

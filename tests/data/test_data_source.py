@@ -255,3 +255,12 @@ def test_the_buffer_filter_is_told_the_rollout(make_config: MakeConfig, tmp_path
     source.add_samples(source.get_samples(1))
     groups = call_rollout_fn(lambda a, r, d, evaluation: d.get_samples(1), None, 12, source, evaluation=False).samples
     assert groups[0][0].metadata["r"] == 12
+
+
+def test_labels_are_read_as_the_run_uses_them(make_config: MakeConfig) -> None:
+    said = [{"role": "assistant", "content": [{"type": "text", "text": "4"}]}]
+    rows = [{"input": "2+2=", "answer": said}]
+    assert labels(RolloutDataSource(make_config(rows, rm_type="math")).get_samples(1)) == ["4"]
+    assert labels(RolloutDataSource(make_config(rows, custom_rm_path="mine.f")).get_samples(1)) == [said]
+    with pytest.raises(UserError, match=r"prompts\.jsonl:1: the label must be a text"):
+        RolloutDataSource(make_config([{"input": "2+2=", "answer": {"value": 4}}], rm_type="math"))

@@ -97,7 +97,10 @@ def test_parquet_messages_lose_the_nulls_that_other_rows_brought(tmp_path: Path)
         {"input": [{"role": "assistant", "content": None, "name": "b"}, {"role": "user", "content": "c"}]},
     ]
     dataset = PromptDataset(write_parquet(tmp_path / "chat.parquet", rows))
-    assert [sample.prompt for sample in dataset] == [row["input"] for row in rows]
+    assert [sample.prompt for sample in dataset] == [
+        [{"role": "user", "content": "a"}],
+        [{"role": "assistant", "content": "", "name": "b"}, {"role": "user", "content": "c"}],
+    ]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -110,7 +113,7 @@ def test_parquet_messages_lose_the_nulls_that_other_rows_brought(tmp_path: Path)
         ('{"input": "a"}\n{"text": "b", "id": 1}\n', r"bad\.jsonl:2: no key 'input'; this row has \['id', 'text'\]"),
         ('{"input": "a"}\n{"input": 5}\n', r"bad\.jsonl:2: a prompt must be a string or a list of messages, not int"),
         ('{"input": "a"}\n{"input": ""}\n', r"bad\.jsonl:2: the prompt is empty"),
-        ('{"input": "a"}\n{"input": [{"content": "b"}]}\n', r"bad\.jsonl:2: a chat message must be an object"),
+        ('{"input": "a"}\n{"input": [{"content": "b"}]}\n', r"bad\.jsonl:2: message 0: a chat message must be"),
         (
             '{"input": "a"}\n{"input": "b", "metadata": [1]}\n',
             r"bad\.jsonl:2: 'metadata' must be a JSON object, not list",

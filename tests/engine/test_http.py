@@ -214,6 +214,14 @@ def test_openai_dialect(engine: EngineProcess) -> None:
     assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
     assert answer["usage"]["completion_tokens"] <= 8
     assert engine.post("/v1/chat/completions", {"messages": []})[0] == 400
+    in_parts = {**chat, "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 1}
+    assert (
+        engine.post("/v1/chat/completions", in_parts)[1]["usage"]["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    )
+    image = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
+    status, answer = engine.post("/v1/chat/completions", image)
+    assert status == 400
+    assert "messages: message 0: holds a part of type 'image_url'" in json.dumps(answer)
     assert (
         engine.post("/v1/completions", {"prompt": "what is", "max_tokens": 3})[1]["choices"][0]["finish_reason"]
         == "length"

@@ -22,6 +22,8 @@ from slime.rollout.rewards.random import random_reward
         ("Answer: 1,234", "1234", True, "1234"),
         ("Answer: 34 degrees", "34", True, "34"),
         ("Answer: 34.0", 34, True, "34.0"),
+        ("Answer: 34", ["33", 34], True, "34"),
+        ("Answer: 34", [{"role": "assistant", "content": [{"type": "text", "text": "34"}]}], True, "34"),
         ("Answer: 5\nAnswer: 34", "34", True, "34"),
         ("Answer: \\frac12", "\\dfrac{1}{2}", True, "\\frac{1}{2}"),
         ("Answer: 35", "34", False, "35"),

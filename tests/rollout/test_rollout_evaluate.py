@@ -8,6 +8,7 @@ import pytest
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.evaluate import read_eval_datasets
 from slime.rollout.failures import RolloutFailed
 from slime.rollout.metrics import eval_metrics, has_repetition, pass_at_k, sample_metrics
 from slime.rollout.sglang_rollout import generate_rollout
@@ -225,3 +226,13 @@ def test_a_bad_reward_stops_an_evaluation(engine, make_runtime, datasets, write_
     )
     with pytest.raises(UserError, match=r"sample 0: the generate function .* gave the reward nan"):
         evaluate(runtime)
+
+
+def test_labels_that_a_verifier_cannot_compare_are_refused_at_their_row(make_runtime, tmp_path):
+    path = write_jsonl(tmp_path / "sums.jsonl", [{"q": "a", "a": "1"}, {"q": "b", "a": {"value": 2}}])
+    flags = {"eval_prompt_data": [("sums", path)], "eval_input_key": "q", "eval_label_key": "a"}
+    runtime = make_runtime([], **flags, rm_type="math")
+    with pytest.raises(UserError, match=r"sums\.jsonl:2: the label must be a text"):
+        read_eval_datasets(runtime.args, runtime.tokenizer)
+    free = make_runtime([], **flags, custom_rm_path="mine.f")
+    assert read_eval_datasets(free.args, free.tokenizer)["sums"].prompts[1].label == {"value": 2}

@@ -85,3 +85,36 @@ def test_a_supervised_rollout_needs_no_engine(make_runtime, prompts):
         generate_rollout(runtime.args, 0, None, evaluation=True)
     with pytest.raises(RuntimeError, match="no engines"):
         _ = runtime.pool
+
+
+def test_a_completion_of_messages_goes_on_from_the_prompt_and_alone_is_trained(tokenizer):
+    history = turns(("user", "a"), ("assistant", "b"), ("user", "c"))
+    completion = [
+        {"role": "assistant", "content": [{"type": "text", "text": "d"}, {"type": "text", "text": "e"}]},
+        *turns(("user", "f"), ("assistant", "g")),
+    ]
+    sample, prompt, answer = filled(tokenizer, history, completion)
+    assert prompt == "<user>a</s>\n<assistant>b</s>\n<user>c</s>\n<assistant>"
+    assert answer == "de</s>\n<user>f</s>\n<assistant>g</s>\n"
+    trained = [
+        token for token, bit in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if bit
+    ]
+    assert tokenizer.decode(trained) == "de</s>g</s>"
+
+
+def test_a_text_prompt_takes_one_message_as_its_answer(tokenizer):
+    _, prompt, answer = filled(tokenizer, "6*7=", turns(("assistant", "42")))
+    assert (prompt, answer) == ("6*7=", "42</s>")
+    with pytest.raises(UserError, match="its answer is a conversation of 2 messages, but its prompt is a text"):
+        filled(tokenizer, "6*7=", turns(("assistant", "42"), ("assistant", "or so")))
+
+
+@pytest.mark.parametrize(("label", "target"), [(True, "true</s>"), (1.5, "1.5</s>")])
+def test_numbers_and_truth_values_are_trained_as_the_file_has_them(tokenizer, label, target):
+    assert filled(tokenizer, "a", label)[2] == target
+
+
+@pytest.mark.parametrize("label", [{"answer": 42}, ["42"]])
+def test_an_answer_that_is_no_text_is_refused(tokenizer, label):
+    with pytest.raises(UserError, match="a label must be a text, a number or chat messages here"):
+        filled(tokenizer, "6*7=", label)

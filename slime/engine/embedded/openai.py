@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from slime.data.messages import checked_messages, is_conversation
 from slime.engine.embedded.requests import GenerateRequest, answer, parse_generate
 from slime.engine.embedded.sampling_params import BadRequest
 from slime.engine.embedded.sequence import Sequence
 from slime.engine.embedded.wire import json_body, open_event_stream, send_event
+from slime.errors import UserError
 
 if TYPE_CHECKING:
     from slime.engine.embedded.server import EngineServer
@@ -54,11 +56,7 @@ class OpenAIRoutes:
 
     def _templated(self, body: Mapping[str, Any]) -> list[int]:
         messages, tokenizer = body.get("messages"), self._server.loaded.tokenizer
-        if (
-            not isinstance(messages, list)
-            or not messages
-            or not all(isinstance(m, dict) and "role" in m for m in messages)
-        ):
+        if not is_conversation(messages):
             raise BadRequest("messages must be a non-empty list of objects with a role")
         if tokenizer.chat_template is None:
             raise BadRequest("this model's tokenizer has no chat template: use /v1/completions or /generate")
@@ -66,13 +64,15 @@ class OpenAIRoutes:
 
         try:
             return tokenizer.apply_chat_template(
-                messages,
+                checked_messages(messages or [], "messages"),
                 tools=body.get("tools"),
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
                 **(body.get("chat_template_kwargs") or {}),
             )
+        except UserError as cause:
+            raise BadRequest(str(cause)) from cause
         except (TemplateError, TypeError, KeyError) as cause:
             raise BadRequest(f"the chat template refused the messages: {cause}") from cause
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from slime.data.labels import accepted, label_text
 from slime.rollout.rewards.answers import last_boxed, plain_number
 
 NO_ANSWER = "[INVALID]"
@@ -25,7 +26,7 @@ def dapo_reward(response: str, label: Any) -> dict[str, Any]:
     """Score the end of one response."""
     found = _ANSWER.findall(response[-_TAIL_CHARACTERS:])
     prediction = normalized(found[-1]) if found else NO_ANSWER
-    correct = bool(found) and _same(prediction, normalized(str(label)))
+    correct = bool(found) and any(_same(prediction, normalized(label_text(one))) for one in accepted(label))
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": prediction}
 
 

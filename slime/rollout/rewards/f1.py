@@ -7,6 +7,8 @@ import string
 from collections import Counter
 from typing import Any
 
+from slime.data.labels import accepted, label_text
+
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -14,8 +16,7 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def f1_reward(response: str, label: Any) -> float:
     """The best F1 over the labels (one, or a list of accepted ones)."""
-    labels = label if isinstance(label, list) else [label]
-    return max((f1_score(response, str(one))[0] for one in labels), default=0.0)
+    return max((f1_score(response, label_text(one))[0] for one in accepted(label)), default=0.0)
 
 
 def f1_score(prediction: str, ground_truth: str) -> tuple[float, float, float]:

@@ -11,6 +11,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slime.data.labels import label_text
 from slime.rollout.rewards.answers import after_thinking, last_boxed
 from slime.rollout.rewards.errors import RewardError
 from slime.rollout.rewards.f1 import normalized
@@ -72,7 +73,7 @@ def _expected_letter(label: Any, metadata: Mapping[str, Any], letters: list[str]
         return str(metadata["correct_letter"]).strip().upper()
     if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(letters):
         return letters[label]
-    text = str(label).strip()
+    text = label_text(label).strip()
     if text.strip("().").upper() in letters:
         return text.strip("().").upper()
     letter = _letter_of_text(text, choices)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.data.labels import accepted, label_text
 from slime.rollout.rewards.answers import last_boxed, plain_number
 from slime.rollout.rewards.guard import GuardedPool
 
@@ -39,7 +40,7 @@ class MathVerifier:
     async def _compare(self, answer: str, label: Any, *, boxed: bool) -> float:
         if not answer or len(answer) > _LONGEST_ANSWER:
             return 0.0
-        labels = label if isinstance(label, list) else [label]
+        labels = accepted(label)
         for one in labels:
             if await self._is_equal(answer, _label_text(one), boxed=boxed):
                 return 1.0
@@ -56,6 +57,6 @@ class MathVerifier:
 
 
 def _label_text(label: Any) -> str:
-    text = str(label).strip()
+    text = label_text(label).strip()
     boxed = last_boxed(text)
     return text if boxed is None else boxed
