@@ -91,7 +91,9 @@ def test_numpy_scalars_become_python_numbers(ends: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1, 2}, np.array([object()]), np.zeros(2, dtype=[("a", "i4")]), 2**64], ids=str
+    "value",
+    [object(), {1, 2}, np.array([object()]), np.zeros(2, dtype=[("a", "i4")]), 2**64],
+    ids=["object", "set", "array of objects", "array of records", "large integer"],
 )
 def test_what_cannot_travel_is_refused_and_the_channel_stays_usable(ends: Any, value: Any) -> None:
     with pytest.raises((TypeError, OverflowError)):
