@@ -200,6 +200,8 @@ class SglangRouter:
                 self.remove_worker(url)
 
     def _start_process(self, installed: Installed) -> None:
+        """Its circuit breaker stays off unless `--router-cb-*` sets it up: the run watches its engines itself, and on
+        a busy machine ten broken-off connections would have every request refused for a minute."""
         config = self._config
         port, metrics_port = free_ports(2, config.host)
         asked = config.carried.get("sglang_router_port") if self._is_first else None
@@ -214,6 +216,7 @@ class SglangRouter:
             "request-timeout-secs": int(config.engine_request_timeout),
             "worker-startup-timeout-secs": int(config.engine_start_timeout),
             "pd-disaggregation": self._disaggregated,
+            "disable-circuit-breaker": not any(name.startswith("cb-") for name in router_flags(config)),
         }
         words = write_flags(
             {name: value for name, value in flags.items() if name in installed.options} | router_flags(config),

@@ -59,6 +59,8 @@ class RouterArgs:
             parser.add_argument("--" + name)
         parser.add_argument("--policy", choices=["round_robin", "cache_aware"])
         parser.add_argument("--pd-disaggregation", action="store_true")
+        parser.add_argument("--disable-circuit-breaker", action="store_true")
+        parser.add_argument("--cb-failure-threshold")
 """
 LAUNCH_ROUTER = """
 import argparse, http.server, json, sys

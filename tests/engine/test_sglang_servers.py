@@ -168,6 +168,7 @@ def test_a_router_gets_its_flags_and_the_servers_as_workers(model: str, tmp_path
         assert engines.router_url == f"http://127.0.0.1:{router['port']}"
         assert (router["policy"], router["prometheus-host"]) == ("round_robin", "127.0.0.1")
         assert "pd-disaggregation" not in router
+        assert "disable-circuit-breaker" in router
         workers = ask("GET", f"{engines.router_url}/workers")[1]["workers"]
         assert [(one["url"], one["worker_type"]) for one in workers] == [(url, "regular") for url in engines.urls]
         assert engines.model_urls == {"default": [engines.router_url]}
@@ -200,12 +201,15 @@ def test_a_restarted_server_comes_back_to_its_router_at_the_same_address(model: 
 
 
 def test_prefill_and_decode_servers_behind_a_router(model: str, tmp_path: Path) -> None:
-    config = config_for(model, rollout_num_gpus=3, prefill_num_servers=1)
+    carried = {"router_cb_failure_threshold": "5"}
+    config = config_for(model, rollout_num_gpus=3, prefill_num_servers=1, carried=carried)
     assert count_engines(config, "sglang") == 3
     with Engines(config, device="cpu", run_dir=tmp_path) as engines:
         prefill, decode = (options(report(tmp_path, f"engine-{index}")["argv"]) for index in (0, 1))
         workers = ask("GET", f"{engines.router_url}/workers")[1]["workers"]
-        assert "pd-disaggregation" in options(report(tmp_path, "router")["argv"])
+        router = options(report(tmp_path, "router")["argv"])
+        assert "pd-disaggregation" in router
+        assert ("disable-circuit-breaker" in router, router["cb-failure-threshold"]) == (False, "5")
     assert (prefill["disaggregation-mode"], prefill["load-balance-method"]) == ("prefill", "follow_bootstrap_room")
     assert decode["disaggregation-mode"] == "decode"
     assert "disaggregation-bootstrap-port" not in decode

@@ -11,7 +11,8 @@ import pytest
 import slime
 from slime.data.sample import Sample
 from slime.rollout.sglang_rollout import get_model_url
-from tests.engine_contract.engines import TRANSPORTS, engine_flags
+from tests.engine_contract.conftest import CONTEXT
+from tests.engine_contract.engines import ROUTER_PYTHON, TRANSPORTS, Engine, engine_flags
 from tests.tiny_models import make_model_folder
 
 ROLLOUTS = 6
@@ -24,11 +25,9 @@ def share_of_low_tokens(args: Any, sample: Sample) -> float:
     return sum(token < 160 for token in response) / len(response)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_reward_rises(transport: str, tmp_path: Path) -> None:
-    engines = 2 if transport == "disk" else 1  # starting a server is most of the time this takes
-    folder = make_model_folder(tmp_path / "model", initializer_range=0.02)
+def rising_rewards(tmp_path: Path, **flags: Any) -> Path:
+    """A run whose rewards must rise; its folder."""
+    folder = make_model_folder(tmp_path / "model", initializer_range=0.02, max_position_embeddings=CONTEXT)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"input": f"what is {i}+{i}?"}) + "\n" for i in range(64)))
     result = slime.run(
@@ -43,18 +42,32 @@ def test_the_reward_rises(transport: str, tmp_path: Path) -> None:
         max_tokens_per_gpu=4096,
         lr=1e-2,
         progress="none",
-        rollout_num_gpus=engines,
         rollout_router="sglang",
         carried={"router_policy": "round_robin"},
         output_dir=str(tmp_path / "out"),
-        **TRANSPORTS[transport],
-        **engine_flags("sglang"),
+        **flags,
     )
     rewards = [metrics["rollout/raw_reward"] for metrics in result.metrics]
     assert len(rewards) == ROLLOUTS
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.15, rewards
     assert max(metrics["train/train_rollout_logprob_abs_diff"] for metrics in result.metrics) < 1e-3
-    logs = tmp_path / "out" / "logs"
+    return result.run_dir
+
+
+@pytest.mark.timeout(600)
+def test_a_run_with_servers_of_its_own_learns(tmp_path: Path) -> None:
+    flags = engine_flags("sglang") | TRANSPORTS["disk"]
+    logs = rising_rewards(tmp_path, rollout_num_gpus=2, **flags) / "logs"
     assert (logs / "router.log").exists()
-    for number in range(engines):  # round robin: each of them has generated
+    for number in range(2):  # round robin: each of them has generated
         assert "POST /generate" in (logs / f"engine-{number}.log").read_text()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("running", ["sglang"], indirect=True)
+@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "disk"])
+def test_a_run_learns_with_every_transport(transport: str, engine: Engine, tmp_path: Path) -> None:
+    """On the server that the other tests use: starting one is most of what a run of its own takes."""
+    flags = {"device": "cpu", "sglang_router_python": ROUTER_PYTHON} | TRANSPORTS[transport]
+    rising_rewards(tmp_path, rollout_external_engine_addrs=[engine.url.removeprefix("http://")], **flags)
+    assert engine.version() == str(ROLLOUTS)

@@ -1,26 +1,46 @@
 """Runs at the start of every interpreter of the test environment that has SGLang on a CPU build of torch.
 
-torchvision's released wheel is built for CUDA: on a CPU build of torch its compiled operators do not load, and its
-import ends at the first of them that torch has never heard of. Declaring those operators without an implementation lets
-the import through. torch itself is imported only when torchvision is.
+Two released wheels expect compiled operators that a CPU build of torch does not load:
+
+- torchvision's is built for CUDA, and its import ends at the first operator that torch has never heard of. Declaring
+  those operators without an implementation lets the import through.
+- SGLang's server calls two operators of sgl_kernel when it starts on aarch64 (and on x86 with AMX, if it finds the rest
+  of that package): one binds OpenMP threads to cores, one prepares an all-reduce between ranks. For one rank that keeps
+  the threads it was given, both have nothing to do.
+
+torch itself is imported only when the module that needs the operators is.
 """
 
 import importlib.abc
 import sys
 
-DECLARED = ("nms", "qnms")
+
+def declare_vision() -> None:
+    import torch
+
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+
+
+def declare_threads() -> None:
+    import torch
+
+    torch.library.define("sgl_kernel::init_cpu_threads_env", "(str cores) -> str")
+    torch.library.impl("sgl_kernel::init_cpu_threads_env", "default", lambda cores: "")
+    torch.library.define("sgl_kernel::initialize", "(int size, int rank) -> ()")
+    torch.library.impl("sgl_kernel::initialize", "default", lambda size, rank: None)
+
+
+NEEDED_BY = {"torchvision": declare_vision, "sglang.srt.distributed.bootstrap": declare_threads}
 
 
 class DeclareOperators(importlib.abc.MetaPathFinder):
-    """Finds no module; takes the search for torchvision as the moment to declare its operators, once."""
+    """Finds no module; takes the search for one that needs operators as the moment to declare them, once."""
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname == "torchvision":
-            sys.meta_path.remove(self)
-            import torch
-
-            for name in DECLARED:
-                torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+        declare = NEEDED_BY.pop(fullname, None)
+        if declare is not None:
+            declare()
         return None
 
 
