@@ -22,8 +22,9 @@ from slime.engine.pool import EnginePool
 from slime.engine.states import EngineStates
 from slime.engine.supervisor import Supervisor, Watch
 from slime.errors import RunFailed
+from slime.models.shape import count_parameters
 from slime.observe.run_dir import RunDir
-from slime.plan import choose_rollout_backend, needs_engines
+from slime.plan import choose_rollout_backend, needs_engines, precisions
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.teacher import Teacher
 from slime.train.group import TrainerGroup
@@ -98,10 +99,12 @@ class Parts:
     def _start_processes(self, status: Status) -> int:
         """Engines and trainers start side by side; the first failure of either is raised."""
         fleets: list[Engines | EngineFleet] = [one for one in (self.engines, self.teacher_engine) if one is not None]
+        training, rollout = precisions(self.config, self._device, count_parameters(self.config.hf_checkpoint))
         if self.trainers is not None:
-            status("trainer", f"starting {self.trainers.world_size} process(es) on {self._device}")
+            status("trainer", f"starting {self.trainers.world_size} process(es) on {self._device} in {training}")
         if fleets:
-            status("engine", f"starting {sum(fleet.size for fleet in fleets)} process(es) on {self._device}")
+            count = sum(fleet.size for fleet in fleets)
+            status("engine", f"starting {count} process(es) on {self._device} in {rollout}")
         with ThreadPoolExecutor(2) as pool:
             starting = [pool.submit(fleet.start) for fleet in fleets]
             try:

@@ -11,6 +11,7 @@ import dataclasses
 import os
 from pathlib import Path
 
+from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dtype_note
 from slime.config import Config
 from slime.config.algorithm import compares_siblings, serves_teacher
 from slime.config.asynchronous import loop_in_words
@@ -89,11 +90,13 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
     if engines and trainers:
         transport, transport_reason = choose_transport(config, device)
     available = nvidia_gpu_memory() if device == "cuda" else available_memory()
+    training, rollout = precisions(config, device, shape.num_parameters)
+    precision = training if training == rollout else f"{training}, engines {rollout}"
     processes = _processes(config, shape, device, trainers, engines, available)
     steps = _optimizer_steps(config)
     data = data_rows(config) if config.dry_run else ()
     sections = (
-        ("Model", _model_rows(config, shape)),
+        ("Model", (*_model_rows(config, shape), ("precision", precision))),
         ("Processes", _process_rows(processes, (backend, backend_reason), (transport, transport_reason))),
         *((("Data", data),) if data else ()),
         ("Batches", _batch_rows(config, trainers)),
@@ -101,7 +104,9 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
         (f"Memory (estimate, {device})", _memory_rows(processes, available, device)),
         ("Files", _file_rows(config)),
     )
-    notes = _notes(config, backend) + _memory_notes(config, processes, available, device)
+    notes = (
+        _precision_notes(config, device) + _notes(config, backend) + _memory_notes(config, processes, available, device)
+    )
     return Plan(device, gpus_needed, processes, backend, transport, steps, sections, tuple(notes))
 
 
@@ -144,6 +149,20 @@ def _rm_types(config: Config) -> list[str | None]:
     return [config.rm_type, *(dataset.rm_type for dataset in eval_datasets(config))]
 
 
+def precisions(config: Config, device: str, parameters: int | None) -> tuple[str, str]:
+    """In what trainers and engines compute, each with the reason in words."""
+    rollout = config.dtype if config.rollout_dtype == "auto" else config.rollout_dtype
+    chosen = (choose_dtype(asked, device, parameters) for asked in (config.dtype, rollout))
+    training, engines = (f"{dtype} ({reason})" for dtype, reason in chosen)
+    return training, engines
+
+
+def _precision_notes(config: Config, device: str) -> list[str]:
+    given = (("--dtype", config.dtype), ("--rollout-dtype", config.rollout_dtype))
+    notes = (slow_dtype_note(flag, dtype, device) for flag, dtype in given)
+    return [note for note in notes if note is not None]
+
+
 def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, engines: int) -> int:
     if device != "cuda":
         return 0
@@ -172,14 +191,15 @@ def _processes(
     processes = [ProcessPlan("driver", 1, "cpu", None)]
     if engines:
         first = 0 if config.colocate else trainers
-        memory = engine_memory(config, shape, device=device, available=available)
+        dtype = resolve_rollout_dtype(config.rollout_dtype, config.dtype, device, shape.num_parameters)
+        memory = engine_memory(config, shape, dtype=dtype, device=device, available=available)
         if config.rollout_external_engine_addrs:
             processes.append(ProcessPlan("engine", engines, "the addresses given", None))
         else:
             processes.append(ProcessPlan("engine", engines, _where(device, first, config.rollout_num_gpus), memory))
         if serves_teacher(config) and config.opd_teacher_load is not None:
             teacher = ModelShape.from_folder(config.opd_teacher_load)
-            memory = engine_memory(config, teacher, device=device, available=available)
+            memory = engine_memory(config, teacher, dtype=dtype, device=device, available=available)
             processes.append(ProcessPlan("teacher", 1, _where(device, first, 1), memory))
     if trainers:
         memory = trainer_memory(config, shape, device=device, trainers=trainers)

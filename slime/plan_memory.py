@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from slime.cluster.devices import resolve_dtype, resolve_rollout_dtype
+from slime.cluster.precision import resolve_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
 from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
@@ -31,7 +31,7 @@ class MemoryEstimate:
 def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: int) -> MemoryEstimate:
     """One training process: fp32 master weights, gradients and two Adam moments are sharded over all of them."""
     parts: dict[str, int] = {}
-    dtype = resolve_dtype(config.dtype, device)
+    dtype = resolve_dtype(config.dtype, device, shape.num_parameters)
     if shape.num_parameters is not None:
         shard = -(-shape.num_parameters // trainers)
         parts = {"weights": 4 * shard, "gradients": 4 * shard, "Adam moments": 8 * shard}
@@ -57,10 +57,11 @@ def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: 
     return MemoryEstimate(parts)
 
 
-def engine_memory(config: Config, shape: ModelShape, *, device: str, available: int | None) -> MemoryEstimate:
-    """One embedded engine: weights in the rollout precision and the KV cache."""
+def engine_memory(
+    config: Config, shape: ModelShape, *, dtype: str, device: str, available: int | None
+) -> MemoryEstimate:
+    """One embedded engine: weights in the rollout precision `dtype` and the KV cache."""
     parts: dict[str, int] = {}
-    dtype = resolve_rollout_dtype(config.rollout_dtype, config.dtype, device)
     if shape.num_parameters is not None:
         parts["weights"] = BYTES_PER_ELEMENT[dtype] * shape.num_parameters
     per_token = shape.kv_bytes_per_token(dtype)

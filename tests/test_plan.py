@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import slime
+from slime.cluster import precision
 from slime.config import Config, resolve
 from slime.errors import UserError
 from slime.models.shape import ModelShape
@@ -79,11 +80,37 @@ def test_memory_of_a_known_shape(flags: dict[str, Any]) -> None:
     assert parts["Adam moments"] == 8 * half
     assert parts["reference"] == 2 * half
     assert parts["logits"] == 2 * 4 * 100 * 151936
-    engine = engine_memory(config, shape, device="cuda", available=None)
+    engine = engine_memory(config, shape, dtype="bfloat16", device="cuda", available=None)
     assert engine.parts == {"weights": 2 * PARAMETERS, "KV cache": 1000 * 2 * 28 * 8 * 128 * 2}
-    on_cpu = engine_memory(config.replace(engine_max_total_tokens=None), shape, device="cpu", available=4 * 2**30)
+    unbounded = config.replace(engine_max_total_tokens=None)
+    on_cpu = engine_memory(unbounded, shape, dtype="float32", device="cpu", available=4 * 2**30)
     assert on_cpu.parts["KV cache (at most)"] == int(0.3 * 4 * 2**30)
     assert on_cpu.parts["weights"] == 4 * PARAMETERS
+
+
+@pytest.mark.parametrize(("unit", "dtype", "size"), [(None, "float32", 4), ("amx_bf16", "bfloat16", 2)])
+def test_the_precision_is_said_with_its_reason_and_counted(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch, unit: str | None, dtype: str, size: int
+) -> None:
+    monkeypatch.setattr(precision, "bfloat16_unit", lambda: unit)
+    config = resolve(Config(**flags, use_kl_loss=True))
+    plan = make_plan(config, device="cpu", gpu_count=0)
+    why = "this CPU has no bfloat16 units" if unit is None else "this CPU has units for it, amx_bf16"
+    assert ("precision", f"{dtype} ({why})") in plan.sections[0][1]
+    memory = {process.name: process.memory.parts for process in plan.processes if process.memory is not None}
+    assert memory["engine"]["weights"] == memory["trainer"]["reference"] == size * PARAMETERS
+    assert not any("slower" in note for note in plan.notes)
+
+
+def test_a_precision_that_the_cpu_imitates_is_noted(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "bfloat16_unit", lambda: None)
+    plan = make_plan(resolve(Config(**flags, rollout_dtype="bfloat16")), device="cpu", gpu_count=0)
+    words = "float32 (this CPU has no bfloat16 units), engines bfloat16 (as asked for)"
+    assert ("precision", words) in plan.sections[0][1]
+    assert [note for note in plan.notes if "slower" in note] == [
+        "--rollout-dtype bfloat16: this CPU has no units for it and is about 40 times slower than in float32: "
+        "leave out --rollout-dtype"
+    ]
 
 
 def test_recompute_and_token_budget_change_activations(flags: dict[str, Any]) -> None:

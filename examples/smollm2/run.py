@@ -1,4 +1,4 @@
-"""GRPO on a real pretrained model: SmolLM2-135M-Instruct learns to answer word problems, on two CPU cores in bfloat16.
+"""GRPO on a real pretrained model: SmolLM2-135M-Instruct learns to answer word problems, on two CPU cores.
 
 python examples/smollm2/run.py [--device cpu|cuda] [--output-dir DIR] [--seed N] [--num-rollout N]
 """
@@ -35,7 +35,6 @@ def main() -> int:
     print("2/2  GRPO: sample answers, reward the right ones, train, send the weights back", flush=True)
     result = slime.run(
         device=args.device,
-        dtype="bfloat16",
         seed=args.seed,
         hf_checkpoint=str(base),
         prompt_data=str(training),

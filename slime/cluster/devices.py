@@ -1,4 +1,4 @@
-"""What this machine can compute on, and the precision that goes with it. Torch is imported only when asked."""
+"""What this machine can compute on. Torch is imported only when asked."""
 
 from __future__ import annotations
 
@@ -26,18 +26,6 @@ def resolve_device(device: str) -> str:
     if device == "auto":
         return "cpu"
     raise UserError("--device cuda was asked for but this machine shows no CUDA device: use --device cpu or auto")
-
-
-def resolve_dtype(dtype: str, device: str) -> str:
-    """`--dtype` as "float32" or "bfloat16": auto is bfloat16 on CUDA and float32 on the CPU."""
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if device == "cuda" else "float32"
-
-
-def resolve_rollout_dtype(rollout_dtype: str, dtype: str, device: str) -> str:
-    """`--rollout-dtype` as "float32" or "bfloat16": auto is the same as `--dtype`."""
-    return resolve_dtype(dtype if rollout_dtype == "auto" else rollout_dtype, device)
 
 
 def visible_gpus(indices: Sequence[int]) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from slime.cluster.devices import resolve_rollout_dtype, threads_per_process, visible_gpus
+from slime.cluster.devices import threads_per_process, visible_gpus
+from slime.cluster.precision import resolve_rollout_dtype
 from slime.cluster.python import module_command
 from slime.config import Config
+from slime.models.shape import count_parameters
 
 STREAM_INTERVAL = 32  # tokens between two events of a stream: what a dying engine may lose of each request
 EMBEDDED_ENGINE = module_command("slime.engine.embedded")
@@ -45,6 +47,11 @@ def engine_env(config: Config, device: str, *, first_gpu: int, gpus: int, proces
     return {"CUDA_VISIBLE_DEVICES": visible_gpus(range(first, first + gpus))}
 
 
+def rollout_dtype(config: Config, device: str) -> str:
+    """The precision of every engine of a run."""
+    return resolve_rollout_dtype(config.rollout_dtype, config.dtype, device, count_parameters(config.hf_checkpoint))
+
+
 def embedded_launches(
     config: Config,
     ports: Sequence[int],
@@ -68,7 +75,7 @@ def embedded_launches(
 
 
 def _embedded_argv(config: Config, port: int, device: str, model_path: str) -> list[str]:
-    dtype = resolve_rollout_dtype(config.rollout_dtype, config.dtype, device)
+    dtype = rollout_dtype(config, device)
     argv = ["--model-path", model_path, "--host", config.host]
     argv += ["--port", str(port), "--device", device, "--dtype", dtype]
     argv += ["--max-running-requests", str(config.engine_max_running_requests)]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.cluster.devices import resolve_device
+from slime.cluster.precision import choose_dtype, slow_dtype_note
 from slime.config import Config
 from slime.config.parser import parse_flags
 from slime.engine.backend import choose_backend
@@ -20,6 +21,7 @@ from slime.engine.pool import EnginePool
 from slime.engine.router import Router
 from slime.errors import UserError
 from slime.models.folder import read_config_json
+from slime.models.shape import count_parameters
 
 FLEET_FLAGS = ("--rollout-backend", "--rollout-num-gpus", "--sglang-config", "--prefill-num-servers")
 """One of these means a fleet; without any of them `slime serve` is a single embedded engine."""
@@ -40,6 +42,7 @@ def serve_fleet(words: Sequence[str]) -> int:
     read_config_json(config.hf_checkpoint)
     run_dir = Path(config.output_dir or tempfile.mkdtemp(prefix="slime-serve-"))
     print(f"{backend} engines ({reason}), logs in {run_dir / 'logs'}", flush=True)
+    _say_precision(config, device)
     engines = Engines(config, device=device, run_dir=run_dir)
     try:
         asyncio.run(_serve(engines, config.host))
@@ -73,6 +76,17 @@ async def _serve(engines: Engines, host: str) -> None:
         if router is not None:
             await router.aclose()
         await pool.aclose()
+
+
+def _say_precision(config: Config, device: str) -> None:
+    flag, given = (
+        ("--dtype", config.dtype) if config.rollout_dtype == "auto" else ("--rollout-dtype", config.rollout_dtype)
+    )
+    dtype, why = choose_dtype(given, device, count_parameters(config.hf_checkpoint))
+    print(f"precision {dtype} ({why})", flush=True)
+    note = slow_dtype_note(flag, given, device)
+    if note is not None:
+        print(f"note: {note}", flush=True)
 
 
 def _announce(engines: Engines, router_url: str | None) -> None:

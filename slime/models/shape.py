@@ -216,6 +216,11 @@ class _ConfigReader:
         return experts * (3 * hidden * (shape.expert_ffn_size or 0) + hidden) + shared + gate
 
 
+def count_parameters(folder: str | Path) -> int | None:
+    """The parameters of the model in a folder, tied ones once; None where that cannot be told."""
+    return ModelShape.from_folder(folder).num_parameters
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

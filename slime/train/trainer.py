@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.reduce import weighted_sum
+from slime.cluster.precision import resolve_dtype, resolve_rollout_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic
 from slime.errors import UserError
 from slime.models.loading import save_hf_folder
+from slime.models.shape import count_parameters
 from slime.plugins import load_function
 from slime.train.actor import Actor
 from slime.train.advantages import set_advantages
@@ -37,13 +39,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 POSTPROCESS = "--rollout-data-postprocess-path"
 
 
-def compute_dtype(name: str, device: str) -> torch.dtype:
-    """`auto` is bfloat16 on CUDA and float32 on the CPU."""
-    if name == "auto":
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    return DTYPES[name]
-
-
 class Trainer:
     """Lives in a worker process; `init` first, then any of the others."""
 
@@ -52,8 +47,9 @@ class Trainer:
             raise UserError("training needs --hf-checkpoint: the path of a Hugging Face model folder")
         self.config = config
         self.device_name = device
-        self.dtype = compute_dtype(config.dtype, device)
-        self.rollout_dtype = self.dtype if config.rollout_dtype == "auto" else DTYPES[config.rollout_dtype]
+        parameters = count_parameters(config.hf_checkpoint)
+        self.dtype = DTYPES[resolve_dtype(config.dtype, device, parameters)]
+        self.rollout_dtype = DTYPES[resolve_rollout_dtype(config.rollout_dtype, config.dtype, device, parameters)]
 
     def init(self, ranks: Ranks | None = None) -> int:
         """Join the group, load the models, resume where `--load` says; the first rollout id to train on."""

@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch
 
-from slime.cluster.devices import resolve_device, resolve_dtype, resolve_rollout_dtype, threads_per_process
+from slime.cluster.devices import resolve_device, threads_per_process
 from slime.cluster.ports import free_port, free_ports, require_free_port
 from slime.errors import UserError
 
@@ -50,15 +50,6 @@ def test_devices() -> None:
         assert resolve_device("auto") == "cpu"
         with pytest.raises(UserError, match="no CUDA device"):
             resolve_device("cuda")
-
-
-def test_precisions() -> None:
-    assert resolve_dtype("auto", "cpu") == "float32"
-    assert resolve_dtype("auto", "cuda") == "bfloat16"
-    assert resolve_dtype("bfloat16", "cpu") == "bfloat16"
-    assert resolve_rollout_dtype("auto", "bfloat16", "cpu") == "bfloat16"
-    assert resolve_rollout_dtype("auto", "auto", "cpu") == "float32"
-    assert resolve_rollout_dtype("float32", "auto", "cuda") == "float32"
 
 
 def test_threads_respect_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

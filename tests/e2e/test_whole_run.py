@@ -53,6 +53,7 @@ def test_output_is_tidy(whole_run: tuple[Path, Done], place: Path) -> None:
     table = re.compile(r"Finished|[┌│└]")
     strange = [line for line in done.out.splitlines() if not event.match(line) and not table.match(line)]
     assert strange == []
+    assert re.search(r"trainer: starting 1 process\(es\) on cpu in float32 \((a small|this CPU)", done.out)
     shown = [line.split()[2] for line in done.out.splitlines() if "] step " in line]
     assert (shown[0], shown[-1], shown) == ("1/4", "4/4", sorted(set(shown)))  # not all of them if they are quick
     logs = {path.name: path.read_text() for path in (run_dir / "logs").iterdir()}

@@ -16,7 +16,12 @@ class ModelFlags:
     hf_checkpoint: str = flag(
         None, "Hugging Face model folder: weights, config and tokenizer to start from", metavar="DIR", required=True
     )
-    dtype: str = flag("auto", "compute precision of training; auto: bfloat16 on CUDA, float32 on CPU", choices=DTYPES)
+    dtype: str = flag(
+        "auto",
+        "compute precision; auto: bfloat16 on CUDA and on a CPU that has units for it (models of 50 M parameters and "
+        "more), else float32",
+        choices=DTYPES,
+    )
     rollout_dtype: str = flag("auto", "precision of the inference engines; auto: same as --dtype", choices=DTYPES)
     recompute_activations: bool = flag(
         False, "recompute activations in the backward pass: less memory, about a third more work"

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from slime.cluster.precision import choose_dtype, slow_dtype_note
 from slime.engine.embedded import weights
 from slime.engine.embedded.cache import KVCache
 from slime.engine.embedded.groups import Announced, WeightGroups
@@ -30,6 +31,7 @@ from slime.engine.embedded.sequence import Sequence
 from slime.engine.embedded.views import FolderViews
 from slime.models.delta_folder import BadDelta, DeltaIndex, read_index
 from slime.models.loading import load_causal_lm
+from slime.models.shape import count_parameters
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,11 @@ class EngineCore:
     def load(self, device: str) -> None:
         """Load the model and make room for keys and values; slow, called once before `start`."""
         o = self.options
-        name = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(o.dtype, o.dtype)
+        name, reason = choose_dtype(o.dtype, device, count_parameters(o.model_path))
+        log.info("computing in %s on %s: %s", name, device, reason)
+        note = slow_dtype_note("--dtype", o.dtype, device)
+        if note is not None:
+            log.warning(note)
         model = load_causal_lm(
             o.model_path,
             dtype=getattr(torch, name),

@@ -38,7 +38,7 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
     add("--port", type=int, default=30000, help="port to bind; 0 picks a free one")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
-        help="auto: bfloat16 on cuda, float32 on cpu")  # fmt: skip
+        help="auto: bfloat16 on cuda and on a CPU that has units for it, else float32")  # fmt: skip
     add("--context-length", type=int, help="longest sequence; default: the model's")
     add("--max-running-requests", type=int, default=256, help="sequences decoded at once")
     add("--max-total-tokens", type=int, help="KV cache capacity in tokens; default: from --mem-fraction")

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slime.cluster.devices import resolve_rollout_dtype
 from slime.config import Config
 from slime.config.suggest import did_you_mean
-from slime.engine.launch import STREAM_INTERVAL, Launch, engine_env
+from slime.engine.launch import STREAM_INTERVAL, Launch, engine_env, rollout_dtype
 from slime.engine.sglang.flags import OF_THE_RUN, Flags, check_flags, server_flags, write_flags
 from slime.engine.sglang.installed import Installed
 from slime.engine.sglang.topology import ServedModel, ServerGroup
@@ -93,7 +92,7 @@ def _own_flags(config: Config, device: str, group: ServerGroup, installed: Insta
     flags: dict[str, Any] = {
         "host": config.host,
         "device": device,
-        "dtype": resolve_rollout_dtype(config.rollout_dtype, config.dtype, device),
+        "dtype": rollout_dtype(config, device),
         "tp-size": group.num_gpus_per_engine // _pipeline_stages(config),
         "base-gpu-id": 0,  # CUDA_VISIBLE_DEVICES names the engine's own GPUs
         "log-level": config.log_level,

@@ -1,0 +1,63 @@
+"""What is installed: every dependency is pinned, the pins fit together, and `make` says what it downloads."""
+
+from __future__ import annotations
+
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NOT_PINNED = {"sglang", "wandb"}
+"""Nothing of ours installs them: they come from the user's own choice of an extra."""
+VENVS = ("VENV", "SGLANG_VENV", "ROUTER_VENV")
+
+
+def pins(file: str) -> dict[str, str]:
+    lines = (line.partition("#")[0].strip() for line in (ROOT / file).read_text().splitlines())
+    return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines if line)}
+
+
+def requirements() -> list[Requirement]:
+    extras = [word for words in PROJECT["optional-dependencies"].values() for word in words]
+    return [Requirement(word) for word in (*PROJECT["dependencies"], *extras)]
+
+
+def test_every_dependency_has_a_pin_that_it_allows() -> None:
+    pinned = pins("constraints.txt")
+    asked = [one for one in requirements() if one.name not in NOT_PINNED]
+    assert [one.name for one in asked if canonicalize_name(one.name) not in pinned] == []
+    assert [str(one) for one in asked if pinned[canonicalize_name(one.name)] not in one.specifier] == []
+
+
+def test_no_dependency_is_asked_for_by_an_extra() -> None:
+    """pip warns of an extra whose name it does not know, and spellings differ between versions."""
+    assert [str(one) for one in requirements() if one.extras] == []
+
+
+def test_triton_is_the_one_that_torch_from_pypi_asks_for() -> None:
+    """torch's wheels for Linux on PyPI name it exactly, the CPU builds do not: the pin has to fit both."""
+    pinned = pins("constraints.txt")
+    assert (pinned["torch"], pinned["triton"]) == ("2.13.0", "3.7.1")
+
+
+@pytest.mark.parametrize("target", ["quickstart", "lint", "example-smollm2", "test-sglang"])
+def test_make_says_what_it_downloads_before_it_does(target: str, tmp_path: Path) -> None:
+    places = [f"{name}={tmp_path / name}" for name in VENVS]
+    done = subprocess.run(["make", "--dry-run", target, *places], cwd=ROOT, capture_output=True, text=True, check=True)
+    said: set[str] = set()
+    installs = 0
+    for line in done.stdout.splitlines():
+        where = next(
+            (name for name in VENVS if str(tmp_path / name) + "/" in line or line.endswith(str(tmp_path / name))), ""
+        )
+        if line.startswith("echo") and "downloads about" in line:
+            said |= {name for name in VENVS if str(tmp_path / name) in line}
+        elif " -m pip install " in line:
+            installs += 1
+            assert where in said, line
+    assert installs > 0
