@@ -1,7 +1,8 @@
 """The engines that must keep the contract, and the transports that must reach them.
 
-The embedded engine is always among them. SGLang is there when `SLIME_SGLANG_PYTHON` names an interpreter that has it,
-which `make test-sglang` sees to: then nothing about it is skipped, and a server that does not start fails the tests.
+`make test` runs them against the embedded engine. Where `SLIME_SGLANG_PYTHON` names an interpreter that has SGLang, which
+`make test-sglang` sees to, it is SGLang's turn: nothing about it is skipped, and a server that does not start fails the
+tests.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from slime.engine.fleet import EngineFleet
 
 SGLANG_PYTHON = os.environ.get("SLIME_SGLANG_PYTHON")
 ROUTER_PYTHON = os.environ.get("SLIME_ROUTER_PYTHON")
-ENGINES = ("embedded", "sglang") if SGLANG_PYTHON else ("embedded",)
+ENGINES = ("sglang",) if SGLANG_PYTHON else ("embedded",)
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "disk": {"update_weight_transport": "disk"},
     "tensor": {"update_weight_transport": "tensor"},
