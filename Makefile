@@ -31,7 +31,7 @@ test-crash: $(VENV)/.installed-dev   ## twenty processes of one run are killed a
 
 test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed $(ROUTER_VENV)/.installed   ## the engine contract with real SGLang servers and sglang-router, on a CPU
 	SLIME_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python SLIME_ROUTER_PYTHON=$(abspath $(ROUTER_VENV))/bin/python \
-	$(RUN) -m pytest tests/engine_contract
+	$(RUN) -m pytest $(PARALLEL) tests/engine_contract
 
 lint: $(VENV)/.installed-dev   ## ruff and mypy
 	$(RUN) -m ruff check .

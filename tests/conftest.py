@@ -13,6 +13,14 @@ from tests.warm.popen import COLD, Starter, install
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two workers share two cores
 LONGEST_FIRST = ("e2e", "train", "plugins", "weights", "engine_contract", "engine", "waits")
 """Folders whose files take long; begun first, so that the workers end at about the same time."""
+PROCESSES = (
+    "e2e", "engine_contract", "learning", "warm",
+    "engine/test_http.py", "engine/test_supervisor.py", "plugins/test_examples_in_a_run.py",
+    "rollout/test_partial_engine.py", "train/test_carry.py", "train/test_estimators.py", "train/test_group.py",
+    "waits/test_trainers.py", "weights/test_every_transport.py", "weights/test_failures.py",
+    "weights/test_real_engine.py",
+)  # fmt: skip
+"""Folders and files that start runs, engines or trainers: not part of `make test-fast`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     rank = {folder: place for place, folder in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.path.relative_to(here).parts[0], len(rank)))
+    for item in items:
+        path = item.path.relative_to(here)
+        if path.parts[0] in PROCESSES or path.as_posix() in PROCESSES:
+            item.add_marker("processes")
 
 
 @pytest.fixture(autouse=True)

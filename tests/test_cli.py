@@ -104,6 +104,7 @@ def test_nothing_but_a_real_run_imports_torch(command_line: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.cold
 def test_train_py_is_slime_train(command_line: list[str]) -> None:
     command = [sys.executable, str(ROOT / "train.py"), *command_line, "--seed", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, derive
+from slime.engine.client import Growing
 from slime.engine.errors import EngineError
 from slime.engine.fleet import EngineFleet
 from slime.engine.pool import EnginePool
@@ -156,14 +157,24 @@ def starts_an_engine(pid: int) -> bool:
     return b"slime.engine.embedded" in words and b"-I" not in words
 
 
-def test_tokens_that_were_sampled_before_the_engine_died_are_kept(folder: Path, tmp_path: Path) -> None:
+def test_tokens_that_were_sampled_before_the_engine_died_are_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with two_engines(folder, tmp_path) as (fleet, pool, loop, _):
-        url = fleet.urls[0]
+        url, came = fleet.urls[0], asyncio.Event()
+
+        class Noticed(Growing):
+            def __setattr__(self, name: str, value: Any) -> None:
+                super().__setattr__(name, value)
+                if value is not None:
+                    came.set()
+
+        monkeypatch.setattr("slime.engine.pool.Growing", Noticed)
 
         async def broken_off() -> tuple[Any, EngineError | None]:
             pool.set_down(fleet.urls[1])
             asking = asyncio.ensure_future(pool.generate_kept(payload(3, [5, 6, 7], 480)))
-            await asyncio.sleep(0.6)
+            await came.wait()
             pool.set_down(url)
             return await asking
 
@@ -185,8 +196,9 @@ def test_tokens_that_were_sampled_before_the_engine_died_are_kept(folder: Path, 
 def test_an_engine_that_keeps_dying_ends_the_run_with_its_last_words(folder: Path, tmp_path: Path) -> None:
     with two_engines(folder, tmp_path, max_restarts=1) as (fleet, _, _, supervisor):
         for _ in range(2):
-            os.kill(next(iter(fleet._processes)).pids()[-1], signal.SIGKILL)
-            time.sleep(0.5)
+            victim = next(iter(fleet._processes))
+            os.kill(victim.pids()[-1], signal.SIGKILL)
+            assert victim.wait(30) is not None
             if supervisor.restarts == 0:
                 supervisor.heal()
         with pytest.raises(EnginesGivenUp, match=r"failed after 1 restarts \(--engine-max-restarts\)"):

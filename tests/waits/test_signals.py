@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from slime.waits import watch_signals
 
 WAITER = """\
@@ -103,34 +101,6 @@ def test_other_threads_watch_nothing() -> None:
     assert seen == [before]
 
 
-BLOCKED = """\
-import ctypes
-from slime.waits import waiting, watch_signals
-libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-with watch_signals(), waiting("the kernel", "to come back", timeout_s=None):
-    print("waiting", flush=True)
-    libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)  # never comes back, also not for a signal
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGQUIT])
-def test_the_graph_is_printed_even_if_the_main_thread_never_comes_back(tmp_path: Path, number: int) -> None:
-    script = tmp_path / "blocked.py"
-    script.write_text(BLOCKED)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, str(script)], text=True, **pipes) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            assert process.stdout.readline() == "waiting\n"
-            process.send_signal(number)
-            assert process.stderr.readline() == "who waits for whom:\n"
-            assert process.stderr.readline().startswith("  driver waits for the kernel to come back: ")
-        finally:
-            process.kill()
-
-
 STUCK = """\
 import ctypes, threading
 from slime.waits import waiting, watch_signals
@@ -149,20 +119,35 @@ with watch_signals(), waiting("a mutex", "to be free", timeout_s=None):
 """
 
 
-def test_a_second_sigquit_ends_a_process_that_never_comes_back(tmp_path: Path) -> None:
+@contextmanager
+def stuck(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, str(script)], text=True, **pipes) as process:
         try:
             assert process.stdout is not None
-            assert process.stderr is not None
             assert process.stdout.readline() == "stuck\n"  # said when the main thread sleeps in the mutex
-            process.send_signal(signal.SIGQUIT)
-            assert process.stderr.readline() == "who waits for whom:\n"
-            assert process.stderr.readline().startswith("  driver waits for a mutex to be free: ")
-            process.send_signal(signal.SIGQUIT)
-            assert process.wait(30) == 1
+            yield process
         finally:
             process.kill()
+
+
+def assert_shown(process: subprocess.Popen[str]) -> None:
+    assert process.stderr is not None
+    assert process.stderr.readline() == "who waits for whom:\n"
+    assert process.stderr.readline().startswith("  driver waits for a mutex to be free: ")
+
+
+def test_the_graph_is_printed_even_if_the_main_thread_never_comes_back(tmp_path: Path) -> None:
+    with stuck(tmp_path) as process:
+        process.send_signal(signal.SIGUSR1)
+        assert_shown(process)
+
+
+def test_a_second_sigquit_ends_a_process_that_never_comes_back(tmp_path: Path) -> None:
+    with stuck(tmp_path) as process:
+        process.send_signal(signal.SIGQUIT)
+        assert_shown(process)
+        process.send_signal(signal.SIGQUIT)
+        assert process.wait(30) == 1
