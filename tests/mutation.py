@@ -45,7 +45,10 @@ class Mutant:
 def mutants(path: Path) -> Iterator[Mutant]:
     """Every place of a module that can be broken by one small change."""
     tree = ast.parse(path.read_text())
+    types = {id(part) for annotation in annotations(tree) for part in ast.walk(annotation)}
     for number, node in enumerate(ast.walk(tree)):
+        if id(node) in types:
+            continue
         for change in range(len(list(breakages(node)))):
             broken = copy.deepcopy(tree)
             twin = next(other for index, other in enumerate(ast.walk(broken)) if index == number)
@@ -55,6 +58,13 @@ def mutants(path: Path) -> Iterator[Mutant]:
             ast.fix_missing_locations(broken)
             code = compile(broken, str(path), "exec")
             yield Mutant(getattr(node, "lineno", 0), f"{before[:70]}  ->  {after[:70]}".replace("\n", " "), code)
+
+
+def annotations(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        for name in ("annotation", "returns"):
+            if (found := getattr(node, name, None)) is not None:
+                yield found
 
 
 def breakages(node: ast.AST) -> Iterator[Any]:
