@@ -99,7 +99,8 @@ def _cut(connection: sqlite3.Connection, rollout: int, room: int) -> int:
     """Remove the groups of a kept rollout after the first ones that have `room` bytes together; the bytes that stay."""
     gone: list[tuple[int]] = []
     left = 0
-    for group_id, size in connection.execute(f"{_OF_GROUPS} ORDER BY position", (rollout,)):
+    query = f"{_OF_GROUPS} ORDER BY position" if room else "SELECT id, 1 FROM groups WHERE rollout_id = ?"
+    for group_id, size in connection.execute(query, (rollout,)):  # without room nobody asks how large they are
         if gone or left + size > room:
             gone.append((group_id,))
         else:
