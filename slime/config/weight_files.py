@@ -21,12 +21,14 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def check_weights(folder: Path, flag: str) -> None:
-    """Raise a `UserError` unless the safetensors weights of a model folder are complete."""
-    index = folder / INDEX
-    if index.exists():
-        _check_index(index, flag)
-    elif (folder / SINGLE).exists():
+    """Raise a `UserError` unless the safetensors weights of a model folder are complete.
+
+    A single file goes before an index, as it does in transformers.
+    """
+    if (folder / SINGLE).exists():
         read_header(folder / SINGLE, flag)
+    elif (folder / INDEX).exists():
+        _check_index(folder / INDEX, flag)
     elif any(folder.glob("*.safetensors")):
         names = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3])
         raise UserError(f"{flag} {folder} has {names}, but no {INDEX} that says what lies where: {AGAIN}")

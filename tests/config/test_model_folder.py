@@ -54,6 +54,7 @@ def lost_index(folder: Path) -> None:
 
 
 def broken_index(folder: Path) -> None:
+    shards(folder)
     (folder / INDEX).write_text("[]")
 
 
@@ -136,6 +137,9 @@ def test_what_lies_in_a_folder_is_said_with_the_remedy(
 
 def test_whole_shards_pass(valid: dict[str, Any], model_dir: Path) -> None:
     shards(model_dir)
+    resolve(Config(**valid))
+    (model_dir / "model-00002-of-00002.safetensors").unlink()
+    add_weights(model_dir)  # one file, which goes before the index of another download
     resolve(Config(**valid))
 
 
