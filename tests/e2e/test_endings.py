@@ -48,4 +48,7 @@ def test_a_part_that_dies_ends_the_run_and_is_named(program: str, name: str, pla
         assert f"without-{name}/logs/{name}.log" in errors[0]
         assert "Traceback" not in done.err
         assert (place / f"without-{name}" / "reward.png").is_file()
+        note = "note: no --save: the trained model is not kept"
+        assert note in done.out
+        assert note in (place / f"without-{name}" / "logs" / "driver.log").read_text()
         assert wait_until(lambda: not running.processes(), within_s=10)
