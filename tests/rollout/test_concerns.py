@@ -73,6 +73,7 @@ def test_answers_that_miss_for_a_special_token_left_in_the_text() -> None:
     assert "one response is ' 42<eos>', its label '42', which would match without '<eos>'" in said[SPECIAL]
     assert "--rollout-skip-special-tokens" in said[SPECIAL]
     assert list(found([sample(0, "17<eos>"), sample(0, "43<eos>")])) == [EQUAL]
+    assert list(found([sample(0, "42"), sample(0, "42")])) == [EQUAL]  # it is the reward function then
 
 
 def test_a_concern_is_told_at_first_and_then_at_powers_of_two() -> None:
