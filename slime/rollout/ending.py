@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from slime.rollout.base_types import Group
 from slime.rollout.failures import RolloutFailed
@@ -25,15 +25,15 @@ def result_of(task: asyncio.Task[Group]) -> Group:
     return task.result()
 
 
-async def cancelled(tasks: Iterable[asyncio.Task[Group]]) -> None:
+async def cancelled(tasks: Collection[asyncio.Task[Group]]) -> None:
     """Cancel tasks and wait until they have ended; those that do not heed it are left behind."""
-    ending = {task for task in tasks if not task.done()}
-    for task in ending:
+    done, late = {task for task in tasks if task.done()}, {task for task in tasks if not task.done()}
+    for task in late:
         task.cancel()
-    if not ending:
-        return
-    with waiting(f"{len(ending)} cancelled groups", "to end", timeout_s=CANCEL_GRACE_S):
-        done, late = await asyncio.wait(ending, timeout=CANCEL_GRACE_S)
+    if late:
+        with waiting(f"{len(late)} cancelled groups", "to end", timeout_s=CANCEL_GRACE_S):
+            ended, late = await asyncio.wait(late, timeout=CANCEL_GRACE_S)
+        done |= ended
     for task in done:
         if not task.cancelled():
             task.exception()  # seen: nobody else will ask for it

@@ -71,7 +71,10 @@ class Background:
         if self._is_closed:
             return
         _failed[id(self)] = self
-        logger.error("%s died", self.name, exc_info=error)
+        if isinstance(error, RunFailed | UserError):  # a sentence, which whoever waits next raises
+            logger.info("%s ended", self.name, exc_info=error)
+        else:
+            logger.error("%s died", self.name, exc_info=error)
 
     def _run(self, target: Callable[[], None]) -> None:
         try:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
+from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.rollout.ending import cancelled
 from slime.rollout.loop import LoopThread, LoopTimeout
 from slime.rollout.threads import DaemonThreads
 from slime.waits import BackgroundDied, background, raise_failures, waiting
@@ -29,6 +34,38 @@ def test_a_thread_that_dies_is_raised_with_its_traceback_until_it_is_closed() ->
         assert isinstance(caught.value.__cause__, KeyError)
     dying.close()
     raise_failures()
+
+
+def test_a_users_mistake_is_said_by_whoever_waits_and_not_logged_as_a_death(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    def refuse() -> None:
+        raise UserError("no such thing: correct it")
+
+    refusing = background("rollouts ahead", refuse)
+    assert refusing.join(10.0)
+    with pytest.raises(UserError, match=r"^no such thing: correct it$"):
+        raise_failures()
+    refusing.close()
+    assert [(record.levelname, record.message) for record in caplog.records] == [("INFO", "rollouts ahead ended")]
+
+
+def test_tasks_that_failed_before_they_were_cancelled_are_seen() -> None:
+    unseen: list[dict[str, Any]] = []
+
+    async def fail() -> list[Sample]:
+        raise UserError("wrong")
+
+    async def end_all() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
+        tasks = [asyncio.create_task(fail()), asyncio.create_task(asyncio.sleep(60, []))]
+        await asyncio.wait(tasks[:1])
+        await cancelled(tasks)
+        assert [task.done() for task in tasks] == [True, True]
+
+    asyncio.run(end_all())
+    gc.collect()
+    assert unseen == []
 
 
 def test_what_dies_after_it_was_closed_is_nobodys_concern() -> None:
