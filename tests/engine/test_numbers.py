@@ -275,6 +275,21 @@ def test_fused_experts_are_updated_under_the_folders_names(tmp_path: Path) -> No
     torch.testing.assert_close(torch.tensor(seq.logprobs), reference_logprobs(other, seq), atol=2e-5, rtol=0)
 
 
+def test_new_weights_reach_layers_that_are_large_enough_to_be_packed(tmp_path: Path) -> None:
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "initializer_range": 0.05}
+    first = make_model_folder(tmp_path / "first", **wide)
+    other = make_model_folder(tmp_path / "other", seed=1, **wide)
+    bodies = [{"input_ids": prompt(i, 5 + 3 * i), "sampling_params": {"max_new_tokens": 6}} for i in range(3)]
+    with running_core(first) as core:
+        before = generate(core, bodies)
+        core.call(lambda: core.update_from_folder(str(other), "1", flush=True)).result()
+        after = generate(core, bodies)
+    for folder, sequences in ((first, before), (other, after)):
+        for seq in sequences:
+            want = reference_logprobs(folder, seq)
+            torch.testing.assert_close(torch.tensor(seq.logprobs), want, atol=2e-5, rtol=0)
+
+
 def test_state_outside_attention_is_refused(tmp_path: Path) -> None:
     extra = {"state_size": 8, "num_hidden_layers": 2, "hidden_size": 32}
     folder = make_model_folder(tmp_path / "mamba", "mamba", **extra)

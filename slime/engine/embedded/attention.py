@@ -8,6 +8,7 @@ sequence sees exactly the positions <= p (or the last `window` of them), whateve
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -46,6 +47,16 @@ class SpanGroup:
     n: int
     key_len: torch.Tensor  # [b]
     _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+    _biases: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """The mask as what is added to the scores, made once for all layers: torch would make it in each."""
+        if window not in self._biases:
+            mask = self.mask(window)
+            self._biases[window] = (
+                None if mask is None else torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+            )
+        return self._biases[window]
 
     def mask(self, window: int | None) -> torch.Tensor | None:
         """`[b, 1, m, n]`, True where a key is visible; None when every key is."""
@@ -74,8 +85,9 @@ class GatheredGroup:
         self.rows = rows
         self.span = span
         self._room = span.n + room
-        self._stores: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._row = torch.arange(span.b)
+        self._stores: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [b, room, KV, D]
+        self._first = torch.arange(span.b) * self._room
+        self._newest = self._first + (span.key_len - 1)  # place of each member's newest token in a store
         self._in_order = _counts_up(span.query_index.tolist())
 
     @property
@@ -96,7 +108,7 @@ class GatheredGroup:
                             store[i].copy_(store[len(self.rows)])
         old = self.span
         b = len(self.rows)
-        self._row = self._row[:b]
+        self._first = self._first[:b]
         self.span = SpanGroup(old.query_index[:b], old.slots, b, 1, int(key_len[:b].max()), key_len[:b])
 
     def grow(self, query_index: list[int]) -> None:
@@ -104,12 +116,15 @@ class GatheredGroup:
         old = self.span
         self._in_order = _counts_up(query_index)
         self.span = SpanGroup(torch.tensor(query_index), old.slots, old.b, 1, old.n + 1, old.key_len + 1)
+        self._newest = self._first + old.key_len
 
     def pick(self, batch: torch.Tensor) -> torch.Tensor:
         """The members' part `[X, b, D]` of what the batch has, `[X, T, D]`."""
-        if self._in_order and batch.shape[1] == self.span.b:
-            return batch
-        return batch.index_select(1, self.span.query_index)
+        return batch if self.is_whole(batch.shape[1]) else batch.index_select(1, self.span.query_index)
+
+    def is_whole(self, count: int) -> bool:
+        """Whether the members are a batch of `count`, in its order."""
+        return self._in_order and self.span.b == count
 
     def update(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -117,17 +132,19 @@ class GatheredGroup:
         """Add the new tokens' k and v `[KV, T, D]`; returns `[b, KV, n, D]` views of what the group has."""
         if layer not in self._stores:
             self._stores[layer] = (self._gather(keys), self._gather(values))
-        b, n, position = self.span.b, self.span.n, self.span.key_len - 1
+        b, n = self.span.b, self.span.n
         for store, fresh in zip(self._stores[layer], (k, v), strict=True):
-            store[self._row, :, position] = self.pick(fresh).transpose(0, 1)
+            store.view(-1, *store.shape[2:]).index_copy_(0, self._newest, self.pick(fresh).transpose(0, 1))
         key_store, value_store = self._stores[layer]
-        return key_store[:b, :, :n], value_store[:b, :, :n]
+        return key_store[:b, :n].transpose(1, 2), value_store[:b, :n].transpose(1, 2)
 
     def _gather(self, kept: torch.Tensor) -> torch.Tensor:
         span = self.span
-        store = kept.new_empty(span.b, kept.shape[0], self._room, kept.shape[2])
-        store[:, :, span.n :] = 0.0  # masked, but what is not a number would spread all the same
-        store[:, :, : span.n] = kept.index_select(1, span.slots).view(kept.shape[0], span.b, span.n, -1).transpose(0, 1)
+        store = kept.new_empty(span.b, self._room, kept.shape[0], kept.shape[2])
+        store[:, span.n :] = 0.0  # masked, but what is not a number would spread all the same
+        store[:, : span.n] = (
+            kept.index_select(1, span.slots).view(kept.shape[0], span.b, span.n, -1).permute(1, 2, 0, 3)
+        )
         return store
 
 
@@ -265,7 +282,7 @@ class AttentionContext:
         for layer in range(len(self.shapes)):
             shape = self.shapes[layer]
             for store, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
-                store.append(torch.zeros(shape.kv_heads, slots + 1, dim, dtype=dtype, device=self.device))
+                store.append(_zeros((shape.kv_heads, slots + 1, dim), dtype, self.device))
 
     def free(self) -> None:
         self.keys, self.values = [], []
@@ -288,9 +305,11 @@ class AttentionContext:
         out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
         for group in self.window.groups:
             kg, vg = group.update(layer, k[0], v[0], keys, values)
-            mask = group.span.mask(rules.window)
             qg = group.pick(q[0]).transpose(0, 1)[:, :, None]
-            out.index_copy_(0, group.span.query_index, _attention(qg, kg, vg, mask, rules)[:, :, 0])
+            mixed = _attention(qg, kg, vg, group.span, rules)[:, :, 0]
+            if group.is_whole(q.shape[2]):
+                return mixed
+            out.index_copy_(0, group.span.query_index, mixed)
         return out
 
     def extend_cpu(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
@@ -302,22 +321,28 @@ class AttentionContext:
             kg = keys.index_select(1, group.slots).view(kv_heads, group.b, group.n, -1).transpose(0, 1)
             vg = values.index_select(1, group.slots).view(kv_heads, group.b, group.n, -1).transpose(0, 1)
             qg = q[0].index_select(1, group.query_index).view(heads, group.b, group.m, -1).transpose(0, 1)
-            mixed = _attention(qg, kg, vg, group.mask(rules.window), rules)
+            mixed = _attention(qg, kg, vg, group, rules)
             out.index_copy_(0, group.query_index, mixed.transpose(1, 2).reshape(group.b * group.m, heads, -1))
         return out
 
 
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rules: Rules
-) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on the CPU their memory is taken page by page when it is first written to, and costs no time before."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: SpanGroup, rules: Rules) -> torch.Tensor:
     b, heads, m, _ = q.shape
     kv_heads = k.shape[1]
     if rules.softcap is not None or rules.sinks is not None:
-        return _attention_spelled_out(q, k, v, mask, rules)
+        return _attention_spelled_out(q, k, v, span.mask(rules.window), rules)
+    bias = span.bias(rules.window, q.dtype)
     if m == 1:  # the query heads of one kv head become query positions: no key is repeated
         grouped = q.reshape(b, kv_heads, heads // kv_heads, -1)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=rules.scale).reshape(b, heads, 1, -1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rules.scale, enable_gqa=heads != kv_heads)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=rules.scale).reshape(b, heads, 1, -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=rules.scale, enable_gqa=heads != kv_heads)
 
 
 def _attention_spelled_out(

@@ -327,7 +327,10 @@ class EngineCore:
         """
         if "weights" in self._released:
             raise BadRequest("the weights are released: call /resume_memory_occupation first")
-        copied = load()
+        try:
+            copied = load()
+        finally:
+            self.runner.weights_changed()
         self._unfinished = bucket
         if flush or bucket is None:
             self.flush_cache()

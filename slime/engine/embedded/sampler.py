@@ -35,11 +35,13 @@ def uniforms(sequences: SequenceOf[Sequence], ahead: int = 0) -> np.ndarray:
 
 
 def draw(
-    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, greedy: torch.Tensor
+    logits: torch.Tensor, temperature: torch.Tensor | None, uniform: torch.Tensor, greedy: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and log-probs `[b]` from fp32 logits `[b, V]`."""
-    logprobs = (logits / temperature[:, None]).log_softmax(-1)
-    tokens = torch.where(greedy, logprobs.argmax(-1), _invert(logprobs.exp(), uniform))
+    """Tokens and log-probs `[b]` from fp32 logits `[b, V]`; None: all temperatures are 1, nobody is greedy."""
+    logprobs = (logits if temperature is None else logits / temperature[:, None]).log_softmax(-1)
+    tokens = _invert(logprobs.exp(), uniform)
+    if greedy is not None:
+        tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
