@@ -94,6 +94,8 @@ def _run(config: Config) -> int:
         device, gpus = detect_device(config.device)
         print(make_plan(config, device=device, gpu_count=gpus).render(), end="")
         return EXIT_OK
+    if config.progress != "none":  # importing what a run needs takes seconds
+        print(f"checking the model and the prompts; the run's files go to {config.output_dir}", flush=True)
     from slime.driver import train
 
     train(config)

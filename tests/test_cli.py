@@ -86,6 +86,19 @@ def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert cli.main(["train"]) == 130
 
 
+def test_the_first_line_comes_before_the_driver_is_imported(
+    command_line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "slime.driver", None)  # importing it raises
+    with pytest.raises(ImportError):
+        cli.main(["train", *command_line])
+    line = f"checking the model and the prompts; the run's files go to {tmp_path / 'out'}\n"
+    assert capsys.readouterr().out == line
+    with pytest.raises(ImportError):
+        cli.main(["train", *command_line, "--progress", "none"])
+    assert capsys.readouterr().out == ""
+
+
 def test_nothing_but_a_real_run_imports_torch(command_line: list[str]) -> None:
     program = (
         "import sys\n"

@@ -74,7 +74,6 @@ def main() -> int:
         rollout_batch_size=32,
         n_samples_per_prompt=8,
         rollout_max_response_len=8,
-        rollout_skip_special_tokens=True,
         use_dynamic_batch_size=True,
         max_tokens_per_gpu=8192,
         eps_clip_high=0.28,

@@ -52,7 +52,6 @@ def main() -> int:
         rollout_temperature=0.6,
         rollout_max_response_len=12,
         rollout_stop=["\n"],
-        rollout_skip_special_tokens=True,
         use_dynamic_batch_size=True,
         max_tokens_per_gpu=4096,
         eps_clip_high=0.28,

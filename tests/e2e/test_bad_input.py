@@ -69,7 +69,7 @@ def assert_one_sentence(code: int, out: str, err: str, said: str) -> None:
     assert err.startswith("error: "), err
     assert err.count("\n") == 1, err
     assert said in err
-    assert out == ""
+    assert out in ("", "checking the model and the prompts; the run's files go to bad\n")
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
