@@ -33,10 +33,11 @@ def unit(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str
         (X86.format("avx512_bf16"), "avx512_bf16"),
         (X86.format("avx512vl"), None),
         (ARM.format("svebf16 bf16"), "bf16"),
-        (ARM.format(""), None),  # Neoverse N1
+        (ARM.format(""), None),
         ("processor : 0\n", None),
         ("", None),
     ],
+    ids=["Sapphire Rapids", "Zen 4", "Ice Lake", "Neoverse V1", "Neoverse N1", "no flags", "empty"],
 )
 def test_linux_names_the_units_of_its_cpu(tmp_path: Path, text: str, unit: str | None) -> None:
     cpuinfo = tmp_path / "cpuinfo"
