@@ -15,6 +15,7 @@ from slime.config.algorithm import algorithm_contradictions
 from slime.config.asynchronous import async_contradictions
 from slime.config.config import Config
 from slime.config.eval_datasets import eval_datasets, evaluates
+from slime.config.folders import check_folders
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.start import check_weight_sources
@@ -137,15 +138,7 @@ def check_files(config: Config) -> None:
         for dataset in eval_datasets(config):
             _check_data_file(dataset.path, dataset.origin)
     _check_dump_files(config)
-    for flag, folder in (
-        ("--save", config.save),
-        ("--save-hf", config.save_hf),
-        ("--output-dir", config.output_dir),
-        ("--update-weight-disk-dir", config.update_weight_disk_dir),
-        ("--save-debug-rollout-data", _folder_of(config.save_debug_rollout_data)),
-    ):
-        if folder is not None:
-            _check_writable(folder.partition("{")[0] or ".", flag)
+    check_folders(config)
 
 
 def check_trackers(config: Config) -> None:
@@ -178,8 +171,6 @@ def _check_dump_files(config: Config) -> None:
             raise UserError(f"{flag}: there is no dump {first}")
 
 
-def _folder_of(template: str | None) -> str | None:
-    return None if template is None else str(Path(template).parent)
 
 
 def _check_data_file(data: str, flag: str) -> None:
@@ -193,13 +184,3 @@ def _check_data_file(data: str, flag: str) -> None:
         raise UserError(f"{flag}: no permission to read {path}")
 
 
-def _check_writable(folder: str, flag: str) -> None:
-    path = Path(folder).absolute()
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{flag} {folder} is a file, but a folder is needed")
-    while not path.exists():
-        path = path.parent
-    if not path.is_dir():
-        raise UserError(f"{flag} {folder} cannot be made: {path} is a file")
-    if not os.access(path, os.W_OK):
-        raise UserError(f"{flag} {folder} cannot be written: no permission for {path}")

@@ -14,6 +14,9 @@ import yaml
 from slime.config.config import Config
 from slime.errors import UserError
 
+RESOLVED = "# The resolved config of a run; "
+"""How a config begins that a run wrote."""
+
 
 def read_config_file(path: str, *, what: str = "--config") -> dict[str, Any]:
     """The top-level mapping of a TOML (.toml) or YAML (.yaml, .yml, .json) file."""
@@ -39,9 +42,7 @@ def read_config_file(path: str, *, what: str = "--config") -> dict[str, Any]:
 def save_config(config: Config, path: str | Path) -> None:
     """Write the config as YAML that `--config` reads back to the identical object."""
     text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=120)
-    Path(path).write_text(
-        f"# The resolved config of a run; start it again with --config {path}\n{text}", encoding="utf-8"
-    )
+    Path(path).write_text(f"{RESOLVED}start it again with --config {path}\n{text}", encoding="utf-8")
 
 
 def load_config(path: str | Path) -> Config:

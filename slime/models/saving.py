@@ -1,7 +1,7 @@
 """Write a Hugging Face model folder.
 
-Invariant: the folder at the target path is either the old one or the complete new one, never a half-written mixture;
-a folder that does not look like a model is never replaced.
+Invariant: the folder at the target path is either the old one or the complete new one, never a half-written mixture.
+Only what a run saved there, and nothing was added to since, is ever replaced.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from slime.errors import UserError
 from slime.models.files import fsync_path
 from slime.models.shards import NamedTensors, ShardWriter, iter_named, write_index
+from slime.owned import MANIFEST, mark_written, not_from_a_run
 
 MAX_SHARD_BYTES = 5 * 1000**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
@@ -25,7 +26,8 @@ COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 def copy_model_files(source_folder: str | Path, target: Path) -> None:
     """Config, generation config, tokenizer files and remote code: everything small that is not a weight."""
     for file in sorted(Path(source_folder).iterdir()):
-        if file.is_file() and file.name.endswith(COPIED_SUFFIXES) and not file.name.endswith(WEIGHT_SUFFIXES):
+        is_small = file.name.endswith(COPIED_SUFFIXES) and not file.name.endswith(WEIGHT_SUFFIXES)
+        if file.is_file() and is_small and file.name != MANIFEST:
             shutil.copy2(file, target / file.name)
 
 
@@ -47,6 +49,19 @@ def replace_folder(finished: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+class FolderTaken(UserError):
+    """There is something at the path of a folder to be saved that no run put there."""
+
+
+def refuse_to_replace(target: Path) -> None:
+    """Raise for a path with anything else than what a run saved there."""
+    if target.exists() and not target.is_dir():
+        raise FolderTaken(f"{target} is a file: choose another path for the saved model")
+    stranger = not_from_a_run(target)
+    if stranger is not None:
+        raise FolderTaken(f"{target} has {stranger}, which no run saved there: choose another path for the saved model")
+
+
 def save_hf_folder(
     state_dict: NamedTensors,
     source_folder: str | Path,
@@ -56,9 +71,8 @@ def save_hf_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Save HF-named tensors (a mapping or a stream of pairs) with the small files of `source_folder` to `out`."""
-    target = Path(out).absolute()
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())):
-        raise UserError(f"{target} exists and is not a model folder: choose another path for the saved model")
+    target = Path(out).resolve()
+    refuse_to_replace(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     shutil.rmtree(staging, ignore_errors=True)
@@ -67,7 +81,9 @@ def save_hf_folder(
         copy_model_files(source_folder, staging)
         write_config_dtype(staging, dtype)
         _write_weights(state_dict, staging, dtype, max_shard_bytes)
+        mark_written(staging)
         fsync_path(staging)
+        refuse_to_replace(target)  # it took a while
         replace_folder(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)

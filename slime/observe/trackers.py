@@ -2,6 +2,7 @@
 
 The invariant of the TensorBoard view: its event files hold exactly what metrics.jsonl and completions.jsonl hold. When
 a run is resumed they are written anew from the kept records, so that no point of a rollout done again is shown twice.
+Event files that others wrote into the folder stay.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from slime.errors import UserError
 COLUMNS = ("prompt", "response", "label", "reward")
 """Of a table of completions."""
 
+_OWN_EVENTS = ".slime"
+"""How the names of our event files end."""
 _NOT_A_METRIC = {"kind", "step", "rollout_id", "time"}
 _MARKDOWN = r"\`*_{}[]()#+-.!|<>&~$:"
 
@@ -36,9 +39,9 @@ class TensorBoardTracker:
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        for path in folder.glob("events.out.tfevents.*"):
+        for path in folder.glob(f"events.out.tfevents.*{_OWN_EVENTS}"):
             path.unlink()
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), filename_suffix=_OWN_EVENTS)
         for record in kept:
             self.write(record)
         for record in completions:

@@ -23,6 +23,7 @@ from slime.config import Config
 from slime.data.jsonable import sample_from_json, sample_to_json, to_json
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.owned import is_dump
 from slime.rollout.base_types import Group, Produced, RolloutFnTrainOutput, leaves
 from slime.rollout.completions import evaluated_samples
 from slime.rollout.metrics import rollout_metrics
@@ -94,6 +95,8 @@ def save_evaluation(config: Config, rollout_id: int, data: Mapping[str, Mapping[
 
 def write_dump(path: Path, rollout_id: int, samples: Iterable[Sample], config: Config) -> None:
     """Write one file, whole or not at all."""
+    if path.exists() and not is_dump(path):
+        raise UserError(f"--save-debug-rollout-data would overwrite {path}, which no run wrote: choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:

@@ -33,6 +33,7 @@ from slime.data.state_file import state_path
 from slime.errors import UserError
 from slime.models.saving import replace_folder
 from slime.models.shards import ShardWriter, fsync_path
+from slime.owned import is_checkpoint
 from slime.train.backends.frozen import FrozenModel
 from slime.train.backends.protocol import NamedTensor, TrainBackend
 
@@ -201,12 +202,16 @@ def _write_latest(root: Path, rollout_id: int) -> None:
 
 
 def _remove_old(root: Path, keep_count: int | None, *, keep: Path) -> None:
-    """Delete all but the newest `keep_count` checkpoints and their data positions, and leftovers of broken writes."""
-    for leftover in root.glob(".iter_*.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    """Delete all but the newest `keep_count` checkpoints and their data positions, and leftovers of broken writes.
+
+    Only what a run wrote: a folder of that name that is no checkpoint, or has more in it, stays and does not count.
+    """
+    for leftover in root.iterdir():
+        if re.fullmatch(r"\.iter_\d{7,}\.tmp-\d+", leftover.name):
+            shutil.rmtree(leftover, ignore_errors=True)
     if keep_count is None:
         return
-    found = sorted(p for p in root.iterdir() if p.is_dir() and re.fullmatch(r"iter_\d{7,}", p.name))
+    found = sorted(p for p in root.iterdir() if re.fullmatch(r"iter_\d{7,}", p.name) and is_checkpoint(p))
     for old in found[: max(len(found) - keep_count, 0)]:
         if old != keep:
             shutil.rmtree(old)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.data.state_file import write_durably
+from slime.errors import UserError
+from slime.owned import is_dump
 
 if TYPE_CHECKING:
     from slime.train.rollout_data import RolloutData
@@ -37,6 +39,8 @@ def dump_rows(data: RolloutData, *, rank: int) -> list[dict[str, Any]]:
 def write_train_dump(template: str, rollout_id: int, ranks: Sequence[Sequence[dict[str, Any]]]) -> Path:
     """Write the rows of all ranks; `{rollout_id}` in the template is filled in."""
     path = Path(template.format(rollout_id=rollout_id))
+    if path.exists() and not is_dump(path):
+        raise UserError(f"--save-debug-train-data would overwrite {path}, which no run wrote: choose another name")
     rows = sorted((row for rank in ranks for row in rank), key=lambda row: row["sample_indices"])
     header = {"format": "slime-train-dump", "format_version": FORMAT_VERSION, "rollout_id": rollout_id}
     write_durably(path, "".join(json.dumps(entry) + "\n" for entry in (header, *rows)).encode())

@@ -1,7 +1,7 @@
 """Weights through a folder on disk: each version is a whole Hugging Face model folder, `weight_v{N:06d}`.
 
 The invariant: a folder by that name is complete (it is written under another name and renamed), and the newest version
-that reached the engines is kept until a newer one has; older ones are removed, unless all are kept.
+that reached the engines is kept until a newer one has; older ones of a run are removed, unless all are kept.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from slime.engine.client import EngineClient
 from slime.models.delta_folder import INDEX_NAME, safetensors_entries
+from slime.owned import is_marked, mark_written
 from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -72,7 +73,8 @@ class DiskPublisher(WeightPublisher):
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        shutil.rmtree(folder, ignore_errors=True)
+        mark_written(unfinished)
+        _remove_version(folder)
         unfinished.rename(folder)
         if self._folders.on_written is not None:
             self._folders.on_written(folder)
@@ -87,10 +89,16 @@ class DiskPublisher(WeightPublisher):
         for folder in self._root.iterdir() if arrived and not self._folders.keep_files else ():
             match = _VERSION_NAME.fullmatch(folder.name)
             if match and int(match[1]) < version:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove_version(folder)
 
     def close(self) -> None:
         """Nothing: the last version is left for whoever wants to look at it or restart an engine from it."""
+
+
+def _remove_version(folder: Path) -> None:
+    """Remove what a run wrote as a version; anything else of that name stays, and is in the way of a new one."""
+    if is_marked(folder):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def file_bytes(paths: Iterable[Path]) -> int:

@@ -2,7 +2,8 @@
 
 The invariant: `.weight_sync/state.json` names the version of the folder only while all of its bytes are that version's.
 It says `applying` from before the first byte changes until after the last one is written through, so a folder in which
-somebody died half-way is recognised, and made again from a whole version.
+somebody died half-way is recognised, and made again from a whole version. `.weight_sync/files.json` names the files
+that updates have put there: only these are ever removed.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from slime.config.folders import LOCAL_FILES
 from slime.errors import RunFailed
 from slime.models.delta_folder import BadDelta, DeltaIndex, Entry, delta_entries, read_index, safetensors_entries
 from slime.models.files import fsync_path
+from slime.owned import MANIFEST
 
-_SYNC = ".weight_sync"
+_FILES = LOCAL_FILES
+_SYNC = Path(LOCAL_FILES).parts[0]
+_STATE = f"{_SYNC}/state.json"
 
 
 class LocalCheckpointBroken(RunFailed):
@@ -37,21 +42,31 @@ class LocalCheckpoint:
     def version(self) -> int | None:
         """The version of all its bytes; None if there is none such."""
         try:
-            state = json.loads((self.folder / _SYNC / "state.json").read_text())
+            state = json.loads((self.folder / _STATE).read_text())
             return int(state["version"]) if state["status"] == "clean" else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def rebuild(self, whole: Path, version: int) -> None:
         """Make it a copy of the version folder `whole`."""
+        files = sorted(path.name for path in whole.iterdir() if path.is_file() and path.name != MANIFEST)
         with self._locked():
+            old = self._files()
+            strangers = sorted(path.name for path in self.folder.iterdir() if path.name not in {_SYNC, *old})
+            if strangers:
+                raise RunFailed(
+                    f"{self.folder} has {strangers[0]}, which no weight update put there: give "
+                    "--update-weight-local-checkpoint-dir an empty folder"
+                )
+            self._write(_FILES, sorted({*old, *files}))
             self._note(version, "applying")
-            for path in self.folder.iterdir():
-                if path.name != _SYNC:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            shutil.copytree(whole, self.folder, dirs_exist_ok=True)
-            for path in self.folder.glob("*.safetensors"):
-                fsync_path(path)
+            for name in old:
+                (self.folder / name).unlink(missing_ok=True)
+            for name in files:
+                shutil.copy2(whole / name, self.folder / name)
+                if name.endswith(".safetensors"):
+                    fsync_path(self.folder / name)
+            self._write(_FILES, files)
             self._note(version, "clean")
 
     def apply(self, delta: Path) -> None:
@@ -83,13 +98,24 @@ class LocalCheckpoint:
         for path, changes in by_file.items():
             _patch(path, changes, index)
 
+    def _files(self) -> list[str]:
+        """The files that updates have put into the folder."""
+        try:
+            files = json.loads((self.folder / _FILES).read_text())
+        except (OSError, ValueError):
+            return []
+        return [name for name in files if Path(name).name == name]
+
     def _note(self, version: int, status: str) -> None:
-        state = self.folder / _SYNC / "state.json"
-        fresh = state.with_suffix(".new")
-        fresh.write_text(json.dumps({"version": f"{version:06d}", "status": status}))
+        self._write(_STATE, {"version": f"{version:06d}", "status": status})
+
+    def _write(self, name: str, content: object) -> None:
+        path = self.folder / name
+        fresh = path.with_suffix(".new")
+        fresh.write_text(json.dumps(content))
         fsync_path(fresh)
-        os.replace(fresh, state)
-        fsync_path(state.parent)
+        os.replace(fresh, path)
+        fsync_path(path.parent)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

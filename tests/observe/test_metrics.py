@@ -260,3 +260,13 @@ def test_wandb_writes_into_the_run_folder_unless_told_otherwise(
     expected = tmp_path / (given or environment or "run")
     assert wandb.inits[0]["dir"] == str(expected)
     assert expected.is_dir()
+
+
+def test_event_files_of_others_stay(tmp_path: Path) -> None:
+    theirs = tmp_path / "tensorboard" / "events.out.tfevents.1700000000.host.1.0"
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"theirs")
+    for _ in range(2):
+        MetricsLog(tmp_path, BOARD).close()
+    assert theirs.read_bytes() == b"theirs"
+    assert len(list(theirs.parent.iterdir())) == 2

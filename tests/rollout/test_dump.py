@@ -19,6 +19,7 @@ from slime.rollout.dump import (
     save_evaluation,
     write_dump,
 )
+from slime.train.dump import write_train_dump
 
 CONFIG = Config(rollout_batch_size=2, n_samples_per_prompt=2, rollout_num_gpus=1, hf_checkpoint="model")
 
@@ -142,3 +143,24 @@ def test_evaluations_have_their_own_name_and_their_datasets(tmp_path):
     assert [(sample.index, sample.eval_dataset) for sample in samples] == [(0, "a"), (1, "a"), (0, "b")]
     save_evaluation(CONFIG, 2, data)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".pt"])
+def test_a_dump_takes_the_place_of_a_dump_and_of_nothing_else(tmp_path, suffix):
+    path = tmp_path / f"0{suffix}"
+    for _ in range(2):
+        write_dump(path, 0, leaves(make_groups()), CONFIG)
+    path.write_text('{"input": "my prompts"}\n')
+    with pytest.raises(UserError, match=rf"would overwrite .*0\{suffix}, which no run wrote"):
+        write_dump(path, 0, leaves(make_groups()), CONFIG)
+    assert path.read_text() == '{"input": "my prompts"}\n'
+
+
+def test_a_train_dump_takes_the_place_of_a_dump_and_of_nothing_else(tmp_path):
+    template = str(tmp_path / "{rollout_id}.jsonl")
+    for _ in range(2):
+        path = write_train_dump(template, 3, [[{"sample_indices": 0}]])
+    path.write_text("mine")
+    with pytest.raises(UserError, match=r"would overwrite .*3\.jsonl, which no run wrote"):
+        write_train_dump(template, 3, [[{"sample_indices": 0}]])
+    assert path.read_text() == "mine"

@@ -42,15 +42,29 @@ def test_an_empty_folder_is_a_fresh_start_only_when_it_is_also_the_save_folder(t
         find_start(config(load=str(tmp_path)))
 
 
+def make_checkpoint(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "meta.json").write_text('{"format": 1, "model": {}}')
+    for name in ("model-00001.safetensors", "optim-00001.safetensors", "rng.safetensors"):
+        (folder / name).touch()
+
+
 def test_keeping_the_last_two(tmp_path: Path) -> None:
     (tmp_path / "rollout").mkdir()
     for number in range(5):
-        (tmp_path / f"iter_{number:07d}").mkdir()
+        make_checkpoint(tmp_path / f"iter_{number:07d}")
         if number != 1:  # a data source of the user need not save anything
             (tmp_path / "rollout" / f"data_state_{number}.json").touch()
     (tmp_path / "notes").mkdir()
     (tmp_path / ".iter_0000009.tmp-1").mkdir()
+    (tmp_path / ".iter_notes.tmp-mine").mkdir()
+    (tmp_path / "iter_0000100").mkdir()  # of Megatron, which names them alike
+    (tmp_path / "iter_0000100" / "mp_rank_00").mkdir()
+    make_checkpoint(tmp_path / "iter_0000099")
+    (tmp_path / "iter_0000099" / "my_notes.txt").touch()
     _remove_old(tmp_path, 2, keep=tmp_path / "iter_0000004")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004", "notes", "rollout"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".iter_notes.tmp-mine", "iter_0000003", "iter_0000004", "iter_0000099", "iter_0000100", "notes", "rollout"
+    ]  # fmt: skip
     states = sorted(p.name for p in (tmp_path / "rollout").iterdir())
     assert states == ["data_state_3.json", "data_state_4.json"]

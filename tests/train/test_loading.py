@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.errors import UserError
 from slime.models.loading import load_causal_lm, save_hf_folder
+from slime.owned import MANIFEST
 
 Folder = Callable[[str], Path]
 
@@ -81,7 +82,7 @@ def test_saved_folder_is_complete_and_sharded(folder: Path, tmp_path: Path) -> N
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_saving_replaces_a_model_but_not_other_folders(folder: Path, tmp_path: Path) -> None:
+def test_saving_replaces_only_what_a_run_saved(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     out = tmp_path / "out"
     save_hf_folder(tensors, folder, out, torch.float32)
@@ -91,9 +92,40 @@ def test_saving_replaces_a_model_but_not_other_folders(folder: Path, tmp_path: P
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("x")
-    with pytest.raises(UserError, match="is not a model folder"):
+    with pytest.raises(UserError, match=r"precious has thesis.txt, which no run saved there"):
         save_hf_folder(tensors, folder, precious, torch.float32)
     assert (precious / "thesis.txt").read_text() == "x"
+    before = sorted(folder.iterdir())
+    with pytest.raises(UserError, match="which no run saved there"):
+        save_hf_folder(tensors, folder, folder, torch.float32)
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("added", ["notes/day1.txt", "model.safetensors", "empty/"])
+def test_a_saved_folder_that_was_added_to_stays(folder: Path, tmp_path: Path, added: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    out = save_hf_folder(tensors, folder, tmp_path / "out", torch.float32)
+    if added.endswith("/"):
+        (out / added).mkdir()
+    else:
+        (out / added).parent.mkdir(exist_ok=True)
+        (out / added).write_text("mine")
+    with pytest.raises(UserError, match=rf"out has {added.strip('/')}, which no run saved there"):
+        save_hf_folder(tensors, folder, out, torch.float32)
+    assert (out / added).is_dir() if added.endswith("/") else (out / added).read_text() == "mine"
+
+
+def test_a_link_is_saved_through_and_a_copied_mark_does_not_count(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    for _ in range(2):
+        assert save_hf_folder(tensors, folder, tmp_path / "link", torch.float32) == tmp_path / "disk"
+    assert (tmp_path / "link").is_symlink()
+    assert not list(tmp_path.glob(".*"))
+    again = save_hf_folder(tensors, tmp_path / "disk", tmp_path / "again", torch.float32)
+    assert json.loads((again / MANIFEST).read_text())["files"]["model.safetensors"] > 0
+    assert MANIFEST not in json.loads((again / MANIFEST).read_text())["files"]
 
 
 def test_a_failed_save_leaves_the_old_folder(folder: Path, tmp_path: Path) -> None:

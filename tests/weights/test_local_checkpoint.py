@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.errors import RunFailed
 from slime.models.delta_folder import safetensors_entries
 from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
 from slime.weights.disk import VersionFolders
@@ -118,3 +119,38 @@ def test_engines_that_load_folders_get_deltas_through_one(
     assert results[0].density is None
     assert results[1].density is not None
     assert 0 < results[1].density < 0.1
+
+
+def test_only_files_of_updates_are_removed(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
+    folders = write_versions(source, model_folder, tmp_path / "versions", 1)
+    local, folder = LocalCheckpoint(tmp_path / "local"), tmp_path / "local"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("mine")
+    with pytest.raises(RunFailed, match=r"local has thesis.txt, which no weight update put there"):
+        local.rebuild(folders[0], 1)
+    assert [path.name for path in folder.iterdir() if path.name != ".weight_sync"] == ["thesis.txt"]
+    (folder / "thesis.txt").unlink()
+    local.rebuild(folders[0], 1)
+    (folder / "model-00009-of-00009.safetensors").write_text("mine")
+    with pytest.raises(RunFailed, match=r"local has model-00009-of-00009.safetensors, which no weight update put there"):
+        local.rebuild(folders[0], 1)
+    assert (folder / "model-00009-of-00009.safetensors").read_text() == "mine"
+    assert local.version == 1
+
+
+def test_versions_that_no_run_wrote_are_not_removed(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
+    root = tmp_path / "versions"
+    theirs = root / "weight_v000000"
+    theirs.mkdir(parents=True)
+    (theirs / "model.safetensors").write_text("theirs")
+    publisher = DeltaPublisher(
+        source, [], lambda coro: coro.close(), VersionFolders(root, model_folder),
+        encoding=source.encoding, checksum=source.checksum,
+    )  # fmt: skip
+    for version in (1, 2):
+        staged = publisher._stage(version)
+        publisher._retire(staged, version, arrived=True)
+    assert sorted(path.name for path in root.iterdir()) == ["weight_v000000", "weight_v000002"]
+    with pytest.raises(OSError, match="not empty"):
+        publisher._stage_whole(0)
+    assert (theirs / "model.safetensors").read_text() == "theirs"

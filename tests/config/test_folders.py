@@ -1,0 +1,269 @@
+"""What a run reads stays as it is, and what it writes can be written: refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, resolve
+from slime.config.rollout_paths import RolloutPath
+from slime.config.start import LATEST
+from slime.errors import UserError
+from slime.owned import mark_written
+from tests.model_files import add_weights
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(valid: dict[str, Any], **changes: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        resolve(Config(**{**valid, **changes}))
+    return str(caught.value)
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    return add_weights(folder)
+
+
+def make_checkpoint(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text('{"format": 1, "model": {}}')
+    add_weights(folder).joinpath("model.safetensors").rename(folder / "model-00001.safetensors")
+    return folder
+
+
+PPO = {"advantage_estimator": "ppo"}
+OPD = {"use_opd": True, "opd_type": "engine"}
+
+
+@pytest.mark.parametrize(
+    ("reads", "writes", "more"),
+    [
+        ("hf_checkpoint", "save_hf", {}),
+        ("hf_checkpoint", "save", {}),
+        ("hf_checkpoint", "output_dir", {}),
+        ("hf_checkpoint", "update_weight_disk_dir", {}),
+        ("hf_checkpoint", "update_weight_local_checkpoint_dir", {}),
+        ("ref_load", "save_hf", {"use_kl_loss": True}),
+        ("opd_teacher_load", "save_hf", OPD),
+        ("critic_hf_checkpoint", "save_hf", PPO),
+        ("load", "save_hf", {}),
+        ("load", "output_dir", {}),
+    ],
+)
+@pytest.mark.parametrize("how", ["plainly", "by another name", "through a link"])
+def test_a_model_folder_that_is_read_is_not_written(
+    valid: dict[str, Any], work: Path, reads: str, writes: str, more: dict[str, Any], how: str
+) -> None:
+    folder = make_model(work / "base")
+    (folder / "precious").mkdir()
+    (work / "link").symlink_to(folder)
+    named = {"plainly": "base", "by another name": "link/../base/.", "through a link": "link"}[how]
+    flags = {**more, reads: str(folder), writes: named}
+    flag = "--" + writes.replace("_", "-")
+    read = "--" + reads.replace("_", "-")
+    before = tree(work)
+    sentence = f"{flag} {named} would write into the model folder that {read} {folder} reads: choose another folder"
+    assert refused(valid, **flags) == sentence
+    assert tree(work) == before
+
+
+@pytest.mark.parametrize(
+    ("save_hf", "fine"),
+    [
+        ("base/trained", False),
+        ("base/step_{rollout_id}", False),
+        ("models", False),
+        (".", False),
+        ("models/step_{rollout_id}", False),
+        ("models/step_{rollout_id}/x", False),
+        ("models/other_{rollout_id}", True),
+        ("models/step_{rollout_id:05d}", True),  # step_00003 is not step_3
+        ("linked_{rollout_id}", False),
+        ("linked_{rollout_id}/deeper", False),
+        ("base_new", True),
+    ],
+)
+def test_a_saved_model_neither_enters_nor_covers_what_is_read(
+    valid: dict[str, Any], work: Path, save_hf: str, fine: bool
+) -> None:
+    make_model(work / "base")
+    make_model(work / "models/step_3")
+    (work / "linked_7").symlink_to(work / "base")
+    flags = {"hf_checkpoint": str(work / "base"), "ref_load": str(work / "models/step_3"), "use_kl_loss": True}
+    flags |= {"save_hf": save_hf}
+    before = tree(work)
+    if fine:
+        assert resolve(Config(**{**valid, **flags})).save_hf == save_hf
+    else:
+        assert refused(valid, **flags).startswith(f"--save-hf {save_hf} ")
+    assert tree(work) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "lost"),
+    [
+        ({"save": "run", "save_hf": "run"}, "--output-dir"),
+        ({"save": "run/ckpt", "save_hf": "run", "output_dir": "out"}, "--save run/ckpt"),
+        ({"output_dir": "out/a", "save_hf": "out"}, "--output-dir out/a"),
+        ({"save_hf": "data"}, "--prompt-data data/p.jsonl"),
+        ({"save_hf": "to_{rollout_id}"}, "--prompt-data data/p.jsonl"),
+        (
+            {"save_hf": "dumps", "save_debug_rollout_data": "dumps/{rollout_id}.jsonl"},
+            "--save-debug-rollout-data dumps",
+        ),
+        ({"update_weight_local_checkpoint_dir": "out", "output_dir": "out"}, "--output-dir out"),
+    ],
+)
+def test_a_folder_that_is_replaced_takes_nothing_along(
+    valid: dict[str, Any], work: Path, flags: dict[str, str], lost: str
+) -> None:
+    (work / "data").mkdir()
+    (work / "data/p.jsonl").write_text('{"input": "a"}\n')
+    (work / "to_2").symlink_to(work / "data")
+    options = {**valid, "prompt_data": "data/p.jsonl@[:1]", **flags}
+    if "save" in flags and "output_dir" not in flags:
+        del options["output_dir"]
+    assert f"is replaced as a whole, and {lost}" in refused(options)
+
+
+def test_a_saved_model_may_lie_in_the_run_folder(valid: dict[str, Any], work: Path) -> None:
+    flags = {"save": "run", "load": "run", "save_hf": "run/hf_{rollout_id}", "output_dir": "run"}
+    assert resolve(Config(**{**valid, **flags})).save_hf == "run/hf_{rollout_id}"
+    assert not (work / "run").exists()
+
+
+def test_only_an_earlier_export_is_replaced(valid: dict[str, Any], work: Path) -> None:
+    folder = make_model(work / "hf_3")
+    assert refused(valid, save_hf="hf_{rollout_id}") == (
+        f"--save-hf hf_{{rollout_id}} would replace {folder}, which holds what no run saved there (config.json): choose "
+        "another folder, or move that away"
+    )
+    mark_written(folder)
+    resolve(Config(**{**valid, "save_hf": "hf_{rollout_id}"}))
+    (folder / "mine").mkdir()
+    assert "(mine)" in refused(valid, save_hf="hf_{rollout_id}")
+    resolve(Config(**{**valid, "save_hf": "hf_{rollout_id}", "num_rollout": 2}))  # never gets to 3
+    (work / "file").touch()
+    assert "is a file, but a folder is needed" in refused(valid, save_hf="file")
+
+
+def test_checkpoints_of_another_run_are_not_overwritten(valid: dict[str, Any], work: Path) -> None:
+    make_checkpoint(work / "run/iter_0000001")
+    make_checkpoint(work / "run/iter_0000004")
+    (work / "run" / LATEST).write_text("4\n")
+    sentence = (
+        "--save run holds the checkpoints of an earlier run (up to iter_0000004), which this one would overwrite: add "
+        "--load run to go on from them, or choose another folder"
+    )
+    assert refused(valid, save="run") == sentence
+    for load in ("run", "run/iter_0000001", str(work / "run")):
+        resolve(Config(**{**valid, "save": "run", "load": load}))
+    (work / "run/iter_0000002").mkdir()
+    (work / "run/iter_0000002/mp_rank_00").mkdir()
+    assert "has a checkpoint that this slime did not write" in refused(valid, save="run", load="run")
+
+
+def test_a_critic_has_a_folder_of_its_own(valid: dict[str, Any], work: Path) -> None:
+    assert "--critic-save and --save are both run" in refused(valid, **PPO, save="run", critic_save="./run")
+
+
+def test_versions_and_local_copies_are_of_runs(valid: dict[str, Any], work: Path) -> None:
+    version = make_model(work / "versions/weight_v000002")
+    assert "no run wrote it" in refused(valid, update_weight_disk_dir="versions")
+    mark_written(version)
+    flags = {"update_weight_disk_dir": "versions", "update_weight_transport": "disk"}
+    resolve(Config(**{**valid, **flags}))
+    assert "that this run removes: copy it elsewhere first" in refused(valid, **flags, hf_checkpoint=str(version))
+    (work / "local").mkdir()
+    flags = {"update_weight_local_checkpoint_dir": "local"}
+    resolve(Config(**{**valid, **flags}))
+    (work / "local/thesis.txt").touch()
+    assert "holds what no run wrote there" in refused(valid, **flags)
+    (work / "local/.weight_sync").mkdir()
+    (work / "local/.weight_sync/files.json").write_text("[]")
+    resolve(Config(**{**valid, **flags}))
+
+
+@pytest.mark.parametrize("flag", ["save_debug_rollout_data", "save_debug_train_data"])
+def test_dumps_overwrite_only_dumps(valid: dict[str, Any], work: Path, flag: str) -> None:
+    (work / "d").mkdir()
+    (work / "d/1.jsonl").write_text(json.dumps({"format": "slime-rollout"}) + "\n")
+    (work / "d/notes.jsonl").write_text("{}\n")
+    resolve(Config(**{**valid, flag: "d/{rollout_id}.jsonl"}))
+    (work / "d/eval_2.jsonl").write_text('{"input": "a"}\n')
+    assert f"would overwrite {work}/d/eval_2.jsonl, which no run wrote" in refused(
+        valid, **{flag: "d/{rollout_id}.jsonl"}
+    )
+    flags = {flag: "d/eval_{rollout_id}.jsonl", "prompt_data": "d/eval_2.jsonl"}
+    assert "would overwrite --prompt-data d/eval_2.jsonl" in refused(valid, **flags)
+    if flag == "save_debug_rollout_data":
+        (work / "d/0.jsonl").write_text(json.dumps({"format": "slime-rollout"}) + "\n")
+        flags = {flag: "d/{rollout_id}.jsonl", "load_debug_rollout_data": "./d/{rollout_id}.jsonl"}
+        (work / "d/eval_2.jsonl").unlink()
+        assert "a dump would be written over itself" in refused(valid, **flags)
+
+
+def test_a_run_folder_is_of_runs(valid: dict[str, Any], work: Path) -> None:
+    (work / "out").mkdir()
+    (work / "out/notes.md").touch()
+    resolve(Config(**valid))
+    (work / "out/config.yaml").write_text("lr: 1e-6  # mine\n")
+    assert "has a config.yaml that no run wrote and this one would overwrite" in refused(valid)
+    (work / "out/config.yaml").write_text("# The resolved config of a run; start it again with --config x\n")
+    (work / "out/reward.png").touch()
+    assert "has a reward.png that no run wrote" in refused(valid)
+    (work / "out/.lock").touch()
+    resolve(Config(**valid))
+    assert "leads out of the run folder" in refused(valid, tb_project_name=str(work))
+    assert "leads out of the run folder" in refused(valid, tb_project_name="ok", tb_experiment_name="../../tb")
+
+
+@pytest.mark.parametrize(
+    "flag", ["save", "save_hf", "output_dir", "update_weight_disk_dir", "save_debug_rollout_data", "critic_save"]
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_writing_is_tried_where_permissions_say_nothing(valid: dict[str, Any], work: Path, flag: str) -> None:
+    mount = work / "disk"
+    (mount / "there").mkdir(parents=True)
+    path = "disk/there/x/{rollout_id}.jsonl" if flag.startswith("save_debug") else "disk/there/x"
+    flags = {**(PPO if flag == "critic_save" else {}), flag: path}
+    resolve(Config(**{**valid, **flags}))
+    assert list((mount / "there").iterdir()) == []
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", mount], check=False, capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        assert refused(valid, **flags) == (
+            f"--{flag.replace('_', '-')} disk/there/x cannot be written (Read-only file system in {mount}): choose another folder"
+        )
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
+def test_paths_of_rollouts(work: Path) -> None:
+    one = RolloutPath("a/b")
+    assert (one.is_one, one.real, one.fixed_folder) == (True, str(work / "a/b"), work / "a")
+    many = RolloutPath("a/{rollout_id}_of_{rollout_id}/x")
+    assert (many.is_one, many.fixed_folder) == (False, work / "a")
+    assert many.rollout_of(work / "a/12_of_12/x") == 12
+    assert many.rollout_of(work / "a/12_of_x/x") is None
+    braces = RolloutPath("a/{{set}}_{rollout_id}")
+    (work / "a/{set}_5").mkdir(parents=True)
+    (work / "a/{set}_mine").mkdir()
+    assert list(braces.present()) == [(5, work / "a/{set}_5")]
