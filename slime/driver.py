@@ -52,6 +52,7 @@ from slime.observe.summary import earlier_metrics, show_summary
 from slime.parts import Parts
 from slime.plan import make_plan, needs_engines
 from slime.plugins import load_function
+from slime.rescue import weights_rescued
 from slime.rollout.base_types import RolloutFnEvalOutput, call_rollout_fn, leaves
 from slime.rollout.completions import PER_DATASET, PER_ROLLOUT, completion_rows, evaluated_samples
 from slime.rollout.concerns import Concerns
@@ -103,11 +104,12 @@ def train(config: Config, *, reward: Callable[..., Any] | None = None) -> Traini
         memory = stack.enter_context(MemorySampler(lambda: process_tree(os.getpid())))
         journal = _open_journal(config, run_dir, stack)
         run = Run(config, device, run_dir, stack, data_source, journal, reward, notes=plan.notes)
-        with failures_with_context(run):
+        with failures_with_context(run), weights_rescued(run):
             run.runtime.eval_datasets.update(datasets)
             run.loop()
         run.result.peak_memory_gib = memory.stop() / 2**30
-        run.finish()
+        with weights_rescued(run):
+            run.finish()
     return run.result
 
 
@@ -131,6 +133,8 @@ class Run:
         self.result = TrainingResult(run_dir.path)
         self._began = time.monotonic()
         self.journal = journal
+        self.trained: int | None = None
+        self.saved: int | None = None
         self.data_source = data_source if journal is None else JournaledSource(data_source, journal)
         self.total = _num_rollout(config, data_source)
         self.config = config = config.replace(num_rollout=self.total)
@@ -276,6 +280,7 @@ class Run:
             self.parts.trained(rollout_id + 1)
         norms = (step.get("train/grad_norm") for step in trained.metrics)  # a step of the critic alone has none
         self._grad_norm = max((norm for norm in norms if norm is not None), default=None)
+        self.trained = rollout_id
         for metrics in trained.metrics:
             self.metrics.log(metrics, int(metrics["train/step"]), "train", rollout_id=rollout_id)
         if self.config.ci_test and trained.metrics:
@@ -338,6 +343,7 @@ class Run:
             with self.parts.trainers_at_work():
                 self.trainers.save_hf(self.config.save_hf.format(rollout_id=rollout_id))
         self.progress.status("trainer", "waiting")
+        self.saved = rollout_id
 
     def finish(self) -> None:
         self.result.seconds = time.monotonic() - self._began

@@ -171,8 +171,6 @@ def _check_dump_files(config: Config) -> None:
             raise UserError(f"{flag}: there is no dump {first}")
 
 
-
-
 def _check_data_file(data: str, flag: str) -> None:
     match = _SLICE.fullmatch(data)
     path = Path(match["path"] if match else data)
@@ -182,5 +180,3 @@ def _check_data_file(data: str, flag: str) -> None:
         raise UserError(f"{flag}: {path} is a folder, but a .jsonl or .parquet file is needed")
     if not os.access(path, os.R_OK):
         raise UserError(f"{flag}: no permission to read {path}")
-
-

@@ -26,7 +26,7 @@ from slime.owned import is_checkpoint, is_dump, is_marked, not_from_a_run
 LOCAL_FILES = ".weight_sync/files.json"
 """Says which files of a folder are a local copy that deltas are applied to."""
 _PROBE_BYTES = 4096
-_RUN_FILES = ("metrics.jsonl", "reward.png", "loss.png")
+_RUN_FILES = ("metrics.jsonl", "completions.jsonl", "reward.png", "loss.png")
 _RUN_LOCK = ".lock"
 
 
@@ -241,10 +241,11 @@ def _strange_dumps(config: Config) -> Iterator[str]:
 
 def _strange_run_folder(config: Config) -> Iterator[str]:
     folder = Path(config.output_dir)
-    own = folder / "config.yaml"
-    if own.is_file() and not own.read_bytes().startswith(RESOLVED.encode()):
+    written = folder / "config.yaml"
+    by_a_run = written.is_file() and written.read_bytes().startswith(RESOLVED.encode())
+    if written.exists() and not by_a_run:
         yield f"--output-dir {folder} has a config.yaml that no run wrote and this one would overwrite: choose another"
-    if not (folder / _RUN_LOCK).exists():
+    if not by_a_run and not (folder / _RUN_LOCK).exists():
         for name in _RUN_FILES:
             if (folder / name).exists():
                 yield f"--output-dir {folder} has a {name} that no run wrote: choose another folder"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from slime.errors import UserError
 from slime.models.files import fsync_path
 from slime.models.shards import NamedTensors, ShardWriter, iter_named, write_index
-from slime.owned import MANIFEST, mark_written, not_from_a_run
+from slime.models.taken import refuse_to_replace
+from slime.owned import MANIFEST, mark_written
 
 MAX_SHARD_BYTES = 5 * 1000**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
@@ -47,19 +47,6 @@ def replace_folder(finished: Path, target: Path) -> None:
     os.rename(finished, target)
     fsync_path(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-class FolderTaken(UserError):
-    """There is something at the path of a folder to be saved that no run put there."""
-
-
-def refuse_to_replace(target: Path) -> None:
-    """Raise for a path with anything else than what a run saved there."""
-    if target.exists() and not target.is_dir():
-        raise FolderTaken(f"{target} is a file: choose another path for the saved model")
-    stranger = not_from_a_run(target)
-    if stranger is not None:
-        raise FolderTaken(f"{target} has {stranger}, which no run saved there: choose another path for the saved model")
 
 
 def save_hf_folder(

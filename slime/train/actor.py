@@ -178,13 +178,12 @@ class Actor:
         if "old_actor" in self.frozen:
             self.frozen["old_actor"].copy_from(self.backend)
 
-    def save(self, rollout_id: int) -> Path:
-        assert self.config.save is not None
+    def save(self, rollout_id: int, folder: Path) -> Path:
         self.state.next_rollout_id = rollout_id + 1
         moving_reference = self.frozen["ref"] if self.config.ref_update_interval is not None else None
         backend: TrainBackend = self.backend
         return CheckpointFolder.write(
-            Path(self.config.save),
+            folder,
             rollout_id,
             backend,
             self.state,

@@ -20,6 +20,9 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +36,11 @@ from slime.data.state_file import state_path
 from slime.errors import UserError
 from slime.models.saving import replace_folder
 from slime.models.shards import ShardWriter, fsync_path
+from slime.models.taken import FolderTaken
 from slime.owned import is_checkpoint
 from slime.train.backends.frozen import FrozenModel
 from slime.train.backends.protocol import NamedTensor, TrainBackend
+from slime.train.not_written import written_together
 
 SHARD_BYTES = 1024**3
 FORMAT = 1
@@ -69,35 +74,28 @@ class CheckpointFolder:
         with_optimizer: bool,
         reference: FrozenModel | None = None,
     ) -> Path:
-        """Save; all ranks call it, rank 0 writes."""
+        """Save; all ranks call it, rank 0 writes. A `NotWritten` leaves the ranks in step and nothing half-written."""
         target = root / f"iter_{rollout_id:07d}"
-        staging = root / f".{target.name}.tmp-{os.getpid()}"
         is_writer = backend.ranks.rank == 0
-        if is_writer:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-        _write_stream(backend.full_parameters(), staging, "model", is_writer)
-        if with_optimizer:
-            _write_stream(backend.full_optimizer_state(), staging, "optim", is_writer)
-        if reference is not None:
-            _write_stream(reference.full_parameters(), staging, "ref", is_writer)
         random_states = {f"cpu.{rank}": s for rank, s in enumerate(backend.ranks.gather(torch.get_rng_state()))}
+        meta = {
+            "format": FORMAT,
+            **asdict(state),
+            "world_size": backend.ranks.world_size,
+            "with_optimizer": with_optimizer,
+            "model": describe_model(backend),
+            "hf_checkpoint": config.hf_checkpoint,
+        }
+        tensors = _prefixed(
+            model=backend.full_parameters(),
+            optim=backend.full_optimizer_state() if with_optimizer else iter(()),
+            ref=reference.full_parameters() if reference is not None else iter(()),
+        )
+        write = partial(_write_folder, target, random_states, meta)
+        written_together(
+            backend.ranks, tensors, write if is_writer else None, f"the checkpoint of rollout {rollout_id} to {target}"
+        )
         if is_writer:
-            save_file(random_states, staging / "rng.safetensors")
-            meta = {
-                "format": FORMAT,
-                **asdict(state),
-                "world_size": backend.ranks.world_size,
-                "with_optimizer": with_optimizer,
-                "model": describe_model(backend),
-                "hf_checkpoint": config.hf_checkpoint,
-            }
-            (staging / "meta.json").write_text(json.dumps(meta, indent=2))
-            for file in staging.iterdir():
-                fsync_path(file)
-            fsync_path(staging)
-            replace_folder(staging, target)
-            _write_latest(root, rollout_id)
             _remove_old(root, config.ckpt_keep, keep=target)
         backend.ranks.barrier()
         return target
@@ -183,14 +181,41 @@ def check_same_model(path: Path, saved: dict[str, Any], current: dict[str, Any],
     )
 
 
-def _write_stream(tensors: Iterator[NamedTensor], folder: Path, prefix: str, is_writer: bool) -> None:
-    """Whole tensors pass one by one; every rank takes part in gathering them, the writer keeps a shard at a time."""
-    writer = ShardWriter(folder, prefix=prefix, max_bytes=SHARD_BYTES, dtype=None) if is_writer else None
-    for name, tensor in tensors:
-        if writer is not None:
-            writer.add(name, tensor)
-    if writer is not None:
-        writer.finish()
+def _prefixed(**streams: Iterator[NamedTensor]) -> Iterator[tuple[str, NamedTensor]]:
+    """All tensors one by one, each with the prefix of the files it belongs to."""
+    for prefix, tensors in streams.items():
+        for pair in tensors:
+            yield prefix, pair
+
+
+def _write_folder(
+    target: Path,
+    random_states: dict[str, torch.Tensor],
+    meta: dict[str, Any],
+    tensors: Iterator[tuple[str, NamedTensor]],
+) -> None:
+    """Write everything beside `target`, a shard at a time, and put it there when it is whole."""
+    staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    if target.exists() and not is_checkpoint(target):
+        raise FolderTaken(f"{target} is no checkpoint of a run, or has more in it: move it away")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        for prefix, members in groupby(tensors, key=itemgetter(0)):
+            writer = ShardWriter(staging, prefix=prefix, max_bytes=SHARD_BYTES, dtype=None)
+            for _, (name, tensor) in members:
+                writer.add(name, tensor)
+            writer.finish()
+        save_file(random_states, staging / "rng.safetensors")
+        (staging / "meta.json").write_text(json.dumps(meta, indent=2))
+        for file in staging.iterdir():
+            fsync_path(file)
+        fsync_path(staging)
+        replace_folder(staging, target)
+        _write_latest(target.parent, int(target.name.removeprefix("iter_")))
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def _write_latest(root: Path, rollout_id: int) -> None:
@@ -214,5 +239,5 @@ def _remove_old(root: Path, keep_count: int | None, *, keep: Path) -> None:
     found = sorted(p for p in root.iterdir() if re.fullmatch(r"iter_\d{7,}", p.name) and is_checkpoint(p))
     for old in found[: max(len(found) - keep_count, 0)]:
         if old != keep:
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
             state_path(root, int(old.name.removeprefix("iter_"))).unlink(missing_ok=True)

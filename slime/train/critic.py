@@ -45,11 +45,10 @@ class Critic:
         """One update for each step; metrics under the names that a critic's have."""
         return [self._step(step) for step in steps]
 
-    def save(self, rollout_id: int) -> None:
-        assert self.config.save is not None
+    def save(self, rollout_id: int, folder: Path) -> None:
         self.state.next_rollout_id = rollout_id + 1
         CheckpointFolder.write(
-            Path(self.config.save),
+            folder,
             rollout_id,
             self.backend,
             self.state,

@@ -14,13 +14,13 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from slime.errors import RunFailed
 from slime.models.shards import ShardWriter
 from slime.train.backends.protocol import NamedTensor, TrainBackend
+from slime.train.not_written import written_together
 
 
 def hf_tensors(backend: TrainBackend) -> Iterator[NamedTensor]:
@@ -42,28 +42,31 @@ def export_weights(
     backend: TrainBackend, folder: Path, *, version: int, dtype: torch.dtype, buffer_size: int
 ) -> list[Path]:
     """Write `weights-v{version}-{i}.safetensors` buckets of at most `buffer_size` bytes; rank 0 returns their paths."""
-    tensors = hf_tensors(backend)
-    if backend.ranks.rank == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            prefix = f"weights-v{version:06d}"
-            writer = ShardWriter(folder, prefix=prefix, max_bytes=buffer_size, dtype=dtype, sync=False)
-            for name, tensor in tensors:
-                writer.add(name, tensor)
-            return writer.finish()
-        except (OSError, SafetensorError) as cause:
-            raise not_written(folder, version, cause) from cause
-    for _ in tensors:
-        pass
-    return []
+    paths: list[Path] = []
+
+    def write(tensors: Iterator[NamedTensor]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        prefix = f"weights-v{version:06d}"
+        writer = ShardWriter(folder, prefix=prefix, max_bytes=buffer_size, dtype=dtype, sync=False)
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        paths.extend(writer.finish())
+
+    is_writer = backend.ranks.rank == 0
+    written_together(backend.ranks, hf_tensors(backend), write if is_writer else None, _what(folder, version))
+    return paths
 
 
 def not_written(folder: Path, version: int, cause: Exception) -> RunFailed:
     """The sentence for files that could not be written."""
+    return RunFailed(f"cannot write {_what(folder, version)}: {cause}")
+
+
+def _what(folder: Path, version: int) -> str:
     free = shutil.disk_usage(folder).free if folder.exists() else 0
-    return RunFailed(
-        f"cannot write version {version} of the weights to {folder} ({free / 2**30:.2f} GiB free there): {cause}; free "
-        "some space, or choose another place with --update-weight-transport disk and --update-weight-disk-dir"
+    return (
+        f"version {version} of the weights to {folder} ({free / 2**30:.2f} GiB free there; --update-weight-transport "
+        "disk and --update-weight-disk-dir choose another place)"
     )
 
 

@@ -29,6 +29,7 @@ from slime.train.carry import in_front_of, load_carried, remove_stale, save_carr
 from slime.train.conversion import converted_batch
 from slime.train.dump import write_train_dump
 from slime.train.flops import FlopsModel
+from slime.train.not_written import NotWritten
 from slime.train.schedule import Schedule, build_schedule
 from slime.waits import Wait, WaitTimeout, expired, raise_failures, waiting
 
@@ -130,12 +131,18 @@ class TrainerGroup:
         rollout_metrics["perf/train_time"] += prepared
         return TrainResult(metrics=answers[0]["metrics"], rollout_metrics=rollout_metrics)
 
-    def save(self, rollout_id: int) -> Path:
-        """What waits first, the checkpoint last: only a whole one is ever resumed from."""
-        folder = self.config.save
+    def save(self, rollout_id: int, folder: str | None = None) -> Path:
+        """What waits first, the checkpoint last: only a whole one is ever resumed from.
+
+        Under `folder` instead of `--save`, if it is given. A `NotWritten` leaves the trainers as they were.
+        """
+        folder = folder or self.config.save
         if folder is not None:
-            save_carried(folder, rollout_id, self._carried)
-        saved = Path(self._call_same("save", rollout_id=rollout_id)[0])
+            try:
+                save_carried(folder, rollout_id, self._carried)
+            except OSError as error:
+                raise NotWritten(f"cannot write the checkpoint of rollout {rollout_id} to {folder}: {error}") from error
+        saved = Path(self._call_same("save", rollout_id=rollout_id, folder=folder)[0])
         if folder is not None:
             remove_stale(folder)
         return saved
@@ -181,6 +188,7 @@ class TrainerGroup:
         return checksums
 
     def save_hf(self, path: str | Path) -> Path:
+        """A Hugging Face folder; a `NotWritten` leaves the trainers as they were."""
         return Path(self._call_same("save_hf", path=str(path))[0])
 
     def stop(self) -> None:
@@ -212,6 +220,11 @@ class TrainerGroup:
 
     def __exit__(self, *_exc: object) -> None:
         self.stop()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether all ranks run and are in step."""
+        return bool(self._ranks) and not self._failed
 
     @property
     def pids(self) -> list[int]:
@@ -283,7 +296,7 @@ class TrainerGroup:
             with waiting(everybody, f"to finish {method}", timeout_s=self._deadline_s, flag=DEADLINE_FLAG) as wait:
                 self._send(method, params, wait)
                 return self._collect(method, wait)
-        except UserError:
+        except (UserError, NotWritten):
             raise
         except BaseException:
             self._failed = True
@@ -310,6 +323,9 @@ class TrainerGroup:
             if not ready and wait.is_over():
                 raise self._timeout(list(missing.values()), f"to finish {method}", wait)
             raise_failures()
+        for result in results.values():
+            if isinstance(result, NotWritten):
+                raise result
         return [results[index] for index in range(len(self._ranks))]
 
     def _timeout(self, missing: Sequence[int], why: str, wait: Wait) -> WaitTimeout:
@@ -332,6 +348,8 @@ class TrainerGroup:
         error = reply["error"]
         if error["user_error"]:
             raise UserError(error["message"])
+        if error["not_written"]:
+            return NotWritten(error["message"])  # raised when all have said so
         dead = self._dead_beside(index)
         if dead is not None:
             raise self._death(dead, method)

@@ -7,6 +7,7 @@ those of the whole batch, equal on every rank.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from slime.models.shape import count_parameters
 from slime.plugins import load_function
 from slime.train.actor import Actor
 from slime.train.advantages import set_advantages
+from slime.train.backends.protocol import NamedTensor
 from slime.train.batch import TrainBatch
 from slime.train.critic import Critic
 from slime.train.distributed import Ranks, join_ranks
@@ -31,6 +33,7 @@ from slime.train.dump import dump_rows
 from slime.train.export import export_weights, hf_tensors
 from slime.train.finite import check_columns_finite
 from slime.train.micro_batch import MicroBatch, StepShare, make_micro_batch
+from slime.train.not_written import written_together
 from slime.train.rollout_data import RolloutData, collect, distribute, make_rollout_data
 from slime.train.sender import WeightSender
 from slime.train.timers import Timers
@@ -87,12 +90,15 @@ class Trainer:
             answer["dump"] = dump_rows(columns, rank=self.ranks.rank)
         return answer
 
-    def save(self, rollout_id: int) -> str:
-        if self.config.save is None:
+    def save(self, rollout_id: int, folder: str | None = None) -> str:
+        """A checkpoint under `--save`, or under another folder; its path, or a `NotWritten`."""
+        root, critic_root = folder or self.config.save, self.config.critic_save
+        if root is None:
             raise UserError("saving a checkpoint needs --save: the folder to write it to")
         if self.critic is not None:  # first: the policy's checkpoint is the one that a resumed run looks for
-            self.critic.save(rollout_id)
-        return str(self.actor.save(rollout_id))
+            own = critic_root if critic_root is not None and folder is None else Path(root) / "critic"
+            self.critic.save(rollout_id, Path(own))
+        return str(self.actor.save(rollout_id, Path(root)))
 
     def export_weights(self, out_dir: str, version: int) -> list[str]:
         """HF-named safetensors files for the engines, written by rank 0 (the others return nothing)."""
@@ -132,14 +138,16 @@ class Trainer:
         return self.sender.checksums(self.actor.backend)
 
     def save_hf(self, path: str) -> str:
+        """A Hugging Face folder; its path, or a `NotWritten`."""
+        source, dtype = self.config.hf_checkpoint, self.dtype
+        assert source is not None
+
+        def write(tensors: Iterator[NamedTensor]) -> None:
+            save_hf_folder(tensors, source, path, dtype)
+
+        is_writer = self.ranks.rank == 0
         tensors = hf_tensors(self.actor.backend)
-        if self.ranks.rank == 0:
-            assert self.config.hf_checkpoint is not None
-            save_hf_folder(tensors, self.config.hf_checkpoint, path, self.dtype)
-        else:
-            for _ in tensors:
-                pass
-        self.ranks.barrier()
+        written_together(self.ranks, tensors, write if is_writer else None, f"the Hugging Face folder {path}")
         return path
 
     def _micro_batches(self, batch: TrainBatch, plans: list[dict[str, Any]]) -> list[list[MicroBatch]]:

@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from slime.cluster.channel import Channel, ChannelClosed
 from slime.config import Config
 from slime.errors import UserError
+from slime.train.not_written import NotWritten
 from slime.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ def answer(worker: Worker, method: str, params: dict[str, Any]) -> dict[str, Any
                 "message": str(cause),
                 "traceback": traceback.format_exc(),
                 "user_error": isinstance(cause, UserError),
+                "not_written": isinstance(cause, NotWritten),
             },
         }
 

@@ -65,6 +65,10 @@ class RunAsync(Protocol):
     def __call__(self, coro: Coroutine[Any, Any, T], /) -> T: ...
 
 
+class WeightsNotWritten(RunFailed):
+    """A version of the weights could not be written; the trainers still have it."""
+
+
 class WeightVersionMismatch(RunFailed):
     """An engine took an update and then named another version than the one sent."""
 
@@ -260,7 +264,7 @@ def written_or_failed(stage: Callable[[int], Staged], version: int) -> Staged:
     try:
         return stage(version)
     except OSError as cause:
-        raise RunFailed(
+        raise WeightsNotWritten(
             f"cannot write version {version} of the weights: {cause}; the engines keep the version they have"
         ) from cause
 

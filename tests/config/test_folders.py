@@ -16,6 +16,7 @@ from slime.config.start import LATEST
 from slime.errors import UserError
 from slime.owned import mark_written
 from tests.model_files import add_weights
+from tests.small_disk import small_disk
 
 
 @pytest.fixture
@@ -225,10 +226,13 @@ def test_a_run_folder_is_of_runs(valid: dict[str, Any], work: Path) -> None:
     resolve(Config(**valid))
     (work / "out/config.yaml").write_text("lr: 1e-6  # mine\n")
     assert "has a config.yaml that no run wrote and this one would overwrite" in refused(valid)
-    (work / "out/config.yaml").write_text("# The resolved config of a run; start it again with --config x\n")
+    (work / "out/config.yaml").unlink()
     (work / "out/reward.png").touch()
     assert "has a reward.png that no run wrote" in refused(valid)
     (work / "out/.lock").touch()
+    resolve(Config(**valid))
+    (work / "out/.lock").unlink()
+    (work / "out/config.yaml").write_text("# The resolved config of a run; start it again with --config x\n")
     resolve(Config(**valid))
     assert "leads out of the run folder" in refused(valid, tb_project_name=str(work))
     assert "leads out of the run folder" in refused(valid, tb_project_name="ok", tb_experiment_name="../../tb")
@@ -254,6 +258,15 @@ def test_writing_is_tried_where_permissions_say_nothing(valid: dict[str, Any], w
         )
     finally:
         subprocess.run(["umount", mount], check=True)
+
+
+def test_a_full_disk_is_known_before_the_start(valid: dict[str, Any], work: Path) -> None:
+    with small_disk(work / "disk") as disk:
+        (disk / "filler").write_bytes(bytes(64 * 1024))
+        assert refused(valid, save_hf="disk/hf") == (
+            f"--save-hf disk/hf cannot be written (No space left on device in {disk}): choose another folder"
+        )
+        assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
 def test_paths_of_rollouts(work: Path) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 from tests.e2e.runs import TRAIN, records, run
+from tests.small_disk import small_disk
 
 FLAGS = [
     *("--hf-checkpoint", "model", "--prompt-data", "sums.jsonl", "--input-key", "messages", "--label-key", "label"),
@@ -27,3 +31,23 @@ def test_supervised_run_and_its_continuation(place: Path) -> None:
     assert not any("reward" in name or "tokens_per" in name for r in records(place / "sft") for name in r)
     kept = [path.name for path in (place / "sft").glob("iter_*")] + [p.name for p in (place / "sft/rollout").iterdir()]
     assert kept == ["iter_0000002", "data_state_2.json"]
+
+
+def test_a_disk_that_is_full_at_the_end_costs_the_run_and_not_the_weights(place: Path) -> None:
+    flags = [*FLAGS[: FLAGS.index("--save")], "--num-rollout", "1", "--output-dir", "rescued"]
+    with small_disk(place / "small") as disk:
+        done = run([*TRAIN, *flags, "--save", "small/ckpt", "--save-hf", "small/hf"], place)
+        assert [path.name for path in disk.rglob("*") if path.is_file()] == ["data_state_0.json"]
+    (kept,) = place.glob("rescued/rescued-*-rollout-0")
+    assert done.code == 1
+    last = done.err.splitlines()[-1]
+    assert last.startswith("error: cannot write the checkpoint of rollout 0 to small/ckpt/iter_0000000: ")
+    assert last.endswith(
+        f"; the weights after rollout 0 are saved in {kept}, a Hugging Face folder, and a checkpoint to go on from with "
+        f"--load {kept}-checkpoint"
+    )
+    assert "Traceback" not in done.err
+    before, after = (load_file(folder / "model.safetensors") for folder in (place / "model", kept))
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    assert (place / f"{kept}-checkpoint" / "iter_0000000" / "meta.json").is_file()

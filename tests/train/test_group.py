@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from slime.config import Config, derive
 from slime.errors import UserError
 from slime.train.group import TrainerDied, TrainerGroup, TrainResult
+from slime.train.not_written import NotWritten
 from tests.train.tiny_training import make_samples
 
 Folder = Callable[[str], Path]
@@ -135,7 +136,10 @@ def test_sft_loss_is_the_plain_negative_log_likelihood_and_freezing_holds(model_
 
 
 def test_several_steps_use_old_log_probs_and_hf_folder_loads(model_folder: Folder, tmp_path: Path) -> None:
-    several = config(model_folder("qwen3_moe"), global_batch_size=3, num_steps_per_rollout=3, dtype="bfloat16")
+    several = config(
+        model_folder("qwen3_moe"), global_batch_size=3, num_steps_per_rollout=3, dtype="bfloat16",
+        actor_num_gpus_per_node=2,
+    )  # fmt: skip
     with TrainerGroup(several, device="cpu", run_dir=tmp_path / "run") as group:
         group.start()
         result = group.train(0, make_samples(3, 3))
@@ -143,7 +147,19 @@ def test_several_steps_use_old_log_probs_and_hf_folder_loads(model_folder: Folde
         assert result.metrics[0]["train/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
         assert result.metrics[2]["train/ppo_kl"] != 0.0
         assert result.rollout_metrics["perf/log_probs_time"] > 0
+        (tmp_path / "file").touch()
+        with pytest.raises(NotWritten, match=r"cannot write the Hugging Face folder .*/file/hf: "):
+            group.save_hf(tmp_path / "file" / "hf")
+        with pytest.raises(NotWritten, match=r"cannot write the checkpoint of rollout 0 to .*/file: .*Not a directory"):
+            group.save(0, folder=str(tmp_path / "file"))
+        (tmp_path / "taken" / "iter_0000000" / "mp_rank_00").mkdir(parents=True)
+        with pytest.raises(NotWritten, match=r"rollout 0 to .*/taken/iter_0000000: .* is no checkpoint of a run"):
+            group.save(0, folder=str(tmp_path / "taken"))
+        with pytest.raises(NotWritten, match=r"cannot write version 1 of the weights to .*/file/export .*: "):
+            group.export_weights(tmp_path / "file" / "export", version=1)
+        assert group.is_usable
         group.save_hf(tmp_path / "hf")
+        assert group.save(0, folder=str(tmp_path / "ckpt")) == tmp_path / "ckpt" / "iter_0000000"
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]

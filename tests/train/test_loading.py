@@ -115,6 +115,19 @@ def test_a_saved_folder_that_was_added_to_stays(folder: Path, tmp_path: Path, ad
     assert (out / added).is_dir() if added.endswith("/") else (out / added).read_text() == "mine"
 
 
+def test_what_appears_while_a_folder_is_saved_stays(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+
+    def slowly():
+        yield from tensors.items()
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine.txt").touch()
+
+    with pytest.raises(UserError, match=r"out has mine.txt, which no run saved there"):
+        save_hf_folder(slowly(), folder, tmp_path / "out", torch.float32)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
 def test_a_link_is_saved_through_and_a_copied_mark_does_not_count(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     (tmp_path / "disk").mkdir()

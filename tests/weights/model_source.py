@@ -21,7 +21,9 @@ class OneRank:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.module = SimpleNamespace(model=model)
-        self.ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"), max=lambda values: values)
+        self.ranks = SimpleNamespace(
+            rank=0, world_size=1, device=torch.device("cpu"), max=lambda values: values, union=set
+        )
 
     def local_parameters(self) -> Iterator[NamedTensor]:
         return ((name, parameter.detach()) for name, parameter in self.module.model.named_parameters())

@@ -132,7 +132,9 @@ def test_only_files_of_updates_are_removed(tmp_path: Path, model_folder: Path, s
     (folder / "thesis.txt").unlink()
     local.rebuild(folders[0], 1)
     (folder / "model-00009-of-00009.safetensors").write_text("mine")
-    with pytest.raises(RunFailed, match=r"local has model-00009-of-00009.safetensors, which no weight update put there"):
+    with pytest.raises(
+        RunFailed, match=r"local has model-00009-of-00009.safetensors, which no weight update put there"
+    ):
         local.rebuild(folders[0], 1)
     assert (folder / "model-00009-of-00009.safetensors").read_text() == "mine"
     assert local.version == 1

@@ -1,0 +1,208 @@
+"""A full or lost disk: the weights are saved in the next place that takes them, and the error says where."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import slime.rescue
+from slime.config import Config
+from slime.data.journal.database import JournalFailed
+from slime.errors import RunFailed, UserError
+from slime.rescue import weights_rescued
+from slime.train.not_written import NotWritten, written_together
+from tests.small_disk import small_disk
+from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import make_samples
+
+Folder = Callable[[str], Path]
+
+
+class Trainers:
+    """A real trainer, asked as the driver asks its processes."""
+
+    is_usable = True
+
+    def __init__(self, config: Config) -> None:
+        self.inner = InProcess(config)
+        self.inner.train(0, make_samples(3, 3))
+
+    def save_hf(self, path: str) -> Path:
+        return Path(self.inner.trainer.save_hf(str(path)))
+
+    def save(self, rollout_id: int, folder: str | None = None) -> Path:
+        return Path(self.inner.trainer.save(rollout_id, folder))
+
+
+@dataclass
+class Run:
+    config: Config
+    trainers: Trainers | None
+    trained: int | None = 0
+    saved: int | None = None
+
+
+@pytest.fixture(scope="module")
+def trainers(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Trainers:
+    return Trainers(config_for(model_folder("qwen3"), tmp_path_factory.mktemp("out")))
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary folder and shared memory, under the test's own folder."""
+    for name in ("tmp", "shm"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(slime.rescue, "SHARED_MEMORY", tmp_path / "shm")
+    return tmp_path
+
+
+def run_of(trainers: Trainers, tmp_path: Path, **flags: str) -> Run:
+    config = trainers.inner.config.replace(output_dir=str(tmp_path / "out"), **flags)
+    return Run(config, trainers)
+
+
+def failure(run: Run, what: Callable[[], object]) -> str:
+    with pytest.raises(RunFailed) as caught, weights_rescued(run):
+        what()
+    assert type(caught.value) is RunFailed
+    return str(caught.value)
+
+
+def assert_has_weights(trainers: Trainers, folder: Path) -> None:
+    saved = load_file(folder / "model.safetensors")
+    for name, tensor in trainers.inner.trainer.actor.backend.full_parameters():
+        if name in saved:
+            assert torch.equal(saved[name], tensor), name
+    assert len(saved) > 10
+
+
+def only(folder: Path) -> Path:
+    (found,) = [path for path in folder.iterdir() if not path.name.endswith("-checkpoint")]
+    return found
+
+
+def test_a_full_disk_at_the_end_leaves_the_weights_in_the_run_folder(
+    trainers: Trainers, elsewhere: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(elsewhere / "disk") as disk:
+        run = run_of(trainers, elsewhere, save_hf=str(disk / "hf"))
+        sentence = failure(run, lambda: trainers.save_hf(str(disk / "hf")))
+        assert list(disk.iterdir()) == []
+    kept = only(elsewhere / "out")
+    assert kept.name.startswith("rescued-")
+    assert sentence.startswith(f"cannot write the Hugging Face folder {disk}/hf: ")
+    assert "No space left on device" in sentence
+    assert sentence.endswith(f"; the weights after rollout 0 are saved in {kept}, a Hugging Face folder")
+    assert_has_weights(trainers, kept)
+    assert [record.getMessage() for record in caplog.records] == [f"saving the weights in {kept}"]  # not there again
+
+
+def test_a_checkpoint_that_does_not_fit_is_saved_beside_the_weights(trainers: Trainers, elsewhere: Path) -> None:
+    with small_disk(elsewhere / "disk") as disk:
+        run = run_of(trainers, elsewhere, save=str(disk))
+        sentence = failure(run, lambda: trainers.save(0, str(disk)))
+        assert list(disk.iterdir()) == []
+    kept = only(elsewhere / "out")
+    assert sentence.startswith(f"cannot write the checkpoint of rollout 0 to {disk}/iter_0000000: ")
+    assert sentence.endswith(
+        f"; the weights after rollout 0 are saved in {kept}, a Hugging Face folder, and a checkpoint to go on from with "
+        f"--load {kept}-checkpoint"
+    )
+    resumed = InProcess(trainers.inner.config.replace(load=f"{kept}-checkpoint"))
+    assert resumed.start == 1
+    for name, tensor in resumed.weights.items():
+        assert torch.equal(tensor, trainers.inner.weights[name]), name
+
+
+@pytest.mark.parametrize("full", [("out",), ("out", "tmp"), ("out", "tmp", "shm")])
+def test_the_next_place_is_tried_when_one_is_lost(trainers: Trainers, elsewhere: Path, full: tuple[str, ...]) -> None:
+    for name in full:
+        if (elsewhere / name).exists():
+            (elsewhere / name).rmdir()
+        (elsewhere / name).touch()  # a file in place of the folder
+    (elsewhere / "lost").touch()
+    sentence = failure(
+        run_of(trainers, elsewhere, save_hf=str(elsewhere / "lost/hf")),
+        lambda: raise_(OSError(errno.EIO, os.strerror(errno.EIO), "metrics.jsonl")),
+    )
+    assert sentence.startswith("the run can write no more: [Errno 5] Input/output error: 'metrics.jsonl'; ")
+    place = {1: "tmp", 2: "shm", 3: None}[len(full)]
+    if place is None:
+        assert "; no place takes the weights after rollout 0 (" in sentence
+        return
+    kept = only(elsewhere / place)
+    assert f"the weights after rollout 0 are saved in {kept}, a Hugging Face folder" in sentence
+    assert_has_weights(trainers, kept)
+
+
+def test_the_place_that_was_asked_for_comes_first(trainers: Trainers, elsewhere: Path) -> None:
+    run = run_of(trainers, elsewhere, save_hf=str(elsewhere / "hf_{rollout_id}"), save=str(elsewhere / "ckpt"))
+    sentence = failure(run, lambda: raise_(JournalFailed("journal.sqlite: cannot be written (disk is full)")))
+    assert sentence == (
+        "journal.sqlite: cannot be written (disk is full); the weights after rollout 0 are saved in "
+        f"{elsewhere}/hf_0, a Hugging Face folder, and a checkpoint to go on from with --load {elsewhere}/ckpt"
+    )
+    assert_has_weights(trainers, elsewhere / "hf_0")
+    assert (elsewhere / "ckpt/iter_0000000/meta.json").is_file()
+    assert not (elsewhere / "out").exists()
+
+
+def test_nothing_is_saved_that_need_not_be(trainers: Trainers, elsewhere: Path) -> None:
+    lost = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for trained, saved, words in ((None, None, "nothing was trained yet"), (3, 3, "after rollout 3 were saved before")):
+        run = run_of(trainers, elsewhere, save_hf=str(elsewhere / "hf"))
+        run.trained, run.saved = trained, saved
+        assert failure(run, lambda: raise_(lost)).endswith(words)
+    asked_for_nothing = "neither --save nor --save-hf asked for the weights to be kept"
+    assert failure(run_of(trainers, elsewhere), lambda: raise_(lost)).endswith(asked_for_nothing)
+    for error in (ConnectionResetError("engine"), UserError("typo"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), weights_rescued(run_of(trainers, elsewhere)):
+            raise error
+    assert not (elsewhere / "out").exists()
+
+
+def test_a_path_that_is_taken_at_the_end_costs_nothing(trainers: Trainers, elsewhere: Path) -> None:
+    (elsewhere / "hf").mkdir()
+    (elsewhere / "hf/thesis.txt").write_text("mine")
+    with pytest.raises(NotWritten, match=r"hf has thesis.txt, which no run saved there"):
+        trainers.save_hf(str(elsewhere / "hf"))
+    assert [path.name for path in (elsewhere / "hf").iterdir()] == ["thesis.txt"]
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+class Alone:
+    """Ranks that agree with one."""
+
+    def __init__(self, *others: str) -> None:
+        self.others = others
+
+    def union(self, names: Iterable[str]) -> set[str]:
+        return {*names, *self.others}
+
+
+def test_a_rank_that_cannot_write_goes_through_all_tensors_with_the_others() -> None:
+    def write(tensors: Iterator[int]) -> None:
+        next(tensors)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/part-00001")
+
+    tensors = iter(range(5))
+    with pytest.raises(NotWritten, match=r"^cannot write it: No space left on device \(/disk/part-00001\)$"):
+        written_together(Alone(), tensors, write, "it")
+    assert list(tensors) == []
+    tensors = iter(range(5))
+    with pytest.raises(NotWritten, match=r"^cannot write it: full$"):  # what rank 0 says, on another rank
+        written_together(Alone("full"), tensors, None, "it")
+    assert list(tensors) == []
+    with pytest.raises(ValueError, match="a bug"):
+        written_together(Alone(), iter(()), lambda _: raise_(ValueError("a bug")), "it")
