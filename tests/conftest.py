@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _cold_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("cold") is not None:
         monkeypatch.setenv(COLD, "1")
+
+
+@pytest.fixture(autouse=True)
+def _own_search_path() -> Iterator[None]:
+    """Runs inside a test put the user's folder on the search path, where the next test must not find it."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before

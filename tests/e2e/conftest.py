@@ -7,6 +7,7 @@ import pytest
 
 from tests.e2e.runs import TRAIN, Done, run
 from tests.tiny_models import make_model_folder
+from tests.warm.popen import COLD
 
 PLUGINS = """\
 import json
@@ -158,8 +159,8 @@ def eval_flags() -> list[str]:
 
 @pytest.fixture(scope="session")
 def whole_run(place: Path) -> tuple[Path, Done]:
-    """Four rollouts without interruption: the run that others are compared with."""
+    """Four rollouts without interruption, all processes started cold: the run that others are compared with."""
     flags = [*grpo_flags(), *eval_flags(), "--num-rollout", "4", "--save", "whole", "--save-interval", "2"]
-    done = run([*TRAIN, *flags, "--ci-test", "--save-hf", "whole/hf_{rollout_id}"], place)
+    done = run([*TRAIN, *flags, "--ci-test", "--save-hf", "whole/hf_{rollout_id}"], place, **{COLD: "1"})
     assert done.code == 0, done.err
     return place / "whole", done

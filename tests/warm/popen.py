@@ -74,14 +74,9 @@ def _can_be_forked(asked: dict[str, Any]) -> bool:
         plain
         and all(asked[name] is None for name in ("executable", "gid", "gids", "uid"))
         and not isinstance(asked["args"], str | bytes | os.PathLike)
-        and _imports_our_package(asked["cwd"] or os.getcwd())
+        and (asked["cwd"] is None or os.path.isdir(asked["cwd"]))
         and warm_program(asked["args"]) is not None
     )
-
-
-def _imports_our_package(cwd: str | os.PathLike[str]) -> bool:
-    """Not so in a folder with a `slime` of its own: which one is imported there is what a test wants to know."""
-    return os.path.isdir(cwd) and (os.path.samefile(cwd, ROOT) or not os.path.exists(os.path.join(cwd, "slime")))
 
 
 def _launch() -> socket.socket:
