@@ -39,6 +39,6 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(whole_run: tuple[Path, 
 
     again = run([*command, "--num-rollout", "4"], place)
     assert (again.code, again.err) == (0, "")
-    assert again.out.startswith("this run is finished: parts has a checkpoint after step 4, and --num-rollout is 4;")
+    assert "\nthis run is finished: parts has a checkpoint after step 4, and --num-rollout is 4;" in again.out
     assert "starting" not in again.out
     assert_same_records(comparable(place / "parts"), comparable(whole), TOLERANCE)
