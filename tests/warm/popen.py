@@ -71,7 +71,8 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
 def _can_be_forked(asked: dict[str, Any]) -> bool:
     plain = not asked["shell"] and asked["preexec_fn"] is None and asked["close_fds"] and asked["process_group"] == -1
     return (
-        plain
+        sys.platform == "linux"  # the starter makes its forks children of the caller, which other systems cannot
+        and plain
         and all(asked[name] is None for name in ("executable", "gid", "gids", "uid"))
         and not isinstance(asked["args"], str | bytes | os.PathLike)
         and (asked["cwd"] is None or os.path.isdir(asked["cwd"]))
