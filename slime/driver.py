@@ -42,11 +42,12 @@ from slime.engine.fleet import fixed_ports
 from slime.errors import RunFailed, UserError
 from slime.models.folder import check_model
 from slime.observe.curves import Curves
+from slime.observe.display import make_progress
 from slime.observe.logs import configure_logging
 from slime.observe.memory import MemorySampler
 from slime.observe.metrics import MetricsLog, read_metrics
 from slime.observe.patience import told_if_slow
-from slime.observe.progress import Progress, make_progress
+from slime.observe.progress import Progress
 from slime.observe.run_dir import RunDir
 from slime.observe.summary import earlier_metrics, show_summary
 from slime.parts import Parts

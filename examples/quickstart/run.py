@@ -67,7 +67,7 @@ def main() -> int:
         prompt_data=str(problems.training),
         custom_rm_path=f"{HERE / 'arithmetic.py'}:exact_match",
         eval_prompt_data=[("held-out", str(problems.held_out))],
-        eval_interval=20,
+        eval_interval=10,
         eval_temperature=0.0,
         rollout_shuffle=True,
         num_rollout=60,

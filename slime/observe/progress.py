@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slime.config import Config
 from slime.observe.figures import STEP_TIME, format_scores, format_seconds, format_when, step_line
 from slime.observe.logs import ON_SCREEN
 
@@ -71,21 +70,6 @@ class Progress(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc_info: object) -> None: ...
-
-
-def make_progress(config: Config, total: int, *, start: int = 0, title: str = "slime") -> Progress:
-    """The display for `--progress`; rollouts are numbered `start` .. `total - 1`."""
-    from slime.observe.live import RichProgress
-
-    console = Console(highlight=False)
-    kind = config.progress
-    if kind == "auto":
-        kind = "rich" if console.is_terminal else "plain"
-    if kind == "none":
-        return NoProgress(console, total)
-    if kind == "rich":
-        return RichProgress(total, start=start, title=title, console=console)
-    return PlainProgress(total, start=start, console=console)
 
 
 class NoProgress:

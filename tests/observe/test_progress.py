@@ -7,10 +7,11 @@ import pytest
 from rich.console import Console
 
 from slime.config import Config
+from slime.observe.display import make_progress
 from slime.observe.figures import figures_of, format_seconds, step_line
 from slime.observe.live import RichProgress
 from slime.observe.patience import told_if_slow
-from slime.observe.progress import QUIET_S, NoProgress, PlainProgress, StepClock, make_progress, print_summary
+from slime.observe.progress import QUIET_S, NoProgress, PlainProgress, StepClock, print_summary
 
 METRICS = {
     "rollout/raw_reward": 0.51234,
