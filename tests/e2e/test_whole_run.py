@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime.cli import main
 from slime.config import Config, parse_args
+from slime.errors import UserError
 from slime.observe.metrics import read_metrics
 from tests.e2e.runs import TRAIN, Done, records, run, seen_samples
 
@@ -50,8 +51,8 @@ def test_output_is_tidy(whole_run: tuple[Path, Done], place: Path) -> None:
     run_dir, done = whole_run
     assert done.err == ""
     event = re.compile(r"\[\d+:\d\d\] (trainer|engine|weights|rollout|eval|step|note|warning)\b")
-    table = re.compile(r"Finished|[┌│└]")
-    strange = [line for line in done.out.splitlines() if not event.match(line) and not table.match(line)]
+    other = re.compile(r"checking the model and the prompts; the run's files go to whole$|Finished|[┌│└]")
+    strange = [line for line in done.out.splitlines() if not event.match(line) and not other.match(line)]
     assert strange == []
     assert re.search(r"trainer: starting 1 process\(es\) on cpu in float32 \((a small|this CPU)", done.out)
     shown = [line.split()[2] for line in done.out.splitlines() if "] step " in line]
@@ -178,11 +179,13 @@ def test_saved_model_is_the_trainers_and_the_engines(run_dir: Path) -> None:
 def test_saved_config_starts_the_same_run(run_dir: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     (saved,) = run_dir.glob("config.*")
-    again = parse_args(["--config", str(saved)])
+    with pytest.raises(UserError, match="--save whole holds the checkpoints of an earlier run"):
+        parse_args(["--config", str(saved)])
+    again = parse_args(["--config", str(saved), "--save", "again"])
     assert isinstance(again, Config)
     assert (again.num_rollout, again.global_batch_size, again.num_steps_per_rollout) == (4, 8, 2)
     assert again.eval_prompt_data == [("first", "sums.jsonl@[0:4]"), ("last", "sums.jsonl@[8:12]")]
     assert (again.lr, again.kl_loss_coef, again.eps_clip_high, again.seed) == (1e-3, 0.01, 0.28, 7)
-    done = run([*TRAIN, "--config", str(saved), "--lr", "2e-3", "--dry-run"], place)
+    done = run([*TRAIN, "--config", str(saved), "--save", "again", "--lr", "2e-3", "--dry-run"], place)
     assert (done.code, done.err) == (0, "")
     assert "0.002 constant" in done.out
