@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slime.data.labels import label_text, use_of_labels
+from slime.data.labels import accepted, checked_label, label_text, use_of_labels
 from slime.data.messages import checked_messages
 from slime.data.prompts import PromptDataset
 from slime.data.turn_mask import mask_turns
@@ -162,3 +162,22 @@ def test_a_label_as_text_is_what_the_file_holds(label: Any, text: str) -> None:
 def test_a_label_that_is_no_text_never_becomes_pythons_notation(label: Any) -> None:
     with pytest.raises(UserError, match="label"):
         label_text(label)
+
+
+def test_a_refusal_says_what_would_do_and_what_came() -> None:
+    with pytest.raises(UserError) as compared:
+        checked_label({"a": 1}, "answer", "f.jsonl:3")
+    assert str(compared.value) == (
+        "f.jsonl:3: the label must be a text, a number or a list of accepted ones; --custom-rm-path names a function "
+        'that may read others, not an object ({"a": 1})'
+    )
+    with pytest.raises(UserError) as trained_on:
+        checked_label(["a"], "target", "f.jsonl:3")
+    assert (
+        str(trained_on.value) == 'f.jsonl:3: the label must be a text or chat messages to train on, not a list (["a"])'
+    )
+
+
+@pytest.mark.parametrize(("label", "those"), [("a", ["a"]), (["a", 2], ["a", 2]), ([SAYS], [[SAYS]])])
+def test_of_a_list_of_labels_any_will_do_but_a_conversation_is_one(label: Any, those: list[Any]) -> None:
+    assert accepted(label) == those

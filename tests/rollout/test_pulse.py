@@ -10,18 +10,19 @@ from slime.rollout.sglang_rollout import generate_rollout
 
 
 def test_counts_follow_the_samples() -> None:
-    now = [0.0]
+    now = [100.0]
     pulse = Pulse(now=lambda: now[0])
-    assert pulse.look() is None
+    with pulse.sample():
+        assert pulse.look() is None  # nobody has said that something begins
     pulse.begin(wanted=4)
     assert pulse.look() is None  # nothing is under way yet: the status says it all
     with pulse.sample():
-        now[0] = 2.0
+        now[0] = 102.0
         with pulse.sample():
-            now[0] = 5.0
+            now[0] = 105.0
             assert pulse.look() == Beat(done=0, wanted=4, under_way=2, tokens_per_s=0.0, oldest_s=5.0)
         pulse.finished(tokens=20)
-        now[0] = 10.0
+        now[0] = 110.0
         assert pulse.look() == Beat(done=1, wanted=4, under_way=1, tokens_per_s=2.0, oldest_s=10.0)
         assert pulse.sentence() == "1/4 samples, 2 tok/s, longest running 10 s"
         assert pulse.sentence(tokens_per_s=1234.5) == "1/4 samples, 1,234 tok/s, longest running 10 s"
@@ -29,7 +30,35 @@ def test_counts_follow_the_samples() -> None:
     assert pulse.sentence() is None
     pulse.begin(wanted=4, done=3)
     assert pulse.sentence(7) == "3/4 samples, 7 tok/s"
+    pulse.finished(tokens=1)
+    pulse.finished(tokens=1)
+    assert pulse.sentence(7) == "4/4 samples, 7 tok/s"  # over-sampled ones are not promised
     pulse.end()
+    assert pulse.look() is None
+
+
+def test_without_a_number_wanted_those_done_are_counted() -> None:
+    pulse = Pulse(now=lambda: 100.0)
+    pulse.begin(wanted=0)
+    pulse.finished(tokens=5)
+    assert pulse.sentence(7) == "1 samples, 7 tok/s"
+
+
+def test_samples_begun_and_ended_in_any_order_are_counted() -> None:
+    now = [100.0]
+    pulse = Pulse(now=lambda: now[0])
+    pulse.begin(wanted=3)
+    first, second, third = pulse.sample(), pulse.sample(), pulse.sample()
+    for start, sample in ((101.0, first), (102.0, second), (103.0, third)):
+        now[0] = start
+        sample.__enter__()
+    first.__exit__(None, None, None)
+    now[0] = 110.0
+    beat = pulse.look()
+    assert beat is not None
+    assert (beat.under_way, beat.oldest_s) == (2, 8.0)
+    third.__exit__(None, None, None)
+    second.__exit__(None, None, None)
     assert pulse.look() is None
 
 
