@@ -224,7 +224,8 @@ def test_a_critic_resumes_from_what_is_there(valid: dict[str, Any], tmp_path: Pa
 
 
 def test_the_command_for_bin_files_makes_a_folder_that_passes(valid: dict[str, Any], tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     from tests.tiny_models import make_model_folder
 
     folder = make_model_folder(tmp_path / "old")
