@@ -14,18 +14,15 @@ def test_free_ports_are_different_and_can_be_bound() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20
     for port in ports:
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", port))
+        socket.create_server(("127.0.0.1", port)).close()  # as servers do: a port in TIME_WAIT can be listened on
 
 
 def test_a_taken_port_is_refused_and_a_free_one_returned() -> None:
     port = free_port()
     assert require_free_port(port, flag="--port") == port
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", port))
-        server.listen()
-        with pytest.raises(UserError, match=f"port {port} .* is in use.* --port"):
-            require_free_port(port, flag="--port")
+    in_use = pytest.raises(UserError, match=f"port {port} .* is in use.* --port")
+    with socket.create_server(("127.0.0.1", port)), in_use:
+        require_free_port(port, flag="--port")
 
 
 def test_a_port_just_used_counts_as_free() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -146,7 +148,17 @@ def test_filters_hooks_and_a_look_at_all_samples(answers, prompts, engine, tmp_p
         "rollout_sample_hook_path": [path_of("sample_hook")],
     }
     runtime = answers(**flags, rm_type=None, output_dir=str(tmp_path), rollout_batch_size=1, over_sampling_batch_size=2)
-    engine.respond = lambda body: "<think>7</think>8</s>" if len(body["input_ids"]) == 1 else "7777777777777"
+
+    one_is_there, finished = threading.Event(), runtime.pulse.finished
+    runtime.pulse.finished = lambda tokens: (finished(tokens), one_is_there.set())
+
+    async def respond(body):
+        if len(body["input_ids"]) == 1:
+            return "<think>7</think>8</s>"
+        await asyncio.to_thread(one_is_there.wait)  # the batch is full with this one: the other would be cut off
+        return "7777777777777"
+
+    engine.respond = respond
     output = generate_rollout(runtime.args, 4, prompts(["a", "bb"], n=1, labels=["7", "7"]))
     [sample] = leaves(output.samples)
     assert sample.prompt == "bb"  # the other response has its label only in its thinking: no reward, group dropped
