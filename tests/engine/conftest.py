@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -17,18 +16,13 @@ from typing import Any
 
 import pytest
 
+from slime.cluster.ports import free_port
 from tests.tiny_models import make_model_folder
 
 
 @pytest.fixture(scope="session")
 def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("models") / "qwen3")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class EngineProcess:

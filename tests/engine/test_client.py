@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from slime.cluster.ports import free_port
 from slime.engine.client import (
     EngineClient,
     EngineFailed,
@@ -69,12 +69,6 @@ def answering(body=None, status=200, text=None):
         return web.json_response(ANSWER if body is None else body, status=status)
 
     return Server(handler)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def call(server, use):
