@@ -10,8 +10,8 @@ PROGRAM = r"""
 import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np, torch
-from slime.engine.embedded import kernels
-from slime.engine.embedded.attention import Rules, _attention_spelled_out
+from slime.engine.embedded.model import kernels
+from slime.engine.embedded.model.attention import Rules, _attention_spelled_out
 
 torch.manual_seed(int(sys.argv[1]))
 HEADS, KV, DIM, VDIM, SLOTS = 6, 2, int(sys.argv[2]), int(sys.argv[3]), 400

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.http.requests import ModelFacts, parse_generate
+from slime.engine.embedded.model.sampler import edit
 from slime.engine.embedded.options import parse_options
-from slime.engine.embedded.requests import ModelFacts, parse_generate
-from slime.engine.embedded.sampler import edit
 from slime.engine.embedded.sampling_params import parse_sampling_params
 from slime.engine.embedded.sequence import Sequence
 from slime.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from slime.engine.embedded.views import FolderViews, NoLayout, _regular, folder_layout
+from slime.engine.embedded.weights.views import FolderViews, NoLayout, _regular, folder_layout
 from tests.train.tiny_training import CONFIGS, build_model
 
 

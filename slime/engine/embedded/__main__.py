@@ -17,9 +17,10 @@ from aiohttp import web
 from transformers.utils.logging import disable_progress_bar
 
 from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.http.bridge import EngineBridge
+from slime.engine.embedded.http.requests import ModelFacts
+from slime.engine.embedded.http.server import EngineServer
 from slime.engine.embedded.options import EngineOptions, parse_options
-from slime.engine.embedded.requests import ModelFacts
-from slime.engine.embedded.server import EngineServer
 from slime.errors import UserError
 
 log = logging.getLogger("slime.engine.embedded")
@@ -68,7 +69,8 @@ async def serve(options: EngineOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end, None)
     core = EngineCore(options, on_death=lambda error: loop.call_soon_threadsafe(end, error))
-    server = EngineServer(core)
+    engine = EngineBridge(core)
+    server = EngineServer(engine)
     runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     await web.SockSite(runner, sock).start()
@@ -80,12 +82,12 @@ async def serve(options: EngineOptions) -> int:
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             return 0
-        server.facts = loading.result()
+        engine.facts = loading.result()
         core.start()
         log.info("ready on %s: %s tokens of KV cache, %s of context", address, core.capacity, core.context_len)
         return 0 if await stop is None else 1
     finally:
-        if server.facts is not None:
+        if engine.facts is not None:
             core.stop()
         await runner.cleanup()
 

@@ -20,15 +20,15 @@ import numpy as np
 import torch
 
 from slime.cluster.precision import choose_dtype, slow_dtype_note
-from slime.engine.embedded import weights
 from slime.engine.embedded.cache import KVCache
-from slime.engine.embedded.groups import Announced, WeightGroups
+from slime.engine.embedded.model.runner import Decoder, ModelRunner, Sampled
 from slime.engine.embedded.options import EngineOptions
-from slime.engine.embedded.runner import Decoder, ModelRunner, Sampled
 from slime.engine.embedded.sampling_params import BadRequest
 from slime.engine.embedded.scheduler import Extend, Scheduler
 from slime.engine.embedded.sequence import Sequence
-from slime.engine.embedded.views import FolderViews
+from slime.engine.embedded.weights import loading
+from slime.engine.embedded.weights.groups import Announced, WeightGroups
+from slime.engine.embedded.weights.views import FolderViews
 from slime.models.delta_folder import BadDelta, DeltaIndex, read_index
 from slime.models.loading import load_causal_lm
 from slime.models.shape import count_parameters
@@ -120,7 +120,7 @@ class EngineCore:
         return max(1, min(wanted, budget // self.runner.kv_bytes_per_token()))
 
     def _prepare_cuda(self) -> None:
-        from slime.engine.embedded.cuda import CudaDecoder
+        from slime.engine.embedded.model.cuda import CudaDecoder
 
         compile_model = self.options.compile is not False
         if compile_model:
@@ -345,11 +345,11 @@ class EngineCore:
     def update_from_files(self, paths: list[str], version: str | None, *, flush: bool) -> int:
         folder = self.options.model_path
         return self.update_weights(
-            lambda: weights.load_from_files(self.views, paths, config_folder=folder), version, flush=flush
+            lambda: loading.load_from_files(self.views, paths, config_folder=folder), version, flush=flush
         )
 
     def update_from_bytes(self, body: bytes, version: str | None, *, flush: bool) -> int:
-        return self.update_weights(lambda: weights.load_from_bytes(self.views, body), version, flush=flush, whole=False)
+        return self.update_weights(lambda: loading.load_from_bytes(self.views, body), version, flush=flush, whole=False)
 
     def update_from_folder(self, folder: str, version: str | None, *, flush: bool) -> int:
         """A model folder, or a version folder with a delta to the weights that are here now."""
@@ -361,14 +361,14 @@ class EngineCore:
             return self._update_from_delta(Path(folder), index, flush=flush)
         trust = self.options.trust_remote_code
         return self.update_weights(
-            lambda: weights.load_from_folder(self.views, folder, trust_remote_code=trust), version, flush=flush
+            lambda: loading.load_from_folder(self.views, folder, trust_remote_code=trust), version, flush=flush
         )
 
     def _update_from_delta(self, folder: Path, index: DeltaIndex, *, flush: bool) -> int:
-        from slime.engine.embedded.deltas import DifferentWeights, apply_delta  # zstandard, xxhash: for deltas alone
+        from slime.engine.embedded.weights.deltas import DifferentWeights, apply_delta  # zstandard, xxhash
 
         if self.stale is not None or self._unfinished is not None:
-            raise weights.Conflict(f"a delta needs whole weights to apply to: {self.stale or self._unfinished}")
+            raise loading.Conflict(f"a delta needs whole weights to apply to: {self.stale or self._unfinished}")
         base = self.weight_version
         try:
             return self.update_weights(
@@ -381,10 +381,10 @@ class EngineCore:
     def update_from_group(self, bucket: Announced, version: str | None, *, flush: bool) -> int:
         """One bucket of a broadcast; the version is taken with the last."""
         source = f"group {bucket.group_name}"
-        weights.check_shapes(self.views, dict(zip(bucket.names, bucket.shapes, strict=True)), source)
+        loading.check_shapes(self.views, dict(zip(bucket.names, bucket.shapes, strict=True)), source)
 
         def load() -> int:
-            return weights.load_tensors(self.views, self.groups.receive(bucket, self.runner.device), source)
+            return loading.load_tensors(self.views, self.groups.receive(bucket, self.runner.device), source)
 
         left = None if bucket.is_last else f"only {bucket.number} of {bucket.count} buckets of version {version} came"
         return self.update_weights(load, version, flush=flush, bucket=left)
@@ -395,7 +395,7 @@ class EngineCore:
             return {"shapes": {name: list(tensor.shape) for name, tensor in self.views.readable().items()}}
         if action != "checksum":
             raise BadRequest(f"action must be checksum or shapes, not {action!r}")
-        from slime.engine.embedded.deltas import weight_checksums
+        from slime.engine.embedded.weights.deltas import weight_checksums
 
         return {"checksums": weight_checksums(self.views)}
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from slime.engine.embedded.attention import PREFILL_SLACK, AttentionContext, group_spans, register_attention
-from slime.engine.embedded.cpu_layers import inputs_of_linears, prepare_layers
-from slime.engine.embedded.sampler import draw, draw_each, temperature_of, uniforms
+from slime.engine.embedded.model.attention import PREFILL_SLACK, AttentionContext, group_spans, register_attention
+from slime.engine.embedded.model.cpu_layers import inputs_of_linears, prepare_layers
+from slime.engine.embedded.model.sampler import draw, draw_each, temperature_of, uniforms
 from slime.engine.embedded.scheduler import Extend
 from slime.engine.embedded.sequence import Sequence
 from slime.errors import UserError
@@ -151,8 +151,8 @@ class ModelRunner:
             kept = [self._table[row, : e.end] for row, e in zip(rows, extends, strict=True)]
             self.context.groups = group_spans(query_lens, kept, PREFILL_SLACK)
             return
-        from slime.engine.embedded.attention_cuda import attend_extend
-        from slime.engine.embedded.kernels import ExtendTiles
+        from slime.engine.embedded.model.attention_cuda import attend_extend
+        from slime.engine.embedded.model.kernels import ExtendTiles
 
         self.upload_rows(rows, [e.end for e in extends])
         self.context.tiles = ExtendTiles.build(rows, query_lens, [e.end for e in extends], self.device)

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from slime.engine.embedded.sampling_params import BadRequest
-from slime.engine.embedded.views import FolderViews
-from slime.engine.embedded.weights import Conflict
+from slime.engine.embedded.weights.loading import Conflict
+from slime.engine.embedded.weights.views import FolderViews
 from slime.models.delta_folder import BadDelta, DeltaIndex, Entry, delta_entries
 from slime.models.deltas import BadBlob, Blob, ByteArray, checksum_function
 from slime.models.tensor_bytes import bytes_of

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.engine.embedded.sampler import stream_seed
+from slime.engine.embedded.model.sampler import stream_seed
 from slime.engine.embedded.sampling_params import BadRequest, SamplingParams, parse_sampling_params
 from slime.engine.embedded.sequence import Sequence
 from slime.engine.embedded.text import TextStream, final_text

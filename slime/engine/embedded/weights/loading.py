@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from slime.engine.embedded.sampling_params import BadRequest
-from slime.engine.embedded.views import FolderViews
+from slime.engine.embedded.weights.views import FolderViews
 from slime.errors import UserError
 from slime.models.loading import load_causal_lm
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
 from slime.data.messages import checked_messages, is_conversation
-from slime.engine.embedded.requests import GenerateRequest, answer, parse_generate
+from slime.engine.embedded.http.bridge import EngineBridge
+from slime.engine.embedded.http.requests import GenerateRequest, answer, parse_generate
+from slime.engine.embedded.http.wire import json_body, open_event_stream, send_event
 from slime.engine.embedded.sampling_params import BadRequest
 from slime.engine.embedded.sequence import Sequence
-from slime.engine.embedded.wire import json_body, open_event_stream, send_event
 from slime.errors import UserError
-
-if TYPE_CHECKING:
-    from slime.engine.embedded.server import EngineServer
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
@@ -25,8 +23,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "pre
 
 
 class OpenAIRoutes:
-    def __init__(self, server: EngineServer) -> None:
-        self._server = server
+    def __init__(self, engine: EngineBridge) -> None:
+        self._engine = engine
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         router.add_get("/v1/models", self.models)
@@ -35,10 +33,10 @@ class OpenAIRoutes:
 
     @property
     def _model(self) -> str:
-        return self._server.core.options.served_model_name
+        return self._engine.core.options.served_model_name
 
     async def models(self, request: web.Request) -> web.Response:
-        length = self._server.loaded.context_len
+        length = self._engine.loaded.context_len
         card = {"id": self._model, "object": "model", "owned_by": "slime", "max_model_len": length}
         return web.json_response({"object": "list", "data": [card]})
 
@@ -52,10 +50,10 @@ class OpenAIRoutes:
         prompt = body.get("prompt")
         if not isinstance(prompt, str):
             raise BadRequest("prompt must be a string")
-        return await self._complete(request, body, self._server.loaded.tokenizer.encode(prompt), chat=False)
+        return await self._complete(request, body, self._engine.loaded.tokenizer.encode(prompt), chat=False)
 
     def _templated(self, body: Mapping[str, Any]) -> list[int]:
-        messages, tokenizer = body.get("messages"), self._server.loaded.tokenizer
+        messages, tokenizer = body.get("messages"), self._engine.loaded.tokenizer
         if not is_conversation(messages):
             raise BadRequest("messages must be a non-empty list of objects with a role")
         if tokenizer.chat_template is None:
@@ -81,12 +79,12 @@ class OpenAIRoutes:
         if body.get("seed") is not None:
             params["sampling_seed"] = body["seed"]
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        params["max_new_tokens"] = limit if limit is not None else self._server.loaded.context_len
+        params["max_new_tokens"] = limit if limit is not None else self._engine.loaded.context_len
         wants = body.get("logprobs")
         top = body.get("top_logprobs") or 0 if chat else (wants if isinstance(wants, int) else 0)
         request = {"input_ids": ids, "sampling_params": params, "rid": body.get("rid"), "stream": body.get("stream"),
                    "return_logprob": bool(wants), "top_logprobs_num": top}  # fmt: skip
-        [parsed], _ = parse_generate(request, self._server.loaded)
+        [parsed], _ = parse_generate(request, self._engine.loaded)
         return parsed
 
     async def _complete(
@@ -98,20 +96,20 @@ class OpenAIRoutes:
                 "created": int(time.time()), "model": self._model}  # fmt: skip
         if request.stream:
             return await self._stream(http, body, request, head, chat=chat)
-        sequences = await self._server.run(request)
+        sequences = await self._engine.run(request)
         choices = [self._choice(s, request, chat=chat) for s in sequences]
         return web.json_response({**head, "object": kind, "choices": choices, "usage": _usage(sequences),
-                                  "metadata": {"weight_version": self._server.core.weight_version}})  # fmt: skip
+                                  "metadata": {"weight_version": self._engine.core.weight_version}})  # fmt: skip
 
     def _choice(self, seq: Sequence, request: GenerateRequest, *, chat: bool) -> dict[str, Any]:
-        said = answer(seq, request, self._server.loaded, self._server.core.weight_version)
+        said = answer(seq, request, self._engine.loaded, self._engine.core.weight_version)
         content = {"message": {"role": "assistant", "content": said["text"]}} if chat else {"text": said["text"]}
         return {"index": seq.choice, **content, "finish_reason": _reason(seq), "logprobs": self._logprobs(seq, request)}
 
     def _logprobs(self, seq: Sequence, request: GenerateRequest) -> dict[str, Any] | None:
         if not request.return_logprob:
             return None
-        decode = self._server.loaded.tokenizer.decode
+        decode = self._engine.loaded.tokenizer.decode
         tops = seq.output_top or [[] for _ in seq.output_ids]
         return {
             "content": [
@@ -129,8 +127,8 @@ class OpenAIRoutes:
         response = await open_event_stream(http)
         kind = "chat.completion.chunk" if chat else "text_completion"
         sent = 0
-        async for seq in self._server.updates(request):
-            text = answer(seq, request, self._server.loaded, self._server.core.weight_version)["text"]
+        async for seq in self._engine.updates(request):
+            text = answer(seq, request, self._engine.loaded, self._engine.core.weight_version)["text"]
             piece, sent = text[sent:], max(sent, len(text))
             delta: dict[str, Any] = {"delta": {"role": "assistant", "content": piece}} if chat else {"text": piece}
             choice = {"index": 0, **delta, "finish_reason": _reason(seq) if seq.finish else None}

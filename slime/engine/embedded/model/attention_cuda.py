@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from slime.engine.embedded import kernels
-from slime.engine.embedded.attention import AttentionContext, Rules
+from slime.engine.embedded.model import kernels
+from slime.engine.embedded.model.attention import AttentionContext, Rules
 
 Attend = Callable[..., torch.Tensor]
 

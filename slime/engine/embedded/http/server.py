@@ -1,7 +1,6 @@
-"""SGLang's HTTP dialect over the engine's thread.
+"""SGLang's HTTP dialect.
 
-Invariant: every accepted request is answered exactly once, or its client is gone and the request is aborted.
-Malformed requests get 400 and a reason; the engine never dies of one.
+Invariant: malformed requests get 400 and a reason; the engine never dies of one.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from typing import Any
 from aiohttp import web
 
 import slime
-from slime.engine.embedded.core import EngineCore
-from slime.engine.embedded.groups import Announced, NotArrived
-from slime.engine.embedded.openai import OpenAIRoutes
-from slime.engine.embedded.requests import GenerateRequest, ModelFacts, answer, parse_generate
+from slime.engine.embedded.http.bridge import EngineBridge
+from slime.engine.embedded.http.openai import OpenAIRoutes
+from slime.engine.embedded.http.requests import GenerateRequest, answer, parse_generate
+from slime.engine.embedded.http.wire import json_body, open_event_stream, send_event
 from slime.engine.embedded.sampling_params import BadRequest
-from slime.engine.embedded.sequence import Sequence
-from slime.engine.embedded.weights import Conflict
-from slime.engine.embedded.wire import json_body, open_event_stream, send_event
+from slime.engine.embedded.weights.groups import Announced, NotArrived
+from slime.engine.embedded.weights.loading import Conflict
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +32,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EngineServer:
-    """The routes; `facts` is None until the model is loaded, and everything but /server_info answers 503 until then."""
+    """The routes; everything but /server_info answers 503 until the model is loaded."""
 
-    def __init__(self, core: EngineCore) -> None:
-        self.core = core
-        self.facts: ModelFacts | None = None
+    def __init__(self, engine: EngineBridge) -> None:
+        self.core = engine.core
+        self._engine = engine
         self.app = web.Application(client_max_size=_MAX_BODY, middlewares=[self._guard])
         self._add_routes()
 
@@ -66,12 +64,12 @@ class EngineServer:
         router.add_post("/weights_checker", self.weights_checker)
         router.add_post("/release_memory_occupation", self.release_memory)
         router.add_post("/resume_memory_occupation", self.resume_memory)
-        OpenAIRoutes(self).add_to(router)
+        OpenAIRoutes(self._engine).add_to(router)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if self.facts is None and request.path not in ("/server_info", "/get_server_info"):
+            if self._engine.facts is None and request.path not in ("/server_info", "/get_server_info"):
                 return _error(503, "the model is still loading")
             if self.core.stale is not None and request.path in _GENERATING:
                 return _error(503, f"the weights are stale ({self.core.stale}): publish whole weights to this engine")
@@ -88,73 +86,24 @@ class EngineServer:
     # generation
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        requests, batched = parse_generate(await json_body(request), self.loaded)
+        requests, batched = parse_generate(await json_body(request), self._engine.loaded)
         if requests[0].stream:
             if batched or requests[0].params.n > 1:
                 raise BadRequest("stream takes one prompt and n = 1")
             return await self._stream(request, requests[0])
-        results = await asyncio.gather(*(self.run(r) for r in requests))
+        results = await asyncio.gather(*(self._engine.run(r) for r in requests))
         listed = batched or requests[0].params.n > 1
         answers = [
-            answer(s, r, self.loaded, self.core.weight_version)
+            answer(s, r, self._engine.loaded, self.core.weight_version)
             for r, seqs in zip(requests, results, strict=True)
             for s in seqs
         ]
         return web.json_response(answers if listed else answers[0])
 
-    @property
-    def loaded(self) -> ModelFacts:
-        assert self.facts is not None
-        return self.facts
-
-    async def run(self, request: GenerateRequest) -> list[Sequence]:
-        """All samples of a request, finished; a client that goes away aborts them."""
-        loop = asyncio.get_running_loop()
-        left = request.params.n
-        done = loop.create_future()
-
-        def finished() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0 and not done.done():
-                done.set_result(None)
-
-        sequences = request.sequences(self.loaded, lambda _: loop.call_soon_threadsafe(finished))
-        self.core.submit(sequences)
-        try:
-            await done
-        except asyncio.CancelledError:
-            self.core.call(lambda: self.core.abort(request.rid, "the client went away"))
-            raise
-        return sequences
-
-    async def updates(self, request: GenerateRequest) -> Any:
-        """An async iterator over the sequence of a streaming request: each --stream-interval tokens and at the end."""
-        loop = asyncio.get_running_loop()
-        news: asyncio.Queue[None] = asyncio.Queue()
-        [seq] = request.sequences(self.loaded, lambda _: loop.call_soon_threadsafe(news.put_nowait, None))
-        self.core.submit([seq])
-        told = 0
-        try:
-            while True:
-                await news.get()
-                while not news.empty():
-                    news.get_nowait()
-                finished = seq.finish is not None
-                if not finished and len(seq.output_ids) - told < self.core.options.stream_interval:
-                    continue
-                told = len(seq.output_ids)
-                yield seq
-                if finished:
-                    return
-        finally:
-            if seq.finish is None:
-                self.core.call(lambda: self.core.abort(request.rid, "the client went away"))
-
     async def _stream(self, http: web.Request, request: GenerateRequest) -> web.StreamResponse:
         response = await open_event_stream(http)
-        async for seq in self.updates(request):
-            await send_event(response, answer(seq, request, self.loaded, self.core.weight_version))
+        async for seq in self._engine.updates(request):
+            await send_event(response, answer(seq, request, self._engine.loaded, self.core.weight_version))
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -166,20 +115,20 @@ class EngineServer:
     async def health_generate(self, request: web.Request) -> web.Response:
         """Generates one token: proves that the engine's thread makes progress."""
         probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
-        [parsed], _ = parse_generate(probe, self.loaded)
+        [parsed], _ = parse_generate(probe, self._engine.loaded)
         if self.core.paused:
             return web.json_response({"status": "paused"})
         try:
-            await asyncio.wait_for(self.run(parsed), _PROBE_SECONDS)
+            await asyncio.wait_for(self._engine.run(parsed), _PROBE_SECONDS)
         except TimeoutError:
             return _error(503, f"no token within {_PROBE_SECONDS:.0f} s")
         return web.json_response({"status": "ok"})
 
     async def server_info(self, request: web.Request) -> web.Response:
         info: dict[str, Any] = {"version": slime.__version__, "engine": "slime-embedded", **vars(self.core.options)}
-        info["status"] = "loading" if self.facts is None else "ready"
-        if self.facts is not None:
-            info |= await self._in_engine(self.core.info)
+        info["status"] = "loading" if self._engine.facts is None else "ready"
+        if self._engine.facts is not None:
+            info |= await self._engine.call(self.core.info)
         return web.json_response(info)
 
     async def model_info(self, request: web.Request) -> web.Response:
@@ -191,7 +140,7 @@ class EngineServer:
         return web.json_response({"weight_version": self.core.weight_version})
 
     async def flush_cache(self, request: web.Request) -> web.Response:
-        await self._in_engine(self.core.flush_cache)
+        await self._engine.call(self.core.flush_cache)
         return web.json_response({"success": True, "message": "cache flushed"})
 
     # control
@@ -199,10 +148,10 @@ class EngineServer:
     async def abort_request(self, request: web.Request) -> web.Response:
         body = await json_body(request)
         if body.get("abort_all") is True:
-            count = await self._in_engine(self.core.abort_all)
+            count = await self._engine.call(self.core.abort_all)
         elif isinstance(body.get("rid"), str):
             rid = body["rid"]
-            count = await self._in_engine(lambda: self.core.abort(rid))
+            count = await self._engine.call(lambda: self.core.abort(rid))
         else:
             raise BadRequest('give {"rid": "..."} or {"abort_all": true}')
         return web.json_response({"success": True, "aborted": count})
@@ -210,21 +159,21 @@ class EngineServer:
     async def pause_generation(self, request: web.Request) -> web.Response:
         body = await json_body(request, optional=True)
         mode = body.get("mode", "abort")
-        await self._in_engine(lambda: self.core.pause(mode))
+        await self._engine.call(lambda: self.core.pause(mode))
         return web.json_response({"success": True, "message": f"paused ({mode})"})
 
     async def continue_generation(self, request: web.Request) -> web.Response:
-        await self._in_engine(self.core.resume)
+        await self._engine.call(self.core.resume)
         return web.json_response({"success": True, "message": "continued"})
 
     async def release_memory(self, request: web.Request) -> web.Response:
         tags = _tags(await json_body(request, optional=True))
-        await self._in_engine(lambda: self.core.release_memory(tags))
+        await self._engine.call(lambda: self.core.release_memory(tags))
         return web.json_response({"success": True})
 
     async def resume_memory(self, request: web.Request) -> web.Response:
         tags = _tags(await json_body(request, optional=True))
-        await self._in_engine(lambda: self.core.resume_memory(tags))
+        await self._engine.call(lambda: self.core.resume_memory(tags))
         return web.json_response({"success": True})
 
     # weights
@@ -274,7 +223,7 @@ class EngineServer:
 
     async def weights_checker(self, request: web.Request) -> web.Response:
         action = (await json_body(request)).get("action", "checksum")
-        found = await self._in_engine(lambda: self.core.check_weights(action))
+        found = await self._engine.call(lambda: self.core.check_weights(action))
         return web.json_response({"success": True, "message": "", **found})
 
     async def _updated(self, update: Callable[[], int]) -> web.Response:
@@ -282,7 +231,7 @@ class EngineServer:
             started = time.perf_counter()
             return update(), time.perf_counter() - started
 
-        copied, seconds = await self._in_engine(timed)
+        copied, seconds = await self._engine.call(timed)
         return web.json_response(
             {
                 "success": True,
@@ -291,9 +240,6 @@ class EngineServer:
                 "seconds": seconds,
             }
         )
-
-    async def _in_engine(self, function: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(self.core.call(function))
 
 
 def _error(status: int, message: str) -> web.Response:

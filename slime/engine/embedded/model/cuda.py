@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slime.engine.embedded.attention_cuda import attend_decode
-from slime.engine.embedded.runner import ModelRunner, Sampled, record_top
-from slime.engine.embedded.sampler import draw, draw_each, temperature_of, uniforms
+from slime.engine.embedded.model.attention_cuda import attend_decode
+from slime.engine.embedded.model.runner import ModelRunner, Sampled, record_top
+from slime.engine.embedded.model.sampler import draw, draw_each, temperature_of, uniforms
 from slime.engine.embedded.sequence import Sequence
 
 log = logging.getLogger(__name__)

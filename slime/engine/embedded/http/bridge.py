@@ -1,0 +1,77 @@
+"""Between the event loop and the engine's thread: requests and commands go in, finished sequences and results come out.
+
+Invariant: every accepted request ends exactly once, or its client is gone and the request is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.http.requests import GenerateRequest, ModelFacts
+from slime.engine.embedded.sequence import Sequence
+
+T = TypeVar("T")
+
+
+class EngineBridge:
+    """The engine as handlers see it; `facts` is None until the model is loaded."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.facts: ModelFacts | None = None
+
+    @property
+    def loaded(self) -> ModelFacts:
+        assert self.facts is not None
+        return self.facts
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run `function` in the engine's thread between two steps."""
+        return await asyncio.wrap_future(self.core.call(function))
+
+    async def run(self, request: GenerateRequest) -> list[Sequence]:
+        """All samples of a request, finished; a client that goes away aborts them."""
+        loop = asyncio.get_running_loop()
+        left = request.params.n
+        done = loop.create_future()
+
+        def finished() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0 and not done.done():
+                done.set_result(None)
+
+        sequences = request.sequences(self.loaded, lambda _: loop.call_soon_threadsafe(finished))
+        self.core.submit(sequences)
+        try:
+            await done
+        except asyncio.CancelledError:
+            self.core.call(lambda: self.core.abort(request.rid, "the client went away"))
+            raise
+        return sequences
+
+    async def updates(self, request: GenerateRequest) -> AsyncIterator[Sequence]:
+        """An async iterator over the sequence of a streaming request: each --stream-interval tokens and at the end."""
+        loop = asyncio.get_running_loop()
+        news: asyncio.Queue[None] = asyncio.Queue()
+        [seq] = request.sequences(self.loaded, lambda _: loop.call_soon_threadsafe(news.put_nowait, None))
+        self.core.submit([seq])
+        told = 0
+        try:
+            while True:
+                await news.get()
+                while not news.empty():
+                    news.get_nowait()
+                finished = seq.finish is not None
+                if not finished and len(seq.output_ids) - told < self.core.options.stream_interval:
+                    continue
+                told = len(seq.output_ids)
+                yield seq
+                if finished:
+                    return
+        finally:
+            if seq.finish is None:
+                self.core.call(lambda: self.core.abort(request.rid, "the client went away"))
