@@ -29,7 +29,7 @@ from workload import engine, make_model
 
 from slime.config import Config, derive
 from slime.data.sample import Sample
-from slime.engine.client import EngineClient
+from slime.engine.http.client import EngineClient
 from slime.train.group import TrainerGroup
 from slime.weights import make_publisher
 

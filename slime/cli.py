@@ -107,7 +107,7 @@ def _plan(words: Sequence[str]) -> int:
 
 
 def _serve(words: Sequence[str]) -> int:
-    from slime.engine.serve import serve_fleet, wants_fleet
+    from slime.engine.fleet.serve import serve_fleet, wants_fleet
 
     if wants_fleet(words):
         return serve_fleet(words)

@@ -38,7 +38,7 @@ from slime.config.start import continues_itself, model_folders, resumes_at
 from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.tokenizer import load_tokenizer
 from slime.data.user_source import make_data_source
-from slime.engine.fleet import fixed_ports
+from slime.engine.fleet.processes import fixed_ports
 from slime.errors import RunFailed, UserError
 from slime.models.folder import check_model
 from slime.observe.curves import Curves

@@ -15,12 +15,12 @@ from typing import Any
 
 from slime.config import Config
 from slime.config.algorithm import serves_teacher
-from slime.engine.engines import Engines, alone_engine
-from slime.engine.errors import EngineError
-from slime.engine.fleet import EngineFleet
-from slime.engine.pool import EnginePool
-from slime.engine.states import EngineStates
-from slime.engine.supervisor import Supervisor, Watch
+from slime.engine.fleet.engines import Engines, alone_engine
+from slime.engine.fleet.processes import EngineFleet
+from slime.engine.fleet.states import EngineStates
+from slime.engine.fleet.supervisor import Supervisor, Watch
+from slime.engine.http.errors import EngineError
+from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed
 from slime.models.shape import count_parameters
 from slime.observe.run_dir import RunDir

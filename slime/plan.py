@@ -19,10 +19,10 @@ from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.rollout import SFT_ROLLOUT_FUNCTION
 from slime.config.megatron_flags import MEGATRON_FLAGS
-from slime.engine.backend import EXTERNAL, choose_backend
-from slime.engine.engines import check_engines, count_engines
-from slime.engine.external import ExternalEngines
-from slime.engine.plain_http import why_unreachable
+from slime.engine.fleet.backend import EXTERNAL, choose_backend
+from slime.engine.fleet.engines import check_engines, count_engines
+from slime.engine.fleet.external import ExternalEngines
+from slime.engine.http.plain_http import why_unreachable
 from slime.errors import UserError
 from slime.models.shape import ModelShape
 from slime.plan_data import check_data, data_rows, steps_per_epoch, training_prompts

@@ -22,7 +22,7 @@ from slime.config.parser import parse_args
 from slime.config.plugin_checks import check_plugins
 from slime.data.sample import Sample
 from slime.engine.embedded.options import parse_options
-from slime.engine.serve import wants_fleet
+from slime.engine.fleet.serve import wants_fleet
 from slime.plan import make_plan
 from slime.plugins import CONTRACTS
 from slime.rollout.metrics import eval_metrics, rollout_metrics

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slime.data.sample import Sample
-from slime.engine.client import EngineError
+from slime.engine.http.client import EngineError
 from slime.errors import RunFailed
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import logging
 from dataclasses import dataclass, field
 
 from slime.data.sample import Sample
-from slime.engine.client import EngineError
+from slime.engine.http.client import EngineError
 from slime.rollout.base_types import Group, Produced, leaves
 from slime.rollout.ending import cancelled, result_of
 from slime.rollout.gate import Ticket

@@ -15,7 +15,7 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.engine.protocol import (
+from slime.engine.http.protocol import (
     answered_ids,
     continued_payload,
     is_single_request,

@@ -12,8 +12,8 @@ from typing import Any
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.engine.client import EngineError, GenerateResult
-from slime.engine.protocol import continued_params, generate_payload, note_first_version
+from slime.engine.http.client import EngineError, GenerateResult
+from slime.engine.http.protocol import continued_params, generate_payload, note_first_version
 from slime.rollout.gate import MOST_RESUMES, AbortedTooOften, Ticket, evaluating, ticket_here
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.rollout.tokenization import prompt_token_ids

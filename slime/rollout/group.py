@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from slime.config import Config
 from slime.data.journal import JournalFailed
 from slime.data.sample import Sample
-from slime.engine.protocol import sampling_seed
+from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
 from slime.rollout.base_types import Group, Produced, leaves
 from slime.rollout.failures import forget_response, mark_failed, start_over

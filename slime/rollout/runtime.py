@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 from slime.config import Config
 from slime.data.tokenizer import load_tokenizer
-from slime.engine.pool import EnginePool
-from slime.engine.router import Router
-from slime.engine.sglang_router import RoutedPool
+from slime.engine.http.pool import EnginePool
+from slime.engine.http.router import Router
+from slime.engine.sglang.router import RoutedPool
 from slime.plugins import load_function, load_plugin
 from slime.rollout.adapters import as_generate
 from slime.rollout.failures import FailureLog

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from slime.engine.protocol import rollout_sampling_params
+from slime.engine.http.protocol import rollout_sampling_params
 from slime.rollout.base_types import Group
 from slime.rollout.gate import Gate, Ticket, evaluating, ticket_here
 from slime.rollout.rewards.hub import RewardHub

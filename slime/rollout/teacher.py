@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.engine.client import EngineClient, EngineError, EngineProtocolError
-from slime.engine.protocol import quote
+from slime.engine.http.client import EngineClient, EngineError, EngineProtocolError
+from slime.engine.http.protocol import quote
 from slime.errors import UserError
 from slime.rollout.failures import mark_failed
 from slime.rollout.runtime import RolloutRuntime

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 
 from slime.config import Config
-from slime.engine.errors import EngineError, EngineFailed, EngineRejected, EngineTimeout, EngineUnreachable
-from slime.engine.protocol import error_message
+from slime.engine.http.errors import EngineError, EngineFailed, EngineRejected, EngineTimeout, EngineUnreachable
+from slime.engine.http.protocol import error_message
 from slime.rollout.gate import WholeAnswer, ticket_here
 from slime.rollout.runtime import newest_runtime
 from slime.rollout.state import GenerateState

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.cluster.ports import free_port
-from slime.engine.client import EngineClient, EngineFailed
+from slime.engine.http.client import EngineClient, EngineFailed
 from slime.errors import RunFailed
 from slime.waits import named
 from slime.weights.kind import EngineKind

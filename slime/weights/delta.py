@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slime.engine.client import EngineClient, EngineRejected
+from slime.engine.http.client import EngineClient, EngineRejected
 from slime.models.delta_folder import INDEX_NAME, DeltaIndex, name_files, write_index
 from slime.models.files import fsync_path
 from slime.waits import named

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from slime.engine.client import EngineClient, PauseMode
+from slime.engine.http.client import EngineClient, PauseMode
 from slime.errors import RunFailed
 from slime.waits import named
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from slime.config import Config
-from slime.engine.client import EngineClient, PauseMode
+from slime.engine.http.client import EngineClient, PauseMode
 from slime.errors import UserError
 from slime.plugins import load_function
 from slime.waits import Limit

@@ -16,7 +16,7 @@ import pytest
 from slime.cluster.devices import cpu_cores
 from slime.config import Config
 from slime.engine.embedded.options import parse_options
-from slime.engine.fleet import EngineDied, EngineFleet, EngineStartTimeout
+from slime.engine.fleet.processes import EngineDied, EngineFleet, EngineStartTimeout
 from slime.errors import UserError
 
 STUB = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))

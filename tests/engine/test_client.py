@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from slime.cluster.ports import free_port
-from slime.engine.client import (
+from slime.engine.http.client import (
     EngineClient,
     EngineFailed,
     EngineProtocolError,
@@ -17,9 +17,9 @@ from slime.engine.client import (
     EngineTimeout,
     EngineUnreachable,
 )
-from slime.engine.pool import EnginePool
-from slime.engine.protocol import GenerateResult, rollout_sampling_params, sampling_seed
-from slime.engine.router import Router
+from slime.engine.http.pool import EnginePool
+from slime.engine.http.protocol import GenerateResult, rollout_sampling_params, sampling_seed
+from slime.engine.http.router import Router
 
 ANSWER = {
     "text": "ab",

@@ -16,14 +16,14 @@ import pytest
 import yaml
 
 from slime.config import Config
-from slime.engine.backend import choose_backend, installed_sglang
-from slime.engine.capabilities import Capabilities, probe, without_missing
-from slime.engine.engines import Engines, check_engines, count_engines
-from slime.engine.external import ExternalEngines
-from slime.engine.fleet import EngineFleet
-from slime.engine.plain_http import NoAnswer, ask
+from slime.engine.fleet.backend import choose_backend, choose_router, installed_sglang
+from slime.engine.fleet.capabilities import Capabilities, probe, without_missing
+from slime.engine.fleet.engines import Engines, check_engines, count_engines
+from slime.engine.fleet.external import ExternalEngines
+from slime.engine.fleet.processes import EngineFleet
+from slime.engine.http.plain_http import NoAnswer, ask
 from slime.engine.sglang.installed import SGLANG, find_installed, installed_version
-from slime.engine.sglang_router import RoutedPool, RouterDied, choose_router
+from slime.engine.sglang.router import RoutedPool, RouterDied
 from slime.errors import RunFailed, UserError
 from slime.rollout.runtime import RolloutRuntime
 from slime.utils.http_utils import get_model_url

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from slime.engine.states import EngineStates, Load, ask_load, sglang_load
-from slime.engine.supervisor import Supervisor, Watch
+from slime.engine.fleet.states import EngineStates, Load, ask_load, sglang_load
+from slime.engine.fleet.supervisor import Supervisor, Watch
 
 
 def states(loads: dict[str, Load | None], **others: Any) -> EngineStates:

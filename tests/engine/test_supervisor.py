@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from slime.config import Config, derive
-from slime.engine.client import Growing
-from slime.engine.errors import EngineError
-from slime.engine.fleet import EngineFleet
-from slime.engine.pool import EnginePool
-from slime.engine.supervisor import EnginesGivenUp, Supervisor, Watch
+from slime.engine.fleet.processes import EngineFleet
+from slime.engine.fleet.supervisor import EnginesGivenUp, Supervisor, Watch
+from slime.engine.http.client import Growing
+from slime.engine.http.errors import EngineError
+from slime.engine.http.pool import EnginePool
 from slime.rollout.loop import LoopThread
 from tests.tiny_models import make_model_folder
 
@@ -169,7 +169,7 @@ def test_tokens_that_were_sampled_before_the_engine_died_are_kept(
                 if value is not None:
                     came.set()
 
-        monkeypatch.setattr("slime.engine.pool.Growing", Noticed)
+        monkeypatch.setattr("slime.engine.http.pool.Growing", Noticed)
 
         async def broken_off() -> tuple[Any, EngineError | None]:
             pool.set_down(fleet.urls[1])

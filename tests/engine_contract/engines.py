@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slime.config import Config
-from slime.engine.client import EngineClient
-from slime.engine.fleet import EngineFleet
+from slime.engine.fleet.processes import EngineFleet
+from slime.engine.http.client import EngineClient
 
 SGLANG_PYTHON = os.environ.get("SLIME_SGLANG_PYTHON")
 ROUTER_PYTHON = os.environ.get("SLIME_ROUTER_PYTHON")

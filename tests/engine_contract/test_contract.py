@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.engine.client import Growing
-from slime.engine.errors import EngineRejected
-from slime.engine.protocol import GenerateResult, generate_payload
+from slime.engine.http.client import Growing
+from slime.engine.http.errors import EngineRejected
+from slime.engine.http.protocol import GenerateResult, generate_payload
 from tests.engine_contract.engines import Engine, after_first_tokens
 
 PROMPT = [284, 264, 286, 13, 267, 33]

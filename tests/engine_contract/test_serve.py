@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import slime
-from slime.engine.plain_http import ask
+from slime.engine.http.plain_http import ask
 from slime.errors import UserError
 from tests.e2e.runs import Running, started, wait_until
 from tests.engine_contract.engines import ENGINES, engine_flags

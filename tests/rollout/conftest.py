@@ -134,7 +134,7 @@ def engine(make_engine):
 def make_runtime(model_folder, monkeypatch):
     """`make_runtime(urls, **flags)`: a bound runtime over those engines; engine retries do not wait."""
     monkeypatch.setattr("slime.rollout.generate.FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr("slime.engine.client.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("slime.engine.http.client.FIRST_BACKOFF_S", 0.01)
     runtimes = []
 
     def make(urls, **flags):

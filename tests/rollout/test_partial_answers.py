@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slime.data.sample import Sample
-from slime.engine.protocol import (
+from slime.engine.http.protocol import (
     answered_ids,
     continued_params,
     continued_payload,

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from slime.data.sample import Sample
-from slime.engine.protocol import sampling_seed
+from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
 from slime.rollout.base_types import leaves
 from slime.rollout.gate import Gate, SampleTimeout, as_evaluation, sample_deadline

@@ -4,8 +4,8 @@ import pytest
 from aiohttp import web
 
 from slime.data.sample import Sample
-from slime.engine.client import EngineFailed, EngineRejected, EngineUnreachable
-from slime.engine.protocol import sampling_seed
+from slime.engine.http.client import EngineFailed, EngineRejected, EngineUnreachable
+from slime.engine.http.protocol import sampling_seed
 from slime.rollout.generate import AbortedTooOften, PromptTooLong, generate
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 from aiohttp import web
 
-from slime.engine.errors import EngineRejected, EngineTimeout, EngineUnreachable
+from slime.engine.http.errors import EngineRejected, EngineTimeout, EngineUnreachable
 from slime.rollout.loop import LoopThread
 from slime.rollout.runtime import newest_runtime, runtime_for
 from slime.utils import http_utils

@@ -14,7 +14,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
-from slime.engine.client import EngineClient
+from slime.engine.http.client import EngineClient
 
 
 class Engine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.engine.client import EngineClient
+from slime.engine.http.client import EngineClient
 
 
 def log_probs(client: EngineClient, run_async: Any, tokens: list[int]) -> tuple[list[float], str]:

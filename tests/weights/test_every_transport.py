@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.config import Config, derive
-from slime.engine.client import EngineClient
-from slime.engine.fleet import EngineFleet
+from slime.engine.fleet.processes import EngineFleet
+from slime.engine.http.client import EngineClient
 from slime.train.group import TrainerGroup
 from slime.weights import make_publisher
 from tests.tiny_models import make_model_folder

@@ -17,8 +17,8 @@ import torch
 
 from slime.cluster.ports import free_port
 from slime.config import Config, derive
-from slime.engine.client import EngineClient, EngineFailed, EngineRejected
-from slime.engine.fleet import EngineFleet
+from slime.engine.fleet.processes import EngineFleet
+from slime.engine.http.client import EngineClient, EngineFailed, EngineRejected
 from slime.errors import RunFailed
 from slime.models.delta_folder import INDEX_NAME, safetensors_entries
 from slime.train.group import TrainerDied, TrainerGroup

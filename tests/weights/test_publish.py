@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime.config import Config
-from slime.engine.client import EngineFailed
+from slime.engine.http.client import EngineFailed
 from slime.errors import RunFailed, UserError
 from slime.weights import PublishResult, WeightPublisher, WeightVersionMismatch, choose_transport, make_publisher
 from slime.weights.disk import DiskPublisher, VersionFolders, copy_model_assets

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slime.config import Config
-from slime.engine.client import EngineClient
-from slime.engine.fleet import EngineFleet
+from slime.engine.fleet.processes import EngineFleet
+from slime.engine.http.client import EngineClient
 from slime.errors import UserError
 from slime.weights import make_publisher
 from tests.tiny_models import make_model_folder

@@ -12,8 +12,8 @@ import asyncio
 import aiohttp
 from aiohttp import web
 
-from slime.engine.errors import EngineError, EngineUnreachable
-from slime.engine.pool import EnginePool
+from slime.engine.http.errors import EngineError, EngineUnreachable
+from slime.engine.http.pool import EnginePool
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 MAX_BODY_BYTES = 1 << 30

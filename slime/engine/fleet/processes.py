@@ -18,7 +18,7 @@ from typing import Self
 from slime.cluster.ports import free_ports, require_free_port
 from slime.cluster.process import ChildProcess, ProcessSet
 from slime.config import Config
-from slime.engine.backend import EMBEDDED, choose_backend, installed_sglang
+from slime.engine.fleet.backend import EMBEDDED, choose_backend, installed_sglang
 from slime.engine.launch import EMBEDDED_ENGINE, Launch, client_host, embedded_launches
 from slime.engine.sglang.installed import Installed
 from slime.engine.sglang.launch import PORTS_PER_ENGINE, check_server_flags, sglang_launches

@@ -14,19 +14,21 @@ from types import TracebackType
 from typing import Any, Self
 
 from slime.config import Config
-from slime.engine.backend import EMBEDDED, EXTERNAL, SGLANG_SERVER, choose_backend, installed_sglang
-from slime.engine.capabilities import Capabilities, EngineKind, probe, without_missing
-from slime.engine.external import ExternalEngines
-from slime.engine.fleet import EngineFleet, refuse_for_embedded
-from slime.engine.sglang.launch import check_server_flags
-from slime.engine.sglang.topology import DEFAULT_MODEL, ServedModel, read_topology, simple_model
-from slime.engine.sglang_router import (
+from slime.engine.fleet.backend import (
+    EMBEDDED,
+    EXTERNAL,
     SGLANG_ROUTER,
-    SglangRouter,
+    SGLANG_SERVER,
+    choose_backend,
     choose_router,
-    external_router,
-    installed_router,
+    installed_sglang,
 )
+from slime.engine.fleet.capabilities import Capabilities, EngineKind, probe, without_missing
+from slime.engine.fleet.external import ExternalEngines
+from slime.engine.fleet.processes import EngineFleet, refuse_for_embedded
+from slime.engine.sglang.launch import check_server_flags
+from slime.engine.sglang.router import SglangRouter, external_router, installed_router
+from slime.engine.sglang.topology import DEFAULT_MODEL, ServedModel, read_topology, simple_model
 from slime.errors import RunFailed, UserError
 
 logger = logging.getLogger(__name__)

@@ -1,12 +1,14 @@
-"""Who generates tokens: SGLang's server or the embedded engine, and why."""
+"""Who generates tokens, SGLang's server or the embedded engine, who spreads requests over them, and why."""
 
 from __future__ import annotations
 
 from slime.config import Config
 from slime.engine.sglang.installed import SGLANG, Installed, find_installed, installed_version
+from slime.engine.sglang.router import external_router, find_router, router_not_installed
 from slime.errors import UserError
 
 EMBEDDED, SGLANG_SERVER, EXTERNAL = "embedded", "sglang", "external"
+BUILTIN, SGLANG_ROUTER = "builtin", "sglang"
 
 
 def choose_backend(config: Config, device: str) -> tuple[str, str]:
@@ -24,6 +26,25 @@ def choose_backend(config: Config, device: str) -> tuple[str, str]:
     if asked == "auto":
         return EMBEDDED, "SGLang is not installed"
     raise UserError(_not_installed(config))
+
+
+def choose_router(config: Config, backend: str) -> tuple[str, str]:
+    """Who spreads requests over the engines of a model, and why."""
+    asked = config.rollout_router
+    if asked == BUILTIN:
+        return BUILTIN, "asked for"
+    if backend == EMBEDDED and asked == SGLANG_ROUTER:
+        raise UserError("--rollout-router sglang is for SGLang engines: add --rollout-backend sglang")
+    if backend != SGLANG_SERVER and asked != SGLANG_ROUTER:
+        return BUILTIN, f"it takes {backend} engines"
+    if external_router(config) is not None:
+        return SGLANG_ROUTER, "--sglang-router-ip names one"
+    installed = find_router(config)
+    if installed is not None:
+        return SGLANG_ROUTER, f"{installed} {'was asked for' if asked == SGLANG_ROUTER else 'is installed'}"
+    if asked == SGLANG_ROUTER:
+        raise UserError(router_not_installed(config))
+    return BUILTIN, "sglang-router is not installed"
 
 
 def installed_sglang(config: Config) -> Installed:

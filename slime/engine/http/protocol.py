@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypedDict
 
-from slime.engine.errors import EngineProtocolError
+from slime.engine.http.errors import EngineProtocolError
 
 PauseMode = Literal["abort", "in_place", "retract"]
 QUOTED_CHARS = 400

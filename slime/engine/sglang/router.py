@@ -19,17 +19,15 @@ import aiohttp
 from slime.cluster.ports import free_ports, require_free_port
 from slime.cluster.process import ChildProcess
 from slime.config import Config
-from slime.engine.backend import EMBEDDED, SGLANG_SERVER
-from slime.engine.client import EngineClient
+from slime.engine.http.client import EngineClient
+from slime.engine.http.plain_http import NoAnswer, ask
+from slime.engine.http.pool import EnginePool
+from slime.engine.http.router import ROUTING_KEY_HEADER
 from slime.engine.launch import Launch, client_host
-from slime.engine.plain_http import NoAnswer, ask
-from slime.engine.pool import EnginePool
-from slime.engine.router import ROUTING_KEY_HEADER
 from slime.engine.sglang.flags import OF_THE_ROUTER, Flags, check_flags, router_flags, write_flags
 from slime.engine.sglang.installed import ROUTER, Installed, find_installed
 from slime.errors import RunFailed, UserError
 
-BUILTIN, SGLANG_ROUTER = "builtin", "sglang"
 FORWARDED_FIELDS = frozenset(
     {
         "input_ids",
@@ -81,25 +79,6 @@ _LOG_LEVELS = {"warning": "warn", "info": "warn", "debug": "info", "error": "err
 """Each of its levels says about as much as our next lower one: at info it writes several lines for each request."""
 
 
-def choose_router(config: Config, backend: str) -> tuple[str, str]:
-    """Who spreads requests over the engines of a model, and why."""
-    asked = config.rollout_router
-    if asked == BUILTIN:
-        return BUILTIN, "asked for"
-    if backend == EMBEDDED and asked == SGLANG_ROUTER:
-        raise UserError("--rollout-router sglang is for SGLang engines: add --rollout-backend sglang")
-    if backend != SGLANG_SERVER and asked != SGLANG_ROUTER:
-        return BUILTIN, f"it takes {backend} engines"
-    if external_router(config) is not None:
-        return SGLANG_ROUTER, "--sglang-router-ip names one"
-    installed = find_installed(ROUTER, _router_python(config))
-    if installed is not None:
-        return SGLANG_ROUTER, f"{installed} {'was asked for' if asked == SGLANG_ROUTER else 'is installed'}"
-    if asked == SGLANG_ROUTER:
-        raise UserError(_not_installed(config))
-    return BUILTIN, "sglang-router is not installed"
-
-
 def external_router(config: Config) -> str | None:
     """The URL of a router that somebody else runs."""
     host, port = (config.carried.get(name) for name in ("sglang_router_ip", "sglang_router_port"))
@@ -110,11 +89,16 @@ def external_router(config: Config) -> str | None:
     return f"http://{host}:{port}"
 
 
+def find_router(config: Config) -> Installed | None:
+    """sglang-router with its options, where it is installed."""
+    return find_installed(ROUTER, _router_python(config))
+
+
 def installed_router(config: Config) -> Installed:
-    """sglang-router with its options; its flags are checked."""
-    installed = find_installed(ROUTER, _router_python(config))
+    """sglang-router, for a run that uses it; its flags are checked."""
+    installed = find_router(config)
     if installed is None:
-        raise UserError(_not_installed(config))
+        raise UserError(router_not_installed(config))
     check_flags(router_flags(config), installed, prefix="router", taken=OF_THE_ROUTER)
     return installed
 
@@ -323,7 +307,8 @@ def _router_python(config: Config) -> str | None:
     return config.sglang_router_python or config.sglang_python
 
 
-def _not_installed(config: Config) -> str:
+def router_not_installed(config: Config) -> str:
+    """What to tell a user whose run needs sglang-router."""
     where = _router_python(config) or "this interpreter"
     return (
         f"--rollout-router sglang: sglang-router is not installed in {where}; pip install sglang-router there, name an "

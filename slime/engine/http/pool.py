@@ -15,9 +15,9 @@ from typing import Any
 
 import aiohttp
 
-from slime.engine.client import REQUEST_FLAG, EngineClient, Growing
-from slime.engine.errors import EngineError, EngineProtocolError, EngineUnreachable
-from slime.engine.protocol import GenerateResult
+from slime.engine.http.client import REQUEST_FLAG, EngineClient, Growing
+from slime.engine.http.errors import EngineError, EngineProtocolError, EngineUnreachable
+from slime.engine.http.protocol import GenerateResult
 from slime.waits import Limit, waiting
 
 

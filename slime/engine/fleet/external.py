@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.config import Config
-from slime.engine.capabilities import Capabilities, probe
+from slime.engine.fleet.capabilities import Capabilities, probe
+from slime.engine.http.plain_http import NoAnswer, ask
 from slime.engine.launch import Launch
-from slime.engine.plain_http import NoAnswer, ask
 from slime.errors import RunFailed, UserError
 from slime.models.folder import read_config_json
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.engine.plain_http import NoAnswer, ask
+from slime.engine.http.plain_http import NoAnswer, ask
 
 INTERVAL_S = 2.0
 _TIMEOUT_S = 5.0

@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 
 import aiohttp
 
-from slime.engine.errors import (
+from slime.engine.http.errors import (
     EngineError,
     EngineFailed,
     EngineProtocolError,
@@ -28,7 +28,7 @@ from slime.engine.errors import (
     EngineTimeout,
     EngineUnreachable,
 )
-from slime.engine.protocol import GenerateResult, PauseMode, error_message, quote
+from slime.engine.http.protocol import GenerateResult, PauseMode, error_message, quote
 from slime.waits import Wait, log_graph, state_of, waiting
 
 __all__ = [

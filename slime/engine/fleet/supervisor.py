@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slime.engine.client import EngineClient
-from slime.engine.errors import EngineError
-from slime.engine.fleet import EngineDied
-from slime.engine.pool import EnginePool
+from slime.engine.fleet.processes import EngineDied
+from slime.engine.http.client import EngineClient
+from slime.engine.http.errors import EngineError
+from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed
 from slime.waits import Limit, background, named, waiting
 

@@ -15,10 +15,10 @@ from slime.cluster.devices import resolve_device
 from slime.cluster.precision import choose_dtype, slow_dtype_note
 from slime.config import Config
 from slime.config.parser import parse_flags
-from slime.engine.backend import choose_backend
-from slime.engine.engines import Engines, check_engines
-from slime.engine.pool import EnginePool
-from slime.engine.router import Router
+from slime.engine.fleet.backend import choose_backend
+from slime.engine.fleet.engines import Engines, check_engines
+from slime.engine.http.pool import EnginePool
+from slime.engine.http.router import Router
 from slime.errors import UserError
 from slime.models.folder import read_config_json
 from slime.models.shape import count_parameters

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slime.config import Config
-from slime.engine.plain_http import NoAnswer, ask
+from slime.engine.http.plain_http import NoAnswer, ask
 from slime.errors import RunFailed
 
 EngineKind = Literal["embedded", "sglang"]
