@@ -93,11 +93,11 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     """The batch of one rollout."""
     excluded = [_is_excluded(sample) for sample in samples]
     groups = _complete_ids([sample.group_index for sample in samples])
+    rollout_ids = _complete_ids([sample.rollout_id for sample in samples])
     if config.loss_type == "sft_loss":
         raw_reward, rewards = [0.0] * len(samples), [0.0] * len(samples)
     else:
-        raw_reward, rewards = shape_rewards(config, samples, groups, excluded)
-    rollout_ids = _complete_ids([sample.rollout_id for sample in samples])
+        raw_reward, rewards = shape_rewards(config, samples, groups, rollout_ids, excluded)
     masks = [_loss_mask(sample, skip) for sample, skip in zip(samples, excluded, strict=True)]
     mask_sums: dict[int, int] = {}
     for rollout_id, mask in zip(rollout_ids, masks, strict=True):

@@ -1,7 +1,7 @@
 """From the rewards of samples to those that advantages are made of.
 
-Invariant: groups go by `group_index`, whatever their sizes; a sample that is excluded gets zero and has no say; every
-reward that leaves here is a finite number.
+Invariant: groups go by `group_index` and count rollouts, whatever their sizes; a sample that is excluded gets zero and
+has no say; every reward that leaves here is a finite number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ SCALED_BY_STD = ("grpo", "gspo", "cispo", "dapo")
 
 
 def shape_rewards(
-    config: Config, samples: Sequence[Sample], groups: Sequence[int], excluded: Sequence[bool]
+    config: Config,
+    samples: Sequence[Sample],
+    groups: Sequence[int],
+    rollout_ids: Sequence[int],
+    excluded: Sequence[bool],
 ) -> tuple[list[float], list[float]]:
     """(raw rewards for the logs, rewards the advantages are made of)."""
     if config.custom_reward_post_process_path is not None:
@@ -36,11 +40,11 @@ def shape_rewards(
         return raw, rewards
     estimator = config.advantage_estimator
     if estimator == "rloo":
-        return raw, leave_one_out_rewards(rewards, groups, excluded=excluded)
+        return raw, leave_one_out_rewards(rewards, groups, rollout_ids, excluded=excluded)
     if estimator not in GROUP_CENTRED:
         return raw, rewards
     by_std = estimator in SCALED_BY_STD and not config.disable_grpo_std_normalization
-    return raw, normalize_group_rewards(rewards, groups, divide_by_std=by_std, excluded=excluded)
+    return raw, normalize_group_rewards(rewards, groups, rollout_ids, divide_by_std=by_std, excluded=excluded)
 
 
 def _reward_of(config: Config, sample: Sample, excluded: bool) -> float:

@@ -14,34 +14,38 @@ from slime.algorithms.rewards import normalize_group_rewards
 from slime.algorithms.rloo import leave_one_out_rewards
 
 SAMPLES = st.lists(
-    st.tuples(st.floats(-5, 5), st.integers(0, 3), st.booleans()), min_size=1, max_size=16
-)  # reward, group, excluded
+    st.tuples(st.floats(-5, 5), st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=1, max_size=16
+)  # reward, group, rollout within the group, excluded
 
 
-def siblings(samples, i: int) -> list[int]:
-    """Positions of the same group that count, `i` itself included."""
-    return [j for j, (_, group, out) in enumerate(samples) if group == samples[i][1] and not out]
+def earned(samples, group: int) -> dict[int, float]:
+    """What each rollout of a group earned, as far as it counts: the mean of its samples."""
+    rollouts = {rollout for _, own, rollout, out in samples if own == group and not out}
+    return {
+        rollout: statistics.fmean(r for r, own, other, out in samples if (own, other, out) == (group, rollout, False))
+        for rollout in rollouts
+    }
 
 
 @given(SAMPLES, st.booleans())
-def test_normalised_by_index_not_by_counting(samples, divide: bool) -> None:
-    rewards, groups, excluded = ([s[k] for s in samples] for k in range(3))
-    got = normalize_group_rewards(rewards, groups, divide_by_std=divide, excluded=excluded)
-    for i, (reward, _, out) in enumerate(samples):
-        members = [rewards[j] for j in siblings(samples, i)]
-        expected = 0.0 if out else reward - math.fsum(members) / len(members)
+def test_normalised_by_rollouts_not_by_counting_samples(samples, divide: bool) -> None:
+    rewards, groups, rollouts, excluded = ([s[k] for s in samples] for k in range(4))
+    got = normalize_group_rewards(rewards, groups, rollouts, divide_by_std=divide, excluded=excluded)
+    for i, (reward, group, _, out) in enumerate(samples):
+        members = list(earned(samples, group).values())
+        expected = 0.0 if out else reward - statistics.fmean(members)
         if divide and not out and len(members) > 1:
             expected /= statistics.stdev(members) + 1e-6
-        assert got[i] == pytest.approx(expected, abs=1e-6)
+        assert got[i] == pytest.approx(expected, abs=1e-6, rel=1e-6)
 
 
 @given(SAMPLES)
-def test_leave_one_out(samples) -> None:
-    rewards, groups, excluded = ([s[k] for s in samples] for k in range(3))
-    got = leave_one_out_rewards(rewards, groups, excluded=excluded)
-    for i, (reward, _, out) in enumerate(samples):
-        others = [rewards[j] for j in siblings(samples, i) if j != i]
-        expected = 0.0 if out or not others else reward - math.fsum(others) / len(others)
+def test_leave_one_rollout_out(samples) -> None:
+    rewards, groups, rollouts, excluded = ([s[k] for s in samples] for k in range(4))
+    got = leave_one_out_rewards(rewards, groups, rollouts, excluded=excluded)
+    for i, (reward, group, rollout, out) in enumerate(samples):
+        others = [mean for other, mean in earned(samples, group).items() if other != rollout]
+        expected = 0.0 if out or not others else reward - statistics.fmean(others)
         assert got[i] == pytest.approx(expected, abs=1e-9)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from slime.config import Config
+from slime.config import Config, derive
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
@@ -59,6 +60,26 @@ def test_a_failed_sample_is_counted_and_teaches_nothing() -> None:
     without = batch_metrics(batch, with_rewards=False)
     assert set(metrics) - set(without) == {"rollout/raw_reward", "rollout/rewards"}
     assert metrics["rollout/excluded_samples"] == 1
+
+
+@pytest.mark.parametrize(
+    ("estimator", "split", "single"),
+    [
+        ("rloo", 1.0, -0.5),
+        ("grpo", (2 / 3) / (math.sqrt(1 / 3) + 1e-6), (-1 / 3) / (math.sqrt(1 / 3) + 1e-6)),
+        ("dr_grpo", 2 / 3, -1 / 3),
+        ("reinforce_plus_plus_baseline", 2 / 3, -1 / 3),
+    ],
+)
+def test_a_rollout_of_three_samples_weighs_once_in_its_group(estimator: str, split: float, single: float) -> None:
+    """Three rollouts earned 1, 0 and 0; the first was split into three samples, of which one failed."""
+    split_up = [sample(rollout_id=7) for _ in range(3)]
+    split_up.append(sample(rollout_id=7, status=Sample.Status.FAILED, reward=100.0))
+    others = [sample(reward=0.0), sample(reward=0.0)]
+    gone = sample(rollout_id=8, status=Sample.Status.FAILED, reward=-100.0)
+    flags = derive(config(advantage_estimator=estimator, normalize_advantages=estimator.startswith("reinforce")))
+    batch = make_train_batch(flags, [*split_up, *others, gone])
+    assert batch.rewards == pytest.approx([split] * 3 + [0.0] + [single] * 2 + [0.0], abs=1e-9)
 
 
 def test_normalisation_switches() -> None:
