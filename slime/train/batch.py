@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -79,21 +80,53 @@ class TrainBatch:
 
 
 def flatten_samples(nested: Iterable[Any]) -> list[Sample]:
-    """Groups, and groups of fanned-out rollouts, to one list."""
-    flat: list[Sample] = []
-    for item in nested:
-        if isinstance(item, list | tuple):
-            flat.extend(flatten_samples(item))
-        else:
-            flat.append(item)
+    """Groups, and groups of fanned-out rollouts, to one list; samples without ids get those that the nesting implies.
+
+    Who is in one list is in one group, and who is in one list inside a group is of one rollout. Ids that a sample has
+    are left to it. A sample that stands by itself, in no list, says nothing about others.
+    """
+    groups = [_rollouts_of(item) for item in nested]
+    flat = [sample for rollouts in groups for rollout in rollouts for sample in rollout]
+    new_group = _first_unused(sample.group_index for sample in flat)
+    new_rollout = _first_unused(sample.rollout_id for sample in flat)
+    for rollouts in groups:
+        members = [sample for rollout in rollouts for sample in rollout]
+        if len(members) > 1:
+            _share_id(members, "group_index", next(new_group))
+        for rollout in rollouts:
+            if len(rollout) > 1:
+                _share_id(rollout, "rollout_id", next(new_rollout))
     return flat
+
+
+def _rollouts_of(item: Any) -> list[list[Sample]]:
+    """The rollouts of one group, each as the list of its samples."""
+    if not isinstance(item, list | tuple):
+        return [[item]]
+    return [_leaves(member) if isinstance(member, list | tuple) else [member] for member in item]
+
+
+def _leaves(nested: Iterable[Any]) -> list[Sample]:
+    return [leaf for item in nested for leaf in (_leaves(item) if isinstance(item, list | tuple) else [item])]
+
+
+def _first_unused(ids: Iterable[int | None]) -> Iterator[int]:
+    return count(max((value for value in ids if value is not None), default=-1) + 1)
+
+
+def _share_id(together: Sequence[Sample], name: str, new: int) -> None:
+    """Give the id that the others of a list have, or a new one, to those that have none."""
+    known = {value for sample in together if (value := getattr(sample, name)) is not None}
+    shared = known.pop() if len(known) == 1 else new
+    for sample in together:
+        if getattr(sample, name) is None:
+            setattr(sample, name, shared)
 
 
 def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     """The batch of one rollout."""
     excluded = [_is_excluded(sample) for sample in samples]
-    groups = _complete_ids([sample.group_index for sample in samples])
-    rollout_ids = _complete_ids([sample.rollout_id for sample in samples])
+    groups, rollout_ids = _identities(samples)
     if config.loss_type == "sft_loss":
         raw_reward, rewards = [0.0] * len(samples), [0.0] * len(samples)
     else:
@@ -156,14 +189,35 @@ def _loss_mask(sample: Sample, excluded: bool) -> np.ndarray:
     return np.asarray(sample.loss_mask, dtype=np.float32)
 
 
+def _identities(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
+    """(group, rollout) of each sample: who shares both is of one rollout, which is in one group.
+
+    Samples without a group are in that of their rollout; the same rollout id in another group is another rollout.
+    """
+    new_group = _first_unused(sample.group_index for sample in samples)
+    new_rollout = _first_unused(sample.rollout_id for sample in samples)
+    groups: list[int] = []
+    rollouts: list[int] = []
+    group_of: dict[int, int] = {}  # of rollouts that name no group
+    renamed: dict[tuple[int, int], int] = {}
+    owner: dict[int, int] = {}
+    for sample in samples:
+        group, rollout = sample.group_index, sample.rollout_id
+        if group is None:
+            group = next(new_group) if rollout is None else group_of.setdefault(rollout, next(new_group))
+        if rollout is None:
+            rollout = next(new_rollout)
+        elif owner.setdefault(rollout, group) != group:
+            rollout = renamed.setdefault((group, rollout), next(new_rollout))
+        groups.append(group)
+        rollouts.append(rollout)
+    return groups, rollouts
+
+
 def _complete_ids(ids: Sequence[int | None]) -> list[int]:
     """Samples without an id get a fresh one each, so that they share nothing with others."""
-    unused = max((value for value in ids if value is not None), default=-1) + 1
-    complete: list[int] = []
-    for value in ids:
-        complete.append(unused if value is None else value)
-        unused += value is None
-    return complete
+    fresh = _first_unused(ids)
+    return [next(fresh) if value is None else value for value in ids]
 
 
 def _log_prob_column(samples: Sequence[Sample], name: str, run_dir: str | None) -> list[np.ndarray] | None:

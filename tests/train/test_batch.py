@@ -43,6 +43,48 @@ def test_fan_out_shares_the_rollout_id_and_its_mask_sum() -> None:
     assert batch.rollout_mask_sums == [3, 3, 2]
 
 
+def bare(reward: float, **ids) -> Sample:
+    """As a generate function makes them: a new sample, without ids unless it copies them."""
+    return Sample(tokens=[1, 2, 3], response_length=1, reward=reward, status=Sample.Status.COMPLETED, **ids)
+
+
+def test_the_nesting_gives_ids_to_samples_without() -> None:
+    nested = [
+        [[bare(1.0), bare(1.0), bare(1.0)], [bare(0.0)], bare(0.0)],
+        [[bare(2.0, group_index=9, index=4), bare(2.0)], [bare(1.0)]],
+        bare(5.0),
+    ]
+    batch = make_train_batch(config(advantage_estimator="rloo"), flatten_samples(nested))
+    assert batch.rewards == [1.0, 1.0, 1.0, -0.5, -0.5, 1.0, 1.0, -1.0, 0.0]
+    assert batch.rollout_mask_sums == [3, 3, 3, 1, 1, 2, 2, 1, 1]
+    first, second, alone = batch.group_indices[:5], batch.group_indices[5:8], batch.group_indices[8]
+    assert (len(set(first)), set(second)) == (1, {9})
+    assert len({first[0], 9, alone}) == 3
+    assert len(set(batch.rollout_ids)) == 6
+
+
+def test_siblings_get_the_ids_of_those_that_have_them() -> None:
+    nested = [[[bare(1.0, group_index=3, rollout_id=8), bare(1.0)], bare(0.0, group_index=3)], [bare(0.0)]]
+    flat = flatten_samples(nested)
+    assert [(s.group_index, s.rollout_id) for s in flat[:2]] == [(3, 8)] * 2
+    assert make_train_batch(config(advantage_estimator="rloo"), flat).rewards == [1.0, 1.0, -1.0, 0.0]
+
+
+def test_a_rollout_id_that_two_groups_use_means_two_rollouts() -> None:
+    """A generate function may count the rollouts of each prompt from 0."""
+    flat = [bare(float(r), group_index=g, rollout_id=r) for g in (0, 1) for r in (0, 0, 1)]
+    batch = make_train_batch(config(advantage_estimator="rloo"), flat)
+    assert batch.rewards == [-1.0, -1.0, 1.0] * 2
+    assert len(set(batch.rollout_ids)) == 4
+    assert batch.rollout_mask_sums == [2, 2, 1] * 2
+
+
+def test_a_fan_out_without_groups_is_in_one_group() -> None:
+    flat = [bare(1.0, rollout_id=3), bare(1.0, rollout_id=3), bare(1.0)]
+    batch = make_train_batch(config(), flat)
+    assert batch.group_indices[0] == batch.group_indices[1] != batch.group_indices[2]
+
+
 def test_remove_sample_zeroes_the_mask_but_keeps_its_reward_in_the_group() -> None:
     batch = make_train_batch(config(), [sample(remove_sample=True, reward=1.0), sample(reward=0.0)])
     assert batch.loss_masks[0].tolist() == [0, 0]
