@@ -12,19 +12,16 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
-from slime.models.deltas import Blob, ByteArray, checksum_function, encode
-from slime.models.files import fsync_path
-from slime.models.tensor_bytes import bytes_of
-from slime.train.backends.protocol import NamedTensor, TrainBackend
+from slime.models.delta.blob import Blob, ByteArray, checksum_function, encode
+from slime.models.delta.folder import DeltaPart, write_part
+from slime.models.delta.tensors import bytes_of
+from slime.train.backends.protocol import TrainBackend
 from slime.train.export import as_in_folder, by_layer, not_written, rollout_dtype
 
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -94,20 +91,6 @@ def _changed_anywhere(backend: TrainBackend, new: dict[str, torch.Tensor], old: 
     return {name for name, flag in zip(new, flags.tolist(), strict=True) if flag}
 
 
-@dataclass
-class DeltaPart:
-    """What one rank wrote of a delta: a file (none if it had nothing to write), and its share of the numbers."""
-
-    path: str | None = None
-    names: list[str] = field(default_factory=list)
-    changed_bytes: int = 0
-    encode_seconds: float = 0.0
-    write_seconds: float = 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
 class DeltaExporter:
     """Encodes and writes this rank's share of a delta."""
 
@@ -131,10 +114,8 @@ class DeltaExporter:
         if blobs:
             path = folder / f"rank-{backend.ranks.rank:05d}.safetensors"
             part.path, part.names = str(path), sorted(blobs)
-            arrays = {name: np.frombuffer(blob.data, np.uint8) for name, blob in blobs.items()}
             try:
-                save_file(arrays, path, metadata=checksums)
-                fsync_path(path)
+                write_part(path, {name: blob.data for name, blob in blobs.items()}, checksums)
             except (OSError, SafetensorError) as cause:
                 raise not_written(folder, version, cause) from cause
             part.write_seconds = time.perf_counter() - began - part.encode_seconds
@@ -164,12 +145,6 @@ class DeltaExporter:
     def _encode_one(self, name: str, new: ByteArray, difference: ByteArray) -> tuple[str, Blob, str, int]:
         blob = encode(difference, new, self._encoding)
         return name, blob, self._checksum(new), int(np.count_nonzero(difference))
-
-
-def tensor_checksums(tensors: Iterator[NamedTensor], dtype: torch.dtype, checksum: str = "xxh3-128") -> dict[str, str]:
-    """The checksum of every tensor as the engines have it."""
-    function = checksum_function(checksum)
-    return {name: function(bytes_of(tensor.to(rollout_dtype(tensor.dtype, dtype)))) for name, tensor in tensors}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

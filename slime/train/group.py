@@ -152,7 +152,7 @@ class TrainerGroup:
         return [Path(path) for path in paths]
 
     def export_delta(self, out_dir: str | Path, version: int, base_version: int) -> list[dict[str, Any]]:
-        """What changed since `base_version`, one file per rank; each rank's answer (`slime.train.delta.DeltaPart`)."""
+        """What changed since `base_version`, one file per rank; each rank's answer (a `DeltaPart`)."""
         return self._call_same("export_delta", out_dir=str(out_dir), version=version, base_version=base_version)
 
     def weight_buckets(self) -> list[list[dict[str, Any]]]:

@@ -96,9 +96,9 @@ class WeightSender:
         """Of every tensor as the engines should have it; empty on ranks other than the first."""
         tensors = hf_tensors(backend)
         if backend.ranks.rank == 0:
-            from slime.train.delta import tensor_checksums
+            from slime.models.delta.tensors import tensor_checksums
 
-            return tensor_checksums(tensors, self._dtype)
+            return tensor_checksums((name, t.to(rollout_dtype(t.dtype, self._dtype))) for name, t in tensors)
         for _ in tensors:
             pass
         return {}

@@ -1,4 +1,4 @@
-"""Only the bytes that changed: a version folder with a delta to the version before (`slime.models.delta_folder`).
+"""Only the bytes that changed: a version folder with a delta to the version before (`slime.models.delta`).
 
 The invariant: an engine that applied a delta has exactly the trainer's bytes, or it said no and gets the whole weights
 in the same update. The first update, the one after a resume, and the one after a failure are whole.
@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime.engine.http.client import EngineClient, EngineRejected
-from slime.models.delta_folder import INDEX_NAME, DeltaIndex, name_files, write_index
-from slime.models.files import fsync_path
+from slime.models.delta.folder import DeltaPart, join_parts
 from slime.waits import named
 from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
 from slime.weights.local_checkpoint import LocalCheckpoint, LocalCheckpointBroken
@@ -53,15 +52,17 @@ class DeltaPublisher(DiskPublisher):
         if base is None:
             return self._stage_whole(version)
         with self._version_folder(version) as unfinished:
-            parts = self._source.export_delta(unfinished, version, base)
-            written = [part for part in parts if part["path"] is not None]
-            files = name_files([Path(part["path"]) for part in written], unfinished)
-            named = zip(files, written, strict=True)
-            weight_map = {name: file for file, part in named for name in part["names"]}
-            index = DeltaIndex(version, base, self._encoding, "zstd", self._checksum, weight_map)
-            fsync_path(write_index(unfinished, index))
-            size = file_bytes(unfinished / name for name in (*files, INDEX_NAME))
-        density = sum(part["changed_bytes"] for part in parts) / self._total_bytes
+            parts = [DeltaPart(**part) for part in self._source.export_delta(unfinished, version, base)]
+            files = join_parts(
+                unfinished,
+                parts,
+                version=version,
+                base_version=base,
+                encoding=self._encoding,
+                checksum=self._checksum,
+            )
+            size = file_bytes(files)
+        density = sum(part.changed_bytes for part in parts) / self._total_bytes
         return Staged(size, self._folder_of(version), density=density)
 
     def _stage_whole(self, version: int) -> Staged:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.engine.http.client import EngineClient
-from slime.models.delta_folder import INDEX_NAME, safetensors_entries
+from slime.models.delta.folder import INDEX_NAME, safetensors_entries
 from slime.owned import is_marked, mark_written
 from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource
 

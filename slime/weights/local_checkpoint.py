@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import mmap
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from slime.config.folders import LOCAL_FILES
 from slime.errors import RunFailed
-from slime.models.delta_folder import BadDelta, DeltaIndex, Entry, delta_entries, read_index, safetensors_entries
+from slime.models.delta.folder import BadDelta, read_index
 from slime.models.files import fsync_path
 from slime.owned import MANIFEST
 
@@ -71,32 +70,19 @@ class LocalCheckpoint:
 
     def apply(self, delta: Path) -> None:
         """Bring it to the version of a delta folder."""
+        from slime.models.delta.apply import apply_to_files  # zstandard and xxhash: for deltas alone
+
         try:
             index = read_index(delta)
             if index is None:
                 raise BadDelta(f"{delta} holds no delta")
-            if self.version != index.base_version:
-                raise BadDelta(f"{delta.name} applies to version {index.base_version}, the folder has {self.version}")
+            index.require_base(self.version, delta=delta, owner="the folder")
             with self._locked():
                 self._note(index.version, "applying")
-                self._apply(delta, index)
+                apply_to_files(self.folder, delta, index)
                 self._note(index.version, "clean")
         except (OSError, ValueError) as cause:
             raise LocalCheckpointBroken(f"{self.folder} cannot take a delta: {cause}") from cause
-
-    def _apply(self, delta: Path, index: DeltaIndex) -> None:
-        present = {
-            entry.name: entry
-            for path in sorted(self.folder.glob("*.safetensors"))
-            for entry in safetensors_entries(path)
-        }
-        by_file: dict[Path, list[tuple[Entry, Entry]]] = {}
-        for change in delta_entries(delta, index):
-            if change.name not in present:
-                raise BadDelta(f"there is no tensor {change.name}")
-            by_file.setdefault(present[change.name].path, []).append((change, present[change.name]))
-        for path, changes in by_file.items():
-            _patch(path, changes, index)
 
     def _files(self) -> list[str]:
         """The files that updates have put into the folder."""
@@ -123,25 +109,3 @@ class LocalCheckpoint:
         with (self.folder / _SYNC / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-
-def _patch(path: Path, changes: list[tuple[Entry, Entry]], index: DeltaIndex) -> None:
-    """Change tensors of one file through a mapping, compare their checksums, and write it through."""
-    import numpy as np
-
-    from slime.models.deltas import Blob, checksum_function  # zstandard and xxhash: for deltas alone
-
-    checksum = checksum_function(index.checksum)
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        data = np.frombuffer(mapped, np.uint8)
-        try:
-            for change, place in changes:
-                target = data[place.start : place.end]
-                Blob(change.read(), index.encoding).apply(target)
-                found = checksum(target)
-                del target
-                if found != change.checksum:
-                    raise BadDelta(f"{change.name} has checksum {found} after the delta, not {change.checksum}")
-        finally:
-            del data  # the mapping cannot be closed under it
-        mapped.flush()

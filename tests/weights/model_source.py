@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slime.train.delta import DeltaExporter, Published, tensor_checksums
-from slime.train.export import export_weights, hf_tensors
+from slime.models.delta.tensors import tensor_checksums
+from slime.train.delta import DeltaExporter, Published
+from slime.train.export import export_weights, hf_tensors, rollout_dtype
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -67,4 +68,5 @@ class ModelSource:
         return [exporter.export(self.backend, out_dir, version=version, base_version=base_version).to_dict()]
 
     def weight_checksums(self) -> dict[str, str]:
-        return tensor_checksums(hf_tensors(self.backend), self.dtype)
+        tensors = hf_tensors(self.backend)
+        return tensor_checksums((name, t.to(rollout_dtype(t.dtype, self.dtype))) for name, t in tensors)

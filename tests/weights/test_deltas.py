@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import xxhash
 import zstandard
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from slime.errors import UserError
-from slime.models.delta_folder import BadDelta, DeltaIndex, delta_entries, name_files, read_index, write_index
-from slime.models.deltas import BadBlob, Blob, changed_positions, checksum_function, encode
+from slime.models.delta.blob import BadBlob, Blob, changed_positions, checksum_function, encode
+from slime.models.delta.folder import BadDelta, DeltaIndex, DeltaPart, delta_entries, join_parts, read_index, write_part
 
 ENCODINGS = ("xor", "overwrite")
 
@@ -98,9 +98,11 @@ def test_blake3_without_its_package_is_one_sentence(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def delta(tmp_path: Path) -> Path:
-    save_file({"a": np.arange(3, dtype=np.uint8)}, tmp_path / "rank-00000.safetensors", metadata={"a": "c0ffee"})
-    [file] = name_files([tmp_path / "rank-00000.safetensors"], tmp_path)
-    write_index(tmp_path, DeltaIndex(123, 122, "xor", "zstd", "xxh3-128", {"a": file}))
+    written = tmp_path / "rank-00000.safetensors"
+    write_part(written, {"a": bytes([0, 1, 2])}, {"a": "c0ffee"})
+    parts = [DeltaPart(path=str(written), names=["a"]), DeltaPart()]
+    files = join_parts(tmp_path, parts, version=123, base_version=122, encoding="xor", checksum="xxh3-128")
+    assert [file.name for file in files] == ["model-00000-of-00001.safetensors", "model.safetensors.index.json"]
     return tmp_path
 
 

@@ -20,7 +20,7 @@ from slime.config import Config, derive
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient, EngineFailed, EngineRejected
 from slime.errors import RunFailed
-from slime.models.delta_folder import INDEX_NAME, safetensors_entries
+from slime.models.delta.folder import INDEX_NAME, safetensors_entries
 from slime.train.group import TrainerDied, TrainerGroup
 from slime.weights import make_publisher
 from slime.weights.check import ChecksumCheck, WeightsDiffer
@@ -197,7 +197,7 @@ def test_a_full_disk_is_said_and_the_engines_keep_their_weights(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    module = "slime.models.shards" if mode == "whole" else "slime.train.delta"
+    module = "slime.models.shards" if mode == "whole" else "slime.models.delta.folder"
     if mode == "whole":
         publisher._base = None
     with monkeypatch.context() as patched:

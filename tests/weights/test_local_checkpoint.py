@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.errors import RunFailed
-from slime.models.delta_folder import safetensors_entries
+from slime.models.delta.folder import safetensors_entries
 from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
 from slime.weights.disk import VersionFolders
 from slime.weights.local_checkpoint import LocalCheckpoint, LocalCheckpointBroken
@@ -94,6 +94,20 @@ def test_half_a_delta_is_recognised(tmp_path: Path, model_folder: Path, source: 
     local.rebuild(folders[0], 1)
     local.apply(folders[1])
     assert local.version == 2
+
+
+def test_a_damaged_blob_is_a_broken_delta(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
+    folders = write_versions(source, model_folder, tmp_path / "versions", 2)
+    local = LocalCheckpoint(tmp_path / "local")
+    local.rebuild(folders[0], 1)
+    file = next(folders[1].glob("*.safetensors"))
+    entry = safetensors_entries(file)[0]
+    data = bytearray(file.read_bytes())
+    data[entry.start : entry.start + 4] = b"none"
+    file.write_bytes(data)
+    with pytest.raises(LocalCheckpointBroken, match=f"the blob of {entry.name} is not a zstd frame"):
+        local.apply(folders[1])
+    assert local.version is None
 
 
 def test_engines_that_load_folders_get_deltas_through_one(

@@ -29,7 +29,7 @@ from slime.engine.embedded.sequence import Sequence
 from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.groups import Announced, WeightGroups
 from slime.engine.embedded.weights.views import FolderViews
-from slime.models.delta_folder import BadDelta, DeltaIndex, read_index
+from slime.models.delta.folder import BadDelta, DeltaIndex, read_index
 from slime.models.loading import load_causal_lm
 from slime.models.shape import count_parameters
 
@@ -365,16 +365,16 @@ class EngineCore:
         )
 
     def _update_from_delta(self, folder: Path, index: DeltaIndex, *, flush: bool) -> int:
-        from slime.engine.embedded.weights.deltas import DifferentWeights, apply_delta  # zstandard, xxhash
-
         if self.stale is not None or self._unfinished is not None:
             raise loading.Conflict(f"a delta needs whole weights to apply to: {self.stale or self._unfinished}")
         base = self.weight_version
         try:
             return self.update_weights(
-                lambda: apply_delta(self.views, folder, index, version=base), str(index.version), flush=flush
+                lambda: loading.load_from_delta(self.views, folder, index, version=base),
+                str(index.version),
+                flush=flush,
             )
-        except DifferentWeights as cause:
+        except loading.DifferentWeights as cause:
             self.mark_stale(str(cause))
             raise
 
@@ -395,9 +395,9 @@ class EngineCore:
             return {"shapes": {name: list(tensor.shape) for name, tensor in self.views.readable().items()}}
         if action != "checksum":
             raise BadRequest(f"action must be checksum or shapes, not {action!r}")
-        from slime.engine.embedded.weights.deltas import weight_checksums
+        from slime.models.delta.tensors import tensor_checksums  # zstandard, xxhash
 
-        return {"checksums": weight_checksums(self.views)}
+        return {"checksums": tensor_checksums(self.views.readable().items())}
 
     def release_memory(self, tags: list[str]) -> None:
         """Give device memory back: the KV cache is dropped, weights move to the host (CUDA graphs go with either)."""

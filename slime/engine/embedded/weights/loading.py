@@ -21,11 +21,16 @@ from transformers import PreTrainedModel
 from slime.engine.embedded.sampling_params import BadRequest
 from slime.engine.embedded.weights.views import FolderViews
 from slime.errors import UserError
+from slime.models.delta.folder import BadDelta, DeltaIndex, OtherBase, delta_entries
 from slime.models.loading import load_causal_lm
 
 
 class Conflict(BadRequest):
     """A well-formed update that does not fit the weights that are here now (409)."""
+
+
+class DifferentWeights(BadRequest):
+    """A delta's result has another checksum than the sender's: the weights here were not what it takes them for."""
 
 
 def load_from_files(views: FolderViews, paths: Sequence[str], *, config_folder: str) -> int:
@@ -118,6 +123,26 @@ def load_from_folder(views: FolderViews, folder: str, *, trust_remote_code: bool
     for name, tensor in loaded.items():
         _check(targets, name, tuple(tensor.shape), folder)
     return sum(_copy(targets[name], tensor) for name, tensor in loaded.items())
+
+
+def load_from_delta(views: FolderViews, folder: Path, index: DeltaIndex, *, version: str) -> int:
+    """Bring the model from `version` to the delta's; returns the bytes of its blobs."""
+    from slime.models.delta.apply import WrongResult, apply_to_tensors  # zstandard, xxhash
+
+    try:
+        index.require_base(version, delta=folder, owner="this engine")
+        entries = list(delta_entries(folder, index))
+        targets = views.targets(index.weight_map.keys())
+        for entry in entries:
+            if entry.name not in targets:
+                raise BadRequest(f"{folder} changes a tensor {entry.name!r} that this model does not have on its own")
+        return apply_to_tensors(targets, entries, index)
+    except OtherBase as cause:
+        raise Conflict(str(cause)) from cause
+    except WrongResult as cause:
+        raise DifferentWeights(str(cause)) from cause
+    except (OSError, BadDelta) as cause:
+        raise BadRequest(f"cannot apply the delta: {cause}") from cause
 
 
 def _check(targets: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], source: str) -> None:

@@ -12,16 +12,27 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
+from slime.models.files import fsync_path
+
 INDEX_NAME = "model.safetensors.index.json"
+COMPRESSION = "zstd"
+ENCODINGS = ("xor", "overwrite")
 _METADATA = "__metadata__"
 
 
 class BadDelta(ValueError):
     """A folder that is no delta of this format."""
+
+
+class OtherBase(BadDelta):
+    """A delta to another version than the one that is here."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,25 @@ class DeltaIndex:
     compression: str
     checksum: str
     weight_map: Mapping[str, str]
+
+    def require_base(self, version: int | str | None, *, delta: Path, owner: str) -> None:
+        """Raise `OtherBase` unless `version`, which `owner` has, is the one this applies to."""
+        if str(self.base_version) != str(version):
+            raise OtherBase(f"{delta.name} applies to version {self.base_version}, {owner} has {version}")
+
+
+@dataclass
+class DeltaPart:
+    """What one rank wrote of a delta: a file (none if it had nothing to write), and its share of the numbers."""
+
+    path: str | None = None
+    names: list[str] = field(default_factory=list)
+    changed_bytes: int = 0
+    encode_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -55,6 +85,27 @@ class Entry:
         if len(data) != self.end - self.start:
             raise BadDelta(f"{self.path} ends within {self.name}")
         return data
+
+
+def write_part(path: Path, blobs: Mapping[str, bytes], checksums: Mapping[str, str]) -> None:
+    """Write the blobs of one rank, each with the checksum of its new tensor."""
+    save_file({name: np.frombuffer(blob, np.uint8) for name, blob in blobs.items()}, path, metadata=dict(checksums))
+    fsync_path(path)
+
+
+def join_parts(
+    folder: Path, parts: Sequence[DeltaPart], *, version: int, base_version: int, encoding: str, checksum: str
+) -> list[Path]:
+    """Make one delta of what the ranks wrote into `folder`: their files get the names of a model folder's shards, and
+    an index comes beside them. All its files, on disk."""
+    written = [part for part in parts if part.path is not None]
+    names = [f"model-{number:05d}-of-{len(written):05d}.safetensors" for number in range(len(written))]
+    for part, name in zip(written, names, strict=True):
+        Path(str(part.path)).rename(folder / name)
+    weight_map = {tensor: name for part, name in zip(written, names, strict=True) for tensor in part.names}
+    index = write_index(folder, DeltaIndex(version, base_version, encoding, COMPRESSION, checksum, weight_map))
+    fsync_path(index)
+    return [*(folder / name for name in names), index]
 
 
 def write_index(folder: Path, index: DeltaIndex) -> Path:
@@ -91,7 +142,7 @@ def read_index(folder: Path) -> DeltaIndex | None:
         )
     except (KeyError, TypeError, ValueError) as cause:
         raise BadDelta(f"{path} is not the index of a delta: {type(cause).__name__}: {cause}") from cause
-    if index.encoding not in ("xor", "overwrite") or index.compression != "zstd":
+    if index.encoding not in ENCODINGS or index.compression != COMPRESSION:
         raise BadDelta(f"{path} names an encoding that is not known: {index.encoding}, {index.compression}")
     return index
 
@@ -137,11 +188,3 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             return json.loads(file.read(length)), 8 + length
     except (ValueError, struct.error) as cause:
         raise BadDelta(f"{path} is not a safetensors file: {cause}") from cause
-
-
-def name_files(paths: Sequence[Path], folder: Path) -> list[str]:
-    """Rename the files that the ranks wrote to `model-{i}-of-{n}.safetensors`; the new names in the same order."""
-    names = [f"model-{number:05d}-of-{len(paths):05d}.safetensors" for number in range(len(paths))]
-    for path, name in zip(paths, names, strict=True):
-        path.rename(folder / name)
-    return names

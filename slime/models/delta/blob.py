@@ -24,7 +24,6 @@ from slime.errors import UserError
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
-COMPRESSION = "zstd"
 LEVEL = 1
 _WORD = 8
 _MAX_POSITION = 2**32 - 1
