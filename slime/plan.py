@@ -355,6 +355,7 @@ def _notes(config: Config, backend: str) -> list[str]:
             f"--n-samples-per-prompt 1 with --advantage-estimator {config.advantage_estimator}: a group of one always "
             f"has advantage 0, so nothing is learned{unless}; sample 4 or more, or use ppo or reinforce_plus_plus"
         )
+    notes += _nucleus_notes(config)
     used = ("recompute_granularity",)
     megatron = [name for name in config.carried if name.replace("_", "-") in MEGATRON_FLAGS and name not in used]
     if megatron:
@@ -364,6 +365,18 @@ def _notes(config: Config, backend: str) -> list[str]:
         those = "the embedded engine" if backend == "embedded" else "engines that run already"
         notes.append(f"SGLang flags without effect on {those}: {_flags(sglang)}")
     return notes
+
+
+def _nucleus_notes(config: Config) -> list[str]:
+    """Engines cut the distribution they sample from; the loss is computed over the whole vocabulary."""
+    cuts = (("--rollout-top-p", config.rollout_top_p, 1.0), ("--rollout-top-k", config.rollout_top_k, -1))
+    given = [f"{flag} {value:g}" for flag, value, off in cuts if value != off]
+    if not given or config.loss_type == "sft_loss" or config.debug_rollout_only or not needs_engines(config):
+        return []
+    return [
+        f"{' and '.join(given)}: tokens are sampled from a part of the vocabulary, but training takes their "
+        "log-probs over all of it, so the gradient is biased; leave it out to train on-policy"
+    ]
 
 
 def _flags(names: list[str]) -> str:

@@ -223,6 +223,22 @@ def test_one_sample_a_prompt_is_a_mistake_where_siblings_are_compared(
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"rollout_top_p": 0.9}, "--rollout-top-p 0.9"),
+        ({"rollout_top_p": 0.9, "rollout_top_k": 20}, "--rollout-top-p 0.9 and --rollout-top-k 20"),
+        ({"rollout_top_p": 0.9, "debug_rollout_only": True}, None),
+    ],
+)
+def test_sampling_from_a_part_of_the_vocabulary_is_noted(
+    flags: dict[str, Any], changes: dict[str, Any], said: str | None
+) -> None:
+    notes = make_plan(resolve(Config(**(flags | changes))), device="cpu", gpu_count=0).notes
+    assert [note.split(":")[0] for note in notes if "log-probs over all of it" in note] == ([said] if said else [])
+
+
 def test_without_save_the_models_of_save_hf_are_all_that_is_kept(flags: dict[str, Any]) -> None:
     kept = resolve(Config(**(flags | {"save": None, "save_hf": "hf/{rollout_id}"})))
     (note,) = make_plan(kept, device="cpu", gpu_count=0).notes

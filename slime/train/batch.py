@@ -24,7 +24,7 @@ from slime.train.shaping import shape_rewards
 
 @dataclass
 class TrainBatch:
-    """Per-sample lists; `rollout_log_probs` is None unless every trainable sample has them."""
+    """Per-sample lists; a column of log-probs is None unless every sample that is trained on has them."""
 
     tokens: list[np.ndarray]
     response_lengths: list[int]
@@ -137,7 +137,7 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
         mask_sums[rollout_id] = mask_sums.get(rollout_id, 0) + int(mask.sum())
     return TrainBatch(
         tokens=[np.asarray(sample.tokens, dtype=np.int64) for sample in samples],
-        response_lengths=[sample.response_length for sample in samples],
+        response_lengths=[len(mask) for mask in masks],
         loss_masks=masks,
         rewards=[0.0 if skip else float(reward) for reward, skip in zip(rewards, excluded, strict=True)],
         raw_reward=raw_reward,
@@ -147,8 +147,8 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
         group_indices=groups,
         rollout_ids=rollout_ids,
         rollout_mask_sums=[mask_sums[rollout_id] for rollout_id in rollout_ids],
-        rollout_log_probs=_log_prob_column(samples, "rollout_log_probs", config.output_dir),
-        teacher_log_probs=_log_prob_column(samples, "teacher_log_probs", config.output_dir),
+        rollout_log_probs=_log_prob_column(samples, masks, "rollout_log_probs", config.output_dir),
+        teacher_log_probs=_log_prob_column(samples, masks, "teacher_log_probs", config.output_dir),
         train_metadata=[sample.train_metadata for sample in samples],
     )
 
@@ -176,11 +176,13 @@ def _is_excluded(sample: Sample) -> bool:
 
 def _loss_mask(sample: Sample, excluded: bool) -> np.ndarray:
     length = sample.response_length
+    if excluded:
+        return np.zeros(length if 0 <= length < len(sample.tokens) else 0, dtype=np.float32)
     if not 0 <= length <= len(sample.tokens):
         raise UserError(f"sample {sample.index} says response_length {length} but has {len(sample.tokens)} tokens")
     if length and length == len(sample.tokens):
         raise UserError(f"sample {sample.index} has no prompt token before its response: give it at least one")
-    if excluded or sample.remove_sample:
+    if sample.remove_sample:
         return np.zeros(length, dtype=np.float32)
     if sample.loss_mask is None:
         return np.ones(length, dtype=np.float32)
@@ -220,20 +222,35 @@ def _complete_ids(ids: Sequence[int | None]) -> list[int]:
     return [next(fresh) if value is None else value for value in ids]
 
 
-def _log_prob_column(samples: Sequence[Sample], name: str, run_dir: str | None) -> list[np.ndarray] | None:
-    """One array per sample, or None when a sample with a response has none."""
-    given: list[Any] = [getattr(sample, name) for sample in samples]
-    if any(value is None and sample.response_length for value, sample in zip(given, samples, strict=True)):
-        return None
-    columns = [np.asarray([] if value is None else value, dtype=np.float32) for value in given]
-    for sample, column in zip(samples, columns, strict=True):
-        if len(column) != sample.response_length:
-            kind = name.replace("_log_probs", " log-probs")
-            raise UserError(f"sample {sample.index} has {len(column)} {kind} for {sample.response_length} tokens")
-        if not np.isfinite(column).all():
-            at = int(np.flatnonzero(~np.isfinite(column))[0])
-            path = keep_bad_sample(run_dir, None, sample.index, sample.to_dict())
-            raise UserError(
-                f"sample {sample.index} has {name}[{at}] = {column[at]}: log-probs must be finite; it is in {path}"
-            )
+def _log_prob_column(
+    samples: Sequence[Sample], masks: Sequence[np.ndarray], name: str, run_dir: str | None
+) -> list[np.ndarray] | None:
+    """One array per sample, or None when a sample that is trained on has none.
+
+    One that is not trained on (it failed, or was removed) has zeros where it lacks them: the others keep theirs.
+    """
+    columns = []
+    for sample, mask in zip(samples, masks, strict=True):
+        values, is_trained = getattr(sample, name), bool(mask.any())
+        if values is None and is_trained:
+            return None
+        column = np.asarray([] if values is None else values, dtype=np.float32)
+        if is_trained:
+            columns.append(_checked_log_probs(sample, name, column, run_dir))
+        else:
+            is_whole = len(column) == len(mask) and bool(np.isfinite(column).all())
+            columns.append(column if is_whole else np.zeros(len(mask), dtype=np.float32))
     return columns
+
+
+def _checked_log_probs(sample: Sample, name: str, column: np.ndarray, run_dir: str | None) -> np.ndarray:
+    if len(column) != sample.response_length:
+        kind = name.replace("_log_probs", " log-probs")
+        raise UserError(f"sample {sample.index} has {len(column)} {kind} for {sample.response_length} tokens")
+    if not np.isfinite(column).all():
+        at = int(np.flatnonzero(~np.isfinite(column))[0])
+        path = keep_bad_sample(run_dir, None, sample.index, sample.to_dict())
+        raise UserError(
+            f"sample {sample.index} has {name}[{at}] = {column[at]}: log-probs must be finite; it is in {path}"
+        )
+    return column

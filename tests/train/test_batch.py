@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from slime.config import Config, derive
@@ -128,6 +130,41 @@ def test_normalisation_switches() -> None:
     pair = [sample(reward=3.0), sample(reward=1.0)]
     assert make_train_batch(config(disable_rewards_normalization=True), pair).rewards == [3.0, 1.0]
     assert make_train_batch(config(disable_grpo_std_normalization=True), pair).rewards == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"rollout_log_probs": None},
+        {"rollout_log_probs": [-1.0]},
+        {"rollout_log_probs": [math.nan, -1.0]},
+        {"teacher_log_probs": None},
+        {"response_length": 9, "loss_mask": [1] * 9},
+        {"response_length": -1},
+        {"tokens": []},
+    ],
+)
+def test_a_failed_sample_takes_nothing_from_the_others(broken: dict[str, Any]) -> None:
+    """A teacher that did not answer, or a generate function that gave up half-way."""
+    whole = {"rollout_log_probs": [-1.0, -2.0], "teacher_log_probs": [-3.0, -4.0]}
+    failed = sample(status=Sample.Status.FAILED, reward=None, **(whole | broken))
+    batch = make_train_batch(config(), [sample(**whole), failed, sample(reward=0.0, **whole)])
+    assert batch.rollout_log_probs is not None
+    assert batch.teacher_log_probs is not None
+    for position in (0, 2):
+        assert batch.rollout_log_probs[position].tolist() == [-1.0, -2.0]
+        assert batch.teacher_log_probs[position].tolist() == [-3.0, -4.0]
+    assert not batch.loss_masks[1].any()
+    assert len(batch.rollout_log_probs[1]) == len(batch.teacher_log_probs[1]) == batch.response_lengths[1]
+    assert np.isfinite(batch.rollout_log_probs[1]).all()
+
+
+def test_one_sample_without_log_probs_leaves_none_for_anybody_only_if_it_is_trained_on() -> None:
+    whole = sample(rollout_log_probs=[-1.0, -2.0])
+    assert make_train_batch(config(), [whole, sample()]).rollout_log_probs is None
+    removed = make_train_batch(config(), [whole, sample(remove_sample=True)]).rollout_log_probs
+    assert removed is not None
+    assert [column.tolist() for column in removed] == [[-1.0, -2.0], [0.0, 0.0]]
 
 
 def test_custom_post_process(tmp_path: Path) -> None:
