@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from slime.errors import UserError
+from slime.train.chunked_attention import Rules, chunked_attention
 from slime.train.packing import PackedLayout
 
 ATTENTION_NAME = "slime_packed"
@@ -62,9 +63,46 @@ def attach_context(model: PreTrainedModel) -> PackedContext:
             "full or sliding-window attention"
         )
     context = PackedContext()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if _depends_on_length(child):
+                setattr(parent, name, RopeOfEachSequence(child, context))
     for module in model.modules():
         object.__setattr__(module, CONTEXT_ATTRIBUTE, context)
     return context
+
+
+class RopeOfEachSequence(nn.Module):
+    """Rotary embeddings whose frequencies follow the longest position they are given, a sequence at a time.
+
+    Sequences of one length side by side share a call. `dynamic` keeps the frequencies of the longest sequence so far
+    until it meets one that is short: position 0 alone is, so no sequence depends on those before it.
+    """
+
+    def __init__(self, rope: nn.Module, context: PackedContext) -> None:
+        super().__init__()
+        self.rope = rope
+        self._context = context
+
+    def forward(self, states: Tensor, position_ids: Tensor, **keywords: Any) -> Any:
+        layout = self._context.layout
+        assert layout is not None, "the rope of a packed row was asked for before its layout was set"
+        start = position_ids.new_zeros(1, 1)
+        made = []
+        for positions in position_ids.split([length * count for length, count in _runs(layout)], dim=-1):
+            self.rope(states, start, **keywords)
+            made.append(self.rope(states, positions, **keywords))
+        if isinstance(made[0], Tensor):
+            return torch.cat(made, dim=1)
+        return tuple(torch.cat(parts, dim=1) for parts in zip(*made, strict=True))
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    """Whether it is a rotary embedding that has other frequencies for long sequences, in some kind of layer."""
+    kinds = module.__dict__.get("rope_type", "")
+    return any(
+        "dynamic" in kind or kind == "longrope" for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
+    )
 
 
 def no_mask(*_args: Any, **_kwargs: Any) -> None:
@@ -90,9 +128,9 @@ def packed_attention(
     layout = module.__dict__[CONTEXT_ATTRIBUTE].read()
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     half = query.dtype in HALF
-    plain = softcap is None and s_aux is None and sliding_window is None
+    plain = softcap is None and s_aux is None and (sliding_window is None or _varlen_has_windows())
     if query.is_cuda and half and plain and query.shape[-1] == value.shape[-1]:
-        return _varlen_attention(query[0], key[0], value[0], layout, scale)[None], None
+        return _varlen_attention(query[0], key[0], value[0], layout, scale, sliding_window)[None], None
     pieces = [
         _causal_attention(q, k, v, scale, sliding_window, softcap, s_aux)
         for q, k, v in zip(
@@ -103,12 +141,17 @@ def packed_attention(
     return torch.cat(pieces)[None], None
 
 
+def _runs(layout: PackedLayout) -> list[tuple[int, int]]:
+    """(length, how many) of neighbouring sequences that have one length."""
+    return [(length, len(list(run))) for length, run in groupby(layout.lengths)]
+
+
 def _split_by_length(states: Tensor, layout: PackedLayout) -> Iterator[Tensor]:
     """[T, heads, D] to [n, heads, L, D] for every run of n neighbouring sequences of one length L.
 
     One split, not a slice for each run: the gradient of every slice would be as large as the whole row.
     """
-    runs = [(length, len(list(run))) for length, run in groupby(layout.lengths)]
+    runs = _runs(layout)
     blocks = states.split([length * count for length, count in runs])
     for (length, count), block in zip(runs, blocks, strict=True):
         yield block.reshape(count, length, *states.shape[1:]).transpose(1, 2)
@@ -124,52 +167,35 @@ def _causal_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Causal attention within each of n sequences of one length; [n, heads, L, D] to [n * L, heads, D]."""
-    length, dtype = query.shape[2], query.dtype
-    allowed = None
-    if window is not None and window < length:
-        position = torch.arange(length, device=query.device)
-        distance = position[:, None] - position[None, :]
-        allowed = (distance >= 0) & (distance < window)
-    if softcap is not None or sinks is not None:
-        output = _explicit_attention(query, key, value, scale, allowed, softcap, sinks)
-    else:
-        if not query.is_cuda and dtype in HALF:  # the CPU's backward takes four times as long in half precision
-            query, key, value = query.float(), key.float(), value.float()
+    dtype = query.dtype
+    if not query.is_cuda and dtype in HALF:  # the CPU's backward takes four times as long in half precision
+        query, key, value = query.float(), key.float(), value.float()
+    if window is not None and window >= query.shape[2]:
+        window = None
+    if window is None and softcap is None and sinks is None:
         output = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=allowed, is_causal=allowed is None, scale=scale, enable_gqa=True
-        ).to(dtype)
-    return output.transpose(1, 2).flatten(0, 1)
+            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+        )
+    else:
+        output = chunked_attention(query, key, value, sinks, Rules.on(query.device, scale, window, softcap))
+    return output.to(dtype).transpose(1, 2).flatten(0, 1)
 
 
-def _explicit_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    allowed: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+def _varlen_has_windows() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+def _varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None
 ) -> Tensor:
-    repeats = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(repeats, dim=1).transpose(2, 3) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if allowed is None:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).float()
-    if sinks is not None:
-        column = sinks.float().reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]].to(query.dtype)
-    return weights @ value.repeat_interleave(repeats, dim=1)
-
-
-def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
     """torch's variable-length flash attention; [heads, T, D] to [T, heads, D]. Its keywords differ between releases."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
-    keywords: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    before = -1 if window is None else window - 1  # a window counts the token itself
+    keywords: dict[str, Any] = {"window_size": (before, 0)} if "window_size" in known else {"is_causal": True}
     if key.shape[0] != query.shape[0]:
         if "enable_gqa" in known:
             keywords["enable_gqa"] = True

@@ -9,8 +9,10 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -35,6 +37,25 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**SIZES),
     "mistral_window": lambda: MistralConfig(**SIZES, sliding_window=5),
     "gemma2": lambda: Gemma2Config(**SIZES, head_dim=16, sliding_window=6, query_pre_attn_scalar=16),
+    "gpt_oss": lambda: GptOssConfig(
+        **SIZES, head_dim=16, sliding_window=6, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0
+    ),
+    "llama_dynamic": lambda: LlamaConfig(
+        **{**SIZES, "max_position_embeddings": 8},
+        rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0},
+    ),
+    "phi3_longrope": lambda: Phi3Config(
+        **SIZES,
+        pad_token_id=0,
+        original_max_position_embeddings=8,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 8,
+            "short_factor": [1.0] * 8,
+            "long_factor": [8.0] * 8,
+        },
+    ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1
     ),
