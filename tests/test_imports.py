@@ -1,0 +1,124 @@
+"""No file of slime imports, over whatever detours, a file that imports it: a circle has no first line to read."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+Graph = Mapping[str, set[str]]
+KNOWN = {
+    f"slime.rollout.{name}"
+    for name in ["flight", "gate", "generate", "group", "runtime", "scoring", "staleness", "state", "teacher"]
+}
+"""Files that import each other until their room is redrawn."""
+BELOW: dict[str, set[str]] = {"http": set(), "sglang": {"http"}, "fleet": {"http", "sglang"}, "embedded": set()}
+"""The rooms of `slime.engine`, and which of the others each may import."""
+
+
+def modules_of(folder: Path) -> dict[str, Path]:
+    """Every module below a package, by its dotted name."""
+    parts = {path: path.relative_to(folder.parent).with_suffix("").parts for path in sorted(folder.rglob("*.py"))}
+    return {".".join(part for part in names if part != "__init__"): path for path, names in parts.items()}
+
+
+def import_graph(folder: Path) -> dict[str, set[str]]:
+    """Which modules each module names in an import statement: at its top, in a function or for type checkers only."""
+    modules = modules_of(folder)
+    return {
+        name: set(imported(ast.parse(path.read_text()), name, path.name == "__init__.py", modules)) - {name}
+        for name, path in modules.items()
+    }
+
+
+def imported(tree: ast.Module, name: str, is_package: bool, modules: Iterable[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom):
+            parents = name.split(".")
+            above = parents[: len(parents) - node.level + is_package] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{source}.{alias.name}"
+                if inner in modules or source in modules:
+                    yield inner if inner in modules else source
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """The strongly connected components of more than one module: those from which each reaches all others."""
+    reaches = {name: reachable(graph, name) for name in graph}
+    found = {frozenset(other for other in reaches[name] if name in reaches[other]) for name in graph}
+    return sorted(sorted(members) for members in found if len(members) > 1)
+
+
+def reachable(graph: Graph, start: str) -> set[str]:
+    """What `start` imports, directly or not; itself only if there is a way back."""
+    seen: set[str] = set()
+    ahead = [start]
+    while ahead:
+        new = graph[ahead.pop()] - seen
+        seen |= new
+        ahead.extend(new)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return import_graph(ROOT / "slime")
+
+
+def test_no_import_leads_back_to_where_it_started(graph: Graph) -> None:
+    found = [names for names in circles(graph) if not KNOWN.issuperset(names)]
+    assert not found, "files that import each other:\n" + "\n".join(" ".join(names) for names in found)
+
+
+def test_the_walk_sees_every_file_and_what_it_imports(graph: Graph) -> None:
+    assert len(graph) == len(list((ROOT / "slime").rglob("*.py")))
+    assert {"slime.engine.http.client", "slime.engine.http.errors"} <= graph["slime.engine.http.pool"]
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_the_rooms_of_the_engine_import_downwards(room: str, graph: Graph) -> None:
+    for name, targets in graph.items():
+        if name.startswith(f"slime.engine.{room}."):
+            others = {target.split(".")[2] for target in targets if target.startswith("slime.engine.")} & BELOW.keys()
+            assert others <= BELOW[room] | {room}, f"{name} imports {targets}"
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from pkg.a import x",
+        "import pkg.a",
+        "from pkg import a",
+        "from .. import a",
+        "from ..a import x",
+        "def f():\n    from pkg.a import x",
+        "class C:\n    def f(self):\n        import pkg.a as y",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pkg.a import X",
+        "try:\n    import pkg.a\nexcept ImportError:\n    pass",
+    ],
+)
+def test_every_way_to_import_counts(tmp_path: Path, back: str) -> None:
+    package = tmp_path / "pkg"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "inner" / "__init__.py").write_text("")
+    (package / "a.py").write_text("from pkg.inner import b\nimport pkg.c\n")
+    (package / "c.py").write_text("from pkg import inner\n")
+    (package / "inner" / "b.py").write_text("import os\n")
+    assert circles(import_graph(package)) == []
+    (package / "inner" / "b.py").write_text(back)
+    assert circles(import_graph(package)) == [["pkg.a", "pkg.inner.b"]]
+
+
+def test_a_package_and_a_module_in_it_can_be_a_circle(tmp_path: Path) -> None:
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .a import x\n")
+    (package / "a.py").write_text("from . import y\n")
+    assert circles(import_graph(package)) == [["pkg", "pkg.a"]]
