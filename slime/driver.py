@@ -54,14 +54,13 @@ from slime.parts import Parts
 from slime.plan import make_plan, needs_engines
 from slime.plugins import load_function
 from slime.rescue import weights_rescued
-from slime.rollout.base_types import RolloutFnEvalOutput, call_rollout_fn, leaves
-from slime.rollout.completions import PER_DATASET, PER_ROLLOUT, completion_rows, evaluated_samples
-from slime.rollout.concerns import Concerns
 from slime.rollout.dump import DumpedRollouts, save_evaluation
 from slime.rollout.evaluate import read_eval_datasets
-from slime.rollout.feed import Feed, make_feed
-from slime.rollout.maker import Generated, RolloutMaker
+from slime.rollout.feed import Feed, Generated, RolloutMaker, make_feed
 from slime.rollout.metrics import eval_metrics
+from slime.rollout.report.completions import PER_DATASET, PER_ROLLOUT, completion_rows, evaluated_samples
+from slime.rollout.report.concerns import Concerns
+from slime.rollout.types import RolloutFnEvalOutput, call_rollout_fn, leaves
 from slime.train.self_check import check_numbers
 from slime.waits import watch_signals
 

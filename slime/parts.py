@@ -25,8 +25,9 @@ from slime.errors import RunFailed
 from slime.models.shape import count_parameters
 from slime.observe.run_dir import RunDir
 from slime.plan import choose_rollout_backend, needs_engines, precisions
+from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.teacher import Teacher
+from slime.rollout.trajectory import generate_and_rm_group
 from slime.train.group import TrainerGroup
 from slime.weights.publisher import PublishResult, WeightPublisher
 from slime.weights.transport import make_publisher
@@ -65,7 +66,9 @@ class Parts:
         if self.engines is not None:
             self.config = self.engines.without_missing(config)
         urls, where = (self.engines.urls, self.engines.addresses()) if self.engines is not None else ([], {})
-        self.runtime = stack.enter_context(RolloutRuntime(self.config, urls, reward=reward, **where))
+        self.runtime = stack.enter_context(
+            RolloutRuntime(self.config, urls, dispatch=generate_and_rm_group, reward=reward, **where)
+        )
         if reward is not None:
             self.runtime.state.rewardless = False
         self._make_teacher(stack)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.data.sample import Sample
+from slime.data.tokenizer import encode, prompt_token_ids
 from slime.plugins import constructor_values, takes_samples
-from slime.rollout.tokenization import encode, prompt_token_ids
 
 
 def as_generate(function: Callable[..., Any], tokenizer: Callable[[], Any]) -> Callable[..., Any]:

@@ -11,15 +11,14 @@ import time
 from typing import Any
 
 from slime.config import Config
-from slime.rollout.base_types import Group, RolloutFnTrainOutput, leaves
 from slime.rollout.failures import refuse_all_failed
-from slime.rollout.finishing import call_plugins, group_order
+from slime.rollout.filters import GroupJudge, call_plugins
 from slime.rollout.flight import Flight, Landed
-from slime.rollout.judge import GroupJudge
 from slime.rollout.metrics import Metrics, rollout_metrics
 from slime.rollout.runtime import RolloutRuntime, runtime_for
-from slime.rollout.scoring import refuse_bad_rewards
-from slime.rollout.staleness import StaleGroups, is_stale, sampled_tokens
+from slime.rollout.staleness import StaleGroups, is_stale
+from slime.rollout.trajectory import refuse_bad_rewards
+from slime.rollout.types import Group, RolloutFnTrainOutput, group_order, leaves, sampled_tokens
 
 
 async def generate_batch(args: Config, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:

@@ -18,16 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.rollout.base_types import Group, RolloutFnTrainOutput, leaves, tell_rollout_id
-from slime.rollout.ending import cancelled, result_of
 from slime.rollout.failures import refuse_all_failed
-from slime.rollout.finishing import call_plugins, group_order
-from slime.rollout.judge import GroupJudge
+from slime.rollout.filters import GroupJudge, call_plugins
+from slime.rollout.flight import cancelled, result_of, snapshot
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.scoring import refuse_bad_rewards
-from slime.rollout.snapshot import snapshot
-from slime.rollout.staleness import StaleGroups, group_version, is_stale, sampled_tokens
+from slime.rollout.staleness import StaleGroups, group_version, is_stale
+from slime.rollout.trajectory import refuse_bad_rewards
+from slime.rollout.types import Group, RolloutFnTrainOutput, group_order, leaves, sampled_tokens, tell_rollout_id
 from slime.waits import Background, background
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from slime.data.jsonable import sample_from_json, sample_to_json, to_json
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.owned import is_dump
-from slime.rollout.base_types import Group, Produced, RolloutFnTrainOutput, leaves
-from slime.rollout.completions import evaluated_samples
 from slime.rollout.metrics import rollout_metrics
+from slime.rollout.report.completions import evaluated_samples
+from slime.rollout.types import Group, Produced, RolloutFnTrainOutput, leaves
 
 FORMAT = "slime-rollout"
 VERSION = 1

@@ -14,15 +14,16 @@ from slime.config import Config
 from slime.config.eval_datasets import EvalDataset, eval_datasets
 from slime.data.labels import LabelUse, use_by_verifier
 from slime.data.prompts import PromptDataset
-from slime.data.sample import Sample
+from slime.data.sample import Reward, Sample
 from slime.data.tokenizer import model_context_length
-from slime.rollout.base_types import RolloutFnEvalOutput, leaves
-from slime.rollout.eval_reward import BY_RM_TYPE
 from slime.rollout.failures import RolloutFailed, refuse_all_failed
-from slime.rollout.group import gather_or_cancel, generate_and_rm_group
 from slime.rollout.metrics import eval_metrics
 from slime.rollout.runtime import RolloutRuntime, runtime_for
-from slime.rollout.scoring import refuse_bad_rewards
+from slime.rollout.trajectory import gather_or_cancel, generate_and_rm_group, refuse_bad_rewards
+from slime.rollout.types import RolloutFnEvalOutput, leaves
+
+BY_RM_TYPE = f"{__name__}.by_rm_type"
+"""Goes before a custom function, which goes before any type: for datasets that name an `rm_type`."""
 
 
 @dataclass(frozen=True)
@@ -118,3 +119,10 @@ def _max_prompt_len(args: Config, dataset: EvalDataset) -> int | None:
     if dataset.max_prompt_len is not None or args.rollout_max_context_len is None:
         return dataset.max_prompt_len
     return args.rollout_max_context_len - 1
+
+
+async def by_rm_type(args: Config, sample: Sample) -> Reward:
+    """The reward by a dataset's `rm_type`, whatever reward function training has."""
+    plain = copy.copy(sample)
+    plain.custom_rm_path = None
+    return await runtime_for(args).state.typed_hub.score(plain)

@@ -10,17 +10,19 @@ prompts come back as they took off, and the tokens thrown away with that are cou
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineError
-from slime.rollout.base_types import Group, Produced, leaves
-from slime.rollout.ending import cancelled, result_of
+from slime.rollout.failures import RolloutFailed
 from slime.rollout.gate import Ticket
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.snapshot import snapshot
-from slime.rollout.staleness import sampled_tokens
+from slime.rollout.state import UnderWay
+from slime.rollout.types import Group, Produced, leaves, sampled_tokens
 from slime.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ ABORT_AGAIN_S = 0.2
 OWN_CLIENT_GRACE_S = 0.5
 """How long a group to be held that never sent a request through the gate is watched: with an HTTP client of its own it
 gets the aborted answer, and ends."""
+CANCEL_GRACE_S = 10.0
+"""How long a task may take to end once it is cancelled, before it is left behind."""
 
 
 @dataclass
@@ -41,21 +45,6 @@ class Landed:
     finished: list[Group] = field(default_factory=list)
     unfinished: list[Group] = field(default_factory=list)
     held: int = 0
-
-
-@dataclass(eq=False)
-class UnderWay:
-    """One group: its task, the samples it works on, copies of them as they took off, and its ticket for the gate."""
-
-    task: asyncio.Task[Group]
-    group: Group
-    prompts: Group
-    ticket: Ticket | None
-    was_held: bool = False
-
-    def lost_tokens(self, group: Group) -> int:
-        """What is thrown away when `group`, which came of this one, starts over from its prompts."""
-        return max(0, sampled_tokens(group) - sampled_tokens(self.prompts))
 
 
 class Flight:
@@ -184,7 +173,7 @@ class Flight:
         custom = (sample.generate_function_path or args.custom_generate_function_path for sample in leaves(group))
         if not args.partial_rollout or not any(custom):
             return None
-        return Ticket(self._state, masks=args.mask_offpolicy_in_partial_rollout)
+        return Ticket(self._state.gate, masks=args.mask_offpolicy_in_partial_rollout)
 
     def _hold(self, one: UnderWay) -> None:
         del self._under_way[one.task]
@@ -256,3 +245,48 @@ def _is_aborted(member: Produced) -> bool:
 
 def _is_finished(group: Group) -> bool:
     return not any(_is_aborted(member) for member in group)
+
+
+def snapshot(member: Produced) -> Produced:
+    """A copy of a member of a group, out of reach of generate functions, which may write into what they get."""
+    if not isinstance(member, Sample):
+        return [_copied(sample) for sample in member]
+    return _copied(member)
+
+
+def _copied(sample: Sample) -> Sample:
+    twin = copy.copy(sample)
+    for name, value in vars(sample).items():
+        setattr(twin, name, _copied_value(value))
+    return twin
+
+
+def _copied_value(value: Any) -> Any:
+    if isinstance(value, list) and (not value or isinstance(value[0], int | float)):
+        return list(value)  # token ids and log-probs: thousands of numbers, which nothing can change in place
+    return copy.deepcopy(value)
+
+
+def result_of(task: asyncio.Task[Group]) -> Group:
+    """The group of a task that has ended; nobody here cancels one that is still wanted."""
+    if task.cancelled():
+        raise RolloutFailed(
+            "a group was cancelled from inside: a generate, hook or reward function let a CancelledError out"
+        )
+    return task.result()
+
+
+async def cancelled(tasks: Collection[asyncio.Task[Group]]) -> None:
+    """Cancel tasks and wait until they have ended; those that do not heed it are left behind."""
+    done, late = {task for task in tasks if task.done()}, {task for task in tasks if not task.done()}
+    for task in late:
+        task.cancel()
+    if late:
+        with waiting(f"{len(late)} cancelled groups", "to end", timeout_s=CANCEL_GRACE_S):
+            ended, late = await asyncio.wait(late, timeout=CANCEL_GRACE_S)
+        done |= ended
+    for task in done:
+        if not task.cancelled():
+            task.exception()  # seen: nobody else will ask for it
+    if late:
+        logger.warning("%d groups do not end although they were cancelled: they are left behind", len(late))

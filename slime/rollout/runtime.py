@@ -24,10 +24,11 @@ from slime.engine.sglang.router import RoutedPool
 from slime.plugins import load_function, load_plugin
 from slime.rollout.adapters import as_generate
 from slime.rollout.failures import FailureLog
+from slime.rollout.gate import ticket_here
 from slime.rollout.loop import LoopThread
-from slime.rollout.pulse import Pulse
+from slime.rollout.report.pulse import Pulse
 from slime.rollout.rewards.hub import RewardHub
-from slime.rollout.state import GenerateState
+from slime.rollout.state import Dispatch, GenerateState
 
 T = TypeVar("T")
 
@@ -42,7 +43,8 @@ class RolloutRuntime:
     which point at `router_url` if the engines have a router, else at the only engine, or at a router of our own when
     there are several. With no engine (supervised training) those two are absent and `pool` refuses to be used.
     `router_only` engines take no requests of their own. `model_urls` are the addresses of every model that is served:
-    `sglang_model_routers` has one for each.
+    `sglang_model_routers` has one for each. `dispatch` is what makes a finished group of a dispatched one
+    (`slime.rollout.trajectory.generate_and_rm_group`).
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class RolloutRuntime:
         config: Config,
         engine_urls: Sequence[str],
         *,
+        dispatch: Dispatch,
         reward: Callable[..., Any] | None = None,
         router_url: str | None = None,
         router_only: bool = False,
@@ -74,7 +77,13 @@ class RolloutRuntime:
             self.loop_thread.close()
             raise
         self.semaphore = asyncio.Semaphore(config.sglang_server_concurrency * max(1, len(self.engine_urls)))
-        self.state = GenerateState(self.args, self)
+        self.state = GenerateState(
+            self.args,
+            dispatch=dispatch,
+            semaphore=self.semaphore,
+            tokenizer=lambda: self.tokenizer,
+            engine_urls=self.engine_urls,
+        )
         self.eval_datasets: dict[str, Any] = {}
         bind(self.args, self)
         bind(config, self)
@@ -197,8 +206,8 @@ class _Registry:
         entry = self._bound.get(id(args))
         return None if entry is None else entry[1]
 
-    def newest(self) -> RolloutRuntime | None:
-        return next(reversed(self._bound.values()))[1] if self._bound else None
+    def newest_first(self) -> list[RolloutRuntime]:
+        return [runtime for _, runtime in reversed(self._bound.values())]
 
 
 _registry = _Registry()
@@ -220,14 +229,22 @@ def runtime_for(args: object) -> RolloutRuntime:
     if runtime is None:
         raise LookupError(
             "no rollout runtime is bound to these args: use the args object that the rollout function was given "
-            "(not a copy), or create RolloutRuntime(args, engine_urls) and use its .args"
+            "(not a copy), or create RolloutRuntime(args, engine_urls, dispatch=...) and use its .args"
         )
     return runtime
 
 
 def newest_runtime() -> RolloutRuntime | None:
     """The runtime bound last, for compatibility helpers that are not given args."""
-    return _registry.newest()
+    return next(iter(_registry.newest_first()), None)
+
+
+def state_behind(url: str) -> GenerateState | None:
+    """The rollout that the engines at this URL sample for; None for every other URL."""
+    ticket = ticket_here()
+    serving = [runtime.state for runtime in _registry.newest_first() if runtime.state.serves(url)]
+    own = (state for state in serving if ticket is not None and state.gate is ticket.gate)
+    return next(own, serving[0] if serving else None)
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

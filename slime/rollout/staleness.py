@@ -12,9 +12,9 @@ from statistics import fmean
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.rollout.base_types import Group, leaves
 from slime.rollout.failures import start_over
 from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.types import Group, leaves, sampled_tokens
 
 
 def group_version(group: Group) -> int | None:
@@ -27,11 +27,6 @@ def is_stale(args: Config, group: Group, rollout_id: int) -> bool:
     """Whether a group would be older than `--max-weight-staleness` in this rollout."""
     bound, version = args.max_weight_staleness, group_version(group)
     return bound is not None and version is not None and rollout_id - version > bound
-
-
-def sampled_tokens(group: Group) -> int:
-    """Tokens that engines sampled for a group, as far as they would be trained on."""
-    return sum(sample.effective_response_length for sample in leaves(group))
 
 
 class StaleGroups:

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
+from slime.config import Config
 from slime.engine.http.protocol import rollout_sampling_params
-from slime.rollout.base_types import Group
 from slime.rollout.gate import Gate, Ticket, evaluating, ticket_here
 from slime.rollout.rewards.hub import RewardHub
+from slime.rollout.rewards.teacher import Teacher
+from slime.rollout.types import Group, sampled_tokens
 
-if TYPE_CHECKING:
-    from slime.config import Config
-    from slime.rollout.flight import UnderWay
-    from slime.rollout.runtime import RolloutRuntime
-    from slime.rollout.teacher import Teacher
+Dispatch = Callable[[Config, Group, dict[str, Any]], Coroutine[Any, Any, Group]]
+"""What makes a finished group of a dispatched one: `(args, group, sampling_params)`."""
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """One group: its task, the samples it works on, copies of them as they took off, and its ticket for the gate."""
+
+    task: asyncio.Task[Group]
+    group: Group
+    prompts: Group
+    ticket: Ticket | None
+    was_held: bool = False
+
+    def lost_tokens(self, group: Group) -> int:
+        """What is thrown away when `group`, which came of this one, starts over from its prompts."""
+        return max(0, sampled_tokens(group) - sampled_tokens(self.prompts))
 
 
 class GenerateState:
@@ -27,14 +42,25 @@ class GenerateState:
 
     `gate` keeps requests of held groups back between two rollouts; `held` are those groups, until the next rollout
     takes them over. `teacher` scores finished samples for distillation; `rewardless` says that distillation is all
-    there is, so that samples without a verifier of their own get the reward 0.
+    there is, so that samples without a verifier of their own get the reward 0. `dispatch` makes the groups.
     """
 
     processor = None  # text only
 
-    def __init__(self, args: Config, runtime: RolloutRuntime) -> None:
+    def __init__(
+        self,
+        args: Config,
+        *,
+        dispatch: Dispatch,
+        semaphore: asyncio.Semaphore,
+        tokenizer: Callable[[], Any],
+        engine_urls: Sequence[str],
+    ) -> None:
         self.args = args
-        self._runtime = runtime
+        self.semaphore = semaphore
+        self._dispatch = dispatch
+        self._tokenizer = tokenizer
+        self._engine_urls = engine_urls
         self.sampling_params: dict[str, Any] = rollout_sampling_params(args)
         self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
         self.rollout_id: int | None = None
@@ -44,17 +70,13 @@ class GenerateState:
         self._dp_users: Counter[int] = Counter()
         self.teacher: Teacher | None = None
         self.rewardless = args.use_opd and args.rm_type is None and args.custom_rm_path is None
-        self.gate = Gate(runtime.semaphore)
+        self.gate = Gate(semaphore)
         self.held: list[UnderWay] = []
         self.reset()
 
     @property
     def tokenizer(self) -> Any:
-        return self._runtime.tokenizer
-
-    @property
-    def semaphore(self) -> asyncio.Semaphore:
-        return self._runtime.semaphore
+        return self._tokenizer()
 
     @property
     def aborted(self) -> bool:
@@ -84,11 +106,9 @@ class GenerateState:
 
         Groups with a ticket wait at the gate instead of being aborted.
         """
-        from slime.rollout.group import generate_and_rm_group
-
         tasks = [
             asyncio.create_task(
-                generate_and_rm_group(self.args, group, self.sampling_params.copy()),
+                self._dispatch(self.args, group, self.sampling_params.copy()),
                 context=None if ticket is None else ticket.context(),
             )
             for group, ticket in zip(samples, tickets or [None] * len(samples), strict=True)
@@ -112,7 +132,7 @@ class GenerateState:
 
     @cached_property
     def _addresses(self) -> set[tuple[str | None, int | None]]:
-        addresses = {(url.hostname, url.port) for url in map(urlsplit, self._runtime.engine_urls)}
+        addresses = {(url.hostname, url.port) for url in map(urlsplit, self._engine_urls)}
         if addresses:
             addresses.add((self.args.carried["sglang_router_ip"], self.args.carried["sglang_router_port"]))
         return addresses

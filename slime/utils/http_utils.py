@@ -1,7 +1,7 @@
 """HTTP helpers for plugin code that talks to engines, tools or services by URL.
 
 Each request has a deadline; answers in the 4xx range are the caller's mistake and are not sent again. What is asked of
-this run's engines survives weight updates and, with `--partial-rollout`, the end of the rollout (`slime.rollout.gate`).
+this run's engines survives weight updates and, with `--partial-rollout`, the end of the rollout.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import aiohttp
 from slime.config import Config
 from slime.engine.http.errors import EngineError, EngineFailed, EngineRejected, EngineTimeout, EngineUnreachable
 from slime.engine.http.protocol import error_message
-from slime.rollout.gate import WholeAnswer, ticket_here
-from slime.rollout.runtime import newest_runtime
-from slime.rollout.state import GenerateState
+from slime.rollout.requests import WholeAnswer, get_model_url
+from slime.rollout.runtime import state_behind
+
+__all__ = ["get", "get_model_url", "get_rollout_num_engines", "init_http_client", "post"]
 
 RETRY_PAUSE_S = 1.0
 RETRIED_STATUSES = frozenset({408, 425, 429})
@@ -39,7 +40,7 @@ async def post(
     async def send(body: Any) -> Any:
         return await _request("POST", url, body, max_retries, headers, timeout_s)
 
-    state = _state_behind(url)
+    state = state_behind(url)
     if state is None or not isinstance(payload, dict):
         return await send(payload)
     return await WholeAnswer(state, payload).get(send)
@@ -59,21 +60,6 @@ def get_rollout_num_engines(args: Config) -> int:
     if args.rollout_external_engine_addrs:
         return len(args.rollout_external_engine_addrs)
     return max(1, (args.rollout_num_gpus or 1) // args.rollout_num_gpus_per_engine)
-
-
-def get_model_url(args: Config, model_name: str, endpoint: str = "/generate") -> str:
-    """URL of a named model's router (``args.sglang_model_routers``), else of the default one."""
-    routers = args.carried.get("sglang_model_routers") or {}
-    host, port = routers.get(model_name) or (args.carried["sglang_router_ip"], args.carried["sglang_router_port"])
-    return f"http://{host}:{port}{endpoint}"
-
-
-def _state_behind(url: str) -> GenerateState | None:
-    """The rollout that the engines at this URL sample for; None for every other URL."""
-    ticket, runtime = ticket_here(), newest_runtime()
-    if ticket is not None and ticket.state.serves(url):
-        return ticket.state
-    return runtime.state if runtime is not None and runtime.state.serves(url) else None
 
 
 async def _request(

@@ -26,6 +26,7 @@ from slime.engine.sglang.installed import SGLANG, find_installed, installed_vers
 from slime.engine.sglang.router import RoutedPool, RouterDied
 from slime.errors import RunFailed, UserError
 from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.trajectory import generate_and_rm_group
 from slime.utils.http_utils import get_model_url
 from tests.engine.fake_packages import write_packages
 from tests.tiny_models import make_tokenizer
@@ -233,7 +234,7 @@ def test_a_frozen_model_has_its_own_servers_and_address(model: str, tmp_path: Pa
         assert engines.size == 3
         assert options(report(tmp_path, "engine-0")["argv"])["context-length"] == "77"
         assert options(report(tmp_path, "judge-0")["argv"])["model-path"] == str(tmp_path / "judge")
-        with RolloutRuntime(config, engines.urls, **engines.addresses()) as runtime:
+        with RolloutRuntime(config, engines.urls, dispatch=generate_and_rm_group, **engines.addresses()) as runtime:
             assert get_model_url(runtime.args, "actor") == f"{engines.urls[0]}/generate"
             assert get_model_url(runtime.args, "nobody", "/v1/models") == f"{engines.urls[0]}/v1/models"
             judge = get_model_url(runtime.args, "judge", "")

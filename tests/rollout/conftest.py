@@ -11,6 +11,7 @@ from slime.config import Config, derive
 from slime.data.sample import Sample
 from slime.rollout.loop import LoopThread
 from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.trajectory import generate_and_rm_group
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
@@ -133,14 +134,14 @@ def engine(make_engine):
 @pytest.fixture
 def make_runtime(model_folder, monkeypatch):
     """`make_runtime(urls, **flags)`: a bound runtime over those engines; engine retries do not wait."""
-    monkeypatch.setattr("slime.rollout.generate.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("slime.rollout.requests.FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr("slime.engine.http.client.FIRST_BACKOFF_S", 0.01)
     runtimes = []
 
     def make(urls, **flags):
         flags = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 8} | flags
         config = derive(Config(hf_checkpoint=model_folder, num_rollout=1, device="cpu", **flags))
-        runtimes.append(RolloutRuntime(config, urls))
+        runtimes.append(RolloutRuntime(config, urls, dispatch=generate_and_rm_group))
         return runtimes[-1]
 
     yield make

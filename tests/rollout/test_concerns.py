@@ -8,7 +8,7 @@ import pytest
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.rollout.concerns import EQUAL, NO_GRADIENT, SPECIAL, TRUNCATED, Concerns, concerns_of, quoted
+from slime.rollout.report.concerns import EQUAL, NO_GRADIENT, SPECIAL, TRUNCATED, Concerns, concerns_of, quoted
 
 SPECIALS = ("<eos>", "<pad>")
 

@@ -14,8 +14,7 @@ from slime.errors import UserError
 from slime.rollout.base_types import leaves
 from slime.rollout.continuous import ContinuousRollout
 from slime.rollout.failures import RolloutFailed
-from slime.rollout.feed import make_feed
-from slime.rollout.maker import RolloutMaker
+from slime.rollout.feed import RolloutMaker, make_feed
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import staleness_metrics
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.feed import Ahead, OnDemand
-from slime.rollout.maker import Generated
+from slime.rollout.feed import Ahead, Generated, OnDemand
 from slime.waits import BackgroundDied, raise_failures
 
 PATIENCE_S = 20.0

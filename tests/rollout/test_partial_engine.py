@@ -8,7 +8,7 @@ from slime.config import Config, derive
 from slime.data.sample import Sample
 from slime.rollout.base_types import leaves
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.sglang_rollout import generate_and_rm, generate_rollout
+from slime.rollout.sglang_rollout import generate_and_rm, generate_and_rm_group, generate_rollout
 from slime.utils.http_utils import post
 from tests.engine.conftest import EngineProcess
 from tests.tiny_models import make_model_folder
@@ -97,7 +97,7 @@ def make_partial(real_engine, folders, write_plugin):
             carried=carried,
             **flags,
         )
-        runtimes.append(RolloutRuntime(derive(config), [real_engine.url]))
+        runtimes.append(RolloutRuntime(derive(config), [real_engine.url], dispatch=generate_and_rm_group))
         return runtimes[-1]
 
     yield make

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from slime.rollout.pulse import Beat, Pulse
+from slime.rollout.report.pulse import Beat, Pulse
 from slime.rollout.sglang_rollout import generate_rollout
 
 

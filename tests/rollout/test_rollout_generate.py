@@ -6,7 +6,7 @@ from aiohttp import web
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineFailed, EngineRejected, EngineUnreachable
 from slime.engine.http.protocol import sampling_seed
-from slime.rollout.generate import AbortedTooOften, PromptTooLong, generate
+from slime.rollout.requests import AbortedTooOften, PromptTooLong, generate
 
 
 def run_generate(runtime, sample, **params):

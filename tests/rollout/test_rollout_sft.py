@@ -4,7 +4,7 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.sft_rollout import fill_supervised, generate_rollout
+from slime.rollout.supervised import fill_supervised, generate_rollout
 
 
 def filled(tokenizer, prompt, label=None, **options):

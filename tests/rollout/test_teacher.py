@@ -6,8 +6,8 @@ from aiohttp import web
 from slime.data.sample import Sample
 from slime.rollout.base_types import leaves
 from slime.rollout.failures import RolloutFailed
+from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.rollout.teacher import Teacher
 
 
 def scores(body, shift=0):
@@ -21,7 +21,7 @@ def scores(body, shift=0):
 @pytest.fixture
 def taught(make_engine, make_runtime, monkeypatch):
     """`taught(respond, **flags)`: a runtime over an engine, with a teacher that answers so."""
-    monkeypatch.setattr("slime.rollout.teacher.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("slime.rollout.rewards.teacher.FIRST_BACKOFF_S", 0.01)
     student, served = make_engine(), make_engine()
     teachers = []
 

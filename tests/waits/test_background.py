@@ -14,9 +14,8 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.ending import cancelled
-from slime.rollout.loop import LoopThread, LoopTimeout
-from slime.rollout.threads import DaemonThreads
+from slime.rollout.flight import cancelled
+from slime.rollout.loop import DaemonThreads, LoopThread, LoopTimeout
 from slime.waits import BackgroundDied, background, raise_failures, waiting
 
 
@@ -196,7 +195,7 @@ def test_calls_that_hang_do_not_take_the_place_of_later_ones() -> None:
 
 
 def test_slow_calls_make_room_after_a_while_and_errors_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.rollout.threads.SLOW_S", 0.1)
+    monkeypatch.setattr("slime.rollout.loop.SLOW_S", 0.1)
     threads, release = DaemonThreads("test", limit=1), threading.Event()
     slow = threads.submit(lambda: release.wait(60))
     queued = threads.submit(fall)

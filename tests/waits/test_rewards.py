@@ -11,8 +11,8 @@ import pytest
 
 from slime.config import Config
 from slime.data.sample import Sample
+from slime.rollout.loop import DaemonThreads
 from slime.rollout.rewards.hub import RewardHub, RewardTimeout
-from slime.rollout.threads import DaemonThreads
 
 
 def samples(count: int) -> list[Sample]:

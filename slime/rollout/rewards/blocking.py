@@ -1,4 +1,4 @@
-"""Verdicts of the math verifier for synchronous code, wherever it runs: on an event loop's thread too.
+"""Verdicts of the math verifier for code without `await`, wherever it runs: on an event loop's thread too.
 
 One verifier serves all such calls of a process, so that its workers start once; they end with the process.
 """
@@ -11,10 +11,23 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+from slime.rollout.rewards.answers import last_boxed
+from slime.rollout.rewards.deepscaler import deepscaler_reward
 from slime.rollout.rewards.math import MathVerifier
 
 
-def judge_blocking(ask: Callable[[MathVerifier], Coroutine[Any, Any, float]]) -> float:
+def deepscaler_blocking(response: str, label: Any) -> float:
+    """1.0 when the boxed answer after the thinking is the label, else 0.0."""
+    return _judged(lambda verifier: deepscaler_reward(verifier, response, label))
+
+
+def boxed_answer_is(solution_str: str, ground_truth: Any) -> bool:
+    r"""Whether the last `\boxed{}` of the solution means the same as the ground truth."""
+    answer = last_boxed(solution_str)
+    return answer is not None and _judged(lambda verifier: verifier.grade_answer(answer, ground_truth)) == 1.0
+
+
+def _judged(ask: Callable[[MathVerifier], Coroutine[Any, Any, float]]) -> float:
     """Wait for what `ask` asks of the verifier; the calling thread does nothing else meanwhile."""
     with ThreadPoolExecutor(1, thread_name_prefix="reward-blocking") as thread:
         return thread.submit(asyncio.run, ask(_shared_verifier())).result()

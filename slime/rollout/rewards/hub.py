@@ -30,6 +30,7 @@ from slime.data.sample import Reward, Sample
 from slime.errors import UserError
 from slime.plugins import load_plugin, takes_samples
 from slime.rollout.adapters import as_reward
+from slime.rollout.loop import DaemonThreads, Job
 from slime.rollout.rewards.answers import last_boxed
 from slime.rollout.rewards.dapo import dapo_reward
 from slime.rollout.rewards.deepscaler import deepscaler_reward
@@ -39,7 +40,6 @@ from slime.rollout.rewards.gpqa import gpqa_reward
 from slime.rollout.rewards.math import MathVerifier
 from slime.rollout.rewards.random import random_reward
 from slime.rollout.rewards.remote import RemoteReward
-from slime.rollout.threads import DaemonThreads, Job
 from slime.waits import Wait, log_graph, wait_for, waiting
 
 BOXED_PREFIX = "boxed_"

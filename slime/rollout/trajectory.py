@@ -1,4 +1,4 @@
-"""One sample, and one group of samples, from prompt to reward.
+"""One sample, and one group of samples, from prompt to reward: called, checked, hooked, taught, scored, recorded.
 
 Invariant: every dispatched sample comes back exactly once, as data, as ABORTED (to be resumed), or as a failure with
 its cause. What a generate function, hook or reward function raises ends here; only a `UserError` (no sample of the
@@ -9,26 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import uuid
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from slime.config import Config
+from slime.data.bad_sample import keep_bad_sample
 from slime.data.journal import JournalFailed
 from slime.data.sample import Sample
+from slime.engine.http.client import EngineError
 from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
-from slime.rollout.base_types import Group, Produced, leaves
 from slime.rollout.failures import forget_response, mark_failed, start_over
 from slime.rollout.gate import as_evaluation, sample_deadline
-from slime.rollout.generate import generate
+from slime.rollout.requests import generate
+from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
-from slime.rollout.scoring import score_one, score_together
-from slime.rollout.teacher import teach
+from slime.rollout.types import Group, Produced, leaves
 from slime.waits import acting_as
 
 T = TypeVar("T")
+
+
+# what a sample and a group go through
 
 
 async def generate_and_rm_group(
@@ -73,17 +78,6 @@ async def _generated_member(
     return produced
 
 
-def _record(runtime: RolloutRuntime, dispatched: Produced, produced: Produced) -> None:
-    """What became of a sample is in the journal before anybody else sees it.
-
-    An engine's failure is not: what the sample had before it stays there, for a run that ends of it and is resumed.
-    """
-    if runtime.journal is None or not isinstance(dispatched, Sample):
-        return
-    if not any((sample.failure or "").startswith("engine: ") for sample in leaves([produced])):
-        runtime.journal.produced(dispatched, produced)
-
-
 async def generate_and_rm(
     args: Config, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Produced:
@@ -122,6 +116,19 @@ async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+# calling the generate function, and checking what it made
+
+
+def _own_params(args: Config, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> dict[str, Any]:
+    """A copy for one sample, with a seed that depends only on the run's seed and the sample's index."""
+    params = dict(sampling_params)
+    if sample.index is not None:
+        params.setdefault(
+            "sampling_seed", sampling_seed(args.rollout_seed, "eval" if evaluation else "train", sample.index)
+        )
+    return params
 
 
 async def _generated(
@@ -174,6 +181,9 @@ def _checked(sample: Sample, result: Any) -> Produced:
     return result
 
 
+# hooks
+
+
 async def _hooked(runtime: RolloutRuntime, produced: Produced, evaluation: bool) -> Produced:
     paths = runtime.args.rollout_sample_hook_path
     if not paths:
@@ -204,11 +214,115 @@ async def _hook_one(runtime: RolloutRuntime, sample: Sample, paths: list[str], e
     return sample
 
 
-def _own_params(args: Config, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> dict[str, Any]:
-    """A copy for one sample, with a seed that depends only on the run's seed and the sample's index."""
-    params = dict(sampling_params)
-    if sample.index is not None:
-        params.setdefault(
-            "sampling_seed", sampling_seed(args.rollout_seed, "eval" if evaluation else "train", sample.index)
-        )
-    return params
+# the teacher
+
+
+async def teach(runtime: RolloutRuntime, samples: Sequence[Sample]) -> None:
+    """Give finished samples their `teacher_log_probs`; without a teacher nothing happens."""
+    teacher = runtime.state.teacher
+    if teacher is None:
+        return
+    await asyncio.gather(*(_teach_one(runtime, teacher, sample) for sample in samples if _wants_teacher(sample)))
+
+
+async def _teach_one(runtime: RolloutRuntime, teacher: Teacher, sample: Sample) -> None:
+    try:
+        sample.teacher_log_probs = await teacher.log_probs(sample.tokens, sample.response_length)
+    except UserError:
+        raise
+    except EngineError as error:
+        mark_failed([sample], runtime.failures.record("engine", error))
+
+
+def _wants_teacher(sample: Sample) -> bool:
+    if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED) or sample.response_length == 0:
+        return False
+    return sample.teacher_log_probs is None or len(sample.teacher_log_probs) != sample.response_length
+
+
+# rewards
+
+
+async def score_one(runtime: RolloutRuntime, sample: Sample) -> None:
+    """Give a sample its reward, unless it has one or must not get one (failed, aborted)."""
+    if not _wants_reward(sample):
+        return
+    if _needs_none(runtime, sample):
+        sample.reward = 0.0
+        return
+    try:
+        sample.reward = await runtime.hub.score(sample)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a reward function raises is this sample's outcome
+        mark_failed([sample], runtime.failures.record("reward", error))
+
+
+async def score_together(runtime: RolloutRuntime, samples: Sequence[Sample]) -> None:
+    """Give samples their rewards in one call; when it raises, all of them fail."""
+    for sample in samples:
+        if _wants_reward(sample) and _needs_none(runtime, sample):
+            sample.reward = 0.0
+    unscored = [sample for sample in samples if _wants_reward(sample)]
+    if not unscored:
+        return
+    try:
+        rewards = await runtime.hub.score_group(unscored)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a reward function raises is these samples' outcome
+        mark_failed(unscored, runtime.failures.record("reward", error))
+        return
+    for sample, reward in zip(unscored, rewards, strict=True):
+        sample.reward = reward
+
+
+def refuse_bad_rewards(args: Config, samples: Sequence[Sample], *, evaluation: bool = False) -> None:
+    """Raise a `UserError` for the first reward that is not a finite number, whoever gave it."""
+    for sample in samples:
+        if sample.reward is None:
+            continue
+        value = sample.get_reward_value(args, evaluation=evaluation)
+        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+            raise UserError(f"sample {sample.index}: {_giver(args, sample)} gave {value!r:.80}, which is no number")
+        if not math.isfinite(float(value)):
+            raise UserError(
+                f"sample {sample.index}: {_giver(args, sample)} gave the reward {float(value)}, which would spoil "
+                "every weight of the model: return a finite number, or raise to fail the sample; the sample is in "
+                f"{keep_bad_sample(args.output_dir, None, sample.index, sample.to_dict())}"
+            )
+
+
+def _giver(args: Config, sample: Sample) -> str:
+    """The function a sample's reward comes from, as far as flags and the sample say."""
+    path = sample.custom_rm_path or args.custom_rm_path
+    if path is not None:
+        return f"the reward function {path}"
+    rm_type = sample.metadata.get("rm_type") or args.rm_type
+    if rm_type is not None:
+        return f"the reward type {rm_type}"
+    generate = sample.generate_function_path or args.custom_generate_function_path
+    return f"the generate function {generate}" if generate is not None else "the reward function"
+
+
+def _needs_none(runtime: RolloutRuntime, sample: Sample) -> bool:
+    """Distillation without a verifier: the teacher is the only signal."""
+    return runtime.state.rewardless and sample.custom_rm_path is None and not sample.metadata.get("rm_type")
+
+
+def _wants_reward(sample: Sample) -> bool:
+    return sample.reward is None and sample.status not in (Sample.Status.FAILED, Sample.Status.ABORTED)
+
+
+# the journal
+
+
+def _record(runtime: RolloutRuntime, dispatched: Produced, produced: Produced) -> None:
+    """What became of a sample is in the journal before anybody else sees it.
+
+    An engine's failure is not: what the sample had before it stays there, for a run that ends of it and is resumed.
+    """
+    if runtime.journal is None or not isinstance(dispatched, Sample):
+        return
+    if not any((sample.failure or "").startswith("engine: ") for sample in leaves([produced])):
+        runtime.journal.produced(dispatched, produced)

@@ -1,31 +1,49 @@
-"""The default generate: one sample, one engine call (more only to resume), exact in its tokens.
+"""What is asked of the engines: the default generate, exact in its tokens, and whole answers for plugins' requests.
 
 Invariant: what is sent is `sample.tokens`, what is appended are the ids the engine says it sampled, with their
-log-probs; text is never tokenised again. A sample that already holds part of a response is continued.
+log-probs; text is never tokenised again. A sample that already holds part of a response is continued. So is a request
+that was cut off, by an engine or at the gate: whoever sent it gets one answer, as if nothing had happened.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from typing import Any
 
 from slime.config import Config
 from slime.data.sample import Sample
+from slime.data.tokenizer import prompt_token_ids
 from slime.engine.http.client import EngineError, GenerateResult
-from slime.engine.http.protocol import continued_params, generate_payload, note_first_version
-from slime.rollout.gate import MOST_RESUMES, AbortedTooOften, Ticket, evaluating, ticket_here
+from slime.engine.http.protocol import (
+    answered_ids,
+    continued_params,
+    continued_payload,
+    generate_payload,
+    is_single_request,
+    joined_answers,
+    note_first_version,
+    was_aborted,
+)
+from slime.rollout.gate import Ticket, evaluating, ticket_here
 from slime.rollout.runtime import RolloutRuntime, runtime_for
-from slime.rollout.tokenization import prompt_token_ids
+from slime.rollout.state import GenerateState
 
 TRANSIENT_RETRIES = 3
 FIRST_BACKOFF_S = 0.5
 FAULTY_RETRIES = 8
 MOST_BACKOFF_S = 10.0
+MOST_RESUMES = 16
+"""How often in a row an engine may abort a request that nobody here has given up."""
+HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class PromptTooLong(Exception):
     """The prompt leaves no room for a response."""
+
+
+class AbortedTooOften(Exception):
+    """The engine kept aborting a request that nobody here had given up."""
 
 
 async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -150,3 +168,108 @@ async def _keep_calling(
             return result
     assert error is not None
     raise error
+
+
+def get_model_url(args: Config, model_name: str, endpoint: str = "/generate") -> str:
+    """URL of a named model's router (``args.sglang_model_routers``), else of the default one."""
+    routers = args.carried.get("sglang_model_routers") or {}
+    host, port = routers.get(model_name) or (args.carried["sglang_router_ip"], args.carried["sglang_router_port"])
+    return f"http://{host}:{port}{endpoint}"
+
+
+class WholeAnswer:
+    """The answer to one `/generate` request, however often it is cut off."""
+
+    def __init__(self, state: GenerateState, payload: Mapping[str, Any]) -> None:
+        self._state = state
+        self._payload = payload
+        self._ticket = ticket_here()
+        self._so_far: dict[str, Any] | None = None
+
+    async def get(self, send: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Send the request, and what is left of it whenever it was aborted.
+
+        When the rollout itself is given up, what there is by then is the answer, as an aborted one. So it is when the
+        request has a `rid` of its own, by which its sender may have aborted it.
+        """
+        aborts = 0
+        while True:
+            answer = await self._next_part(send)
+            if not _is_cut(answer) or self._state.aborted:
+                return answer
+            if self._ticket is None or self._ticket.gate.is_open:
+                if self._payload.get("rid") is not None:
+                    return answer
+                aborts += 1
+                if aborts == MOST_RESUMES:
+                    raise AbortedTooOften(f"the engine aborted this request {MOST_RESUMES} times")
+
+    async def _next_part(self, send: Callable[[Any], Awaitable[Any]]) -> Any:
+        """The answer as far as it is there after one more request."""
+        sampled = self._sampled()
+        request: Any = self._payload
+        if self._so_far is not None:
+            request = continued_payload(self._payload, self._prompt_ids(), sampled)
+            if not request["sampling_params"]["max_new_tokens"]:
+                self._so_far["meta_info"]["finish_reason"] = {"type": "length", "length": len(sampled)}
+                return self._so_far
+        if self._ticket is None:
+            return self._with(await self._sent(send, request))
+        async with self._ticket.engine_request() as was_held:
+            part = await self._sent(send, request)
+        answer = self._with(part)
+        if was_held and sampled and self._ticket.masks:
+            answer["meta_info"]["masked_until"] = len(sampled)
+        return answer
+
+    async def _sent(self, send: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+        version = self._state.weight_version
+        answer = await send(request)
+        for one in _each(answer):
+            if isinstance(one, dict) and isinstance(one.get("meta_info"), dict):
+                note_first_version(one["meta_info"], version)
+        return answer
+
+    def _with(self, part: Any) -> Any:
+        """The parts so far and this one; a cut one that cannot be continued is forgotten and asked for again."""
+        if self._so_far is not None:
+            part = _mended(self._state.tokenizer, joined_answers(self._so_far, part), self._so_far, self._payload)
+        can_go_on = isinstance(part, dict) and is_single_request(self._payload) and "meta_info" in part
+        if can_go_on and answered_ids(part) is not None:
+            self._so_far = part
+        elif _is_cut(part) and self._ticket is not None:
+            self._ticket.thrown_away_tokens += sum(_completion_tokens(one) for one in _each(part))
+        return part
+
+    def _sampled(self) -> list[int]:
+        return [] if self._so_far is None else answered_ids(self._so_far) or []
+
+    def _prompt_ids(self) -> list[int]:
+        ids = self._payload.get("input_ids")
+        return list(ids) if ids is not None else self._state.tokenizer.encode(self._payload["text"])
+
+
+def _each(answer: Any) -> list[Any]:
+    """The answers to all prompts of a request."""
+    return answer if isinstance(answer, list) else [answer]
+
+
+def _is_cut(answer: Any) -> bool:
+    return any(was_aborted(one) for one in _each(answer))
+
+
+def _completion_tokens(answer: Any) -> int:
+    return int(answer["meta_info"].get("completion_tokens") or 0)
+
+
+def _mended(
+    tokenizer: Any, joined: dict[str, Any], first: Mapping[str, Any], payload: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The joined text where the cut went through the bytes of one character; one that lost its stop word is left."""
+    params = payload.get("sampling_params") or {}
+    reason = joined["meta_info"].get("finish_reason") or {}
+    is_trimmed = "matched" in reason and not params.get("no_stop_trim")
+    if not str(first.get("text", "")).endswith(HALF_A_CHARACTER) or is_trimmed:
+        return joined
+    ids = answered_ids(joined) or []
+    return {**joined, "text": tokenizer.decode(ids, skip_special_tokens=params.get("skip_special_tokens", True))}

@@ -11,12 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from slime.data.sample import Sample
 from slime.engine.http.client import EngineClient, EngineError, EngineProtocolError
 from slime.engine.http.protocol import quote
-from slime.errors import UserError
-from slime.rollout.failures import mark_failed
-from slime.rollout.runtime import RolloutRuntime
 
 TRIES = 4
 FIRST_BACKOFF_S = 0.5
@@ -61,29 +57,6 @@ class Teacher:
                     raise
             await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
         return await self._client.generate(payload)
-
-
-async def teach(runtime: RolloutRuntime, samples: Sequence[Sample]) -> None:
-    """Give finished samples their `teacher_log_probs`; without a teacher nothing happens."""
-    teacher = runtime.state.teacher
-    if teacher is None:
-        return
-    await asyncio.gather(*(_teach_one(runtime, teacher, sample) for sample in samples if _wants_teacher(sample)))
-
-
-async def _teach_one(runtime: RolloutRuntime, teacher: Teacher, sample: Sample) -> None:
-    try:
-        sample.teacher_log_probs = await teacher.log_probs(sample.tokens, sample.response_length)
-    except UserError:
-        raise
-    except EngineError as error:
-        mark_failed([sample], runtime.failures.record("engine", error))
-
-
-def _wants_teacher(sample: Sample) -> bool:
-    if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED) or sample.response_length == 0:
-        return False
-    return sample.teacher_log_probs is None or len(sample.teacher_log_probs) != sample.response_length
 
 
 def _input_log_probs(answer: dict[str, Any], response: list[int]) -> list[float] | None:

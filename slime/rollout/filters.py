@@ -1,0 +1,152 @@
+"""Which finished groups become training data: the user's filters, with an end to their patience.
+
+A dynamic sampling filter is `f(args, samples) -> DynamicFilterOutput | bool`; `samples` are those of one finished group
+that did not fail, fan-outs flattened. The two below keep a group when its rewards differ, std > 1e-6 (sample standard
+deviation, float64): one with one reward throughout has advantage 0 everywhere and teaches nothing (DAPO, section 3.2).
+
+Invariant: every group given to `GroupJudge.keeps` is either kept or in `dropped`, with its reason counted; a filter
+that keeps dropping ends the rollout (`RolloutFailed`) instead of going through the data forever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slime.data.sample import Sample
+from slime.errors import UserError
+from slime.rollout.failures import RolloutFailed, refuse_all_failed
+from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.types import Group, leaves
+
+LEAST_STD = 1e-6
+MOST_DROPS_PER_GROUP = 100
+"""Groups dropped in a row, for each group of the batch, until the rollout is given up."""
+
+
+@dataclass
+class DynamicFilterOutput:
+    """Whether to keep a group, why not, and whether to keep it all the same before asking for more prompts."""
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
+
+
+def call_dynamic_filter(
+    function: Callable[..., Any] | None, args: Any, samples: Sequence[Sample]
+) -> DynamicFilterOutput:
+    """The filter's answer as the type above; no filter keeps everything."""
+    if function is None:
+        return DynamicFilterOutput(keep=True)
+    output = function(args, list(samples))
+    if isinstance(output, DynamicFilterOutput):
+        return output
+    if isinstance(output, bool | np.bool_):
+        return DynamicFilterOutput(keep=bool(output))
+    raise UserError(
+        f"--dynamic-sampling-filter-path {args.dynamic_sampling_filter_path} returned {output!r:.80}: it must return a "
+        "bool or a DynamicFilterOutput"
+    )
+
+
+def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """Drop groups whose rewards are all the same; the reason is ``zero_std_<reward>``."""
+    rewards = [float(sample.get_reward_value(args)) for sample in samples if sample.reward is not None]
+    if not rewards:
+        return DynamicFilterOutput(keep=False, reason="no_reward")
+    std = np.std(np.asarray(rewards, dtype=np.float64), ddof=1) if len(rewards) > 1 else 0.0
+    if std > LEAST_STD:
+        return DynamicFilterOutput(keep=True)
+    return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """The same, but such a group is kept when the batch could not be filled without asking for more prompts."""
+    output = check_reward_nonzero_std(args, samples)
+    output.keep_when_insufficient = True
+    return output
+
+
+class GroupJudge:
+    """The filter of one rollout and what it dropped."""
+
+    def __init__(self, runtime: RolloutRuntime, what: str) -> None:
+        self._args = runtime.args
+        self._pulse = runtime.pulse
+        self._what = what
+        path = runtime.args.dynamic_sampling_filter_path
+        self._filter = (
+            None
+            if path is None
+            else runtime.function(path, flag="--dynamic-sampling-filter-path", params=("args", "samples"))
+        )
+        self._kept = 0
+        self._dropped_in_a_row = 0
+        self.dropped: list[Group] = []
+        self.reasons: Counter[str] = Counter()
+
+    def keeps(self, group: Group, *, insufficient: bool) -> bool:
+        """Whether to train on a group; `insufficient` says that without it more prompts would be needed."""
+        verdict = self._verdict(list(leaves(group)))
+        if verdict.keep or (verdict.keep_when_insufficient and insufficient):
+            self._kept += 1
+            self._dropped_in_a_row = 0
+            return True
+        self.dropped.append(group)
+        self._pulse.want_more(len(group))
+        self.reasons[verdict.reason or "unnamed"] += 1
+        self._dropped_in_a_row += 1
+        self._refuse_endless_dropping()
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """Dropped groups by reason."""
+        return {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in self.reasons.items()}
+
+    def _verdict(self, samples: list[Sample]) -> DynamicFilterOutput:
+        alive = [sample for sample in samples if sample.status is not Sample.Status.FAILED]
+        if self._filter is not None and not alive:
+            return DynamicFilterOutput(keep=False, reason="failed")
+        return call_dynamic_filter(self._filter, self._args, alive)
+
+    def _refuse_endless_dropping(self) -> None:
+        batch = self._args.rollout_batch_size
+        if self._kept == 0 and len(self.dropped) >= batch:
+            refuse_all_failed_groups(self.dropped, self._what)
+        if self._dropped_in_a_row < MOST_DROPS_PER_GROUP * batch:
+            return
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in self.reasons.most_common())
+        raise RolloutFailed(
+            f"{self._what}: --dynamic-sampling-filter-path {self._args.dynamic_sampling_filter_path} dropped "
+            f"{self._dropped_in_a_row} groups in a row ({reasons}): use prompts that the model solves sometimes, or "
+            "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
+        )
+
+
+def refuse_all_failed_groups(groups: list[Group], what: str) -> None:
+    """Raise when no sample of any of these groups succeeded: an engine or a verifier is down."""
+    samples = list(leaves(groups))
+    if all(sample.status is Sample.Status.FAILED for sample in samples):
+        refuse_all_failed(samples, what)
+
+
+def call_plugins(runtime: RolloutRuntime, groups: list[Group], everything: list[Group], data_source: Any) -> None:
+    """Filters over the batch, and whatever wants to see every finished group."""
+    args = runtime.args
+    if args.rollout_sample_filter_path is not None:
+        sample_filter = runtime.function(
+            args.rollout_sample_filter_path, flag="--rollout-sample-filter-path", params=("args", "groups")
+        )
+        sample_filter(args, groups)
+    if args.rollout_all_samples_process_path is not None:
+        process = runtime.function(
+            args.rollout_all_samples_process_path,
+            flag="--rollout-all-samples-process-path",
+            params=("args", "all_groups", "data_source"),
+        )
+        process(args, everything, data_source)

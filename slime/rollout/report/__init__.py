@@ -1,0 +1,1 @@
+"""What people are told about a rollout while it is made, and after."""

@@ -1,0 +1,121 @@
+"""The rollout function of supervised training: answers come from the data, no engine takes part.
+
+Invariant: a text prompt is followed by its label and the end-of-sequence token, both trained on. A conversation is
+rendered once as a whole, and every assistant turn in it is trained on (`slime.data.turn_mask`); where the label is a
+conversation itself, it goes on from the prompt, and only its turns are. The response runs from the first trained token
+to the end. Nothing is generated or scored: samples have no reward, metrics no speed. The chat
+template finds the turns under every `--loss-mask-type`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from slime.config import Config
+from slime.data.labels import label_text
+from slime.data.messages import ASSISTANT, Message, is_conversation
+from slime.data.sample import Sample
+from slime.data.tokenizer import encode, prompt_token_ids
+from slime.data.turn_mask import DROP_KEY, mask_turns
+from slime.errors import UserError
+from slime.rollout.metrics import sample_metrics
+from slime.rollout.runtime import runtime_for
+from slime.rollout.types import RolloutFnTrainOutput
+
+
+def generate_rollout(args: Config, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+    """The next `rollout_batch_size` groups as supervised samples."""
+    if evaluation:
+        raise UserError(
+            "supervised training has no evaluation of its own: give --eval-function-path "
+            "slime.rollout.sglang_rollout.generate_rollout"
+        )
+    started = time.monotonic()
+    tokenizer = runtime_for(args).tokenizer
+    groups: list[Any] = data_source.get_samples(args.rollout_batch_size)
+    for group in groups:
+        for sample in group:
+            fill_supervised(sample, tokenizer, max_context=args.rollout_max_context_len)
+    samples = [sample for group in groups for sample in group]
+    metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples).items()}
+    return RolloutFnTrainOutput(groups, metrics | {"perf/rollout_time": time.monotonic() - started})
+
+
+def fill_supervised(sample: Sample, tokenizer: Any, *, max_context: int | None = None) -> None:
+    """Write the answers of `sample` (its label, or its assistant turns) into it as a response to be trained on."""
+    if isinstance(sample.prompt, str):
+        _fill_text(sample, tokenizer)
+    else:
+        _fill_conversation(sample, tokenizer)
+    sample.status = Sample.Status.COMPLETED
+    sample.rollout_log_probs = None
+    sample.reward = None
+    if max_context is not None and len(sample.tokens) > max_context:
+        _cut(sample, max_context)
+
+
+def _fill_text(sample: Sample, tokenizer: Any) -> None:
+    answer = _label_text(sample)
+    answer_ids = encode(tokenizer, answer)
+    if tokenizer.eos_token_id is not None and answer_ids[-1:] != [tokenizer.eos_token_id]:
+        answer_ids.append(tokenizer.eos_token_id)
+    sample.tokens = prompt_token_ids(tokenizer, sample) + answer_ids
+    sample.response = answer
+    sample.response_length = len(answer_ids)
+    sample.loss_mask = [1] * len(answer_ids)
+
+
+def _fill_conversation(sample: Sample, tokenizer: Any) -> None:
+    assert isinstance(sample.prompt, list)
+    messages = _with_label(sample.prompt, sample)
+    masked = mask_turns(
+        tokenizer,
+        messages,
+        tools=sample.metadata.get("tools"),
+        template_kwargs=sample.apply_chat_template_kwargs,
+    )
+    split = len(masked.token_ids) - masked.response_length
+    sample.tokens = masked.token_ids
+    sample.response = tokenizer.decode(masked.token_ids[split:])
+    sample.response_length = masked.response_length
+    sample.loss_mask = masked.loss_mask[split:]
+
+
+def _with_label(prompt: list[Message], sample: Sample) -> list[Message]:
+    """The whole conversation: the prompt's turns, and those of the label, or the label as one."""
+    if is_conversation(sample.label):
+        return [*({DROP_KEY: 0, **message} for message in prompt), *sample.label]
+    answered = any(message["role"] == ASSISTANT for message in prompt)
+    if prompt[-1]["role"] == ASSISTANT or (answered and sample.label in (None, "")):
+        return prompt
+    return [*prompt, {"role": ASSISTANT, "content": _label_text(sample)}]
+
+
+def _cut(sample: Sample, max_context: int) -> None:
+    """Leave out what does not fit; the first trained token must."""
+    assert sample.loss_mask is not None
+    if sample.response_length and sample.prompt_length >= max_context:
+        raise UserError(
+            f"sample {sample.index}: the prompt has {sample.prompt_length} tokens and leaves no room for an answer "
+            f"in --rollout-max-context-len {max_context}"
+        )
+    kept = max(0, max_context - sample.prompt_length)
+    sample.loss_mask = sample.loss_mask[:kept]
+    sample.tokens = sample.tokens[:max_context]
+    sample.response_length = kept
+    sample.status = Sample.Status.TRUNCATED
+
+
+def _label_text(sample: Sample) -> str:
+    if sample.label is None or sample.label == "":
+        raise UserError(
+            f"sample {sample.index} has no answer to train on: name the column with --label-key, "
+            "or end its messages with an assistant turn (without --apply-chat-template)"
+        )
+    if is_conversation(sample.label) and len(sample.label) > 1:
+        raise UserError(
+            f"sample {sample.index}: its answer is a conversation of {len(sample.label)} messages, but its prompt is a "
+            "text: give the prompt as messages, without --apply-chat-template"
+        )
+    return label_text(sample.label)
