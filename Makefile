@@ -51,6 +51,7 @@ benchmark: $(VENV)/.installed-dev   ## engine against generate, training against
 	$(RUN) benchmarks/balance.py
 	$(RUN) benchmarks/async.py
 	$(RUN) benchmarks/journal.py
+	$(RUN) benchmarks/data_plane.py
 
 clean:           ## remove the virtual environments (outputs stay)
 	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV)
