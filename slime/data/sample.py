@@ -3,12 +3,15 @@
 Invariant: everything counted per response token (loss mask, log-probs, top-p spans) has exactly `response_length`
 entries, and the response is the tail of `tokens`. `append_response_tokens` keeps it: it checks first and changes the
 sample only when everything fits, so a refused call leaves the sample as it was.
+
+Columns are packed arrays inside and lists for whoever reads the attribute (`slime.data.columns`). Code of this project
+reads `token_array()` and its like, which leave them packed.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from slime.data import counters
+from slime.data.columns import Column, Packed, exact_floats, exact_ints, grown, mask_of, packed, same_numbers
 from slime.data.counters import PrefixCacheInfo, SpecInfo
 from slime.data.version_spans import grown_spans, oldest_version
 from slime.errors import UserError
@@ -96,17 +100,52 @@ class Sample:
     @property
     def effective_response_length(self) -> int:
         """Response tokens that are trained on."""
-        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+        mask = self.__dict__["loss_mask"]
+        if mask is None:
+            return self.response_length
+        return mask.array.sum().item() if isinstance(mask, Packed) else sum(mask)
+
+    @property
+    def total_length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.__dict__["tokens"])
 
     @property
     def prompt_length(self) -> int:
         """Tokens before the response."""
-        return len(self.tokens) - self.response_length
+        return self.total_length - self.response_length
 
     @property
     def oldest_weight_version(self) -> int | None:
         """The oldest weights that sampled a token which is trained on; None when nothing is known."""
-        return oldest_version(self.version_spans, self.loss_mask, self.weight_versions)
+        return oldest_version(self.version_spans, self.loss_mask_array(), self.weight_versions)
+
+    def token_array(self) -> np.ndarray:
+        """`tokens` as an array, not to be written; the column stays as it is."""
+        return np.empty(0, dtype=np.int32) if (tokens := self.column_array("tokens")) is None else tokens
+
+    def loss_mask_array(self) -> np.ndarray | None:
+        """`loss_mask` as an array, not to be written."""
+        return self.column_array("loss_mask")
+
+    def column_array(self, name: str) -> np.ndarray | None:
+        """Any of `COLUMNS` as an array, not to be written: exact, and the column stays as it is."""
+        value = self.__dict__[name]
+        if value is None:
+            return None
+        held = value if isinstance(value, Packed) else packed(value, narrow=name == "loss_mask")
+        return np.asarray(value) if held is None else held.array
+
+    def compact(self) -> None:
+        """Pack what was read or written as lists: for a sample that nobody works on any more.
+
+        A list that was handed out before is not the sample's any more. What is no plain list of numbers stays.
+        """
+        for name in COLUMNS:
+            value = self.__dict__[name]
+            slim = value.compacted() if isinstance(value, Packed) else packed(value, narrow=name == "loss_mask")
+            if slim is not None:
+                self.__dict__[name] = slim
 
     def get_reward_value(self, args: Any, *, evaluation: bool = False) -> float:
         """The reward as one number; a dict is read at `--reward-key` (`--eval-reward-key` first in evaluation)."""
@@ -122,8 +161,8 @@ class Sample:
         return self.reward
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields and extra attributes as plain values; arrays and containers are shared, not copied."""
-        data = dict(self.__dict__)
+        """All fields and extra attributes as plain values; arrays and containers are shared, packed columns copied."""
+        data = {name: value.tolist() if isinstance(value, Packed) else value for name, value in self.__dict__.items()}
         data["status"] = self.status.value
         data["spec_info"] = self.spec_info.to_dict()
         data["prefix_cache_info"] = self.prefix_cache_info.to_dict()
@@ -150,8 +189,8 @@ class Sample:
         self,
         args: Any = None,
         *,
-        tokens: Sequence[int] | None = None,
-        log_probs: Sequence[float] | None = None,
+        tokens: Sequence[int] | np.ndarray | None = None,
+        log_probs: Sequence[float] | np.ndarray | None = None,
         trainable: bool = True,
         meta_info: Mapping[str, Any] | None = None,
         text: str | None = None,
@@ -165,24 +204,24 @@ class Sample:
         `masked_until` tokens of an answer are not trained on. `args` is needed only for routed experts (`num_layers`,
         `moe_router_topk`).
         """
-        new_tokens = [int(token) for token in tokens] if tokens is not None else []
+        new_tokens = _ids(tokens)
         meta_info = meta_info or {}
-        new_log_probs = _checked_log_probs(new_tokens, log_probs, trainable)
+        new_log_probs = _checked_log_probs(len(new_tokens), log_probs, trainable)
         mask, old_log_probs = self._response_columns()
         top_p = self._grown_top_p(len(new_tokens), mask, trainable, meta_info)
-        experts = self._spliced_experts(args, len(self.tokens) + len(new_tokens), meta_info)
+        experts = self._spliced_experts(args, self.total_length + len(new_tokens), meta_info)
 
-        if new_tokens:
+        if len(new_tokens):
             self.version_spans = grown_spans(
                 self.version_spans, self.response_length, len(new_tokens), meta_info, sampled=trainable
             )
-            self.tokens = [*self.tokens, *new_tokens]
+            self.__dict__["tokens"] = grown(self.__dict__["tokens"], new_tokens)
             self.response_length += len(new_tokens)
             masked = int(meta_info.get("masked_until") or 0) if trainable else len(new_tokens)
-            self.loss_mask = mask + [int(i >= masked) for i in range(len(new_tokens))]
-            self.rollout_log_probs = old_log_probs + new_log_probs
+            self.__dict__["loss_mask"] = grown(mask, _mask_from(masked, len(new_tokens)))
+            self.__dict__["rollout_log_probs"] = grown(old_log_probs, new_log_probs)
         if top_p is not None:
-            self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = top_p
+            self.__dict__["rollout_top_p_token_ids"], self.__dict__["rollout_top_p_token_offsets"] = top_p
         if experts is not None:
             self.rollout_routed_experts = experts
         if text:
@@ -190,49 +229,51 @@ class Sample:
         if update_terminal_info and meta_info.get("finish_reason"):
             self._record_finished_call(meta_info)
 
-    def _response_columns(self) -> tuple[list[int], list[float]]:
+    def _response_columns(self) -> tuple[Packed | list[Any], Packed | list[Any]]:
         """Loss mask and log-probs of the response so far, complete and checked."""
         length = self.response_length
-        if length > len(self.tokens):
-            raise ValueError(f"sample has {len(self.tokens)} tokens but response_length {length}")
-        mask = [1] * length if self.loss_mask is None else list(self.loss_mask)
+        if length > self.total_length:
+            raise ValueError(f"sample has {self.total_length} tokens but response_length {length}")
+        mask, log_probs = self.__dict__["loss_mask"], self.__dict__["rollout_log_probs"]
+        if mask is None:
+            mask = Packed(mask_of(1, length))
         if len(mask) != length:
             raise ValueError(f"loss_mask has {len(mask)} entries for {length} response tokens")
-        if self.rollout_log_probs is None:
-            if any(mask):
-                raise ValueError(f"{sum(mask)} earlier trainable response tokens have no rollout_log_probs")
-            return mask, [0.0] * length
-        if len(self.rollout_log_probs) != length:
-            raise ValueError(f"rollout_log_probs has {len(self.rollout_log_probs)} entries for {length} tokens")
-        return mask, list(self.rollout_log_probs)
+        if log_probs is None:
+            if trained := _sum(mask):
+                raise ValueError(f"{trained} earlier trainable response tokens have no rollout_log_probs")
+            log_probs = Packed(np.zeros(length, dtype=np.float32))
+        if len(log_probs) != length:
+            raise ValueError(f"rollout_log_probs has {len(log_probs)} entries for {length} tokens")
+        return mask, log_probs
 
     def _grown_top_p(
-        self, count: int, mask: list[int], trainable: bool, meta_info: Mapping[str, Any]
-    ) -> tuple[list[int], list[int]] | None:
+        self, count: int, mask: Packed | list[Any], trainable: bool, meta_info: Mapping[str, Any]
+    ) -> tuple[Packed | list[Any], Packed | list[Any]] | None:
         """Top-p spans after `count` more tokens, or None when this sample carries none."""
         new_ids = _int32_field(meta_info, "top_p_token_ids", "top_p_kept_token_ids")
         new_offsets = _int32_field(meta_info, "top_p_token_offsets", "top_p_kept_token_offsets")
         if (new_ids is None) != (new_offsets is None):
             raise ValueError("meta_info has only one of top_p_token_ids and top_p_token_offsets")
-        ids, offsets = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
+        ids, offsets = self.__dict__["rollout_top_p_token_ids"], self.__dict__["rollout_top_p_token_offsets"]
         if (ids is None) != (offsets is None):
             raise ValueError("sample has only one of rollout_top_p_token_ids and rollout_top_p_token_offsets")
         if new_ids is None and ids is None:
             return None
         if ids is None or offsets is None:
-            if any(mask):
+            if _sum(mask):
                 raise ValueError("top-p spans arrived, but earlier trainable response tokens have none")
-            ids, offsets = [], [0] * (len(mask) + 1)
-        if len(offsets) != len(mask) + 1 or offsets[-1] != len(ids):
+            ids, offsets = [], Packed(np.zeros(len(mask) + 1, dtype=np.int32))
+        if len(offsets) != len(mask) + 1 or _last(offsets) != len(ids):
             raise ValueError(f"top-p offsets do not span {len(mask)} response tokens and {len(ids)} ids")
         if new_ids is None or new_offsets is None:
             if count and trainable:
                 raise ValueError("this sample carries top-p spans, but the new trainable tokens come without")
-            return list(ids), list(offsets) + [offsets[-1]] * count
+            return ids, grown(offsets, exact_ints(np.full(count, len(ids), dtype=np.int64)))
         if not trainable:
             raise ValueError("non-trainable tokens must not carry top-p spans")
         _check_spans(new_ids, new_offsets, count)
-        return ids + new_ids.tolist(), offsets + (new_offsets[1:].astype(np.int64) + offsets[-1]).tolist()
+        return grown(ids, new_ids), grown(offsets, exact_ints(new_offsets[1:].astype(np.int64) + len(ids)))
 
     def _spliced_experts(self, args: Any, total_tokens: int, meta_info: Mapping[str, Any]) -> np.ndarray | None:
         """Routed experts `[total_tokens - 1, layers, topk]` after this engine call, or None when it reports none."""
@@ -267,18 +308,66 @@ class Sample:
         self.status = _STATUS_OF_FINISH_REASON.get(str(kind), self.status)
 
 
-def _checked_log_probs(tokens: list[int], log_probs: Sequence[float] | None, trainable: bool) -> list[float]:
+COLUMNS = (
+    "tokens",
+    "loss_mask",
+    "rollout_log_probs",
+    "teacher_log_probs",
+    "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
+)
+"""The fields with a number for each token."""
+
+for _name in COLUMNS:
+    setattr(Sample, _name, Column(_name))
+
+
+def _ids(tokens: Iterable[int] | np.ndarray | None) -> np.ndarray:
+    """Token ids as an array of our own."""
+    if isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind == "i":
+        return exact_ints(tokens.copy())
+    given = [] if tokens is None else list(tokens)
+    if (held := packed(given)) is None or held.array.dtype.kind != "i":
+        given = [int(token) for token in given]
+        if (held := packed(given)) is None and given:
+            raise ValueError(f"token ids must have at most 64 bits, not {max(given, key=abs)}")
+    return np.empty(0, dtype=np.int32) if held is None else held.array
+
+
+def _checked_log_probs(count: int, log_probs: Sequence[float] | np.ndarray | None, trainable: bool) -> np.ndarray:
     if not trainable:
         if log_probs is not None:
             raise ValueError("non-trainable tokens must not carry log_probs (their mask is 0)")
-        return [0.0] * len(tokens)
+        return np.zeros(count, dtype=np.float32)
     if log_probs is None:
-        if tokens:
-            raise ValueError(f"{len(tokens)} trainable tokens need log_probs of the same length")
-        return []
-    if len(log_probs) != len(tokens):
-        raise ValueError(f"{len(tokens)} trainable tokens came with {len(log_probs)} log_probs")
-    return [float(value) for value in log_probs]
+        if count:
+            raise ValueError(f"{count} trainable tokens need log_probs of the same length")
+        return np.empty(0, dtype=np.float32)
+    if len(log_probs) != count:
+        raise ValueError(f"{count} trainable tokens came with {len(log_probs)} log_probs")
+    if isinstance(log_probs, np.ndarray) and log_probs.ndim == 1 and log_probs.dtype == np.float32:
+        return log_probs.copy()
+    held = packed(log_probs)
+    if held is not None and held.array.dtype.kind == "f":
+        return held.array
+    return exact_floats(np.array([float(value) for value in log_probs], dtype=np.float64))
+
+
+def _mask_from(masked: int, count: int) -> np.ndarray:
+    """The loss mask of `count` tokens, of which the first `masked` are not trained on."""
+    if masked <= 0 or masked >= count:
+        return mask_of(int(masked <= 0), count)
+    mask = np.ones(count, dtype=np.int8)
+    mask[:masked] = 0
+    return mask
+
+
+def _sum(column: Packed | list[Any]) -> Any:
+    return column.array.sum().item() if isinstance(column, Packed) else sum(column)
+
+
+def _last(column: Packed | list[Any]) -> Any:
+    return column.array[-1] if isinstance(column, Packed) else column[-1]
 
 
 def _check_spans(ids: np.ndarray, offsets: np.ndarray, count: int) -> None:
@@ -295,11 +384,13 @@ def _int32_field(meta_info: Mapping[str, Any], *names: str) -> np.ndarray | None
         if isinstance(value, str):
             return np.frombuffer(base64.b64decode(value), dtype=np.int32)
         if value is not None:
-            return np.asarray(value, dtype=np.int32).reshape(-1)
+            return np.array(value, dtype=np.int32).reshape(-1)
     return None
 
 
 def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, Packed) or isinstance(right, Packed):
+        return same_numbers(left, right)
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return left is not None and right is not None and np.array_equal(left, right)
     return bool(left == right)

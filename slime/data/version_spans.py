@@ -7,7 +7,10 @@ nobody knows the version, have version None. Neighbouring runs differ.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
+
+import numpy as np
 
 Spans = list[list[Any]]
 """Runs `[version or None, number of tokens]`, as plain JSON values."""
@@ -19,8 +22,8 @@ def grown_spans(spans: Spans, known: int, count: int, meta_info: Mapping[str, An
     An engine whose weights changed under a request says so with `weight_versions` (`version`, `start`, `end`). One that
     cannot say so is taken to have sampled everything with the version the request began with.
     """
-    grown = [list(span) for span in spans]
-    _extend(grown, None, known - sum(length for _, length in grown))
+    grown = list(spans)
+    _extend(grown, None, known - sum(map(itemgetter(1), grown)))
     if not sampled:
         _extend(grown, None, count)
         return grown
@@ -34,15 +37,16 @@ def grown_spans(spans: Spans, known: int, count: int, meta_info: Mapping[str, An
     return grown
 
 
-def oldest_version(spans: Spans, mask: Sequence[int] | None, calls: Sequence[str]) -> int | None:
+def oldest_version(spans: Spans, mask: Sequence[int] | np.ndarray | None, calls: Sequence[str]) -> int | None:
     """The oldest version that sampled a token which is trained on; None when there is none or it is no number.
 
     Where the runs say nothing about a trained token, the versions of the engine calls do.
     """
     oldest: list[int] = []
+    trained = None if mask is None else np.asarray(mask)
     position, unknown = 0, not spans
     for version, length in spans:
-        if mask is None or any(mask[position : position + length]):
+        if trained is None or trained[position : position + length].any():
             if version is None:
                 unknown = True
             elif version.lstrip("-").isdigit():
@@ -56,7 +60,8 @@ def oldest_version(spans: Spans, mask: Sequence[int] | None, calls: Sequence[str
 def _extend(spans: Spans, version: str | None, count: int) -> None:
     if count <= 0:
         return
+    """One more run, or a longer last one; the runs themselves are shared with others and stay as they are."""
     if spans and spans[-1][0] == version:
-        spans[-1][1] += count
+        spans[-1] = [version, spans[-1][1] + count]
     else:
         spans.append([version, count])

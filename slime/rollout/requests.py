@@ -54,7 +54,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
     """
     runtime = runtime_for(args)
     ticket = ticket_here()
-    if not sample.tokens:
+    if not sample.total_length:
         sample.tokens = prompt_token_ids(runtime.tokenizer, sample)
     aborts = 0
     while aborts < MOST_RESUMES:
@@ -87,7 +87,7 @@ def _leave_out_stop_token(runtime: RolloutRuntime, sample: Sample, matched: Any)
         return
     if not sample.response_length:
         return
-    last, wanted = sample.tokens[-1], runtime.args.rollout_stop_token_ids or ()
+    last, wanted = int(sample.token_array()[-1]), runtime.args.rollout_stop_token_ids or ()
     if last in runtime.special_token_ids or (last == matched and last not in wanted):
         sample.response = sample.response.removesuffix(runtime.tokenizer.decode([last], skip_special_tokens=False))
 
@@ -95,12 +95,12 @@ def _leave_out_stop_token(runtime: RolloutRuntime, sample: Sample, matched: Any)
 def new_token_budget(args: Config, sample: Sample, sampling_params: Mapping[str, Any]) -> int:
     """How many more tokens `sample` may get, by the response limit and the context; 0 when it is full."""
     context = args.rollout_max_context_len
-    prompt_length = len(sample.tokens) - sample.response_length
+    prompt_length = sample.prompt_length
     if context is not None and prompt_length >= context:
         raise PromptTooLong(f"the prompt has {prompt_length} tokens, the context (rollout_max_context_len) {context}")
     budget = sampling_params["max_new_tokens"] - sample.response_length
     if context is not None:
-        budget = min(budget, context - len(sample.tokens))
+        budget = min(budget, context - sample.total_length)
     return max(0, budget)
 
 
@@ -129,7 +129,7 @@ async def _call_engine(
     params = {**continued_params(sampling_params, sample.response_length), "max_new_tokens": budget}
     if params.get("min_new_tokens"):
         params["min_new_tokens"] = min(budget, params["min_new_tokens"])
-    payload = generate_payload(sample.tokens, params)
+    payload = generate_payload(sample.token_array().tolist(), params)
     affinity_key = sample.session_id if sample.group_index is None else sample.group_index
     version = runtime.state.weight_version
     result = await _answer(runtime, payload, affinity_key)

@@ -78,12 +78,11 @@ def staleness_metrics(samples: Sequence[Sample], rollout_id: int) -> dict[str, f
     old, trained = 0, 0
     for sample in samples:
         trained += sample.effective_response_length
-        position = 0
+        position, mask = 0, sample.loss_mask_array()
         for version, length in sample.version_spans:
-            mask = [1] * length if sample.loss_mask is None else sample.loss_mask[position : position + length]
-            position += length
             if version is not None and version.isdigit() and int(version) < rollout_id:
-                old += sum(mask)
+                old += length if mask is None else int(mask[position : position + length].sum())
+            position += length
     return {
         "rollout/staleness/mean": fmean(rollout_id - version for version in known),
         "rollout/staleness/max": float(rollout_id - min(known)),

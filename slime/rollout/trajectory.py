@@ -73,6 +73,8 @@ async def _generated_member(
     if not any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
         tokens = sum(sample.response_length for sample in leaves([produced]))
         (runtime.eval_pulse if evaluation else runtime.pulse).finished(tokens - before)
+    for sample in leaves([produced]):
+        sample.compact()
     if not evaluation:
         _record(runtime, member, produced)
     return produced
@@ -227,7 +229,7 @@ async def teach(runtime: RolloutRuntime, samples: Sequence[Sample]) -> None:
 
 async def _teach_one(runtime: RolloutRuntime, teacher: Teacher, sample: Sample) -> None:
     try:
-        sample.teacher_log_probs = await teacher.log_probs(sample.tokens, sample.response_length)
+        sample.teacher_log_probs = await teacher.log_probs(sample.token_array().tolist(), sample.response_length)
     except UserError:
         raise
     except EngineError as error:
@@ -237,7 +239,8 @@ async def _teach_one(runtime: RolloutRuntime, teacher: Teacher, sample: Sample) 
 def _wants_teacher(sample: Sample) -> bool:
     if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED) or sample.response_length == 0:
         return False
-    return sample.teacher_log_probs is None or len(sample.teacher_log_probs) != sample.response_length
+    known = sample.column_array("teacher_log_probs")
+    return known is None or len(known) != sample.response_length
 
 
 # rewards

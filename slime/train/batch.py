@@ -136,7 +136,7 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     for rollout_id, mask in zip(rollout_ids, masks, strict=True):
         mask_sums[rollout_id] = mask_sums.get(rollout_id, 0) + int(mask.sum())
     return TrainBatch(
-        tokens=[np.asarray(sample.tokens, dtype=np.int64) for sample in samples],
+        tokens=[sample.token_array().astype(np.int64) for sample in samples],
         response_lengths=[len(mask) for mask in masks],
         loss_masks=masks,
         rewards=[0.0 if skip else float(reward) for reward, skip in zip(rewards, excluded, strict=True)],
@@ -177,18 +177,19 @@ def _is_excluded(sample: Sample) -> bool:
 def _loss_mask(sample: Sample, excluded: bool) -> np.ndarray:
     length = sample.response_length
     if excluded:
-        return np.zeros(length if 0 <= length < len(sample.tokens) else 0, dtype=np.float32)
-    if not 0 <= length <= len(sample.tokens):
-        raise UserError(f"sample {sample.index} says response_length {length} but has {len(sample.tokens)} tokens")
-    if length and length == len(sample.tokens):
+        return np.zeros(length if 0 <= length < sample.total_length else 0, dtype=np.float32)
+    if not 0 <= length <= sample.total_length:
+        raise UserError(f"sample {sample.index} says response_length {length} but has {sample.total_length} tokens")
+    if length and length == sample.total_length:
         raise UserError(f"sample {sample.index} has no prompt token before its response: give it at least one")
     if sample.remove_sample:
         return np.zeros(length, dtype=np.float32)
-    if sample.loss_mask is None:
+    mask = sample.loss_mask_array()
+    if mask is None:
         return np.ones(length, dtype=np.float32)
-    if len(sample.loss_mask) != length:
-        raise UserError(f"sample {sample.index} has {len(sample.loss_mask)} loss-mask entries for {length} tokens")
-    return np.asarray(sample.loss_mask, dtype=np.float32)
+    if len(mask) != length:
+        raise UserError(f"sample {sample.index} has {len(mask)} loss-mask entries for {length} tokens")
+    return mask.astype(np.float32)
 
 
 def _identities(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
@@ -231,7 +232,7 @@ def _log_prob_column(
     """
     columns = []
     for sample, mask in zip(samples, masks, strict=True):
-        values, is_trained = getattr(sample, name), bool(mask.any())
+        values, is_trained = sample.column_array(name), bool(mask.any())
         if values is None and is_trained:
             return None
         column = np.asarray([] if values is None else values, dtype=np.float32)

@@ -17,6 +17,7 @@ import msgpack
 import numpy as np
 import zstandard
 
+from slime.data.columns import Packed
 from slime.errors import UserError
 
 ARRAY, SCALAR, NUMBERS, TUPLE, BIG_INT = 1, 2, 3, 4, 5
@@ -27,6 +28,7 @@ _LIST_FROM = 16
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _LEAST, _MOST = -(2**63), 2**64 - 1
 _NUMBER_TYPES = {b"b": "<i1", b"i": "<i4", b"q": "<i8", b"f": "<f4", b"d": "<f8"}
+_CODES = {"int8": b"b", "int32": b"i", "int64": b"q", "float32": b"f", "float64": b"d"}
 
 
 class Codec:
@@ -64,6 +66,8 @@ def _plain(value: Any, where: str) -> Any:
         return value
     if kind is list:
         return _plain_list(value, where)
+    if kind is Packed:
+        return _packed_column(value.array)
     if isinstance(value, dict):
         return {_plain_key(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, tuple):
@@ -107,6 +111,11 @@ def _packed_ints(value: list[int]) -> msgpack.ExtType | None:
             continue
         return msgpack.ExtType(NUMBERS, code + _little_endian(numbers, code))
     return None
+
+
+def _packed_column(numbers: np.ndarray) -> msgpack.ExtType:
+    code = _CODES[numbers.dtype.name]
+    return msgpack.ExtType(NUMBERS, code + numbers.astype(_NUMBER_TYPES[code], copy=False).tobytes())
 
 
 def _packed_floats(value: list[float]) -> msgpack.ExtType:

@@ -95,7 +95,9 @@ class RowCodec:
         }
         if "weight_versions" not in rest:
             known["weight_versions"] = json.loads(versions)
-        return Sample.from_dict({**known, **rest})
+        sample = Sample.from_dict({**known, **rest})
+        sample.compact()
+        return sample
 
     def _reward(self, rest: dict[str, Any], reward: Any) -> float | None:
         if type(reward) is float and not math.isnan(reward):

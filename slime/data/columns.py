@@ -1,0 +1,193 @@
+"""A column of a sample: numbers in an array, which plugins see as a list.
+
+Invariants: reading the attribute gives a list, and that list is the column until the sample is compacted again: what is
+written into it counts. A list that was handed out never grows by an append; the column becomes a new one. Packing loses
+nothing: ids are int32 (int64 where that is too small), log-probs float32 wherever that is exact and float64 elsewhere,
+and a list with anything but whole numbers or floats in it stays a list. What was packed is never written into, so
+copies of a sample share it.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from typing import Any
+
+import numpy as np
+
+_NARROW = {"b": np.int8, "i": np.int32, "q": np.int64}
+
+
+class _Buffer:
+    """Memory with room behind what is used; whoever holds the last entry may claim more of it."""
+
+    __slots__ = ("_lock", "array", "used")
+
+    def __init__(self, content: np.ndarray, used: int) -> None:
+        self.array = content
+        self.used = used
+        self._lock = threading.Lock()
+
+    def claim(self, end: int, count: int) -> bool:
+        """Whether the `count` places behind `end` now belong to the caller."""
+        with self._lock:
+            if self.used != end or end + count > len(self.array):
+                return False
+            self.used += count
+            return True
+
+
+class Packed:
+    """Numbers that are only ever read; appending gives a longer one, at a cost of what is appended."""
+
+    __slots__ = ("_buffer", "_length")
+
+    def __init__(self, content: np.ndarray | _Buffer, length: int | None = None) -> None:
+        self._buffer = content if isinstance(content, _Buffer) else _Buffer(content, len(content))
+        self._length = self._buffer.used if length is None else length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __repr__(self) -> str:
+        return f"<{self._length} packed {self.array.dtype}>"
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Packed:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Packed, (np.ascontiguousarray(self.array),)
+
+    @property
+    def array(self) -> np.ndarray:
+        """The numbers, not to be written."""
+        view = self._buffer.array[: self._length]
+        view.flags.writeable = False
+        return view
+
+    def tolist(self) -> list[Any]:
+        """The numbers as a new list."""
+        return self._buffer.array[: self._length].tolist()
+
+    def grown(self, more: np.ndarray) -> Packed:
+        """These numbers and `more`; this one stays as it is."""
+        if not len(more):
+            return self
+        mine = self._buffer.array
+        if _is_constant(mine) and _is_constant(more) and mine[0] == more[0]:
+            return Packed(_repeated(mine[0], self._length + len(more)))
+        kind, end = np.promote_types(mine.dtype, more.dtype), self._length + len(more)
+        if kind == mine.dtype and not _is_constant(mine) and self._buffer.claim(self._length, len(more)):
+            mine[self._length : end] = more
+            return Packed(self._buffer, end)
+        room = np.empty(end + end // 2, dtype=kind)
+        room[: self._length] = mine[: self._length]
+        room[self._length : end] = more
+        return Packed(_Buffer(room, end), end)
+
+    def compacted(self) -> Packed:
+        """The same numbers without room behind them; ones that are all equal take no memory."""
+        held = self.array
+        if _is_constant(held):
+            return self
+        if held.dtype == np.int8 and len(held) and (held == held[0]).all():
+            return Packed(_repeated(held[0], len(held)))
+        return self if len(held) == len(self._buffer.array) else Packed(held.copy())
+
+
+def packed(value: Any, *, narrow: bool = False) -> Packed | None:
+    """A list as a column, exactly; None when it is no list of whole numbers alone or floats alone, or empty.
+
+    `narrow` takes a byte for small whole numbers.
+    """
+    if type(value) is not list or not value:
+        return None
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        return _packed_ints(value, narrow)
+    return Packed(exact_floats(np.frombuffer(array("d", value)))) if kinds == {float} else None
+
+
+def grown(column: Packed | list[Any], more: np.ndarray) -> Packed | list[Any]:
+    """A column and `more` behind it: packed, unless what is there cannot be packed beside it."""
+    if not len(column):
+        return Packed(more)
+    held = column if isinstance(column, Packed) else packed(list(column), narrow=more.dtype == np.int8)
+    if held is None or held.array.dtype.kind != more.dtype.kind:
+        return [*(column.tolist() if isinstance(column, Packed) else column), *more.tolist()]
+    return held.grown(more)
+
+
+def same_numbers(left: Any, right: Any) -> bool:
+    """Whether two columns, one of them packed at least, are equal lists; here NaN equals NaN."""
+    if left is right:
+        return True
+    one, two = (value if isinstance(value, Packed) else packed(value) for value in (left, right))
+    if one is None or two is None:
+        one, other = (left, right) if isinstance(left, Packed) else (right, left)
+        return np.array_equal(one.array, other) if isinstance(other, np.ndarray) else one.tolist() == other
+    return np.array_equal(one.array, two.array, equal_nan=one.array.dtype.kind == two.array.dtype.kind == "f")
+
+
+def exact_floats(wide: np.ndarray) -> np.ndarray:
+    """float64 as float32 where that loses nothing."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        slim = wide.astype(np.float32)
+    if bool((slim == wide).all()) or np.array_equal(slim, wide, equal_nan=True):
+        return slim
+    return wide
+
+
+def exact_ints(wide: np.ndarray) -> np.ndarray:
+    """Whole numbers as int32 where they fit."""
+    if wide.dtype == np.int32 or not len(wide):
+        return wide.astype(np.int32, copy=False)
+    fits = np.iinfo(np.int32).min <= wide.min() and wide.max() <= np.iinfo(np.int32).max
+    return wide.astype(np.int32 if fits else np.int64)
+
+
+def mask_of(value: int, count: int) -> np.ndarray:
+    """A loss mask of one value, in no memory."""
+    return _repeated(np.int8(value), count)
+
+
+class Column:
+    """The attribute of a sample: a list for whoever reads it, packed or not inside."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, sample: Any, owner: type) -> Any:
+        if sample is None:
+            return None  # the default, as a dataclass has it on its class
+        try:
+            value = sample.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}") from None
+        if type(value) is Packed:
+            value = sample.__dict__[self._name] = value.tolist()
+        return value
+
+    def __set__(self, sample: Any, value: Any) -> None:
+        sample.__dict__[self._name] = value
+
+    def __delete__(self, sample: Any) -> None:
+        del sample.__dict__[self._name]
+
+
+def _packed_ints(value: list[int], narrow: bool) -> Packed | None:
+    for code in ("b", "i", "q") if narrow else ("i", "q"):
+        try:
+            return Packed(np.frombuffer(array(code, value), dtype=_NARROW[code]))
+        except OverflowError:
+            continue
+    return None
+
+
+def _repeated(value: Any, count: int) -> np.ndarray:
+    return np.broadcast_to(value, (count,))
+
+
+def _is_constant(numbers: np.ndarray) -> bool:
+    """Whether one number stands for all; such memory cannot be written into."""
+    return len(numbers) > 0 and numbers.strides == (0,)

@@ -1,0 +1,165 @@
+"""Columns of samples: packed inside, lists for whoever reads them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.data.columns import Packed
+from slime.data.sample import COLUMNS, Sample
+
+whole = st.lists(st.integers(-(2**70), 2**70) | st.integers(0, 200_000), max_size=20)
+floats = st.lists(st.floats() | st.floats(width=32), max_size=20)
+mixed = st.lists(st.booleans() | st.integers() | st.floats() | st.none() | st.builds(np.int64, st.just(3)), max_size=5)
+columns = st.none() | whole | floats | mixed | st.just((1, 2))
+
+
+def exactly(value: Any) -> str:
+    """Values with their types: 1, 1.0 and True differ, so do -0.0 and 0.0, and NaN is itself."""
+    return repr(value)
+
+
+def finished(tokens: int = 1000, *, log_prob: float = -0.5) -> Sample:
+    sample = Sample(index=1, tokens=list(range(5000, 5010)))
+    sample.append_response_tokens(
+        tokens=list(range(1000, 1000 + tokens)), log_probs=[log_prob] * tokens, meta_info={"finish_reason": "stop"}
+    )
+    return sample
+
+
+@settings(max_examples=150, deadline=None)
+@given(values=st.fixed_dictionaries(dict.fromkeys(COLUMNS, columns)))
+def test_packing_changes_nothing_that_a_plugin_sees(values: dict[str, Any]) -> None:
+    sample = Sample(index=3, **copy.deepcopy(values))
+    sample.compact()
+    assert {name: exactly(value) for name, value in sample.to_dict().items() if name in values} == {
+        name: exactly(value) for name, value in values.items()
+    }
+    for twin in (copy.copy(sample), copy.deepcopy(sample), pickle.loads(pickle.dumps(sample)), sample):
+        assert {name: exactly(getattr(twin, name)) for name in values} == {
+            name: exactly(value) for name, value in values.items()
+        }
+    sample.compact()
+    assert exactly(Sample.from_dict(sample.to_dict()).to_dict()) == exactly(sample.to_dict())
+
+
+def test_equality_is_that_of_the_lists() -> None:
+    sample, lists = finished(), finished()
+    assert lists.tokens[-1] == 1999
+    sample.compact()
+    assert sample == lists
+    assert copy.deepcopy(sample) == sample
+    assert dataclasses.replace(sample) == sample
+    lists.tokens[0] = 0
+    assert sample != lists
+    lists = finished()
+    lists.loss_mask = [True] * 1000  # type: ignore[list-item]
+    assert sample == lists
+    lists.loss_mask = None
+    assert sample != lists
+    longer = finished(1001)
+    longer.response_length = 1000
+    assert sample != longer
+
+
+def test_a_list_that_was_handed_out_is_the_column() -> None:
+    sample = finished(3)
+    sample.compact()
+    tokens, mask = sample.tokens, sample.loss_mask
+    assert tokens is sample.tokens
+    assert mask is not None
+    tokens[-1] = 7
+    mask[0] = 0
+    assert sample.token_array().tolist()[-1] == 7
+    assert sample.effective_response_length == 2
+    sample.compact()
+    assert sample.tokens[-3:] == [1000, 1001, 7]
+    assert sample.loss_mask == [0, 1, 1]
+
+
+def test_an_append_leaves_handed_out_lists_and_copies_alone() -> None:
+    sample = finished(3)
+    before = sample.tokens
+    twin = copy.copy(sample)
+    sample.append_response_tokens(tokens=[1], log_probs=[-1.0])
+    twin.append_response_tokens(tokens=[2], trainable=False)
+    other = copy.copy(sample)
+    sample.append_response_tokens(tokens=[3], log_probs=[-1.0])
+    other.append_response_tokens(tokens=[4], log_probs=[-2.0])
+    assert before == [*range(5000, 5010), 1000, 1001, 1002]
+    assert [one.tokens[-2:] for one in (sample, twin, other)] == [[1, 3], [1002, 2], [1, 4]]
+    assert [one.rollout_log_probs for one in (sample, other)] == [[-0.5] * 3 + [-1.0, -1.0], [-0.5] * 3 + [-1.0, -2.0]]
+    assert twin.loss_mask == [1, 1, 1, 0]
+
+
+def test_a_turn_costs_what_it_appends() -> None:
+    sample = finished(1000)
+    sample.append_response_tokens(tokens=[1], log_probs=[-1.0])
+    for _ in range(100):
+        history = sample.token_array(), sample.column_array("rollout_log_probs")
+        sample.append_response_tokens(tokens=[2], log_probs=[-1.0])
+        now = sample.token_array(), sample.column_array("rollout_log_probs")
+        for old, new in zip(history, now, strict=True):
+            assert np.shares_memory(old, new)
+    assert sample.tokens[-100:] == [2] * 100
+
+
+def test_a_finished_sample_takes_at_most_twelve_bytes_a_token() -> None:
+    def agent() -> Sample:
+        sample = Sample(tokens=[1])
+        for _ in range(20):
+            sample.append_response_tokens(tokens=list(range(10_000, 10_700)), log_probs=[-0.25] * 700)
+            sample.append_response_tokens(tokens=list(range(10_000, 10_300)), trainable=False)
+        assert len(sample.tokens) == 20_001  # a reward function reads
+        sample.compact()
+        return sample
+
+    agent()
+    tracemalloc.start()
+    kept = [agent(), agent()]
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held / sum(sample.total_length for sample in kept) < 9.5
+
+
+@pytest.mark.parametrize(("log_prob", "kind"), [(-0.5, np.float32), (-0.1, np.float64), (float("nan"), np.float32)])
+def test_log_probs_are_never_rounded(log_prob: float, kind: type) -> None:
+    sample = finished(2, log_prob=log_prob)
+    array = sample.column_array("rollout_log_probs")
+    assert array is not None
+    assert array.dtype == kind
+    sample.append_response_tokens(tokens=[1], log_probs=[-0.3])
+    assert exactly(sample.rollout_log_probs) == exactly([log_prob, log_prob, -0.3])
+
+
+def test_arrays_come_in_and_go_out_without_lists() -> None:
+    sample = Sample(tokens=[1])
+    ids, log_probs = np.array([5, 2**40]), np.array([-1.0, -2.0], dtype=np.float32)
+    sample.append_response_tokens(tokens=ids, log_probs=log_probs)
+    ids[0], log_probs[0] = 9, -9.0
+    assert sample.token_array().tolist() == [1, 5, 2**40]
+    assert all(isinstance(vars(sample)[name], Packed) for name in ("tokens", "loss_mask", "rollout_log_probs"))
+    with pytest.raises(ValueError, match="read-only"):
+        sample.token_array()[0] = 3
+    assert sample.tokens == [1, 5, 2**40]
+    assert sample.rollout_log_probs == [-1.0, -2.0]
+    assert sample.loss_mask_array() is not None
+    assert sample.column_array("teacher_log_probs") is None
+    with pytest.raises(ValueError, match="at most 64 bits"):
+        sample.append_response_tokens(tokens=[2**64], log_probs=[0.0])
+
+
+def test_columns_that_cannot_be_packed_grow_as_lists() -> None:
+    sample = Sample(tokens=[2**80], response_length=1, loss_mask=[True], rollout_log_probs=[1])  # type: ignore[list-item]
+    sample.append_response_tokens(tokens=[3], log_probs=[-0.5])
+    assert exactly([sample.tokens, sample.loss_mask, sample.rollout_log_probs]) == exactly(
+        [[2**80, 3], [True, 1], [1, -0.5]]
+    )
