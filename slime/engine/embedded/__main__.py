@@ -8,24 +8,20 @@ import logging
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future as ThreadFuture
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from aiohttp import web
 from transformers.utils.logging import disable_progress_bar
 
 from slime.engine.embedded.core import EngineCore
-from slime.engine.embedded.http.bridge import EngineBridge
+from slime.engine.embedded.http.bridge import EngineBridge, in_daemon_thread
 from slime.engine.embedded.http.requests import ModelFacts
 from slime.engine.embedded.http.server import EngineServer
 from slime.engine.embedded.options import EngineOptions, parse_options
 from slime.errors import UserError
 
 log = logging.getLogger("slime.engine.embedded")
-
-T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,22 +86,6 @@ async def serve(options: EngineOptions) -> int:
         if engine.facts is not None:
             core.stop()
         await runner.cleanup()
-
-
-def in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Like `asyncio.to_thread`, but a process that is told to stop does not wait for it."""
-    result: ThreadFuture[T] = ThreadFuture()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:
-            result.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-
-    threading.Thread(target=run, name="load", daemon=True).start()
-    return asyncio.wrap_future(result)
 
 
 def load(core: EngineCore) -> ModelFacts:

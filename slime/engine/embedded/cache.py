@@ -75,8 +75,12 @@ class PrefixTree:
     def _new_root() -> _Node:
         return _Node(np.empty(0, np.int64), np.empty(0, np.int64), None, 0)
 
-    def match(self, tokens: np.ndarray) -> SlotArray:
-        """Slots of the longest known prefix of `tokens`, without taking references."""
+    def match(self, tokens: np.ndarray, *, cut: bool = False) -> SlotArray:
+        """Slots of the longest known prefix of `tokens`, without taking references.
+
+        With `cut`, the node in which the prefix ends is cut there: what lies behind can be evicted while the prefix is
+        in use.
+        """
         self._clock += 1
         node, found, at = self._root, [], 0
         while at < len(tokens):
@@ -88,6 +92,8 @@ class PrefixTree:
             found.append(child.slots[:same])
             at += same
             if same < len(child.tokens):
+                if cut:
+                    self._split(child, same)
                 break
             node = child
         return np.concatenate(found) if found else np.empty(0, np.int64)
@@ -183,7 +189,7 @@ class KVCache:
         """Referenced slots of the longest cached prefix that leaves at least one token to compute."""
         if not self._share:
             return np.empty(0, np.int64)
-        slots = self.tree.match(np.asarray(tokens[:-1], dtype=np.int64))
+        slots = self.tree.match(np.asarray(tokens[:-1], dtype=np.int64), cut=True)
         self.pool.share(slots)
         return slots
 

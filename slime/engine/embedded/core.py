@@ -1,7 +1,9 @@
 """The engine's thread: takes requests and commands between steps, steps the model, tells the waiters.
 
 Invariant: scheduler, cache and model are touched by this thread only; other threads hand in work through `submit` and
-`call`. A step that raises ends the engine: `on_death` gets the exception and every waiter an abort.
+`call`. What raises on behalf of one command or one sequence fails that one and nobody else; an error that belongs to
+no sequence fails all that are in the engine, which goes on empty. Only what leaves the device unusable ends the engine:
+`on_death` gets the exception and every waiter an abort.
 """
 
 from __future__ import annotations
@@ -12,20 +14,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from slime.cluster.precision import choose_dtype, slow_dtype_note
 from slime.engine.embedded.cache import KVCache
-from slime.engine.embedded.model.runner import Decoder, ModelRunner, Sampled
+from slime.engine.embedded.model.runner import ModelRunner
 from slime.engine.embedded.options import EngineOptions
-from slime.engine.embedded.sampling_params import BadRequest
-from slime.engine.embedded.scheduler import Extend, Scheduler
+from slime.engine.embedded.refusals import BadRequest, Conflict, HalfWritten, shown
+from slime.engine.embedded.scheduler import Scheduler
 from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.steps import Counters, Steps
 from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.groups import Announced, WeightGroups
 from slime.engine.embedded.weights.views import FolderViews
@@ -41,36 +42,15 @@ PAUSE_MODES = ("abort", "in_place", "retract")
 _CPU_KV_BYTES = 2 << 30
 
 
-@dataclass
-class Counters:
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    requests: int = 0
-    steps: int = 0
-    busy_seconds: float = 0.0
-
-
-@dataclass
-class Flight:
-    """A decode step that was launched and not read yet."""
-
-    running: list[Sequence]
-    slots: np.ndarray
-    launched: Any
-
-
 class EngineCore:
     def __init__(self, options: EngineOptions, *, on_death: Callable[[BaseException], object]) -> None:
         self.options = options
         self.counters = Counters()
-        self.weight_version = options.weight_version
         self.paused = False
         self.stale: str | None = None
         self.groups = WeightGroups()
         self._unfinished: str | None = None
         self._released: set[str] = set()
-        self._flight: Flight | None = None
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
@@ -105,11 +85,21 @@ class EngineCore:
         self.views = FolderViews(model)
         self.capacity = o.max_total_tokens or self._affordable_slots()
         self.context_len = min(self.context_len, self.capacity)
-        self.scheduler.cache = KVCache(self.capacity, share_prefixes=o.share_prefixes)
+        self.scheduler.cache = self._fresh_cache()
         self.runner.allocate_kv(self.capacity)
-        self.decoder: Decoder = self.runner
+        self.steps = Steps(
+            self.scheduler,
+            self.runner,
+            self.counters,
+            version=o.weight_version,
+            fresh_cache=self._fresh_cache,
+            is_quiet=self._inbox.empty,
+        )
         if self.runner.cuda:
             self._prepare_cuda()
+
+    def _fresh_cache(self) -> KVCache:
+        return KVCache(self.capacity, share_prefixes=self.options.share_prefixes)
 
     def _affordable_slots(self) -> int:
         if self.runner.cuda:
@@ -131,9 +121,13 @@ class EngineCore:
             compile_model=compile_model,
         )
         decoder.capture()
-        self.decoder = decoder
+        self.steps.decoder = decoder
 
     # the outside
+
+    @property
+    def weight_version(self) -> str:
+        return self.steps.version
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -148,14 +142,18 @@ class EngineCore:
         self._inbox.put(lambda: self._accept(sequences))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` in the engine's thread between two steps."""
+        """Run `function` in the engine's thread between two steps, unless the future is cancelled before."""
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked for it is gone
             try:
-                future.set_result(function())
-            except BadRequest as refused:
-                future.set_exception(refused)
+                result = function()
+            except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
         self._inbox.put(run)
         return future
@@ -168,19 +166,26 @@ class EngineCore:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                if self._flight is not None and (self.paused or self.scheduler.idle or not self._inbox.empty()):
-                    self._land(self._flight)  # commands and newcomers meet a quiet engine
-                self._take_work(wait=self.paused or self.scheduler.idle)
-                if not self.paused and not self.scheduler.idle:
-                    started = time.perf_counter()
-                    self._step()
-                    self.counters.busy_seconds += time.perf_counter() - started
+                try:
+                    self._turn()
+                except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
+                    self.steps.start_over(error)
         except BaseException as error:
             log.exception("the engine's thread died")
             self._on_death(error)
             raise
         finally:
             self.abort_all("the engine stopped")
+
+    def _turn(self) -> None:
+        steps = self.steps
+        if steps.flight is not None and (self.halted or self.scheduler.idle or not self._inbox.empty()):
+            steps.land(steps.flight)  # commands and newcomers meet a quiet engine
+        self._take_work(wait=self.halted or self.scheduler.idle)
+        if not self.halted and not self.scheduler.idle:
+            started = time.perf_counter()
+            steps.step()
+            self.counters.busy_seconds += time.perf_counter() - started
 
     def _take_work(self, *, wait: bool) -> None:
         if wait:
@@ -191,81 +196,6 @@ class EngineCore:
     def _accept(self, sequences: list[Sequence]) -> None:
         self.counters.requests += len(sequences)
         self.scheduler.waiting.extend(sequences)
-
-    def _step(self) -> None:
-        self.counters.steps += 1
-        extends = self.scheduler.next_extends(self.weight_version) if self._flight is None else []
-        if extends:
-            self._extend(extends)
-        elif self.scheduler.running or self._flight is not None:
-            self._decode()
-        else:  # half-computed prompts block one another: the youngest makes room
-            self.scheduler.retract(self.scheduler.prefilling[-1])
-
-    def _extend(self, extends: list[Extend]) -> None:
-        sampled = self.runner.extend(extends)
-        complete = [e.sequence for e in extends if e.end == e.sequence.length]
-        for seq in complete:
-            self.counters.prompt_tokens += len(seq.prompt_ids)
-            self.counters.cached_tokens += seq.cached_tokens
-            self.scheduler.prefilled(seq)
-            if seq.max_new_tokens == 0:
-                seq.end({"type": "length", "length": 0})
-                self._leave(seq)
-        self._take_tokens([s for s in complete if s.max_new_tokens > 0], sampled)
-
-    def _decode(self) -> None:
-        """One token for every running sequence; the next step is launched first where nothing stands in its way."""
-        flight = self._flight or self._take_off()
-        if flight is None:
-            return
-        following = self._follow(flight) if self._may_follow(flight) else None
-        self._land(flight)
-        self._flight = following
-
-    def _take_off(self) -> Flight | None:
-        slots = self.scheduler.next_decode()
-        running = list(self.scheduler.running)
-        return Flight(running, slots, self.decoder.launch(running, slots, None)) if slots is not None else None
-
-    def _may_follow(self, flight: Flight) -> bool:
-        """Nobody is waiting, nobody's length ends with this step, and drawing needs nothing that is still unread."""
-        s = self.scheduler
-        if not self.decoder.looks_ahead or s.waiting or s.prefilling or not self._inbox.empty():
-            return False
-        return all(q.plain and len(q.output_ids) + 1 < q.max_new_tokens and q.finish is None for q in flight.running)
-
-    def _follow(self, flight: Flight) -> Flight | None:
-        slots = self.scheduler.cache.take(len(flight.running))
-        if slots is None:
-            return None
-        return Flight(flight.running, slots, self.decoder.launch(flight.running, slots, flight.launched))
-
-    def _land(self, flight: Flight) -> None:
-        """Read a step's tokens; a sequence that finished meanwhile has one too many, which is forgotten."""
-        self._flight = None
-        tokens, logprobs = self.decoder.collect(flight.launched)
-        gone = [i for i, seq in enumerate(flight.running) if seq.finish is not None]
-        if gone:
-            self.scheduler.cache.release(flight.slots[gone])
-        alive = [step for step in zip(flight.running, tokens, logprobs, strict=True) if step[0].finish is None]
-        for seq, _, _ in alive:
-            seq.computed += 1
-        self._take_tokens([s for s, _, _ in alive], ([t for _, t, _ in alive], [lp for _, _, lp in alive]))
-
-    def _take_tokens(self, sequences: list[Sequence], sampled: Sampled) -> None:
-        self.counters.generated_tokens += len(sequences)
-        version = self.weight_version
-        for seq, token, logprob in zip(sequences, *sampled, strict=True):
-            seq.append(token, logprob, version)
-            if seq.finish is not None:
-                self._leave(seq)
-            elif seq.stream:
-                seq.notify(seq)
-
-    def _leave(self, seq: Sequence) -> None:
-        self.scheduler.drop(seq, version=self.weight_version)
-        seq.notify(seq)
 
     # commands, run through `call`
 
@@ -284,11 +214,20 @@ class EngineCore:
 
     def _abort(self, seq: Sequence, reason: str) -> None:
         seq.end({"type": "abort", "message": reason})
-        self._leave(seq)
+        self.steps.leave(seq)
+
+    def abort_sequences(self, sequences: list[Sequence], reason: str) -> None:
+        """Abort exactly these, whatever else has their request id."""
+        for seq in sequences:
+            if seq.finish is None:
+                self._abort(seq, reason)
+
+    @property
+    def halted(self) -> bool:
+        """No step is made: somebody paused the engine, or memory that a step needs is released."""
+        return self.paused or bool(self._released)
 
     def pause(self, mode: str) -> None:
-        if mode not in PAUSE_MODES:
-            raise BadRequest(f"pause mode must be one of {', '.join(PAUSE_MODES)}, not {mode!r}")
         if mode == "abort":
             self.abort_all("generation was paused")
         if mode == "retract":
@@ -329,6 +268,9 @@ class EngineCore:
             raise BadRequest("the weights are released: call /resume_memory_occupation first")
         try:
             copied = load()
+        except HalfWritten as error:
+            self.mark_stale(str(error))
+            raise
         finally:
             self.runner.weights_changed()
         self._unfinished = bucket
@@ -339,7 +281,7 @@ class EngineCore:
         if bucket is None and whole:
             self.stale = None
         if bucket is None and version is not None:
-            self.weight_version = version
+            self.steps.version = version
         return copied
 
     def update_from_files(self, paths: list[str], version: str | None, *, flush: bool) -> int:
@@ -353,10 +295,12 @@ class EngineCore:
 
     def update_from_folder(self, folder: str, version: str | None, *, flush: bool) -> int:
         """A model folder, or a version folder with a delta to the weights that are here now."""
+        if not Path(folder).is_dir():
+            raise BadRequest(f"there is no folder {shown(folder)} with safetensors files", "model_path")
         try:
             index = read_index(Path(folder))
-        except BadDelta as cause:
-            raise BadRequest(str(cause)) from cause
+        except (BadDelta, OSError) as cause:
+            raise BadRequest(f"cannot read {folder}: {cause}", "model_path") from cause
         if index is not None:
             return self._update_from_delta(Path(folder), index, flush=flush)
         trust = self.options.trust_remote_code
@@ -366,7 +310,7 @@ class EngineCore:
 
     def _update_from_delta(self, folder: Path, index: DeltaIndex, *, flush: bool) -> int:
         if self.stale is not None or self._unfinished is not None:
-            raise loading.Conflict(f"a delta needs whole weights to apply to: {self.stale or self._unfinished}")
+            raise Conflict(f"a delta needs whole weights to apply to: {self.stale or self._unfinished}")
         base = self.weight_version
         try:
             return self.update_weights(
@@ -393,8 +337,6 @@ class EngineCore:
         """`checksum`: xxh3-128 of every tensor; `shapes`: what an update may name."""
         if action == "shapes":
             return {"shapes": {name: list(tensor.shape) for name, tensor in self.views.readable().items()}}
-        if action != "checksum":
-            raise BadRequest(f"action must be checksum or shapes, not {action!r}")
         from slime.models.delta.tensors import tensor_checksums  # zstandard, xxhash
 
         return {"checksums": tensor_checksums(self.views.readable().items())}
@@ -412,9 +354,8 @@ class EngineCore:
             elif tag == "weights" and tag not in self._released and self.runner.cuda:
                 self.runner.model.to("cpu")
             self._released.add(tag)
-        self.paused = True
         if self.runner.cuda:
-            self.decoder = self.runner
+            self.steps.decoder = self.runner
             torch.cuda.empty_cache()
 
     def resume_memory(self, tags: list[str]) -> None:
@@ -425,11 +366,9 @@ class EngineCore:
                 self.runner.model.to(self.runner.device)
             elif tag == "kv_cache":
                 self.runner.allocate_kv(self.capacity)
-            self._released.discard(tag)
-        if not self._released:
-            if self.runner.cuda:
+            if self.runner.cuda and self._released == {tag}:
                 self._prepare_cuda()
-            self.paused = False
+            self._released.discard(tag)
 
     def info(self) -> dict[str, Any]:
         s, c = self.scheduler, self.counters
@@ -442,7 +381,7 @@ class EngineCore:
             "num_waiting_reqs": len(s.waiting),
             "num_used_tokens": self.capacity - s.cache.pool.free - s.cache.tree.held,
             "num_cached_tokens": s.cache.tree.held,
-            "paused": self.paused,
+            "paused": self.halted,
             "stale": self.stale,
             "released": sorted(self._released),
             "totals": vars(c).copy(),

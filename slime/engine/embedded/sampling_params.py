@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-
-class BadRequest(ValueError):
-    """The request cannot be served as written; its text goes back to the client with status 400."""
+from slime.engine.embedded.refusals import BadRequest, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ def parse_sampling_params(raw: object, *, vocab_size: int) -> SamplingParams:
         raise BadRequest(f"sampling_params must be an object, not {type(raw).__name__}")
     unknown = sorted(set(raw) - _FIELDS)
     if unknown:
-        raise BadRequest(f"unknown sampling parameter {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}")
+        raise BadRequest(f"unknown sampling parameter {shown(unknown[0])}; known are {', '.join(sorted(_FIELDS))}")
     params = SamplingParams(**{name: _checked(name, v, vocab_size) for name, v in raw.items() if v is not None})
     if params.min_new_tokens > params.max_new_tokens:
         raise BadRequest(f"min_new_tokens {params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}")
@@ -95,36 +93,41 @@ def parse_sampling_params(raw: object, *, vocab_size: int) -> SamplingParams:
 def _checked(name: str, value: Any, vocab_size: int) -> Any:
     if name in _BOOLS:
         if not isinstance(value, bool):
-            raise BadRequest(f"{name} must be true or false, not {value!r}")
+            raise BadRequest(f"{name} must be true or false, not {shown(value)}", name)
         return value
     if name in _INTS or name in _FLOATS:
         return _number(name, value)
     if name == "stop":
         strings = [value] if isinstance(value, str) else value
         if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
-            raise BadRequest(f"stop must be a non-empty string or a list of them, not {value!r}")
+            raise BadRequest(f"stop must be a non-empty string or a list of them, not {shown(value)}", name)
         return tuple(strings)
     if name == "stop_token_ids":
-        ids = [value] if isinstance(value, int) else value
-        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-            raise BadRequest(f"stop_token_ids must be a list of integers, not {value!r}")
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise BadRequest(f"stop_token_ids must be a list of token ids, not {shown(value)}", name)
         return frozenset(ids)
     if name == "logit_bias":
         if not isinstance(value, Mapping):
-            raise BadRequest(f"logit_bias must map token ids to numbers, not {value!r}")
+            raise BadRequest(f"logit_bias must map token ids to numbers, not {shown(value)}", name)
         for key, bias in value.items():
-            if not str(key).isdigit() or int(key) >= vocab_size or not isinstance(bias, int | float):
+            if not _is_token_id(str(key), vocab_size) or isinstance(bias, bool) or not isinstance(bias, int | float):
                 raise BadRequest(
-                    f"logit_bias entry {key!r}: {bias!r} is not a token id below {vocab_size} and a number"
+                    f"logit_bias entry {shown(key)}: {shown(bias)} is not a token id below {vocab_size} and a number",
+                    name,
                 )
     return value
+
+
+def _is_token_id(text: str, vocab_size: int) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 12 and int(text) < vocab_size
 
 
 def _number(name: str, value: Any) -> int | float:
     wanted = int if name in _INTS else (int, float)
     if isinstance(value, bool) or not isinstance(value, wanted):
-        raise BadRequest(f"{name} must be {'an integer' if name in _INTS else 'a number'}, not {value!r}")
+        raise BadRequest(f"{name} must be {'an integer' if name in _INTS else 'a number'}, not {shown(value)}", name)
     low, high = _RANGES.get(name, (float("-inf"), float("inf")))
     if not low <= value <= high:
-        raise BadRequest(f"{name} must lie between {low} and {high}, not {value}")
+        raise BadRequest(f"{name} must lie between {low} and {high}, not {shown(value)}", name)
     return value

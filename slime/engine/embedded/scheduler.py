@@ -33,14 +33,18 @@ class Extend:
 
 class Scheduler:
     def __init__(self, cache: KVCache, *, max_running: int, context_len: int, chunk: int) -> None:
-        self.cache = cache
         self.max_running = max_running
         self.chunk = chunk
         self.table = np.zeros((max_running + 1, context_len), dtype=np.int32)
+        self.reset(cache)
+
+    def reset(self, cache: KVCache) -> None:
+        """Nobody is here, and all slots of `cache` are free."""
+        self.cache = cache
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._rows = list(range(max_running - 1, -1, -1))
+        self._rows = list(range(self.max_running - 1, -1, -1))
 
     @property
     def idle(self) -> bool:

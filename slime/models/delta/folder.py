@@ -127,6 +127,8 @@ def read_index(folder: Path) -> DeltaIndex | None:
     path = folder / INDEX_NAME
     if not path.exists():
         return None
+    if not path.is_file():
+        raise BadDelta(f"{path} is not a file")
     try:
         content = json.loads(path.read_text())
         metadata = content["metadata"]

@@ -6,11 +6,14 @@ Invariant: every accepted request ends exactly once, or its client is gone and t
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future as ThreadFuture
 from typing import TypeVar
 
 from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.http.requests import GenerateRequest, ModelFacts
+from slime.engine.embedded.refusals import RequestFailed
 from slime.engine.embedded.sequence import Sequence
 
 T = TypeVar("T")
@@ -49,9 +52,15 @@ class EngineBridge:
         try:
             await done
         except asyncio.CancelledError:
-            self.core.call(lambda: self.core.abort(request.rid, "the client went away"))
+            self._abandon(sequences)
             raise
+        if failed := next((s for s in sequences if s.finish is not None and "status_code" in s.finish), None):
+            assert failed.finish is not None
+            raise RequestFailed(failed.finish["message"])
         return sequences
+
+    def _abandon(self, sequences: list[Sequence]) -> None:
+        self.core.call(lambda: self.core.abort_sequences(sequences, "the client went away"))
 
     async def updates(self, request: GenerateRequest) -> AsyncIterator[Sequence]:
         """An async iterator over the sequence of a streaming request: each --stream-interval tokens and at the end."""
@@ -74,4 +83,20 @@ class EngineBridge:
                     return
         finally:
             if seq.finish is None:
-                self.core.call(lambda: self.core.abort(request.rid, "the client went away"))
+                self._abandon([seq])
+
+
+def in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Like `asyncio.to_thread`, but a process that is told to stop does not wait for it."""
+    result: ThreadFuture[T] = ThreadFuture()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return asyncio.wrap_future(result)

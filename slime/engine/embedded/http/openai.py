@@ -12,8 +12,8 @@ from aiohttp import web
 from slime.data.messages import checked_messages, is_conversation
 from slime.engine.embedded.http.bridge import EngineBridge
 from slime.engine.embedded.http.requests import GenerateRequest, answer, parse_generate
-from slime.engine.embedded.http.wire import json_body, open_event_stream, send_event
-from slime.engine.embedded.sampling_params import BadRequest
+from slime.engine.embedded.http.wire import end_stream, json_answer, json_body, open_event_stream, send_event
+from slime.engine.embedded.refusals import BadRequest
 from slime.engine.embedded.sequence import Sequence
 from slime.errors import UserError
 
@@ -38,15 +38,15 @@ class OpenAIRoutes:
     async def models(self, request: web.Request) -> web.Response:
         length = self._engine.loaded.context_len
         card = {"id": self._model, "object": "model", "owned_by": "slime", "max_model_len": length}
-        return web.json_response({"object": "list", "data": [card]})
+        return json_answer({"object": "list", "data": [card]})
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = await json_body(request)
+        body = (await json_body(request)).body
         ids = self._templated(body)
         return await self._complete(request, body, ids, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await json_body(request)
+        body = (await json_body(request)).body
         prompt = body.get("prompt")
         if not isinstance(prompt, str):
             raise BadRequest("prompt must be a string")
@@ -98,7 +98,7 @@ class OpenAIRoutes:
             return await self._stream(http, body, request, head, chat=chat)
         sequences = await self._engine.run(request)
         choices = [self._choice(s, request, chat=chat) for s in sequences]
-        return web.json_response({**head, "object": kind, "choices": choices, "usage": _usage(sequences),
+        return json_answer({**head, "object": kind, "choices": choices, "usage": _usage(sequences),
                                   "metadata": {"weight_version": self._engine.core.weight_version}})  # fmt: skip
 
     def _choice(self, seq: Sequence, request: GenerateRequest, *, chat: bool) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class OpenAIRoutes:
             await send_event(response, {**head, "object": kind, "choices": [choice]})
         if (body.get("stream_options") or {}).get("include_usage"):
             await send_event(response, {**head, "object": kind, "choices": [], "usage": _usage([seq])})
-        await response.write(b"data: [DONE]\n\n")
+        await end_stream(response)
         return response
 
 

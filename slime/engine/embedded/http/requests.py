@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.model.sampler import stream_seed
-from slime.engine.embedded.sampling_params import BadRequest, SamplingParams, parse_sampling_params
+from slime.engine.embedded.refusals import BadRequest, shown
+from slime.engine.embedded.sampling_params import SamplingParams, parse_sampling_params
 from slime.engine.embedded.sequence import Sequence
 from slime.engine.embedded.text import TextStream, final_text
 
@@ -22,6 +24,7 @@ _KNOWN = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_sta
 _UNSUPPORTED = {"image_data", "audio_data", "video_data", "lora_path", "input_embeds", "token_ids_logprob",
                 "return_hidden_states", "return_routed_experts", "session_params", "custom_logit_processor",
                 "bootstrap_host", "bootstrap_port", "bootstrap_room"}  # fmt: skip
+_MOST_TOP = 128
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,12 @@ class GenerateRequest:
 
 def parse_generate(body: object, facts: ModelFacts) -> tuple[list[GenerateRequest], bool]:
     """The requests in a body, and whether the answer is a list (a batch was sent)."""
-    if not isinstance(body, Mapping):
-        raise BadRequest("the body must be a JSON object")
+    body = Fields(body).body
     for name in body:
         if name in _UNSUPPORTED and body[name] not in (None, False, []):
-            raise BadRequest(f"{name} is not supported by the embedded engine")
+            raise BadRequest(f"{name} is not supported by the embedded engine", name)
         if name not in _KNOWN | _UNSUPPORTED:
-            raise BadRequest(f"unknown field {name!r}; known are {', '.join(sorted(_KNOWN))}")
+            raise BadRequest(f"unknown field {shown(name)}; known are {', '.join(sorted(_KNOWN))}")
     if (body.get("text") is None) == (body.get("input_ids") is None):
         raise BadRequest("give exactly one of text and input_ids")
     prompts, batched = _prompts(body, facts.tokenizer)
@@ -89,7 +91,7 @@ def parse_generate(body: object, facts: ModelFacts) -> tuple[list[GenerateReques
         {k: _nth(body.get(k), i, len(prompts), batched, k) for k in _KNOWN - {"text", "input_ids"}}
         for i in range(len(prompts))
     ]
-    return [_one(ids, fields, facts) for ids, fields in zip(prompts, each, strict=True)], batched
+    return [_one(ids, Fields(fields), facts) for ids, fields in zip(prompts, each, strict=True)], batched
 
 
 def _prompts(body: Mapping[str, Any], tokenizer: Any) -> tuple[list[list[int]], bool]:
@@ -117,53 +119,32 @@ def _nth(value: Any, i: int, count: int, batched: bool, name: str) -> Any:
     return value[i]
 
 
-def _one(ids: Any, fields: Mapping[str, Any], facts: ModelFacts) -> GenerateRequest:
+def _one(ids: Any, fields: Fields, facts: ModelFacts) -> GenerateRequest:
     if not isinstance(ids, list) or not ids:
-        raise BadRequest("the prompt has no tokens")
+        raise BadRequest("the prompt has no tokens", "input_ids")
     if not all(isinstance(t, int) and not isinstance(t, bool) for t in ids):
-        raise BadRequest("input_ids must hold integers only")
+        raise BadRequest("input_ids must hold integers only", "input_ids")
     low, high = min(ids), max(ids)
     if low < 0 or high >= facts.vocab_size:
         wrong = low if low < 0 else high
-        raise BadRequest(f"token id {wrong} is outside the vocabulary of {facts.vocab_size}")
-    params = parse_sampling_params(fields["sampling_params"], vocab_size=facts.vocab_size)
+        raise BadRequest(f"token id {wrong} is outside the vocabulary of {facts.vocab_size}", "input_ids")
+    params = parse_sampling_params(fields.body["sampling_params"], vocab_size=facts.vocab_size)
     if len(ids) >= facts.context_len and (params.max_new_tokens > 0 or len(ids) > facts.context_len):
-        raise BadRequest(f"the prompt has {len(ids)} tokens, the context holds {facts.context_len}")
-    return_logprob = _flag(fields, "return_logprob")
-    start = _integer(fields, "logprob_start_len", -1)
-    top = _integer(fields, "top_logprobs_num", 0)
-    if not 0 <= top <= 128:
-        raise BadRequest(f"top_logprobs_num must lie between 0 and 128, not {top}")
+        raise BadRequest(f"the prompt has {len(ids)} tokens, the context holds {facts.context_len}", "input_ids")
+    return_logprob = fields.flag("return_logprob")
+    start = fields.integer("logprob_start_len", -1, low=-1, high=1 << 31)
     if start >= len(ids):
-        raise BadRequest(f"logprob_start_len {start} lies behind the prompt of {len(ids)} tokens")
-    rid = fields["rid"]
-    if rid is not None and not isinstance(rid, str):
-        raise BadRequest(f"rid must be a string, not {rid!r}")
+        raise BadRequest(f"logprob_start_len {start} lies behind the prompt of {len(ids)} tokens", "logprob_start_len")
+    top = fields.integer("top_logprobs_num", 0, low=0, high=min(_MOST_TOP, facts.vocab_size))
     return GenerateRequest(
-        rid=rid or uuid.uuid4().hex,
+        rid=fields.optional_string("rid") or uuid.uuid4().hex,
         input_ids=ids,
         params=params,
         return_logprob=return_logprob,
         logprob_start=start if return_logprob and start >= 0 else None,
         top_logprobs=top if return_logprob else 0,
-        stream=_flag(fields, "stream"),
+        stream=fields.flag("stream"),
     )
-
-
-def _flag(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise BadRequest(f"{name} must be true or false, not {value!r}")
-    return bool(value)
-
-
-def _integer(fields: Mapping[str, Any], name: str, default: int) -> int:
-    value = fields.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadRequest(f"{name} must be an integer, not {value!r}")
-    return value
 
 
 def answer(seq: Sequence, request: GenerateRequest, facts: ModelFacts, version: str) -> dict[str, Any]:

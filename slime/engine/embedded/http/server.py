@@ -14,13 +14,20 @@ from typing import Any
 from aiohttp import web
 
 import slime
-from slime.engine.embedded.http.bridge import EngineBridge
+from slime.engine.embedded.core import PAUSE_MODES
+from slime.engine.embedded.http.bodies import announced, group_name, memory_tags, rendezvous
+from slime.engine.embedded.http.bridge import EngineBridge, in_daemon_thread
 from slime.engine.embedded.http.openai import OpenAIRoutes
 from slime.engine.embedded.http.requests import GenerateRequest, answer, parse_generate
-from slime.engine.embedded.http.wire import json_body, open_event_stream, send_event
-from slime.engine.embedded.sampling_params import BadRequest
-from slime.engine.embedded.weights.groups import Announced, NotArrived
-from slime.engine.embedded.weights.loading import Conflict
+from slime.engine.embedded.http.wire import (
+    end_stream,
+    error_answer,
+    json_answer,
+    json_body,
+    open_event_stream,
+    send_event,
+)
+from slime.engine.embedded.refusals import BadRequest
 
 log = logging.getLogger(__name__)
 
@@ -70,23 +77,26 @@ class EngineServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if self._engine.facts is None and request.path not in ("/server_info", "/get_server_info"):
-                return _error(503, "the model is still loading")
+                return error_answer(503, "the model is still loading")
             if self.core.stale is not None and request.path in _GENERATING:
-                return _error(503, f"the weights are stale ({self.core.stale}): publish whole weights to this engine")
+                return error_answer(
+                    503, f"the weights are stale ({self.core.stale}): publish whole weights to this engine"
+                )
             return await handler(request)
-        except Conflict as refused:
-            return _error(409, str(refused))
-        except NotArrived as refused:
-            return _error(503, str(refused))
         except BadRequest as refused:
-            return _error(400, str(refused))
+            return error_answer(refused.status, str(refused), refused.param)
         except web.HTTPException as refused:
-            return _error(refused.status, refused.reason)
+            return error_answer(refused.status, refused.reason)
+        except (ConnectionError, web.RequestPayloadError) as gone:
+            return error_answer(400, f"the request did not come to its end: {gone}")  # nobody reads it any more
+        except Exception as error:
+            log.exception("%s %s failed", request.method, request.path)
+            return error_answer(500, f"this request failed in the engine ({type(error).__name__}: {error})")
 
     # generation
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        requests, batched = parse_generate(await json_body(request), self._engine.loaded)
+        requests, batched = parse_generate((await json_body(request)).body, self._engine.loaded)
         if requests[0].stream:
             if batched or requests[0].params.n > 1:
                 raise BadRequest("stream takes one prompt and n = 1")
@@ -98,99 +108,95 @@ class EngineServer:
             for r, seqs in zip(requests, results, strict=True)
             for s in seqs
         ]
-        return web.json_response(answers if listed else answers[0])
+        return json_answer(answers if listed else answers[0])
 
     async def _stream(self, http: web.Request, request: GenerateRequest) -> web.StreamResponse:
         response = await open_event_stream(http)
         async for seq in self._engine.updates(request):
             await send_event(response, answer(seq, request, self._engine.loaded, self.core.weight_version))
-        await response.write(b"data: [DONE]\n\n")
+        await end_stream(response)
         return response
 
     # state
 
     async def health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     async def health_generate(self, request: web.Request) -> web.Response:
         """Generates one token: proves that the engine's thread makes progress."""
         probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
         [parsed], _ = parse_generate(probe, self._engine.loaded)
-        if self.core.paused:
-            return web.json_response({"status": "paused"})
+        if self.core.halted:
+            return json_answer({"status": "paused"})
         try:
             await asyncio.wait_for(self._engine.run(parsed), _PROBE_SECONDS)
         except TimeoutError:
-            return _error(503, f"no token within {_PROBE_SECONDS:.0f} s")
-        return web.json_response({"status": "ok"})
+            return error_answer(503, f"no token within {_PROBE_SECONDS:.0f} s")
+        return json_answer({"status": "ok"})
 
     async def server_info(self, request: web.Request) -> web.Response:
         info: dict[str, Any] = {"version": slime.__version__, "engine": "slime-embedded", **vars(self.core.options)}
         info["status"] = "loading" if self._engine.facts is None else "ready"
         if self._engine.facts is not None:
             info |= await self._engine.call(self.core.info)
-        return web.json_response(info)
+        return json_answer(info)
 
     async def model_info(self, request: web.Request) -> web.Response:
         path = self.core.options.model_path
-        return web.json_response({"model_path": path, "tokenizer_path": path, "is_generation": True,
+        return json_answer({"model_path": path, "tokenizer_path": path, "is_generation": True,
                                   "weight_version": self.core.weight_version})  # fmt: skip
 
     async def get_weight_version(self, request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.core.weight_version})
+        return json_answer({"weight_version": self.core.weight_version})
 
     async def flush_cache(self, request: web.Request) -> web.Response:
         await self._engine.call(self.core.flush_cache)
-        return web.json_response({"success": True, "message": "cache flushed"})
+        return json_answer({"success": True, "message": "cache flushed"})
 
     # control
 
     async def abort_request(self, request: web.Request) -> web.Response:
         body = await json_body(request)
-        if body.get("abort_all") is True:
+        if body.flag("abort_all"):
             count = await self._engine.call(self.core.abort_all)
-        elif isinstance(body.get("rid"), str):
-            rid = body["rid"]
+        elif (rid := body.optional_string("rid")) is not None:
             count = await self._engine.call(lambda: self.core.abort(rid))
         else:
             raise BadRequest('give {"rid": "..."} or {"abort_all": true}')
-        return web.json_response({"success": True, "aborted": count})
+        return json_answer({"success": True, "aborted": count})
 
     async def pause_generation(self, request: web.Request) -> web.Response:
-        body = await json_body(request, optional=True)
-        mode = body.get("mode", "abort")
+        mode = (await json_body(request, optional=True)).one_of("mode", PAUSE_MODES, "abort")
         await self._engine.call(lambda: self.core.pause(mode))
-        return web.json_response({"success": True, "message": f"paused ({mode})"})
+        return json_answer({"success": True, "message": f"paused ({mode})"})
 
     async def continue_generation(self, request: web.Request) -> web.Response:
         await self._engine.call(self.core.resume)
-        return web.json_response({"success": True, "message": "continued"})
+        return json_answer({"success": True, "message": "continued"})
 
     async def release_memory(self, request: web.Request) -> web.Response:
-        tags = _tags(await json_body(request, optional=True))
+        tags = memory_tags(await json_body(request, optional=True))
         await self._engine.call(lambda: self.core.release_memory(tags))
-        return web.json_response({"success": True})
+        return json_answer({"success": True})
 
     async def resume_memory(self, request: web.Request) -> web.Response:
-        tags = _tags(await json_body(request, optional=True))
+        tags = memory_tags(await json_body(request, optional=True))
         await self._engine.call(lambda: self.core.resume_memory(tags))
-        return web.json_response({"success": True})
+        return json_answer({"success": True})
 
     # weights
 
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         body = await json_body(request)
-        folder = body.get("model_path")
-        if not isinstance(folder, str):
-            raise BadRequest("model_path must name a folder with safetensors files")
-        version, flush = _version(body.get("weight_version")), body.get("flush_cache", True)
+        folder = body.string("model_path")
+        version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
         return await self._updated(lambda: self.core.update_from_folder(folder, version, flush=flush))
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
         """JSON naming safetensors files of this machine (shared memory, say), or one safetensors blob as the body."""
         if request.content_type == "application/octet-stream":
             blob = await request.read()
-            version = _version(request.query.get("weight_version"))
+            version = request.query.get("weight_version")
             flush = request.query.get("flush_cache", "true") == "true"
             return await self._updated(lambda: self.core.update_from_bytes(blob, version, flush=flush))
         body = await json_body(request)
@@ -199,32 +205,31 @@ class EngineServer:
                 "serialized_named_tensors are pickles, which this engine never reads: send load_format "
                 "safetensors_file with paths, or a safetensors body as application/octet-stream"
             )
-        paths = body.get("paths", [])
-        if body.get("load_format") != "safetensors_file" or not _strings(paths):
+        if body.optional_string("load_format") != "safetensors_file" or not (paths := body.strings("paths")):
             raise BadRequest("give load_format safetensors_file and paths, a list of safetensors files")
-        version, flush = _version(body.get("weight_version")), body.get("flush_cache", True)
+        version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
         return await self._updated(lambda: self.core.update_from_files(paths, version, flush=flush))
 
     async def init_weights_update_group(self, request: web.Request) -> web.Response:
-        body = await json_body(request)
-        await asyncio.to_thread(self.core.groups.join, body)  # waits for the others: not in the engine's thread
-        return web.json_response({"success": True, "message": "joined"})
+        meeting = rendezvous(await json_body(request))
+        await in_daemon_thread(lambda: self.core.groups.join(meeting))  # waits for the others, perhaps for minutes
+        return json_answer({"success": True, "message": "joined"})
 
     async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
         body = await json_body(request)
-        bucket = Announced.from_json(body)
-        version, flush = _version(body.get("weight_version")), body.get("flush_cache", True)
+        bucket = announced(body)
+        version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
         return await self._updated(lambda: self.core.update_from_group(bucket, version, flush=flush))
 
     async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
-        name = (await json_body(request)).get("group_name", "weight_update_group")
-        self.core.groups.leave(name)
-        return web.json_response({"success": True, "message": "left"})
+        name = group_name(await json_body(request))
+        await self._engine.call(lambda: self.core.groups.leave(name))
+        return json_answer({"success": True, "message": "left"})
 
     async def weights_checker(self, request: web.Request) -> web.Response:
-        action = (await json_body(request)).get("action", "checksum")
+        action = (await json_body(request)).one_of("action", ("checksum", "shapes"), "checksum")
         found = await self._engine.call(lambda: self.core.check_weights(action))
-        return web.json_response({"success": True, "message": "", **found})
+        return json_answer({"success": True, "message": "", **found})
 
     async def _updated(self, update: Callable[[], int]) -> web.Response:
         def timed() -> tuple[int, float]:
@@ -232,7 +237,7 @@ class EngineServer:
             return update(), time.perf_counter() - started
 
         copied, seconds = await self._engine.call(timed)
-        return web.json_response(
+        return json_answer(
             {
                 "success": True,
                 "message": f"{copied} bytes",
@@ -240,25 +245,3 @@ class EngineServer:
                 "seconds": seconds,
             }
         )
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "code": status}}, status=status)
-
-
-def _tags(body: dict[str, Any]) -> list[str]:
-    tags = body.get("tags") or ["weights", "kv_cache"]
-    known = {"weights", "kv_cache", "cuda_graph"}
-    if not _strings(tags) or not set(tags) <= known:
-        raise BadRequest(f"tags must be among {', '.join(sorted(known))}, not {tags!r}")
-    return tags
-
-
-def _version(value: object) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    raise BadRequest(f"weight_version must be a string, not {value!r}")
-
-
-def _strings(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)

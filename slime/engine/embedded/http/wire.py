@@ -1,26 +1,50 @@
-"""Bodies and event streams on the wire."""
+"""Bodies, answers and event streams on the wire.
+
+Invariant: an error has OpenAI's shape, whatever refused the request: `{"error": {message, type, param, code}}`.
+"""
 
 from __future__ import annotations
 
-import json
+from http import HTTPStatus
 from typing import Any
 
+import orjson
 from aiohttp import web
 
-from slime.engine.embedded.sampling_params import BadRequest
+from slime.engine.embedded.http.fields import Fields
+from slime.engine.embedded.refusals import BadRequest
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
 
 
-async def json_body(request: web.Request, *, optional: bool = False) -> dict[str, Any]:
+async def json_body(request: web.Request, *, optional: bool = False) -> Fields:
+    """The JSON object in a body; numbers are finite, integers have 64 bits, nesting is bounded."""
     raw = await request.read()
     if not raw and optional:
-        return {}
+        return Fields({})
     try:
-        body = json.loads(raw)
-    except ValueError as cause:
+        return Fields(orjson.loads(raw))
+    except orjson.JSONDecodeError as cause:
         raise BadRequest(f"the body is not JSON: {cause}") from cause
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    return body
+
+
+def json_answer(payload: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(payload), status=status, content_type="application/json")
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def error_answer(status: int, message: str, param: str | None = None) -> web.Response:
+    return json_answer(error_body(status, message or HTTPStatus(status).phrase, param), status)
 
 
 async def open_event_stream(request: web.Request) -> web.StreamResponse:
@@ -30,4 +54,8 @@ async def open_event_stream(request: web.Request) -> web.StreamResponse:
 
 
 async def send_event(response: web.StreamResponse, payload: dict[str, Any]) -> None:
-    await response.write(b"data: " + json.dumps(payload).encode() + b"\n\n")
+    await response.write(b"data: " + orjson.dumps(payload) + b"\n\n")
+
+
+async def end_stream(response: web.StreamResponse) -> None:
+    await response.write(b"data: [DONE]\n\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,15 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from slime.engine.embedded.sampling_params import BadRequest
+from slime.engine.embedded.refusals import BadRequest, Conflict, HalfWritten, shown
 from slime.engine.embedded.weights.views import FolderViews
 from slime.errors import UserError
 from slime.models.delta.folder import BadDelta, DeltaIndex, OtherBase, delta_entries
 from slime.models.loading import load_causal_lm
 
-
-class Conflict(BadRequest):
-    """A well-formed update that does not fit the weights that are here now (409)."""
+_DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 
 class DifferentWeights(BadRequest):
@@ -47,8 +45,15 @@ def load_from_files(views: FolderViews, paths: Sequence[str], *, config_folder: 
             return _load_through_transformers(views, paths, names, config_folder)
         for path, tensors in files:
             for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is no dict)
-                _check(targets, name, tuple(tensors.get_slice(name).get_shape()), str(path))
-        return sum(_copy(targets[name], tensors.get_tensor(name)) for _, tensors in files for name in tensors.keys())  # noqa: SIM118
+                part = tensors.get_slice(name)
+                if part.get_dtype() not in _DTYPES:
+                    raise BadRequest(f"{name} is stored as {part.get_dtype()} in {path}, which this engine cannot read")
+                _check(targets, name, tuple(part.get_shape()), str(path))
+        return _copy_all(
+            (targets[name], tensors.get_tensor(name))
+            for _, tensors in files
+            for name in tensors.keys()  # noqa: SIM118
+        )
 
 
 def fuses_weights(model: PreTrainedModel, folder: str) -> bool:
@@ -73,9 +78,11 @@ def _load_through_transformers(
 @contextmanager
 def _readable(paths: Sequence[str]) -> Iterator[list[tuple[Path, safe_open]]]:
     try:
+        if strange := [p for p in paths if not Path(p).is_file()]:
+            raise BadRequest(f"cannot read weights from {shown(strange[0])}: there is no such file", "paths")
         opened = [(Path(p), safe_open(p, framework="pt")) for p in paths]
-    except (OSError, SafetensorError) as cause:
-        raise BadRequest(f"cannot read weights from {', '.join(paths)}: {cause}") from cause
+    except (OSError, UnicodeError, SafetensorError) as cause:
+        raise BadRequest(f"cannot read weights from {shown(list(paths))}: {cause}", "paths") from cause
     yield opened
 
 
@@ -85,6 +92,8 @@ def load_from_bytes(views: FolderViews, body: bytes) -> int:
         tensors = safetensors.torch.load(body)
     except SafetensorError as cause:
         raise BadRequest(f"the body is not a safetensors blob: {cause}") from cause
+    except KeyError as cause:  # what safetensors says to a dtype that it has no torch type for
+        raise BadRequest(f"the body has a tensor of dtype {cause}, which this engine cannot read") from cause
     return load_tensors(views, tensors, "the request body")
 
 
@@ -93,7 +102,7 @@ def load_tensors(views: FolderViews, tensors: Mapping[str, torch.Tensor], source
     targets = views.targets(tensors.keys())
     for name, tensor in tensors.items():
         _check(targets, name, tuple(tensor.shape), source)
-    return sum(_copy(targets[name], tensor) for name, tensor in tensors.items())
+    return _copy_all((targets[name], tensor) for name, tensor in tensors.items())
 
 
 def check_shapes(views: FolderViews, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -122,7 +131,7 @@ def load_from_folder(views: FolderViews, folder: str, *, trust_remote_code: bool
     loaded = fresh.state_dict()
     for name, tensor in loaded.items():
         _check(targets, name, tuple(tensor.shape), folder)
-    return sum(_copy(targets[name], tensor) for name, tensor in loaded.items())
+    return _copy_all((targets[name], tensor) for name, tensor in loaded.items())
 
 
 def load_from_delta(views: FolderViews, folder: Path, index: DeltaIndex, *, version: str) -> int:
@@ -153,6 +162,13 @@ def _check(targets: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], 
 
 
 @torch.no_grad()
-def _copy(target: torch.Tensor, tensor: torch.Tensor) -> int:
-    target.copy_(tensor, non_blocking=False)
-    return tensor.nbytes
+def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> int:
+    """Copy each second tensor over the first; the bytes copied. What fails here leaves the model half written."""
+    copied = 0
+    try:
+        for target, tensor in pairs:
+            target.copy_(tensor, non_blocking=False)
+            copied += tensor.nbytes
+    except (OSError, RuntimeError, SafetensorError) as cause:
+        raise HalfWritten(f"new weights could not be copied after {copied} bytes: {cause}") from cause
+    return copied

@@ -1,0 +1,290 @@
+"""What goes wrong for one request or command ends that one, never the engine and never its neighbours."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.http.requests import ModelFacts, parse_generate
+from slime.engine.embedded.sequence import Sequence
+from tests.engine.conftest import EngineProcess, Waiter
+from tests.engine.test_numbers import generate, prompt, running_core
+from tests.tiny_models import make_tokenizer
+
+GREEDY = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+def bodies(*seeds: int) -> list[dict[str, Any]]:
+    return [{"input_ids": prompt(seed, 5 + seed), "sampling_params": GREEDY} for seed in seeds]
+
+
+def tokens(core: EngineCore, *seeds: int) -> list[list[int]]:
+    return [seq.output_ids for seq in generate(core, bodies(*seeds))]
+
+
+def test_a_command_whose_client_is_gone_is_not_run(qwen3_folder: Path) -> None:
+    with running_core(qwen3_folder) as core:
+        busy, free, ran = threading.Event(), threading.Event(), threading.Event()
+
+        def block() -> None:
+            busy.set()
+            assert free.wait(60)
+
+        first = core.call(block)
+        assert busy.wait(60)
+        dropped = core.call(ran.set)
+        assert dropped.cancel()
+        free.set()
+        first.result(60)
+        assert core.call(lambda: "alive").result(60) == "alive"
+        assert not ran.is_set()
+
+
+def test_a_command_that_raises_fails_alone(qwen3_folder: Path) -> None:
+    with running_core(qwen3_folder) as core:
+        with pytest.raises(ZeroDivisionError):
+            core.call(lambda: 1 // 0).result(60)
+        assert [len(ids) for ids in tokens(core, 1)] == [6]
+
+
+@pytest.mark.parametrize("shared", [1, 10, 19])
+def test_a_prompt_that_fills_the_cache_beside_a_shared_prefix(qwen3_folder: Path, shared: int) -> None:
+    """The tail of a cached prompt must give way, although its beginning is in use."""
+    first = prompt(1, 24)
+    second = first[:shared] + prompt(2, 30 - shared)
+    params = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+    with running_core(qwen3_folder, "--max-total-tokens", "32") as core:
+        generate(core, [{"input_ids": first, "sampling_params": params}])
+        [tight] = generate(core, [{"input_ids": second, "sampling_params": params}])
+        assert tight.cached_tokens == shared
+    with running_core(qwen3_folder, "--no-share-prefixes") as core:
+        [roomy] = generate(core, [{"input_ids": second, "sampling_params": params}])
+    assert tight.output_ids == roomy.output_ids
+
+
+@pytest.mark.parametrize("step", ["extend", "launch", "collect"])
+def test_a_sequence_that_cannot_be_computed_fails_alone(
+    qwen3_folder: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bad` raises whenever it is in a step; the others get the tokens that they get without it."""
+    with running_core(qwen3_folder) as core:
+        want = tokens(core, 1, 2, 3)
+        core.flush_cache()
+        bad = prompt(9, 14)
+        real_extend, real_launch, real_collect = core.runner.extend, core.runner.launch, core.runner.collect
+
+        def refuse(prompts: list[list[int]]) -> None:
+            if bad in prompts:
+                raise RuntimeError("broken on purpose")
+
+        def extend(extends: list[Any]) -> Any:
+            sampled = real_extend(extends)
+            refuse([e.sequence.prompt_ids for e in extends])
+            return sampled
+
+        def launch(running: list[Sequence], slots: Any, previous: Any) -> Any:
+            if step == "launch":
+                refuse([s.prompt_ids for s in running])
+            return real_launch(running, slots, previous), [s.prompt_ids for s in running]
+
+        def collect(launched: Any) -> Any:
+            if step == "collect":
+                refuse(launched[1])
+            return real_collect(launched[0])
+
+        if step == "extend":
+            monkeypatch.setattr(core.runner, "extend", extend)
+        monkeypatch.setattr(core.runner, "launch", launch)
+        monkeypatch.setattr(core.runner, "collect", collect)
+        scored = {"input_ids": bad, "sampling_params": GREEDY, "logprob_start_len": 0, "top_logprobs_num": 2}
+        got = generate(core, [*bodies(1), scored, *bodies(2, 3)])
+        assert [s.output_ids for s in got if s.prompt_ids != bad] == want
+        assert all(len(s.logprobs) == 6 for s in got if s.prompt_ids != bad)
+        [failed] = [s for s in got if s.prompt_ids == bad]
+        assert failed.finish is not None
+        assert (failed.finish["type"], failed.finish["status_code"]) == ("abort", 500)
+        assert "broken on purpose" in failed.finish["message"]
+        core.call(core.flush_cache).result(60)
+        assert core.scheduler.cache.pool.free == core.capacity
+
+
+def test_scores_are_not_doubled_when_a_step_is_done_once_more(
+    qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_core(qwen3_folder) as core:
+        real, failures = core.runner.extend, [1]
+
+        def once(extends: list[Any]) -> Any:
+            sampled = real(extends)
+            if failures:
+                failures.pop()
+                raise RuntimeError("broken on purpose")
+            return sampled
+
+        body = {**bodies(4)[0], "logprob_start_len": 0, "top_logprobs_num": 2}
+        monkeypatch.setattr(core.runner, "extend", once)
+        [again] = generate(core, [body])
+        core.call(core.flush_cache).result(60)
+        [plain] = generate(core, [body])
+    assert (again.input_logprobs, again.output_ids) == (plain.input_logprobs, plain.output_ids)
+    assert again.output_top == plain.output_top
+    assert len(again.output_top) == 6
+
+
+def test_text_that_cannot_be_decoded_fails_its_request_alone(qwen3_folder: Path) -> None:
+    class Broken:
+        def decode(self, ids: list[int], **how: Any) -> str:
+            raise OverflowError("broken on purpose")
+
+    with running_core(qwen3_folder) as core:
+        want = tokens(core, 1)
+        waiter = Waiter()
+        sequences = []
+        for tokenizer, stop in ((make_tokenizer(), None), (Broken(), ["x"])):
+            facts = ModelFacts(tokenizer, core.vocab_size, core.context_len, frozenset())
+            [request], _ = parse_generate({**bodies(1)[0], "sampling_params": {**GREEDY, "stop": stop}}, facts)
+            sequences += request.sequences(facts, waiter.notify)
+        core.submit(sequences)
+        waiter.wait(2)
+        assert sequences[0].output_ids == want[0]
+        assert sequences[1].finish is not None
+        assert "OverflowError" in sequences[1].finish["message"]
+        assert tokens(core, 1) == want
+
+
+def test_an_error_of_nobody_empties_the_engine_and_it_goes_on(
+    qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_core(qwen3_folder) as core:
+        want = tokens(core, 1, 2)
+        real = core.scheduler.next_decode
+
+        def once() -> Any:
+            monkeypatch.setattr(core.scheduler, "next_decode", real)
+            raise IndexError("broken on purpose")
+
+        monkeypatch.setattr(core.scheduler, "next_decode", once)
+        for seq in generate(core, bodies(1, 2)):
+            assert seq.finish is not None
+            assert (seq.finish["type"], seq.finish["status_code"]) == ("abort", 500)
+        assert core.call(lambda: (core.scheduler.idle, core.scheduler.cache.pool.free)).result(60) == (
+            True,
+            core.capacity,
+        )
+        assert tokens(core, 1, 2) == want
+
+
+# over HTTP
+
+
+def safetensors_blob(dtype: str, name: str = "lm_head.weight", size: int = 1) -> bytes:
+    header = json.dumps({name: {"dtype": dtype, "shape": [2 * size], "data_offsets": [0, size]}}).encode()
+    return struct.pack("<Q", len(header)) + header + b"\0" * size
+
+
+def test_dropped_control_calls_leave_the_engine_alive(engine: EngineProcess) -> None:
+    before = engine.generate(**bodies(1)[0])["output_ids"]
+    long = {"max_new_tokens": 400, "ignore_eos": True, "n": 8}
+    asked = engine.in_background(lambda: engine.generate(input_ids=[5], sampling_params=long))
+    engine.wait_running(8)
+    while not asked.done():  # the engine is in a step when most of these come and go
+        with socket.create_connection(("127.0.0.1", engine.port)) as sock:
+            sock.sendall(b"GET /server_info HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert engine.generate(**bodies(1)[0])["output_ids"] == before
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("update_weights_from_distributed", {"names": [["a"]], "dtypes": ["float32"], "shapes": [[1]]}, "names"),
+        ("update_weights_from_distributed", {"names": ["a"], "dtypes": [["float32"]], "shapes": [[1]]}, "dtypes"),
+        ("update_weights_from_distributed", {"names": ["a"], "dtypes": ["float32"], "shapes": [{}]}, "shapes"),
+        ("update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": [], "bucket": [3]}, "bucket"),
+        ("update_weights_from_disk", {"model_path": ["a"]}, "model_path"),
+        ("update_weights_from_disk", {"model_path": "\0"}, "model_path"),
+        ("update_weights_from_disk", {"model_path": "x", "flush_cache": "no"}, "flush_cache"),
+        ("update_weights_from_disk", {"model_path": "x", "weight_version": [1]}, "weight_version"),
+        ("update_weights_from_tensor", {"load_format": "safetensors_file", "paths": [["a"]]}, "paths"),
+        ("update_weights_from_tensor", {"load_format": "safetensors_file", "paths": ["/dev/stdin"]}, "paths"),
+        ("destroy_weights_update_group", {"group_name": ["a"]}, "group_name"),
+        ("init_weights_update_group", {"master_address": "a/b", "master_port": 1, "rank_offset": 1, "world_size": 2},
+         "master_address"),
+        ("init_weights_update_group", {"master_address": "a", "master_port": 0, "rank_offset": 1, "world_size": 2},
+         "master_port"),
+        ("pause_generation", {"mode": ["abort"]}, "mode"),
+        ("release_memory_occupation", {"tags": [["weights"]]}, "tags"),
+        ("weights_checker", {"action": {}}, "action"),
+        ("abort_request", {"rid": {}}, "rid"),
+        ("generate", {"input_ids": [1], "sampling_params": {"logit_bias": {"²": 1}}}, "logit_bias"),
+        ("generate", {"input_ids": [1], "sampling_params": {"stop_token_ids": [-400], "min_new_tokens": 1}},
+         "stop_token_ids"),
+        ("generate", {"input_ids": [1], "top_logprobs_num": 1 << 70}, "top_logprobs_num"),
+    ],
+)  # fmt: skip
+def test_values_of_other_types_are_refused_by_name(
+    engine: EngineProcess, route: str, body: dict[str, Any], param: str
+) -> None:
+    status, answer = engine.post(f"/{route}", body)
+    assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, param, 400)
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert engine.get("/health_generate")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"nope", b"[" * 5000, b'{"input_ids": [NaN]}', b'{"text": "\\ud800"}', b"[]", b"\xff\xfe", b"9" * 9999]
+)
+def test_bodies_that_are_no_json_objects_are_refused(engine: EngineProcess, raw: bytes) -> None:
+    status, answer = engine.post("/generate", raw)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_an_index_that_is_a_folder_is_refused(engine: EngineProcess, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").mkdir()
+    status, answer = engine.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
+    assert status == 400
+    assert "is not a file" in answer["error"]["message"]
+    assert engine.get("/health_generate")[0] == 200
+
+
+def test_tensors_of_a_dtype_that_torch_cannot_copy_are_refused(engine: EngineProcess, tmp_path: Path) -> None:
+    for dtype in ("F4", "F8_E8M0", "F32"):
+        blob = safetensors_blob(dtype)
+        status, answer = engine.post("/update_weights_from_tensor", blob, "application/octet-stream")
+        assert (status, answer["error"]["code"]) == (400, 400), dtype
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(safetensors_blob("F4"))
+    status, answer = engine.post(
+        "/update_weights_from_tensor", {"load_format": "safetensors_file", "paths": [str(path)]}
+    )
+    assert status == 400
+    assert "F4" in answer["error"]["message"]
+    assert engine.get("/server_info")[1]["stale"] is None
+    assert engine.get("/health_generate")[0] == 200
+
+
+def test_continuing_while_memory_is_released_waits_for_the_memory(engine: EngineProcess) -> None:
+    before = engine.generate(**bodies(1)[0])["output_ids"]
+    assert engine.post("/release_memory_occupation", {})[0] == 200
+    assert engine.post("/continue_generation", {})[0] == 200
+    asked = engine.in_background(lambda: engine.generate(**bodies(1)[0]))
+    while engine.get("/server_info")[1]["num_waiting_reqs"] == 0:
+        pass
+    assert not asked.done()
+    assert engine.post("/resume_memory_occupation", {})[0] == 200
+    assert asked.result(60)["output_ids"] == before
+
+
+def test_a_pause_outlasts_a_release(engine: EngineProcess) -> None:
+    engine.post("/pause_generation", {"mode": "abort"})
+    engine.post("/release_memory_occupation", {})
+    engine.post("/resume_memory_occupation", {})
+    assert engine.get("/health_generate")[1] == {"status": "paused"}
+    engine.post("/continue_generation", {})
+    assert engine.get("/health_generate")[1] == {"status": "ok"}
