@@ -24,6 +24,7 @@ from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
 from slime.rollout.failures import forget_response, mark_failed, start_over
 from slime.rollout.gate import as_evaluation, sample_deadline
+from slime.rollout.landing import Origin
 from slime.rollout.requests import generate
 from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
@@ -137,9 +138,11 @@ async def _generated(
     runtime: RolloutRuntime, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Produced:
     who = sample.generate_function_path or runtime.args.custom_generate_function_path or "generate"
+    origin = Origin(sample)
     try:
         async with sample_deadline(runtime.args.rollout_sample_timeout, who):
-            return _checked(sample, await _call_generate(runtime, sample, sampling_params, evaluation))
+            result = await _call_generate(runtime, sample, sampling_params, evaluation)
+        return _with_causes(origin.claimed(result, "a generate function"))
     except (UserError, JournalFailed):
         raise
     except Exception as error:  # noqa: BLE001 - whatever a generate function raises is this sample's outcome
@@ -162,25 +165,12 @@ async def _call_generate(
     return await result if inspect.isawaitable(result) else result
 
 
-def _checked(sample: Sample, result: Any) -> Produced:
-    """What a generate function returned, if it is what it may return; siblings of a fan-out share a rollout id."""
-    if isinstance(result, Sample):
-        siblings = [result]
-    elif isinstance(result, list) and result and all(isinstance(item, Sample) for item in result):
-        siblings = result
-    else:
-        raise TypeError(f"a generate function must return a Sample or a list of them, not {result!r:.200}")
-    if len(siblings) > 1:
-        ids = {sibling.rollout_id for sibling in siblings}
-        if ids == {None}:
-            for sibling in siblings:
-                sibling.rollout_id = sample.index
-        elif len(ids) > 1:
-            raise ValueError(f"samples of one fan-out must share one rollout_id, not {sorted(map(str, ids))}")
-    for sibling in siblings:
-        if sibling.status is Sample.Status.FAILED:
-            mark_failed([sibling], sibling.failure or "generate: the generate function gave this sample up")
-    return result
+def _with_causes(produced: Produced) -> Produced:
+    """The same; what a generate function gave up without a word has a cause."""
+    for sample in leaves([produced]):
+        if sample.status is Sample.Status.FAILED:
+            mark_failed([sample], sample.failure or "generate: the generate function gave this sample up")
+    return produced
 
 
 # hooks
@@ -198,6 +188,7 @@ async def _hooked(runtime: RolloutRuntime, produced: Produced, evaluation: bool)
 async def _hook_one(runtime: RolloutRuntime, sample: Sample, paths: list[str], evaluation: bool) -> Sample:
     if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
         return sample
+    origin = Origin(sample)
     rollout_id = runtime.state.evaluation_id if evaluation else runtime.state.rollout_id
     offered = {"rollout_id": rollout_id, "evaluation": evaluation}
     try:
@@ -208,7 +199,8 @@ async def _hook_one(runtime: RolloutRuntime, sample: Sample, paths: list[str], e
             result = await result if inspect.isawaitable(result) else result
             if result is not None and not isinstance(result, Sample):
                 raise TypeError(f"a sample hook must return a Sample or None, not {type(result).__name__}")
-            sample = result or sample
+            sample = sample if result is None else result
+            origin.claim(sample)
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a hook raises is this sample's outcome

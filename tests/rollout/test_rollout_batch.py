@@ -220,12 +220,12 @@ def test_fan_out_is_scored_together(engine, make_runtime, prompts, write_plugin,
     assert {sample.reward for sample in leaves(output.samples)} == {4.0 if group_rm else 2.0}
 
 
-def test_siblings_with_different_rollout_ids_are_refused(engine, make_runtime, prompts, write_plugin):
+def test_siblings_share_the_rollout_of_their_origin_whatever_they_say(engine, make_runtime, prompts, write_plugin):
     runtime = make_runtime(
         [engine.url], custom_generate_function_path=write_plugin(FAN_OUT), rm_type="random", carried={"ids": [4, 5]}
     )
-    with pytest.raises(RolloutFailed, match="must share one rollout_id"):
-        rollout(runtime, prompts(["a"], n=1))
+    output = rollout(runtime, prompts(["a", "b"], n=1))
+    assert [sample.rollout_id for sample in leaves(output.samples)] == [0, 0, 1, 1]
 
 
 def test_group_rewards_see_the_whole_group_without_its_failures(engine, make_runtime, prompts, write_plugin):

@@ -1,0 +1,70 @@
+"""What a function of the user hands back, as the rest of the room may trust it.
+
+Invariant: whose sample it is (group, index, rollout, session, row of the journal) is given by whoever dispatched it
+and never read from what comes back: a new `Sample`, or a list of them, takes the place of the one that was handed out.
+All samples that one dispatched sample became share a rollout id.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from slime.data.sample import Sample
+from slime.rollout.types import Produced
+
+_GIVEN = ("group_index", "index", "rollout_id", "session_id", "journal_id")
+_INHERITED = (
+    "prompt",
+    "label",
+    "metadata",
+    "apply_chat_template_kwargs",
+    "multimodal_inputs",
+    "generate_function_path",
+    "custom_rm_path",
+)
+"""What a new sample has from the one that it came of, unless it has something of its own there."""
+
+
+class Origin:
+    """A sample as it was dispatched: what everything that comes of it belongs to."""
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+        self._given = {name: getattr(sample, name) for name in _GIVEN}
+        self._inherited = {name: getattr(sample, name) for name in _INHERITED}
+
+    def claimed(self, result: Any, who: str) -> Produced:
+        """What `who` returned, if it may: a sample, or several; all of them belong to this origin from here on."""
+        if isinstance(result, Sample):
+            self.claim(result)
+            return result
+        if not isinstance(result, list) or not result or not all(isinstance(item, Sample) for item in result):
+            raise TypeError(f"{who} must return a Sample or a list of them, not {result!r:.200}")
+        if len(result) > 1 and self._given["rollout_id"] is None:
+            self._given["rollout_id"] = self._given["index"]
+        siblings = _distinct(result)
+        for sibling in siblings:
+            self.claim(sibling)
+        return siblings
+
+    def claim(self, sample: Sample) -> None:
+        """Make a sample one that came of this origin."""
+        for name, value in self._given.items():
+            setattr(sample, name, value)
+        if sample is self._sample:
+            return
+        for name, value in self._inherited.items():
+            if not getattr(sample, name):
+                setattr(sample, name, copy.deepcopy(value))
+
+
+def _distinct(samples: Sequence[Sample]) -> list[Sample]:
+    """The same samples, each an object of its own."""
+    seen: set[int] = set()
+    found = []
+    for sample in samples:
+        found.append(copy.deepcopy(sample) if id(sample) in seen else sample)
+        seen.add(id(sample))
+    return found
