@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Self
 
 import msgpack
@@ -155,6 +155,15 @@ class Channel:
             if count == 0:
                 raise ChannelClosed("the other side is gone")
             view = view[count:]
+
+
+def readable(channels: Sequence[Channel], timeout_s: float) -> list[int]:
+    """The places of the channels that have something to read, or whose other side is gone; waits for the first."""
+    poller = select.poll()  # `select.select` fails with a descriptor above 1,023
+    places = {channel.fileno(): place for place, channel in enumerate(channels)}
+    for fileno in places:
+        poller.register(fileno, select.POLLIN)
+    return sorted(places[fileno] for fileno, _ in poller.poll(timeout_s * 1000))
 
 
 def channel_pair(*, max_bytes: int = DEFAULT_MAX_BYTES) -> tuple[Channel, socket.socket]:

@@ -108,8 +108,10 @@ class Guard:
 
     def _wait_for_event(self, wakeup_fd: int) -> None:
         timeout = POLL_S if self.kill_at is None else max(0.0, min(POLL_S, self.kill_at - time.monotonic()))
-        watched = [wakeup_fd] if self.driver_gone else [wakeup_fd, self.control_fd]
-        ready, _, _ = select.select(watched, [], [], timeout)
+        poller = select.poll()  # `select.select` fails with a descriptor above 1,023
+        for fd in [wakeup_fd] if self.driver_gone else [wakeup_fd, self.control_fd]:
+            poller.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poller.poll(timeout * 1000)}
         if wakeup_fd in ready:
             os.read(wakeup_fd, 4096)
         if self.control_fd in ready:

@@ -9,14 +9,13 @@ an optimizer step are kept here and put in front of the next batch.
 from __future__ import annotations
 
 import logging
-import select
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, channel_pair
+from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, channel_pair, readable
 from slime.cluster.devices import threads_per_process
 from slime.cluster.ports import free_port
 from slime.cluster.process import ChildProcess
@@ -315,13 +314,13 @@ class TrainerGroup:
     def _collect(self, method: str, wait: Wait) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < len(self._ranks):
-            missing = {self._ranks[i].channel.fileno(): i for i in range(len(self._ranks)) if i not in results}
-            wait.whom = _names(missing.values())
-            ready, _, _ = select.select(list(missing), [], [], POLL_S)
-            for index in sorted(missing[fileno] for fileno in ready):
-                results[index] = self._receive(index, method, wait)
+            missing = [index for index in range(len(self._ranks)) if index not in results]
+            wait.whom = _names(missing)
+            ready = readable([self._ranks[index].channel for index in missing], POLL_S)
+            for place in ready:
+                results[missing[place]] = self._receive(missing[place], method, wait)
             if not ready and wait.is_over():
-                raise self._timeout(list(missing.values()), f"to finish {method}", wait)
+                raise self._timeout(missing, f"to finish {method}", wait)
             raise_failures()
         for result in results.values():
             if isinstance(result, NotWritten):

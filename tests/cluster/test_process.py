@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from slime.cluster.channel import Channel, channel_pair, readable
 from slime.cluster.process import ChildProcess, ProcessSet
 
 CHILD = """
@@ -225,6 +228,45 @@ def test_control_pipes_do_not_leak_into_other_children(log_path: Path) -> None:
         assert processes.died() is None
     assert first.poll() is not None
     assert second.poll() is not None
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """All numbers below 1,100 are taken, as in a driver with that many connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    taken = []
+    while not taken or taken[-1] < 1100:
+        taken.append(os.dup(0))
+    try:
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_driver_with_many_descriptors_starts_and_stops_children(log_path: Path, many_descriptors: None) -> None:
+    process = python("high", "import time; print('up', flush=True); time.sleep(60)", log_path).start()
+    deadline = time.monotonic() + 20
+    while not process.tail() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert process.tail() == "up"
+    assert process.stop() == -signal.SIGTERM
+    assert process.tail() == "up"  # and no traceback of its guard
+
+
+def test_channels_with_high_descriptors_are_waited_for_together(many_descriptors: None) -> None:
+    pairs = [channel_pair() for _ in range(3)]
+    ours = [channel for channel, _ in pairs]
+    assert min(channel.fileno() for channel in ours) > 1100
+    assert readable(ours, 0.0) == []
+    Channel(pairs[2][1]).send("news")
+    pairs[0][1].close()
+    assert readable(ours, 5.0) == [0, 2]
+    assert ours[2].recv(1.0) == "news"
+    for channel in ours:
+        channel.close()
 
 
 def test_environment_is_laid_over_the_drivers(log_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
