@@ -4,13 +4,16 @@ Run as `python -I -S guard.py CONTROL_FD DRIVER_PID -- argv...`, as the leader o
 the guard exits only after every process below it has exited, and it exits as soon as the child has (with the child's
 exit code) or the driver has (however it died). It learns the latter from the end of file on the control pipe, whose
 write end only the driver holds; if a forked copy of the driver still holds that end, from its own parent having
-changed. On Linux the guard is a sub-reaper, so that descendants which left the process group still count as its own.
+changed. On Linux the guard is a sub-reaper, so that descendants which left the process group still count as its own,
+and it has a deputy: a fork of it that stands between it and the child and keeps the same watch. Whichever of the two is
+killed, the other ends all that is below them. Elsewhere a killed guard takes its process group along and no more.
 
 This file is executed on its own, so it imports nothing but the standard library.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -18,7 +21,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 TERMINATE = b"T"
 KILL = b"K"
@@ -26,113 +29,82 @@ ORPHAN_GRACE_S = 2.0
 SWEEP_S = 1.0
 POLL_S = 0.5
 EXEC_FAILED = 127
+HAS_SUBREAPERS = sys.platform.startswith("linux")
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Guard:
-    """One child, its descendants, and the two ways to end them: asked (SIGTERM) and forced (SIGKILL)."""
+class Keeper:
+    """One child and its descendants, of which none is left when this process exits."""
 
-    def __init__(self, control_fd: int, driver_pid: int, argv: list[str]) -> None:
-        self.control_fd = control_fd
-        self.driver_pid = driver_pid
+    def __init__(self, argv: list[str]) -> None:
         self.argv = argv
         self.prctl = _load_prctl()
         self.child_pid = -1
         self.child_status: int | None = None
-        self.terminated = False
-        self.terminate_asked = False
-        self.driver_gone = False
-        self.kill_at: float | None = None
+        self.wakeup_fd = self.wakeup_write_fd = -1
 
-    def run(self) -> int:
-        """Start the child, stay until it or the driver is gone, sweep, and return the child's wait status."""
-        os.set_inheritable(self.control_fd, False)
-        wakeup_fd = self._catch_signals()
-        self.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self._start_child()
-        self._drop_foreign_fds(wakeup_fd)
-        while self.child_status is None:
-            self._wait_for_event(wakeup_fd)
-            self._reap()
-            if self.terminate_asked:
-                self._terminate_group()
-            if not self.driver_gone and os.getppid() != self.driver_pid:
-                self._driver_is_gone()
-            if self.kill_at is not None and time.monotonic() >= self.kill_at:
-                break
-        self._sweep()
-        return self.child_status if self.child_status is not None else signal.SIGKILL
-
-    def _catch_signals(self) -> int:
-        read_fd, write_fd = os.pipe()
-        os.set_blocking(read_fd, False)
-        os.set_blocking(write_fd, False)
-        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    def _catch_signals(self, on_ending: Callable[[], None]) -> None:
+        self.wakeup_fd, self.wakeup_write_fd = os.pipe()
+        os.set_blocking(self.wakeup_fd, False)
+        os.set_blocking(self.wakeup_write_fd, False)
+        signal.set_wakeup_fd(self.wakeup_write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         for signum in _ENDING_SIGNALS:
-            signal.signal(signum, lambda signum, frame: setattr(self, "terminate_asked", True))
-        self.wakeup_write_fd = write_fd
-        return read_fd
+            signal.signal(signum, lambda signum, frame: on_ending())
 
-    def _start_child(self) -> None:
-        guard_pid = os.getpid()
-        # Held back around the fork, so that a signal to the group meets the child's default, not our handler in it.
+    def _fork(self, run: Callable[[], None]) -> int:
+        """Run a function in a fork, which does not return. The signals that end are held back in it until it lets them
+        through, so that one to the group never meets our handlers in it."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
-        self.child_pid = os.fork()
-        if self.child_pid:
+        pid = os.fork()
+        if pid:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
-            return
+            return pid
         try:
-            self.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-            if os.getppid() != guard_pid:
-                os._exit(EXEC_FAILED)
-            for signum in (*_ENDING_SIGNALS, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
-                signal.signal(signum, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
-            os.execvp(self.argv[0], self.argv)
-        except OSError as error:
-            os.write(2, f"error: cannot start {self.argv[0]}: {error.strerror}\n".encode())
+            run()
         finally:
             os._exit(EXEC_FAILED)
 
-    def _drop_foreign_fds(self, wakeup_fd: int) -> None:
+    def _start_child(self, group: int) -> int:
+        """Start the program in process group `group`, to be killed if this process dies."""
+        keeper_pid = os.getpid()
+
+        def execute() -> None:
+            self.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+            if os.getppid() != keeper_pid:
+                return
+            try:
+                if os.getpgrp() != group:
+                    os.setpgid(0, group)
+                for signum in (*_ENDING_SIGNALS, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+                    signal.signal(signum, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
+                os.execvp(self.argv[0], self.argv)
+            except OSError as error:
+                os.write(2, f"error: cannot start {self.argv[0]}: {error.strerror}\n".encode())
+
+        return self._fork(execute)
+
+    def _drop_foreign_fds(self, *own: int) -> None:
         """Close what was passed on to the child: a channel must read end of file the moment the child is gone."""
         low = 3
-        for fd in sorted({self.control_fd, wakeup_fd, self.wakeup_write_fd}):
+        for fd in sorted({self.wakeup_fd, self.wakeup_write_fd, *own}):
             os.closerange(low, fd)
             low = fd + 1
         os.closerange(low, resource_limit_of_fds())
 
-    def _wait_for_event(self, wakeup_fd: int) -> None:
-        timeout = POLL_S if self.kill_at is None else max(0.0, min(POLL_S, self.kill_at - time.monotonic()))
+    def _wait_for_input(self, fds: Sequence[int], timeout_s: float | None) -> set[int]:
+        """Those of `fds` that can be read, once there are some, or a signal came, or the time is over."""
         poller = select.poll()  # `select.select` fails with a descriptor above 1,023
-        for fd in [wakeup_fd] if self.driver_gone else [wakeup_fd, self.control_fd]:
+        for fd in (self.wakeup_fd, *fds):
             poller.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poller.poll(timeout * 1000)}
-        if wakeup_fd in ready:
-            os.read(wakeup_fd, 4096)
-        if self.control_fd in ready:
-            commands = os.read(self.control_fd, 64)
-            if not commands:
-                self._driver_is_gone()
-            if TERMINATE in commands:
-                self._terminate_group()
-            if KILL in commands:
-                self.kill_at = time.monotonic()
-
-    def _driver_is_gone(self) -> None:
-        self.driver_gone = True
-        self._terminate_group()
-        deadline = time.monotonic() + ORPHAN_GRACE_S
-        self.kill_at = deadline if self.kill_at is None else min(deadline, self.kill_at)
-
-    def _terminate_group(self) -> None:
-        if not self.terminated:
-            self.terminated = True
-            os.killpg(os.getpgrp(), signal.SIGTERM)
+        ready = {fd for fd, _ in poller.poll(None if timeout_s is None else timeout_s * 1000)}
+        if self.wakeup_fd in ready:
+            os.read(self.wakeup_fd, 4096)
+        return ready - {self.wakeup_fd}
 
     def _reap(self) -> None:
         while True:
@@ -162,6 +134,111 @@ class Guard:
         self._reap()
 
 
+class Guard(Keeper):
+    """The process that the driver started, and the two ways to end what is below it: asked (SIGTERM) and forced
+    (SIGKILL)."""
+
+    def __init__(self, control_fd: int, driver_pid: int, argv: list[str]) -> None:
+        super().__init__(argv)
+        self.control_fd = control_fd
+        self.driver_pid = driver_pid
+        self.terminated = False
+        self.terminate_asked = False
+        self.driver_gone = False
+        self.kill_at: float | None = None
+
+    def run(self) -> int:
+        """Start the child, stay until it or the driver is gone, sweep, and return the child's wait status."""
+        os.set_inheritable(self.control_fd, False)
+        self._catch_signals(lambda: setattr(self, "terminate_asked", True))
+        self.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        if HAS_SUBREAPERS:
+            self._start_deputy()
+        else:
+            self.child_pid = self._start_child(os.getpgrp())
+            self._drop_foreign_fds(self.control_fd)
+        while self.child_status is None:
+            self._wait_for_event()
+            self._reap()
+            if self.terminate_asked:
+                self._terminate_group()
+            if not self.driver_gone and os.getppid() != self.driver_pid:
+                self._driver_is_gone()
+            if self.kill_at is not None and time.monotonic() >= self.kill_at:
+                break
+        self._sweep()
+        return self.child_status if self.child_status is not None else signal.SIGKILL
+
+    def _start_deputy(self) -> None:
+        """Have the deputy start the child, and wait until the child is in our group, where signals reach it."""
+        group = os.getpgrp()
+        alive_fd, alive_write_fd = os.pipe()
+        started_fd, started_write_fd = os.pipe()
+
+        def watch() -> None:
+            os.close(alive_write_fd)
+            os.close(started_fd)
+            exit_like(Deputy(alive_fd, started_write_fd, group, self.argv).run())
+
+        self.child_pid = self._fork(watch)
+        self._drop_foreign_fds(self.control_fd, alive_write_fd, started_fd)
+        os.read(started_fd, 1)
+        os.close(started_fd)
+
+    def _wait_for_event(self) -> None:
+        timeout = POLL_S if self.kill_at is None else max(0.0, min(POLL_S, self.kill_at - time.monotonic()))
+        if self._wait_for_input([] if self.driver_gone else [self.control_fd], timeout):
+            commands = os.read(self.control_fd, 64)
+            if not commands:
+                self._driver_is_gone()
+            if TERMINATE in commands:
+                self._terminate_group()
+            if KILL in commands:
+                self.kill_at = time.monotonic()
+
+    def _driver_is_gone(self) -> None:
+        self.driver_gone = True
+        self._terminate_group()
+        deadline = time.monotonic() + ORPHAN_GRACE_S
+        self.kill_at = deadline if self.kill_at is None else min(deadline, self.kill_at)
+
+    def _terminate_group(self) -> None:
+        if not self.terminated:
+            self.terminated = True
+            os.killpg(os.getpgrp(), signal.SIGTERM)
+
+
+class Deputy(Keeper):
+    """Stays until the child has ended, or the guard has, of which the end of `alive_fd` tells.
+
+    It stands in a process group of its own, so that it outlives what ends the guard's group.
+    """
+
+    def __init__(self, alive_fd: int, started_fd: int, group: int, argv: list[str]) -> None:
+        super().__init__(argv)
+        self.alive_fd = alive_fd
+        self.started_fd = started_fd
+        self.group = group
+
+    def run(self) -> int:
+        """Start the child, watch, sweep, and return the child's wait status."""
+        os.setpgid(0, 0)
+        self._catch_signals(lambda: None)
+        self.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self.child_pid = self._start_child(self.group)
+        with contextlib.suppress(OSError):
+            os.setpgid(self.child_pid, self.group)  # the child does so too: whoever comes first
+        os.write(self.started_fd, b"+")
+        self._drop_foreign_fds(self.alive_fd)
+        while self.child_status is None:
+            guard_is_gone = bool(self._wait_for_input([self.alive_fd], None))
+            self._reap()
+            if guard_is_gone:
+                break
+        self._sweep()
+        return self.child_status if self.child_status is not None else signal.SIGKILL
+
+
 def descendants(root_pid: int) -> list[int]:
     """The pids below root_pid as /proc shows them now, zombies included; none where there is no /proc."""
     children: dict[int, list[int]] = {}
@@ -176,8 +253,14 @@ def descendants(root_pid: int) -> list[int]:
     return found
 
 
+def guarded_child(guard_pid: int) -> int | None:
+    """The pid of the program that a guard watches over; None before it is there and after it has ended."""
+    deputy = first_child(guard_pid)
+    return first_child(deputy) if deputy is not None and HAS_SUBREAPERS else deputy
+
+
 def first_child(parent_pid: int) -> int | None:
-    """The child that a process started first, of those that are left: of a guard, the process it guards."""
+    """The child that a process started first, of those that are left."""
     ages = [(began, pid) for pid, parent, began in process_table() if parent == parent_pid]
     return min(ages)[1] if ages else None
 
@@ -209,7 +292,7 @@ def resource_limit_of_fds() -> int:
 
 def _load_prctl() -> Callable[[int, int], int]:
     """The C library's prctl, or a function that does nothing where the system has none."""
-    if not sys.platform.startswith("linux"):
+    if not HAS_SUBREAPERS:
         return lambda option, value: 0
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     return lambda option, value: prctl(option, ctypes.c_ulong(value), 0, 0, 0)

@@ -104,7 +104,7 @@ class ChildProcess:
         if self._popen is None or self.poll() is not None:
             return None
         if self._child_pid is None:
-            self._child_pid = guard.first_child(self._popen.pid)
+            self._child_pid = guard.guarded_child(self._popen.pid)
         return self._child_pid
 
     def state(self) -> str:

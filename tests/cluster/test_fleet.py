@@ -41,7 +41,7 @@ def test_engines_start_become_healthy_and_stop(tmp_path: Path, monkeypatch: pyte
         assert all(url.startswith("http://127.0.0.1:") for url in fleet.urls)
         fleet.check()
         pids = fleet.pids()
-        assert len(pids) == 4  # two guards, two engines
+        assert len(pids) == 6  # two guards, their deputies, two engines
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     fleet.stop()
     for index in range(2):

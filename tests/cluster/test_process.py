@@ -200,8 +200,37 @@ def test_killing_the_guard_takes_the_group_along(log_path: Path, tmp_path: Path)
     child, same_group, own_session = (int(word) for word in pid_file.read_text().split())
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
-    assert wait_until_gone([child, same_group], 5.0) == []
-    os.kill(own_session, signal.SIGKILL)
+    assert wait_until_gone([child, same_group, own_session], 5.0) == []
+
+
+DAEMON = """
+import os, sys, time
+started, write = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.write(write, b"%d" % os.getpid())
+        time.sleep(120)
+    os._exit(0)
+os.wait()
+print(os.getpid(), os.read(started, 20).decode(), flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody inherits the children of the dead")
+@pytest.mark.parametrize("victim", ["guard", "deputy"])
+def test_daemons_of_a_child_end_with_whichever_guard_is_killed(log_path: Path, victim: str) -> None:
+    process = python("daemons", DAEMON, log_path).start()
+    deadline = time.monotonic() + 20
+    while not process.tail() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child, daemon = (int(word) for word in process.tail().split())
+    guard, deputy, *below = process.pids()
+    assert (guard, sorted(below)) == (process.pid, sorted([child, daemon]))
+    os.kill(guard if victim == "guard" else deputy, signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    assert wait_until_gone([guard, deputy, child, daemon], 10.0) == []
 
 
 def test_leftovers_of_a_child_that_ended_by_itself_are_swept(log_path: Path, tmp_path: Path) -> None:

@@ -173,14 +173,14 @@ def test_a_router_gets_its_flags_and_the_servers_as_workers(model: str, tmp_path
         workers = ask("GET", f"{engines.router_url}/workers")[1]["workers"]
         assert [(one["url"], one["worker_type"]) for one in workers] == [(url, "regular") for url in engines.urls]
         assert engines.model_urls == {"default": [engines.router_url]}
-        assert (engines.kind, len(engines.pids())) == ("sglang", 6)
+        assert (engines.kind, len(engines.pids())) == ("sglang", 9)
         [only] = engines._routers.values()
         only.remove_worker(engines.urls[0])
         assert [one["url"] for one in only.workers()] == engines.urls[1:]
         engines.check()
         with pytest.raises(NoAnswer):
             ask("GET", f"{engines.router_url}/die")
-        assert wait_until(lambda: len(engines.pids()) == 4)
+        assert wait_until(lambda: len(engines.pids()) == 6)
         with pytest.raises(RouterDied, match=r"(?s)router ended with code 3.*the router broke"):
             engines.check()
     assert engines.pids() == []
@@ -190,7 +190,7 @@ def test_a_restarted_server_comes_back_to_its_router_at_the_same_address(model: 
     with Engines(config_for(model, rollout_num_gpus=2), device="cpu", run_dir=tmp_path) as engines:
         urls = engines.urls
         assert engines.why_ended(0) is None
-        os.kill(engines.pids()[1], signal.SIGKILL)  # behind the guard of engine-0
+        os.kill(engines.pids()[2], signal.SIGKILL)  # behind the guard of engine-0 and its deputy
         assert wait_until(lambda: engines.why_ended(0) is not None)
         assert "engine-0 was killed by signal 9" in str(engines.why_ended(0))
         engines.restart(0)
