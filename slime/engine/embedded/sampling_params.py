@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from slime.engine.embedded.refusals import BadRequest, shown
@@ -59,13 +59,16 @@ _FIELDS = {f.name for f in fields(SamplingParams)}
 _INTS = {"max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed"}
 _FLOATS = {"temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
 _BOOLS = {"ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"}
+_LARGEST = 3e38  # float32 goes on a little further
+_LARGEST_BIAS = 1e30  # divided by the smallest temperature it is still a number
+_GREEDY_BELOW = 1e-6  # as SGLang has it: a temperature below is the arg-max
 _RANGES = {
-    "temperature": (0.0, float("inf")),
+    "temperature": (0.0, _LARGEST),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "frequency_penalty": (-2.0, 2.0),
     "presence_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 2.0),
+    "repetition_penalty": (1e-6, 2.0),
     "max_new_tokens": (0, 1 << 31),
     "min_new_tokens": (0, 1 << 31),
     "n": (1, 4096),
@@ -87,7 +90,10 @@ def parse_sampling_params(raw: object, *, vocab_size: int) -> SamplingParams:
         raise BadRequest(f"min_new_tokens {params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}")
     if params.top_p == 0.0:
         raise BadRequest("top_p must lie in (0, 1]")
-    return params
+    stops = params.stop_token_ids
+    if params.min_new_tokens and len(stops) >= vocab_size and stops >= set(range(vocab_size)):
+        raise BadRequest("min_new_tokens asks for tokens, but stop_token_ids has every token of the vocabulary")
+    return replace(params, temperature=0.0) if params.temperature < _GREEDY_BELOW else params
 
 
 def _checked(name: str, value: Any, vocab_size: int) -> Any:
@@ -111,9 +117,11 @@ def _checked(name: str, value: Any, vocab_size: int) -> Any:
         if not isinstance(value, Mapping):
             raise BadRequest(f"logit_bias must map token ids to numbers, not {shown(value)}", name)
         for key, bias in value.items():
-            if not _is_token_id(str(key), vocab_size) or isinstance(bias, bool) or not isinstance(bias, int | float):
+            number = isinstance(bias, int | float) and not isinstance(bias, bool)
+            if not _is_token_id(str(key), vocab_size) or not number or not abs(bias) <= _LARGEST_BIAS:
                 raise BadRequest(
-                    f"logit_bias entry {shown(key)}: {shown(bias)} is not a token id below {vocab_size} and a number",
+                    f"logit_bias entry {shown(key)}: {shown(bias)} is not a token id below {vocab_size} and a number "
+                    f"up to {_LARGEST_BIAS:g}",
                     name,
                 )
     return value

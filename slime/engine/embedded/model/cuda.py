@@ -18,7 +18,7 @@ import torch
 
 from slime.engine.embedded.model.attention_cuda import attend_decode
 from slime.engine.embedded.model.runner import ModelRunner, Sampled, record_top
-from slime.engine.embedded.model.sampler import draw, draw_each, temperature_of, uniforms
+from slime.engine.embedded.model.sampler import SamplingRows, draw, draw_each, uniforms
 from slime.engine.embedded.sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -50,13 +50,11 @@ class CudaDecoder:
         device = runner.device
         self._inputs = torch.zeros(4, max_running, dtype=torch.int64, device=device)  # rows, lens, slots, last tokens
         self._lens = torch.zeros(max_running, dtype=torch.int32, device=device)
-        self._temperature = torch.ones(max_running, device=device)
-        self._greedy = torch.zeros(max_running, dtype=torch.bool, device=device)
+        self._sampling = SamplingRows(max_running, device)
         self._uniform = torch.zeros(max_running, device=device)
         self._ring = itertools.cycle([_HostBuffers(max_running) for _ in range(_RING)])
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._sizes = _batch_sizes(max_running)
-        self._sampling: tuple[int, ...] = ()
 
     def capture(self) -> None:
         """Capture every batch size, largest first so that the smaller ones fit into its memory."""
@@ -86,7 +84,8 @@ class CudaDecoder:
         ids, positions = tokens[None], (lens - 1)[None]
         hidden = self._body(input_ids=ids, position_ids=positions, use_cache=False)[0][0]
         logits = self._runner.logits(hidden)
-        drawn, logprobs = draw(logits, self._temperature[:size], self._uniform[:size], self._greedy[:size])
+        sampling = self._sampling
+        drawn, logprobs = draw(logits, sampling.temperature[:size], self._uniform[:size], sampling.greedy[:size])
         return drawn, logprobs, logits
 
     def _upload(self, host: _HostBuffers, used: int) -> None:
@@ -113,13 +112,13 @@ class CudaDecoder:
         self._upload(host, count)
         if previous is not None:
             self._inputs[3, :count].copy_(previous.tokens)
-        self._set_sampling(running)
+        self._sampling.hold(running)
         graph, drawn, logprobs, logits = self._graphs[size]
         graph.replay()
         if all(s.plain for s in running):
             tokens, scores = drawn[:count].clone(), logprobs[:count]
         else:
-            tokens, scores = draw_each(logits[:count], running, self._uniform[:count], self._greedy[:count])
+            tokens, scores = draw_each(logits[:count], running, self._uniform[:count], self._sampling.greedy[:count])
             record_top(logits[:count], running)
         host.results[:, :count].copy_(torch.stack([tokens.double(), scores.double()]), non_blocking=True)
         done = torch.cuda.Event()
@@ -130,15 +129,6 @@ class CudaDecoder:
         launched.done.synchronize()
         results = launched.results[:, : launched.count]
         return results[0].long().tolist(), results[1].tolist()
-
-    def _set_sampling(self, running: SequenceOf[Sequence]) -> None:
-        key = tuple(map(id, running))
-        if key == self._sampling:
-            return
-        self._sampling = key
-        count = len(running)
-        self._temperature[:count] = torch.tensor([temperature_of(s) for s in running]).to(self._temperature.device)
-        self._greedy[:count] = torch.tensor([s.params.greedy for s in running]).to(self._greedy.device)
 
 
 class _HostBuffers:

@@ -64,6 +64,26 @@ def draw_each(
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
+class SamplingRows:
+    """Temperatures and arg-max marks of a batch, on the device, written anew only when other sequences are in it.
+
+    The sequences themselves are kept to compare with: while they are, no newcomer can be taken for one of them.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.temperature = torch.ones(rows, device=device)
+        self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._sequences: list[Sequence] = []
+
+    def hold(self, running: SequenceOf[Sequence]) -> None:
+        if self._sequences == running:  # sequences are equal when they are the same object
+            return
+        self._sequences = list(running)
+        count, device = len(running), self.temperature.device
+        self.temperature[:count] = torch.tensor([temperature_of(s) for s in running]).to(device)
+        self.greedy[:count] = torch.tensor([s.params.greedy for s in running]).to(device)
+
+
 def temperature_of(seq: Sequence) -> float:
     return 1.0 if seq.params.greedy and seq.params.temperature == 0.0 else seq.params.temperature
 

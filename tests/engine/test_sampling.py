@@ -1,0 +1,84 @@
+"""What a request may ask of the sampler, and that a batch samples by its own settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from slime.engine.embedded.model.sampler import SamplingRows, draw_each
+from slime.engine.embedded.sampling_params import BadRequest, parse_sampling_params
+from slime.engine.embedded.sequence import Sequence
+
+VOCAB = 12
+
+
+def sequence(**raw: Any) -> Sequence:
+    params = parse_sampling_params(raw, vocab_size=VOCAB)
+    return Sequence("rid", [1, 2, 3], params, frozenset({5}), 9, notify=lambda seq: None, output_ids=[3, 4, 4])
+
+
+def test_a_newcomer_never_inherits_the_settings_of_one_that_left() -> None:
+    """Python gives the address of a sequence that is gone to the next one."""
+    rows = SamplingRows(4, torch.device("cpu"))
+    for round_ in range(50):
+        greedy = round_ % 2 == 0
+        rows.hold([sequence(temperature=0.0 if greedy else 0.25)])
+        assert bool(rows.greedy[0]) is greedy
+        assert float(rows.temperature[0]) == (1.0 if greedy else 0.25)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        '{"temperature": NaN}',
+        '{"temperature": Infinity}',
+        '{"temperature": 1e39}',
+        f'{{"temperature": 1{"0" * 400}}}',
+        '{"temperature": -1e-9}',
+        '{"repetition_penalty": 0}',
+        '{"repetition_penalty": 1e-40}',
+        '{"repetition_penalty": NaN}',
+        '{"frequency_penalty": NaN}',
+        '{"presence_penalty": Infinity}',
+        '{"logit_bias": {"3": NaN}}',
+        '{"logit_bias": {"3": -Infinity}}',
+        '{"logit_bias": {"3": 1e38}}',
+        '{"logit_bias": {"3": true}}',
+        '{"logit_bias": {"\\u00b2": 1}}',
+        f'{{"min_new_tokens": 1, "stop_token_ids": {list(range(VOCAB))}}}',
+    ],
+)
+def test_what_would_give_no_number_is_refused(raw: str) -> None:
+    with pytest.raises(BadRequest):
+        parse_sampling_params(json.loads(raw), vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-40, 1e-7])
+def test_temperatures_too_small_to_divide_by_are_greedy(temperature: float) -> None:
+    """As SGLang has it: the arg-max, with the log-probs of temperature 1."""
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)) * 30
+    cold = sequence(temperature=temperature)
+    assert cold.params.greedy
+    token, logprob = draw_each(logits, [cold], torch.tensor([0.99]), torch.tensor([True]))
+    assert int(token) == int(logits.argmax())
+    assert float(logprob) == pytest.approx(float(logits.log_softmax(-1).max()))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"temperature": 1e-6},
+        {"temperature": 3e38, "min_new_tokens": 9},
+        {"repetition_penalty": 1e-6, "temperature": 1e-6},
+        {"logit_bias": {"3": 1e30, "4": -1e30}, "temperature": 1e-6},
+        {"frequency_penalty": 2, "presence_penalty": -2, "top_p": 1e-9, "min_p": 1.0},
+    ],
+)
+def test_the_extremes_that_are_accepted_give_numbers(raw: dict[str, Any]) -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)) * 100
+    token, logprob = draw_each(logits, [sequence(**raw)], torch.tensor([0.5]), torch.tensor([False]))
+    assert 0 <= int(token) < VOCAB
+    assert torch.isfinite(logprob).all()
