@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from slime.engine.embedded.model.sampler import SamplingRows, draw_each
-from slime.engine.embedded.sampling_params import BadRequest, parse_sampling_params
+from slime.engine.embedded.refusals import BadRequest
+from slime.engine.embedded.sampling_params import parse_sampling_params
 from slime.engine.embedded.sequence import Sequence
 
 VOCAB = 12

@@ -287,7 +287,10 @@ class EngineCore:
     def update_from_files(self, paths: list[str], version: str | None, *, flush: bool) -> int:
         folder = self.options.model_path
         return self.update_weights(
-            lambda: loading.load_from_files(self.views, paths, config_folder=folder), version, flush=flush
+            lambda: loading.load_from_files(self.views, paths, config_folder=folder),
+            version,
+            flush=flush,
+            whole=loading.is_whole(self.views, loading.names_in(paths)),
         )
 
     def update_from_bytes(self, body: bytes, version: str | None, *, flush: bool) -> int:

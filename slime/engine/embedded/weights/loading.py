@@ -117,9 +117,9 @@ def load_from_folder(views: FolderViews, folder: str, *, trust_remote_code: bool
     paths = sorted(str(p) for p in Path(folder).glob("*.safetensors"))
     if not paths:
         raise BadRequest(f"{folder} has no *.safetensors files")
-    with _readable(paths) as files:
-        names = {name for _, tensors in files for name in tensors.keys()}  # noqa: SIM118
+    names = names_in(paths)
     if names <= views.targets(names).keys():
+        require_whole(views, names, folder)
         return load_from_files(views, paths, config_folder=folder)
     targets, dtype = views.model.state_dict(), next(views.model.parameters()).dtype
     try:
@@ -132,6 +132,25 @@ def load_from_folder(views: FolderViews, folder: str, *, trust_remote_code: bool
     for name, tensor in loaded.items():
         _check(targets, name, tuple(tensor.shape), folder)
     return _copy_all((targets[name], tensor) for name, tensor in loaded.items())
+
+
+def names_in(paths: Sequence[str]) -> set[str]:
+    """The tensors of safetensors files."""
+    with _readable(paths) as files:
+        return {name for _, tensors in files for name in tensors.keys()}  # noqa: SIM118
+
+
+def require_whole(views: FolderViews, names: set[str], source: str) -> None:
+    """Refuse a part of a model where a whole one is meant: what is missing would stay from other weights."""
+    missing = views.missing(names)
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise BadRequest(f"{source} lacks {missing[0]}{more}: a model folder has every tensor of the model")
+
+
+def is_whole(views: FolderViews, names: set[str]) -> bool:
+    """Whether an update of `names` leaves nothing of the weights before; transformers' loader takes no other."""
+    return not names <= views.targets(names).keys() or not views.missing(names)
 
 
 def load_from_delta(views: FolderViews, folder: Path, index: DeltaIndex, *, version: str) -> int:

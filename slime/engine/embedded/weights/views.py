@@ -58,12 +58,32 @@ class FolderViews:
         own = self.model.state_dict()
         if own.keys() >= set(names):
             return own
+        layout = self._known_layout()
+        return own if layout is None else folder_views(self.model, layout)
+
+    def missing(self, names: Collection[str]) -> list[str]:
+        """What an update of `names` leaves as it was, under the folder's names; tied tensors count as one."""
+        own = self.model.state_dict()
+        seen = {_place(own[name]) for name in names if name in own}
+        optional = [re.compile(pattern) for pattern in self.model._keys_to_ignore_on_load_missing or ()]
+        left = set()
+        for name, tensor in own.items():
+            if _place(tensor) not in seen and not any(pattern.search(name) for pattern in optional):
+                left.add(name)
+                seen.add(_place(tensor))
+        layout = (self._known_layout() if left else None) or {}
+        parts = [name for name, part in layout.items() if part.source in left]
+        fused = {layout[name].source for name in parts}
+        return sorted(name for name in {*parts, *(left - fused)} if name not in names)
+
+    def _known_layout(self) -> Layout | None:
+        """None: the folder's tensors are no parts of the model's."""
         try:
             if self._layout is None:
                 self._layout = folder_layout(self.model)
         except NoLayout:
-            return own
-        return folder_views(self.model, self._layout)
+            return None
+        return self._layout
 
     def readable(self) -> dict[str, torch.Tensor]:
         """Every tensor under its own name and the folder's, perhaps as a copy."""
@@ -126,6 +146,10 @@ def _regular(name: str, numbers: torch.Tensor, source: str, shape: tuple[int, ..
     ):  # fmt: skip
         raise NoLayout(f"{name} is not a regular part of {source}")
     return part
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape)
 
 
 def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,77 @@
+"""A model folder has every tensor of the model, or it is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.options import parse_options
+from slime.engine.embedded.refusals import BadRequest
+from tests.tiny_models import make_model_folder
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def loaded(folder: Path) -> EngineCore:
+    core = EngineCore(parse_options(["--model-path", str(folder)]), on_death=lambda error: None)
+    core.load("cpu")
+    return core
+
+
+def weights(core: EngineCore) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in core.views.readable().items()}
+
+
+def without(folder: Path, *names: str) -> Path:
+    """The folder, less some of its tensors."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: t for name, t in tensors.items() if name not in names}, path, metadata={"format": "pt"})
+    return folder
+
+
+def test_a_folder_with_one_tensor_is_no_model(qwen3_folder: Path, tmp_path: Path) -> None:
+    core = loaded(qwen3_folder)
+    before = weights(core)
+    save_file({"lm_head.weight": torch.zeros(320, 64)}, tmp_path / "model.safetensors")
+    with pytest.raises(BadRequest, match=r"lacks model\.embed_tokens\.weight and \d+ more"):
+        core.update_from_folder(str(tmp_path), "1", flush=True)
+    assert core.weight_version == "default"
+    for name, tensor in weights(core).items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_tied_tensors_may_come_under_one_name(tmp_path: Path) -> None:
+    tied = {"tie_word_embeddings": True}
+    core = loaded(make_model_folder(tmp_path / "first", **tied))
+    other = make_model_folder(tmp_path / "other", seed=1, **tied)
+    assert "lm_head.weight" not in load_file(other / "model.safetensors")
+    core.update_from_folder(str(other), "1", flush=True)
+    assert core.weight_version == "1"
+    with pytest.raises(BadRequest, match=r"lacks model\.embed_tokens\.weight:"):
+        core.update_from_folder(str(without(other, "model.embed_tokens.weight")), "2", flush=True)
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    core = loaded(make_model_folder(tmp_path / "first", "qwen3_moe", **EXPERTS))
+    other = make_model_folder(tmp_path / "other", "qwen3_moe", seed=1, **EXPERTS)
+    core.update_from_folder(str(other), "1", flush=True)
+    expert = "model.layers.1.mlp.experts.2.up_proj.weight"
+    with pytest.raises(BadRequest, match=rf"lacks {expert.replace('.', '[.]')}:"):
+        core.update_from_folder(str(without(other, expert)), "2", flush=True)
+    assert core.weight_version == "1"
+
+
+def test_files_with_a_part_do_not_make_stale_weights_good(qwen3_folder: Path, tmp_path: Path) -> None:
+    core = loaded(qwen3_folder)
+    core.mark_stale("a delta did not fit")
+    part = tmp_path / "part.safetensors"
+    save_file({"lm_head.weight": torch.zeros(320, 64)}, part)
+    core.update_from_files([str(part)], "1", flush=True)
+    assert core.stale is not None
+    core.update_from_files([str(qwen3_folder / "model.safetensors")], "2", flush=True)
+    assert core.stale is None
