@@ -10,6 +10,7 @@ import dataclasses
 from slime.cluster.precision import resolve_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
+from slime.config.asynchronous import versions_behind
 from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 _LOGIT_ROWS = 2048
@@ -41,7 +42,9 @@ def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: 
         if needs_reference(config):
             parts["reference"] = frozen
         if config.keep_old_actor:
-            parts["old policy"] = frozen
+            behind = versions_behind(config)
+            on_host = behind + 1 if behind and device != "cuda" else 0  # older versions wait in the host's memory
+            parts["old policy"] = frozen * (1 + on_host)
         if config.use_opd and config.opd_type == "trainer":
             parts["teacher (if it is as large)"] = frozen
     tokens = tokens_per_forward(config)

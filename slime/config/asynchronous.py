@@ -18,6 +18,15 @@ def is_async(config: Config) -> bool:
     return config.async_mode in (ONE_STEP, FULL) and config.max_weight_staleness != 0
 
 
+def versions_behind(config: Config) -> int:
+    """How many steps old the weights can be that sampled a token, as far as the flags bound it."""
+    if config.async_mode == ONE_STEP and is_async(config):
+        return config.async_buffer_size + config.update_weights_interval - 1
+    if is_async(config) or config.partial_rollout:
+        return DEFAULT_STALENESS if config.max_weight_staleness is None else config.max_weight_staleness
+    return 0
+
+
 def loop_in_words(config: Config) -> str:
     """The mode of a resolved config as the plan says it."""
     if not is_async(config):
@@ -25,7 +34,7 @@ def loop_in_words(config: Config) -> str:
     interval = config.update_weights_interval
     weights = "every step" if interval == 1 else f"every {interval} steps"
     if config.async_mode == ONE_STEP:
-        ready, oldest = config.async_buffer_size, config.async_buffer_size + interval - 1
+        ready, oldest = config.async_buffer_size, versions_behind(config)
         return f"one step off: up to {ready} rollout(s) ready, new weights {weights}, samples up to {oldest} steps old"
     return (
         f"fully asynchronous: new weights {weights} under running requests, samples at most "

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from slime.config import Config
 from slime.config.algorithm import needs_reference
+from slime.config.asynchronous import versions_behind
 from slime.config.start import find_start
 from slime.errors import UserError
 from slime.train.backends.frozen import FrozenModel
@@ -25,6 +27,7 @@ from slime.train.finite import blame, first_not_finite
 from slime.train.loading import load_policy
 from slime.train.micro_batch import MicroBatch
 from slime.train.objectives import CustomObjective, supervised_loss
+from slime.train.old_policy import OldPolicy, token_versions, versions_in
 from slime.train.optimizer import LearningRate
 from slime.train.policy import PolicyModel
 from slime.train.policy_objective import ABS_DIFF, PolicyObjective, largest_gap, set_importance_scale
@@ -54,6 +57,13 @@ class Actor:
             self.state = checkpoint.load(self.backend, config)
             if config.ref_update_interval is not None:
                 checkpoint.load_reference(self.frozen["ref"])
+        if "old_actor" in self.frozen:
+            version = self.state.next_rollout_id if config.start_rollout_id is None else config.start_rollout_id
+            old = self.frozen.pop("old_actor")
+            self.old_policy: OldPolicy | None = OldPolicy(old, version=version, behind=versions_behind(config))
+            self.old_policy.remember(self.backend, version)
+        else:
+            self.old_policy = None
         self._objective = PolicyObjective(config) if config.loss_type == "policy_loss" else None
         self._custom = CustomObjective(config) if config.loss_type == "custom_loss" else None
 
@@ -78,10 +88,12 @@ class Actor:
     def score(self, data: RolloutData, micro_batches: Sequence[MicroBatch], *, num_steps: int, timers: Timers) -> None:
         """Log-probs of the old policy, the reference and the teacher, as far as they are needed."""
         if self._needs_own_log_probs(num_steps):
-            old = self.frozen.get("old_actor")
             with timers.measure("log_probs"):
-                model = self.policy if old is None else old.module
-                self._pass(model, data, micro_batches, "log_probs", with_entropy=self.config.use_rollout_entropy)
+                if self.old_policy is None:
+                    with_entropy = self.config.use_rollout_entropy
+                    self._pass(self.policy, data, micro_batches, "log_probs", with_entropy=with_entropy)
+                else:
+                    self._pass_by_version(self.old_policy, data, micro_batches)
         for name in ("ref", "teacher"):
             if name in self.frozen:
                 with timers.measure(f"{name}_log_probs"):
@@ -115,6 +127,23 @@ class Actor:
         collect(data, name, log_probs)
         if with_entropy:
             collect(data, "entropy", entropies)
+
+    def _pass_by_version(self, old: OldPolicy, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> None:
+        """Each token's log-prob (and entropy) under the weights that sampled it: a pass for each version there is."""
+        spans = data.get("version_spans") or [None] * len(data["response_lengths"])
+        nearest = {version: old.nearest(version) for version in versions_in(spans)}
+        own = [
+            token_versions(runs, length, nearest) for runs, length in zip(spans, data["response_lengths"], strict=True)
+        ]
+        names = ("log_probs", "entropy") if self.config.use_rollout_entropy else ("log_probs",)
+        found: dict[str, list[Tensor]] = {}
+        for version in sorted(map(int, self.ranks.union({str(v) for one in own for v in one.unique().tolist()}))):
+            self._pass(old.at(version), data, micro_batches, "log_probs", with_entropy="entropy" in names)
+            for name in names:
+                before = found.get(name, data[name])
+                parts = zip(data[name], before, own, strict=True)
+                found[name] = [torch.where(at == version, new, kept) for new, kept, at in parts]
+        data.update(found)
 
     # the updates
 
@@ -173,10 +202,10 @@ class Actor:
         if interval is not None and (rollout_id + 1) % interval == 0:
             self.frozen["ref"].copy_from(self.backend)
 
-    def remember_exported(self) -> None:
-        """The weights that go to the engines now are the old policy of the rollouts they will sample."""
-        if "old_actor" in self.frozen:
-            self.frozen["old_actor"].copy_from(self.backend)
+    def remember_exported(self, version: int) -> None:
+        """The weights that go to the engines now are the old policy of what they will sample."""
+        if self.old_policy is not None:
+            self.old_policy.remember(self.backend, version)
 
     def save(self, rollout_id: int, folder: Path) -> Path:
         self.state.next_rollout_id = rollout_id + 1

@@ -40,6 +40,7 @@ class TrainBatch:
     rollout_log_probs: list[np.ndarray] | None
     teacher_log_probs: list[np.ndarray] | None
     train_metadata: list[dict[str, Any] | None]
+    version_spans: list[list[list[Any]]] | None = None  # runs of tokens by the weights that sampled them
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of a user's own conversion
 
     def __len__(self) -> int:
@@ -150,6 +151,7 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
         rollout_log_probs=_log_prob_column(samples, masks, "rollout_log_probs", config.output_dir),
         teacher_log_probs=_log_prob_column(samples, masks, "teacher_log_probs", config.output_dir),
         train_metadata=[sample.train_metadata for sample in samples],
+        version_spans=[sample.version_spans for sample in samples] if config.keep_old_actor else None,
     )
 
 

@@ -21,6 +21,8 @@ from slime.errors import UserError
 from slime.train.batch import TrainBatch
 
 FORMAT = 1
+KNOWN = {field.name for field in dataclasses.fields(TrainBatch)}
+REQUIRED = KNOWN - {"version_spans"}  # earlier versions did not write it
 _ARRAY = 1
 _NAME = re.compile(r"carried_(\d+)\.msgpack")
 _CHECKPOINT = re.compile(r"iter_(\d{7,})")
@@ -65,7 +67,7 @@ def load_carried(folder: str | Path, rollout_id: int) -> TrainBatch | None:
     except (OSError, ValueError, TypeError, msgpack.UnpackException) as cause:
         raise UserError(f"{path}: the rollouts that wait for training are unreadable ({cause}): {remedy}") from cause
     batch = saved.get("batch") if isinstance(saved, dict) and saved.get("format") == FORMAT else None
-    if not isinstance(batch, dict) or batch.keys() != {field.name for field in dataclasses.fields(TrainBatch)}:
+    if not isinstance(batch, dict) or not REQUIRED <= batch.keys() <= KNOWN:
         raise UserError(f"{path}: was written by another version of slime: {remedy}")
     return TrainBatch.from_dict(batch)
 

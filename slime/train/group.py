@@ -173,9 +173,9 @@ class TrainerGroup:
             timeout_s=timeout_s,
         )
 
-    def broadcast_weights(self) -> None:
+    def broadcast_weights(self, version: int) -> None:
         """Send every bucket; returns when the engines have them all."""
-        self._call_same("broadcast_weights")
+        self._call_same("broadcast_weights", version=version)
 
     def leave_engines(self) -> None:
         """Rank 0 leaves the engines' process group, if it is in one."""

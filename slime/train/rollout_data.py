@@ -49,6 +49,8 @@ def make_rollout_data(batch: TrainBatch) -> RolloutData:
         "train_metadata": list(batch.train_metadata),
         **batch.extra,
     }
+    if batch.version_spans is not None:
+        data["version_spans"] = list(batch.version_spans)
     for name in ("rollout_log_probs", "teacher_log_probs"):
         column = getattr(batch, name)
         if column is not None:

@@ -102,7 +102,7 @@ class Trainer:
 
     def export_weights(self, out_dir: str, version: int) -> list[str]:
         """HF-named safetensors files for the engines, written by rank 0 (the others return nothing)."""
-        self.actor.remember_exported()
+        self.actor.remember_exported(version)
         size = self.config.update_weight_buffer_size
         paths = export_weights(
             self.actor.backend, Path(out_dir), version=version, dtype=self.rollout_dtype, buffer_size=size
@@ -113,7 +113,7 @@ class Trainer:
 
     def export_delta(self, out_dir: str, version: int, base_version: int) -> dict[str, Any]:
         """This rank's share of what changed since `base_version`, as a file of blobs."""
-        self.actor.remember_exported()
+        self.actor.remember_exported(version)
         return self.sender.export_delta(self.actor.backend, Path(out_dir), version=version, base_version=base_version)
 
     def weight_buckets(self) -> list[list[dict[str, Any]]]:
@@ -125,9 +125,9 @@ class Trainer:
         if self.ranks.rank == 0:
             self.sender.join(**meeting_point)
 
-    def broadcast_weights(self) -> None:
+    def broadcast_weights(self, version: int) -> None:
         """Send all buckets to the engines that joined."""
-        self.actor.remember_exported()
+        self.actor.remember_exported(version)
         self.sender.broadcast(self.actor.backend)
 
     def leave_engines(self) -> None:

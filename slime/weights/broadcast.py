@@ -124,7 +124,7 @@ class BroadcastPublisher(WeightPublisher):
                 raise
 
         results = await asyncio.gather(
-            announce_all(), asyncio.to_thread(self._source.broadcast_weights), return_exceptions=True
+            announce_all(), asyncio.to_thread(self._source.broadcast_weights, version), return_exceptions=True
         )
         if any(isinstance(result, BaseException) for result in results):
             await self._disband()

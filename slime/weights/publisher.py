@@ -46,7 +46,7 @@ class WeightSource(Protocol):
         """Wait for the engines in a process group, as its rank 0."""
         ...
 
-    def broadcast_weights(self) -> None:
+    def broadcast_weights(self, version: int) -> None:
         """Send every bucket to that group."""
         ...
 

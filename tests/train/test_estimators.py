@@ -18,7 +18,7 @@ from slime.train.batch import flatten_samples, make_train_batch
 from slime.train.group import TrainerGroup
 from tests.test_docs import documented_metrics
 from tests.train.in_process import InProcess, config_for
-from tests.train.tiny_training import make_samples
+from tests.train.tiny_training import build_model, make_samples
 
 Folder = Callable[[str], Path]
 HOOKS = "tests.train.hooks"
@@ -190,9 +190,44 @@ def test_the_old_actor_is_the_policy_that_was_exported(model_folder: Folder, tmp
     assert run.train(2, groups)["metrics"][0]["train/ppo_kl"] == pytest.approx(0.0, abs=1e-7)
 
 
-def test_a_teacher_in_the_trainer_pulls_the_student_towards_it(model_folder: Folder, tmp_path: Path) -> None:
-    from tests.train.tiny_training import build_model
+def log_probs_of(weights: dict[str, torch.Tensor], kind: str, sample: Sample) -> torch.Tensor:
+    """Of the response, by the model's plain forward."""
+    model = build_model(kind)
+    model.load_state_dict(weights, strict=False)
+    tokens = torch.tensor([sample.tokens])
+    with torch.no_grad():
+        every = torch.log_softmax(model(tokens).logits[0, :-1], dim=-1)
+    return every.gather(1, tokens[0, 1:, None])[-sample.response_length :, 0]
 
+
+def test_one_step_off_the_old_actor_is_the_version_that_sampled_each_token(
+    model_folder: Folder, tmp_path: Path
+) -> None:
+    flags: dict[str, Any] = {"keep_old_actor": True, "async_mode": "one-step", "use_tis": False, "lr": 1e-2}
+    dump = str(tmp_path / "{rollout_id}.jsonl")
+    run = InProcess(config_for(model_folder("llama"), tmp_path, save_debug_train_data=dump, **flags))
+    weights = []
+    for version in range(2):
+        weights.append(run.weights)
+        run.trainer.export_weights(str(tmp_path / "w"), version)
+        groups = make_samples(3, 3)
+        for sample in flatten_samples(groups):
+            sample.version_spans = [["0", sample.response_length]]
+        answer = run.train(version, groups)
+    assert abs(answer["metrics"][0]["train/ppo_kl"]) > 1e-5  # sampled by version 0, trained on by version 1
+    run.trainer.export_weights(str(tmp_path / "w"), 2)
+    samples = flatten_samples(groups)
+    for sample in samples:  # the weights changed under it, and the oldest is no longer kept
+        sample.version_spans = [["0", 1], ["1", sample.response_length - 1]]
+    samples[0].version_spans = []
+    newest = run.weights
+    rows = run.train(2, groups)["dump"]
+    for sample, row in zip(samples, sorted(rows, key=lambda row: row["sample_indices"]), strict=True):
+        expected = log_probs_of(newest if sample is samples[0] else weights[1], "llama", sample)
+        torch.testing.assert_close(torch.tensor(row["log_probs"]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_teacher_in_the_trainer_pulls_the_student_towards_it(model_folder: Folder, tmp_path: Path) -> None:
     teacher = tmp_path / "teacher"
     build_model("llama", seed=3).save_pretrained(teacher)
     flags: dict[str, Any] = {

@@ -5,7 +5,7 @@ Invariant: a frozen model is sharded as the policy is, so copying the policy int
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -33,6 +33,17 @@ class FrozenModel:
         source = dict(policy.module.model.named_parameters())
         for name, parameter in self._parameters.items():
             local_part(parameter).copy_(local_part(source[name]))
+
+    def local_copy(self) -> list[torch.Tensor]:
+        """This rank's parts, on the host."""
+        return [local_part(parameter).detach().to("cpu", copy=True) for parameter in self._parameters.values()]
+
+    @torch.no_grad()
+    def load_local(self, parts: Sequence[torch.Tensor]) -> None:
+        """Take over what `local_copy` gave."""
+        self._reshard()
+        for parameter, part in zip(self._parameters.values(), parts, strict=True):
+            local_part(parameter).copy_(part)
 
     def full_parameters(self) -> Iterator[NamedTensor]:
         """Whole tensors; all ranks iterate together."""
