@@ -82,9 +82,14 @@ def importance_weights(
 
 
 @torch.no_grad()
-def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
-    """[sum of weights, count] over unmasked tokens, in float64: to be added up over a step for `unit_mean_scale`."""
+def weight_sums(weights: Tensor, mask: Tensor, lengths: Sequence[int], level: str) -> Tensor:
+    """[sum of weights, count], in float64: to be added up over a step for `unit_mean_scale`.
+
+    Over unmasked tokens; where a sequence has one weight, over the sequences that have any, however long they are.
+    """
     kept = mask != 0
+    if level != "token":
+        weights, kept = masked_means(weights, mask, lengths), segment_sums(kept.float(), lengths) > 0
     total = torch.where(kept, weights, torch.zeros_like(weights)).double().sum()
     return torch.stack([total, kept.sum().double()])
 

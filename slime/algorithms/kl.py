@@ -2,10 +2,11 @@
 
 With d = log pi - log pi_ref (Schulman 2020, "Approximating KL Divergence"): k1 = d is unbiased with high variance;
 k2 = d^2 / 2 is biased with low variance; k3 = exp(-d) - 1 + d is unbiased, never negative, with low variance;
-low_var_kl is k3 clamped to [-10, 10].
+low_var_kl is k3, weighed if it is, and then clamped to [-10, 10].
 
 The gradient of such an estimate is not an estimate of the KL's gradient unless the sample is weighed by the ratio of
-the policy it is meant for to the policy it came from (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1):
+the policy it is meant for to the policy it came from (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1), token by token
+whatever the surrogate's ratio is:
     unbiased = pi / pi_old * kl
 """
 
@@ -19,24 +20,22 @@ from slime.algorithms.ratio import MAX_LOG_RATIO, finite_ratio
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
 
-def approximate_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+def approximate_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, log_ratio: Tensor | None = None) -> Tensor:
+    """Per token; with `log_ratio` = log pi - log pi_old weighed by it, and the gradient flows through both factors."""
     difference = log_probs - ref_log_probs
     match kind:
         case "k1":
-            return difference
+            kl = difference
         case "k2":
-            return 0.5 * difference.square()
-        case "k3":
-            return _k3(difference)
-        case "low_var_kl":
-            return _k3(difference).clamp(-10.0, 10.0)
-    raise ValueError(f"unknown KL estimator {kind!r}: choose one of {', '.join(KL_TYPES)}")
+            kl = 0.5 * difference.square()
+        case "k3" | "low_var_kl":
+            kl = _k3(difference)
+        case _:
+            raise ValueError(f"unknown KL estimator {kind!r}: choose one of {', '.join(KL_TYPES)}")
+    if log_ratio is not None:
+        kl = kl * finite_ratio(log_ratio)
+    return kl.clamp(-10.0, 10.0) if kind == "low_var_kl" else kl
 
 
 def _k3(difference: Tensor) -> Tensor:
     return torch.expm1((-difference).clamp_max(MAX_LOG_RATIO)) + difference
-
-
-def unbiased_kl(kl: Tensor, log_ratio: Tensor) -> Tensor:
-    """kl * exp(log pi - log pi_old); the gradient flows through both factors."""
-    return kl * finite_ratio(log_ratio)

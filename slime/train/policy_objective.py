@@ -1,7 +1,8 @@
 """The policy's loss on one micro-batch.
 
 Invariant: every term is a sum of per-token values times the micro-batch's weights, so the parts of a step add up to the
-whole however it was cut; what a correction rejects leaves the numerator and stays in the denominator.
+whole however it was cut; what a correction rejects leaves the numerator of every term (surrogate, entropy, KL) and
+stays in the denominator.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from slime.algorithms.cispo import cispo_loss
 from slime.algorithms.gspo import sequence_log_ratio
 from slime.algorithms.importance import ImportanceWeights, importance_weights, unit_mean_scale, weight_sums
-from slime.algorithms.kl import approximate_kl, unbiased_kl
+from slime.algorithms.kl import approximate_kl
 from slime.algorithms.opsm import off_policy_sequence_mask
 from slime.algorithms.policy_loss import clipped_policy_loss
 from slime.algorithms.reduce import weighted_sum
@@ -52,10 +53,7 @@ class PolicyObjective:
         if s.estimator == "gspo":
             log_ratio = sequence_log_ratio(log_probs, old, micro.mask, micro.lengths)
         token_loss, was_clipped = self._surrogate(micro, log_probs, log_ratio)
-        metrics: Metrics = {
-            "pg_clipfrac": weighted_sum(was_clipped, micro.weights),
-            "ppo_kl": weighted_sum(-log_ratio.detach(), micro.weights),
-        }
+        metrics: Metrics = {}
         if s.opsm_delta is not None:
             keep = off_policy_sequence_mask(
                 log_probs.detach(), old, micro.columns["advantages"], micro.mask, micro.lengths, delta=s.opsm_delta
@@ -63,16 +61,21 @@ class PolicyObjective:
             token_loss = token_loss * keep
             metrics["opsm_clipfrac"] = weighted_sum(1.0 - keep, micro.weights)
         token_loss, kept, more = self._corrected(micro, token_loss, log_probs, log_ratio)
-        metrics |= more
+        weights = micro.weights * kept
         pg_loss = self._reduced(micro, token_loss, kept)
         loss = pg_loss
         with torch.set_grad_enabled(s.entropy_coef != 0.0):
-            entropy_loss = weighted_sum(entropy, micro.weights)
+            entropy_loss = weighted_sum(entropy, weights)
         if s.entropy_coef:
             loss = loss - s.entropy_coef * entropy_loss
-        metrics = {"pg_loss": pg_loss.detach(), "entropy_loss": entropy_loss.detach(), **metrics}
+        metrics |= more | {
+            "pg_loss": pg_loss.detach(),
+            "entropy_loss": entropy_loss.detach(),
+            "pg_clipfrac": weighted_sum(was_clipped, weights),
+            "ppo_kl": weighted_sum(-log_ratio.detach(), weights),
+        }
         if s.use_kl_loss:
-            kl_loss = self._kl(micro, log_probs, log_ratio)
+            kl_loss = self._kl(micro, log_probs, log_probs - old, weights)
             loss = loss + s.kl_loss_coef * kl_loss if s.kl_loss_coef else loss
             metrics["kl_loss"] = kl_loss.detach()
         if "rollout_log_probs" in micro.columns:
@@ -104,11 +107,12 @@ class PolicyObjective:
             log_ratio, advantages, eps_clip=s.eps_clip, eps_clip_high=s.eps_clip_high, eps_clip_c=s.eps_clip_c
         )
 
-    def _kl(self, micro: MicroBatch, log_probs: Tensor, log_ratio: Tensor) -> Tensor:
+    def _kl(self, micro: MicroBatch, log_probs: Tensor, token_log_ratio: Tensor, weights: Tensor) -> Tensor:
         s = self.settings
         with torch.set_grad_enabled(s.kl_loss_coef != 0.0):
-            kl = approximate_kl(log_probs, micro.columns["ref_log_probs"], s.kl_loss_type)
-            return weighted_sum(unbiased_kl(kl, log_ratio) if s.unbiased_kl else kl, micro.weights)
+            log_ratio = token_log_ratio if s.unbiased_kl else None
+            kl = approximate_kl(log_probs, micro.columns["ref_log_probs"], s.kl_loss_type, log_ratio=log_ratio)
+            return weighted_sum(kl, weights)
 
     # corrections
 
@@ -197,7 +201,7 @@ def set_importance_scale(correction: Correction | None, micro_batches: Sequence[
     sums = torch.zeros(2, dtype=torch.float64)
     for micro in micro_batches:
         found = _weights(correction, micro, micro.columns["log_probs"], micro.columns["rollout_log_probs"])
-        sums += weight_sums(found.weights, micro.mask).cpu()
+        sums += weight_sums(found.weights, micro.mask, micro.lengths, correction.level).cpu()
     scale = unit_mean_scale(*ranks.sum(sums.to(ranks.device)).tolist())
     for micro in micro_batches:
         micro.importance_scale = scale

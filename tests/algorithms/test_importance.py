@@ -67,15 +67,25 @@ def test_extreme_ratios_are_bounded(level, dtype) -> None:
 @given(ragged())
 def test_normalized_weights_have_a_masked_mean_of_one(batch: Ragged) -> None:
     weights, mask = torch.tensor(batch.numbers(0)).abs(), torch.tensor(batch.mask)
-    half = len(weights) // 2  # however the step is cut
-    total, count = (weight_sums(weights[:half], mask[:half]) + weight_sums(weights[half:], mask[half:])).tolist()
+    cut = len(batch.lengths) // 2  # however the step is cut
+    first, second, half = batch.lengths[:cut], batch.lengths[cut:], sum(batch.lengths[:cut])
+    parts = ((weights[:half], mask[:half], first), (weights[half:], mask[half:], second))
+    total, count = sum(weight_sums(*part, "token") for part in parts).tolist()
     kept = [w for w, m in zip(weights.tolist(), batch.mask, strict=True) if m]
     assert count == len(kept)
     assert unit_mean_scale(total, count) == pytest.approx(len(kept) / sum(kept) if kept else 1.0, rel=1e-12)
 
 
+def test_at_sequence_level_every_sequence_counts_once_whatever_its_length() -> None:
+    """Weights 2, 4 and 9 of sequences of four, one and two tokens; the last is masked as a whole: the mean is 3."""
+    weights = torch.tensor([2.0] * 4 + [4.0] + [9.0] * 2)
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
+    assert weight_sums(weights, mask, [4, 1, 2], "sequence").tolist() == [6.0, 2.0]
+    assert weight_sums(weights, mask, [4, 1, 2], "token").tolist() == [10.0, 4.0]
+
+
 def test_weights_that_are_all_zero_stay_zero() -> None:
-    assert unit_mean_scale(*weight_sums(torch.zeros(3), torch.ones(3)).tolist()) == 1.0
+    assert unit_mean_scale(*weight_sums(torch.zeros(3), torch.ones(3), [3], "token").tolist()) == 1.0
 
 
 @given(ragged(), st.sampled_from(LEVELS), st.sampled_from([None, 0.3]))

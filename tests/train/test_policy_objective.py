@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -21,6 +22,19 @@ CASES: dict[str, dict[str, Any]] = {
     "clip_higher_dual": {"eps_clip": 0.1, "eps_clip_high": 0.4, "eps_clip_c": 1.5},
     "entropy_and_kl": {"entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3"},
     "kl_k2_unbiased": {"use_kl_loss": True, "kl_loss_coef": 0.7, "kl_loss_type": "k2", "use_unbiased_kl": True},
+    "kl_unbiased_gspo": {
+        "advantage_estimator": "gspo",
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.7,
+        "kl_loss_type": "k3",
+        "use_unbiased_kl": True,
+    },
+    "kl_unbiased_clamped": {
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.7,
+        "kl_loss_type": "low_var_kl",
+        "use_unbiased_kl": True,
+    },
     "kl_clamped": {"use_kl_loss": True, "kl_loss_coef": 0.7, "kl_loss_type": "low_var_kl"},
     "gspo": {"advantage_estimator": "gspo", "eps_clip": 0.05},
     "gspo_opsm": {"advantage_estimator": "gspo", "use_opsm": True, "opsm_delta": 0.05},
@@ -37,6 +51,16 @@ CASES: dict[str, dict[str, Any]] = {
         "rs_lower_bound": 0.9,
         "rs_upper_bound": 1.1,
         "rs_veto_threshold": 0.5,
+    },
+    "rejection_entropy_and_kl": {
+        "use_rs": True,
+        "rs_level": "token",
+        "rs_lower_bound": 0.8,
+        "rs_upper_bound": 1.2,
+        "entropy_coef": 0.1,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.3,
+        "kl_loss_type": "k2",
     },
     "only_looking": {"get_mismatch_metrics": True},
 }
@@ -62,7 +86,8 @@ def reference(config: Config, rows: Sequences, weights: Sequences) -> torch.Tens
                     loss = torch.minimum(loss, -config.eps_clip_c * adv[t])
             if config.use_opsm and adv[t] < 0 and -mean_ratio.item() > config.opsm_delta:
                 loss = loss * 0.0
-            loss = loss * correction(config, [float(old[i] - rollout[i]) for i in used], used.index(t))
+            gaps = [float(old[i] - rollout[i]) for i in used]
+            loss = loss * importance(config, gaps, used.index(t))
             kl = torch.zeros((), dtype=torch.float64)
             if config.use_kl_loss:
                 d = lp[t] - ref[t]
@@ -70,37 +95,41 @@ def reference(config: Config, rows: Sequences, weights: Sequences) -> torch.Tens
                     "k1": d,
                     "k2": d * d / 2,
                     "k3": torch.exp(-d) - 1 + d,
-                    "low_var_kl": torch.clamp(torch.exp(-d) - 1 + d, -10, 10),
+                    "low_var_kl": torch.exp(-d) - 1 + d,
                 }[config.kl_loss_type]
-                kl = kl * ratio if config.use_unbiased_kl else kl
-            total = total + weight[t] * (loss - config.entropy_coef * entropy[t] + config.kl_loss_coef * kl)
+                kl = kl * torch.exp(lp[t] - base[t]) if config.use_unbiased_kl else kl
+                kl = torch.clamp(kl, -10, 10) if config.kl_loss_type == "low_var_kl" else kl
+            terms = loss - config.entropy_coef * entropy[t] + config.kl_loss_coef * kl
+            total = total + weight[t] * terms * is_kept(config, gaps, used.index(t))
     return total
 
 
-def correction(config: Config, log_ratios: list[float], at: int) -> float:
-    """Importance weight times what rejection leaves of token `at` of a sequence's unmasked tokens."""
+def level_ratio(log_ratios: list[float], at: int, level: str) -> float:
+    """Of token `at` of a sequence's unmasked tokens."""
+    value = {"token": log_ratios[at], "sequence": sum(log_ratios), "geometric": sum(log_ratios) / len(log_ratios)}
+    return math.exp(max(-20.0, min(20.0, value[level])))
 
-    def ratio(level: str) -> float:
-        value = {"token": log_ratios[at], "sequence": sum(log_ratios), "geometric": sum(log_ratios) / len(log_ratios)}
-        return float(torch.exp(torch.tensor(max(-20.0, min(20.0, value[level])), dtype=torch.float64)))
 
-    factor = 1.0
-    if config.use_tis:
-        weight = ratio(config.tis_level)
-        low, high = config.tis_clip_low, config.tis_clip
-        inside = low <= weight <= high
-        factor = {
-            "truncate": min(weight, high),
-            "clip": min(max(weight, low), high),
-            "mask": weight if inside else 0.0,
-        }[config.tis_mode]
-    if config.use_rs:
-        if not config.rs_lower_bound <= ratio(config.rs_level) <= config.rs_upper_bound:
-            factor = 0.0
-        veto = config.rs_veto_threshold
-        if veto is not None and any(torch.exp(torch.tensor(r)).item() < veto for r in log_ratios):
-            factor = 0.0
-    return factor
+def importance(config: Config, log_ratios: list[float], at: int) -> float:
+    """The weight on the surrogate of one token."""
+    if not config.use_tis:
+        return 1.0
+    weight = level_ratio(log_ratios, at, config.tis_level)
+    low, high = config.tis_clip_low, config.tis_clip
+    return {
+        "truncate": min(weight, high),
+        "clip": min(max(weight, low), high),
+        "mask": weight if low <= weight <= high else 0.0,
+    }[config.tis_mode]
+
+
+def is_kept(config: Config, log_ratios: list[float], at: int) -> float:
+    """1 unless rejection takes the token out, with its entropy and its KL."""
+    if not config.use_rs:
+        return 1.0
+    inside = config.rs_lower_bound <= level_ratio(log_ratios, at, config.rs_level) <= config.rs_upper_bound
+    veto = config.rs_veto_threshold
+    return float(inside and not (veto is not None and any(math.exp(r) < veto for r in log_ratios)))
 
 
 @pytest.mark.parametrize("case", CASES)
