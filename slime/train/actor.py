@@ -23,7 +23,7 @@ from slime.train.backends.fsdp import FSDPBackend
 from slime.train.backends.protocol import TrainBackend
 from slime.train.checkpoint import CheckpointFolder, TrainState
 from slime.train.distributed import Ranks
-from slime.train.finite import blame, first_not_finite
+from slime.train.finite import blame_one
 from slime.train.loading import load_policy
 from slime.train.micro_batch import MicroBatch
 from slime.train.objectives import CustomObjective, supervised_loss
@@ -50,7 +50,7 @@ class Actor:
         self.frozen: dict[str, FrozenModel] = {}
         for name, source in self._frozen_folders(str(start.hf_folder or folder)).items():
             self.frozen[name] = FrozenModel(load_policy(config, source, compute_dtype), ranks)
-        self.learning_rate = LearningRate.from_config(config)
+        self.learning_rate = LearningRate.from_config(config, without=config.num_critic_only_steps)
         self.state = TrainState()
         if start.checkpoint is not None:
             checkpoint = CheckpointFolder(start.checkpoint)
@@ -140,8 +140,8 @@ class Actor:
         for version in sorted(map(int, self.ranks.union({str(v) for one in own for v in one.unique().tolist()}))):
             self._pass(old.at(version), data, micro_batches, "log_probs", with_entropy="entropy" in names)
             for name in names:
-                before = found.get(name, data[name])
-                parts = zip(data[name], before, own, strict=True)
+                new_column: list[Tensor] = data[name]
+                parts = zip(new_column, found.get(name, new_column), own, strict=True)
                 found[name] = [torch.where(at == version, new, kept) for new, kept, at in parts]
         data.update(found)
 
@@ -151,16 +151,17 @@ class Actor:
         """One optimizer step."""
         if self._objective is not None:
             set_importance_scale(self._objective.settings.correction, micro_batches, self.ranks)
-        rate = self.learning_rate.at(self.state.step)
+        rate = self.learning_rate.at(self.state.updates)
         try:
             metrics = train_step(self.backend, micro_batches, lambda micro: self._measure(data, micro), rate)
         except NotFinite as found:
             raise UserError(self._explain(found, rollout_id, data, micro_batches)) from found
+        self.state.updates += 1
         named = {f"train/{name}": value for name, value in metrics.items()}
         return named | {"train/lr-pg_0": rate} | self.idle_step()
 
     def idle_step(self) -> dict[str, float]:
-        """Count a step, also one that only the critic made."""
+        """Count a step, also one that only the critic made; the learning rate does not move by those."""
         self.state.step += 1
         return {"train/step": float(self.state.step - 1)}
 
@@ -184,12 +185,8 @@ class Actor:
         """Which sample it was, from the same forward once more; all ranks take part."""
         what = f"log-probs that make the loss {found.loss} (gradient norm {found.grad_norm})"
         parts = [part for micro in micro_batches for part in micro.give(self.policy(micro.row, with_entropy=False)[0])]
-        positions = [position for position, _ in parts]
-        masks = [data["loss_masks"][position] for position in positions]
-        bad = first_not_finite([values for _, values in parts], masks)
-        if bad is not None:
-            return blame(data, positions[bad], what, rollout_id=rollout_id, run_dir=self.config.output_dir or ".")
-        return (
+        blamed = blame_one(data, parts, what, rollout_id=rollout_id, run_dir=self.config.output_dir or ".")
+        return blamed or (
             f"the loss of rollout {rollout_id} is {found.loss} and its gradient norm {found.grad_norm}; nothing was "
             "updated: lower --lr, or look for extreme log-probs and rewards in the samples"
         )

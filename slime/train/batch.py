@@ -50,9 +50,10 @@ class TrainBatch:
     def total_lengths(self) -> list[int]:
         return [len(tokens) for tokens in self.tokens]
 
-    def trainable(self, position: int) -> bool:
-        """Whether there is any response token to compute a log-prob for."""
-        return self.response_lengths[position] > 0
+    @property
+    def trainable(self) -> list[bool]:
+        """Which samples have a token that is trained on; the others cost no forward pass."""
+        return [bool(mask.any()) for mask in self.loss_masks]
 
     def select(self, positions: Sequence[int]) -> TrainBatch:
         lists = {name: None if column is None else [column[i] for i in positions] for name, column in self._columns()}

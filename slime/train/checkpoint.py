@@ -50,10 +50,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainState:
-    """Counters that a resumed run continues from."""
+    """Counters that a resumed run continues from; `updates` are the steps in which this model was updated."""
 
     step: int = 0
     next_rollout_id: int = 0
+    updates: int = 0
 
 
 class CheckpointFolder:
@@ -118,7 +119,8 @@ class CheckpointFolder:
             self._load_random_state(backend.ranks.rank)
         except (SafetensorError, OSError) as cause:
             raise UserError(f"checkpoint {self.path} is damaged ({cause}): choose an older iteration") from cause
-        return TrainState(step=meta["step"], next_rollout_id=meta["next_rollout_id"])
+        updates = meta.get("updates", meta["step"])  # earlier versions counted steps of the critic alone in
+        return TrainState(step=meta["step"], next_rollout_id=meta["next_rollout_id"], updates=updates)
 
     def load_reference(self, reference: FrozenModel) -> None:
         """The reference as it had moved; a checkpoint of a run whose reference stood still has none."""

@@ -12,14 +12,17 @@ from torch import Tensor
 from slime.config import Config
 from slime.config.roles import critic_flags
 from slime.config.start import find_start
+from slime.errors import UserError
 from slime.train.backends.fsdp import FSDPBackend
 from slime.train.checkpoint import CheckpointFolder, TrainState
 from slime.train.distributed import Ranks
+from slime.train.finite import blame_one
 from slime.train.loading import load_critic
 from slime.train.micro_batch import MicroBatch
 from slime.train.objectives import value_loss
 from slime.train.optimizer import LearningRate
-from slime.train.step import Outcome, train_step
+from slime.train.rollout_data import RolloutData
+from slime.train.step import NotFinite, Outcome, train_step
 
 
 class Critic:
@@ -41,9 +44,11 @@ class Critic:
         """(sample, its values) for all samples of the micro-batches."""
         return [part for micro in micro_batches for part in micro.give(self.backend.module(micro.row))]
 
-    def train(self, steps: Sequence[Sequence[MicroBatch]]) -> list[dict[str, float]]:
+    def train(
+        self, rollout_id: int, data: RolloutData, steps: Sequence[Sequence[MicroBatch]]
+    ) -> list[dict[str, float]]:
         """One update for each step; metrics under the names that a critic's have."""
-        return [self._step(step) for step in steps]
+        return [self._step(rollout_id, data, step) for step in steps]
 
     def save(self, rollout_id: int, folder: Path) -> None:
         self.state.next_rollout_id = rollout_id + 1
@@ -56,13 +61,28 @@ class Critic:
             with_optimizer=not self.config.no_save_optim,
         )
 
-    def _step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        rate = self.learning_rate.at(self.state.step)
-        metrics: dict[str, Any] = train_step(self.backend, micro_batches, self._objective, rate)
+    def _step(self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        rate = self.learning_rate.at(self.state.updates)
+        try:
+            metrics: dict[str, Any] = train_step(self.backend, micro_batches, self._objective, rate)
+        except NotFinite as found:
+            values = self.values(micro_batches)  # the same forward once more; all ranks take part
+            what = f"values that make the critic's loss {found.loss} (gradient norm {found.grad_norm})"
+            run_dir = self.config.output_dir or "."
+            sentence = blame_one(data, values, what, rollout_id=rollout_id, run_dir=run_dir)
+            raise UserError(sentence or _unexplained(found, rollout_id)) from found
         self.state.step += 1
+        self.state.updates += 1
         return {f"train/critic-{name}": value for name, value in metrics.items()} | {"train/critic-lr-pg_0": rate}
 
     def _objective(self, micro: MicroBatch) -> Outcome:
         values = self.backend.module(micro.row)
         loss, sums = value_loss(micro, values, value_clip=self.config.value_clip)
         return Outcome(loss, sums)
+
+
+def _unexplained(found: NotFinite, rollout_id: int) -> str:
+    return (
+        f"the critic's loss of rollout {rollout_id} is {found.loss} and its gradient norm {found.grad_norm}; nothing "
+        "was updated: lower --critic-lr, or look for extreme rewards in the samples"
+    )

@@ -5,7 +5,7 @@ Invariant: training never updates weights from them, and the sample that brought
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,15 @@ def first_not_finite(column: Iterable[Tensor], masks: Iterable[Tensor]) -> int |
         if not bool(torch.isfinite(values[mask != 0]).all()):
             return position
     return None
+
+
+def blame_one(
+    data: RolloutData, found: Sequence[tuple[int, Tensor]], what: str, *, rollout_id: int, run_dir: str
+) -> str | None:
+    """Write down the first sample whose numbers, of (position, numbers), are not finite; None if they all are."""
+    masks = [data["loss_masks"][position] for position, _ in found]
+    bad = first_not_finite([values for _, values in found], masks)
+    return None if bad is None else blame(data, found[bad][0], what, rollout_id=rollout_id, run_dir=run_dir)
 
 
 def blame(data: RolloutData, position: int, what: str, *, rollout_id: int, run_dir: str) -> str:

@@ -102,7 +102,7 @@ class TrainerGroup:
         """
         begin = time.perf_counter()
         fresh = self._make_batch(flatten_samples(samples_by_group))
-        if not any(fresh.trainable(i) for i in range(len(fresh))):
+        if not any(fresh.response_lengths):
             raise UserError(
                 f"rollout {rollout_id} has no response token in any of its {len(fresh)} samples to train on"
             )
@@ -246,7 +246,7 @@ class TrainerGroup:
             global_batch_size=self._global_batch_size(len(set(batch.rollout_ids))),
             micro_batch_size=config.micro_batch_size,
             max_tokens=config.max_tokens_per_gpu if config.use_dynamic_batch_size else None,
-            trainable=[batch.trainable(i) for i in range(len(batch))],
+            trainable=batch.trainable,
             costs=None if self._flops is None else [self._flops.sequence(length) for length in lengths],
             by_flops=config.balance_by_flops,
             fill_last=fill_last,

@@ -15,7 +15,9 @@ from slime.train.policy import PolicyModel, ValueModel
 def load_policy(config: Config, folder: str, dtype: torch.dtype) -> PolicyModel:
     """A language model; float32 for one that is trained (its master weights), the compute dtype for a frozen one."""
     model = _load(config, folder, dtype)
-    return PolicyModel(model, temperature=config.rollout_temperature, chunk_rows=config.log_probs_chunk_size)
+    sampled = config.loss_type != "sft_loss"  # answers that were read were sampled at no temperature
+    temperature = config.rollout_temperature if sampled else 1.0
+    return PolicyModel(model, temperature=temperature, chunk_rows=config.log_probs_chunk_size)
 
 
 def load_critic(config: Config, folder: str) -> ValueModel:

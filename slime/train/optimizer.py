@@ -1,7 +1,7 @@
 """AdamW and the learning rate of each step.
 
-Invariant: the learning rate is a pure function of the number of finished optimizer steps, so a resumed run continues
-with the same one.
+Invariant: the learning rate is a pure function of the number of finished updates of the model, so a resumed run
+continues with the same one, and steps that only a critic made use nothing of the policy's warm-up.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class LearningRate:
             )
 
     @classmethod
-    def from_config(cls, config: Config) -> LearningRate:
+    def from_config(cls, config: Config, *, without: int = 0) -> LearningRate:
+        """The horizon is that of the run, less the rollouts at its begin in which this model is not updated."""
         horizon = config.lr_decay_iters
         if horizon is None and config.num_rollout is not None:
-            horizon = config.num_rollout * (config.num_steps_per_rollout or 1)
+            horizon = max(config.num_rollout - without, 0) * (config.num_steps_per_rollout or 1)
         return cls(config.lr, config.min_lr, config.lr_decay_style, config.lr_warmup_iters, horizon)
 
     def at(self, step: int) -> float:

@@ -48,7 +48,7 @@ def shape_rewards(
 
 
 def _reward_of(config: Config, sample: Sample, excluded: bool) -> float:
-    if excluded and sample.reward is None:
+    if excluded and not isinstance(sample.reward, int | float):
         return math.nan
     if sample.reward is None:
         if config.use_opd:  # the teacher may be the only judge

@@ -192,7 +192,7 @@ class Trainer:
         merged: list[dict[str, float]] = [{} for _ in steps]
         if self.critic is not None:
             with self.timers.measure("critic_train"):
-                merged = self.critic.train(steps)
+                merged = self.critic.train(rollout_id, data, steps)
         if self.critic is None or rollout_id >= self.config.num_critic_only_steps:
             if self.config.reset_optimizer_states:
                 self.actor.backend.forget_optimizer_state()

@@ -61,7 +61,7 @@ class InProcess:
             num_ranks=1,
             global_batch_size=-(-count // (self.config.num_steps_per_rollout or 1)),
             micro_batch_size=self.config.micro_batch_size,
-            trainable=[batch.trainable(i) for i in range(len(batch))],
+            trainable=batch.trainable,
             fill_last=True,
         )
         return self.trainer.train(rollout_id, rank_share(batch, schedule, 0))

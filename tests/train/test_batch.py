@@ -141,13 +141,14 @@ def test_normalisation_switches() -> None:
         {"teacher_log_probs": None},
         {"response_length": 9, "loss_mask": [1] * 9},
         {"response_length": -1},
+        {"reward": {"score": 1.0}},
         {"tokens": []},
     ],
 )
 def test_a_failed_sample_takes_nothing_from_the_others(broken: dict[str, Any]) -> None:
     """A teacher that did not answer, or a generate function that gave up half-way."""
     whole = {"rollout_log_probs": [-1.0, -2.0], "teacher_log_probs": [-3.0, -4.0]}
-    failed = sample(status=Sample.Status.FAILED, reward=None, **(whole | broken))
+    failed = sample(**({"status": Sample.Status.FAILED, "reward": None} | whole | broken))
     batch = make_train_batch(config(), [sample(**whole), failed, sample(reward=0.0, **whole)])
     assert batch.rollout_log_probs is not None
     assert batch.teacher_log_probs is not None

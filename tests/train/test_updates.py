@@ -1,0 +1,97 @@
+"""What goes into an update: the temperature, the rate, the samples that teach something, and numbers that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime.data.sample import Sample
+from slime.errors import UserError
+from slime.train.batch import flatten_samples, make_train_batch
+from slime.train.group import rank_share
+from slime.train.schedule import build_schedule
+from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import make_samples
+
+Folder = Callable[[str], Path]
+
+
+def test_supervised_training_knows_no_rollout_temperature(model_folder: Folder, tmp_path: Path) -> None:
+    def loss(**flags: Any) -> float:
+        run = InProcess(config_for(model_folder("llama"), tmp_path, loss_type="sft_loss", **flags))
+        return run.train(0, make_samples(3, 3))["metrics"][0]["train/loss"]
+
+    assert loss(rollout_temperature=0.5) == loss()
+
+
+def test_steps_of_the_critic_alone_use_nothing_of_the_policys_schedule(model_folder: Folder, tmp_path: Path) -> None:
+    """Four of six rollouts update the policy: two of warm-up, then down to the floor over the other two."""
+    flags: dict[str, Any] = {
+        "advantage_estimator": "ppo", "num_critic_only_steps": 2, "num_rollout": 6, "lr": 1e-3, "lr_warmup_iters": 2,
+        "lr_decay_style": "linear", "min_lr": 2e-4, "save": str(tmp_path / "c"), "load": str(tmp_path / "c"),
+    }  # fmt: skip
+    run = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
+    steps = [run.train(rollout_id, make_samples(3, 3))["metrics"][0] for rollout_id in range(3)]
+    assert [step.get("train/lr-pg_0") for step in steps] == [None, None, 5e-4]
+    assert [step["train/step"] for step in steps] == [0, 1, 2]
+    run.trainer.save(2)
+    again = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
+    steps = [again.train(rollout_id, make_samples(3, 3))["metrics"][0] for rollout_id in range(3, 6)]
+    assert [step["train/lr-pg_0"] for step in steps] == pytest.approx([1e-3, 1e-3, 6e-4])
+    assert [step["train/critic-lr-pg_0"] for step in steps] == pytest.approx([8e-4, 6e-4, 4e-4])
+
+
+def test_a_critics_loss_that_is_no_number_is_a_sentence(model_folder: Folder, tmp_path: Path) -> None:
+    run = InProcess(config_for(model_folder("qwen3"), tmp_path, advantage_estimator="ppo"))
+    groups = make_samples(3, 3)
+    groups[1][0].reward = 1e30  # its square is not in float32
+    before = {name: tensor.clone() for name, tensor in run.trainer.critic.backend.full_parameters()}
+    with pytest.raises(UserError, match=r"the critic's loss of rollout 3 is inf .* nothing was updated"):
+        run.train(3, groups)
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.trainer.critic.backend.full_parameters())
+
+
+@pytest.mark.parametrize("flags", [{}, {"advantage_estimator": "ppo", "normalize_advantages": True}])
+def test_samples_without_a_trained_token_cost_no_forward_and_change_no_number(
+    flags: dict[str, Any], model_folder: Folder, tmp_path: Path
+) -> None:
+    groups = make_samples(3, 3)
+    groups[0][0].status, groups[0][0].reward = Sample.Status.FAILED, None
+    groups[1][1].remove_sample = True
+    groups[2][2].loss_mask = [0] * groups[2][2].response_length
+    flags = flags | {"micro_batch_size": 9, "adam_eps": 1.0, "lr": 0.1}
+    outcomes = []
+    for trainable in (True, False):
+        run = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
+        batch = make_train_batch(run.config, flatten_samples(groups))
+        schedule = build_schedule(
+            batch.total_lengths,
+            batch.rollout_ids,
+            num_ranks=1,
+            global_batch_size=9,
+            micro_batch_size=9,
+            trainable=batch.trainable if trainable else None,
+        )
+        given = rank_share(batch, schedule, 0)
+        answer = run.trainer.train(0, given)
+        outcomes.append((given, answer["metrics"][0], run.weights))
+    (short, metrics, weights), (full, all_metrics, all_weights) = outcomes
+    assert short["batch"]["sample_indices"] == [i for i in full["batch"]["sample_indices"] if i not in (0, 4, 8)]
+    assert short["steps"][0]["num_rollouts"] == 9
+    assert metrics == pytest.approx(all_metrics, rel=1e-5, abs=1e-7)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, all_weights[name], atol=1e-6, rtol=1e-5)
+
+
+def test_a_rollout_in_which_nothing_can_be_learned_moves_no_weight(model_folder: Folder, tmp_path: Path) -> None:
+    run = InProcess(config_for(model_folder("qwen3"), tmp_path, advantage_estimator="ppo"))
+    groups = make_samples(3, 3)
+    for sample in flatten_samples(groups):
+        sample.remove_sample = True
+    before = run.weights
+    assert run.train(0, groups)["metrics"][0]["train/grad_norm"] == 0.0
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.weights.items())
