@@ -39,6 +39,7 @@ from rich.table import Table
 from slime.config import Config
 from slime.data.journal import Journal
 from slime.data.sample import Sample
+from slime.engine.http.answers import parse_json
 from slime.engine.http.protocol import GenerateResult
 from slime.rollout.staleness import group_version, is_stale
 from slime.train.batch import make_train_batch
@@ -99,10 +100,9 @@ def prompt(kind: type, index: int = 0) -> Any:
 
 def answered(body: bytes, sample: Sample) -> Sample:
     """What the client and `generate` do with an answer."""
-    answer = json.loads(body.decode(errors="replace"))
-    result = GenerateResult.from_json(answer, url="http://engine")
+    result = GenerateResult.from_json(parse_json(body), url="http://engine")
     sample.append_response_tokens(
-        tokens=result.token_ids, log_probs=result.log_probs, meta_info=result.meta_info, text=result.text
+        tokens=result.id_array, log_probs=result.log_prob_array, meta_info=result.meta_info, text=result.text
     )
     return sample
 
@@ -111,6 +111,7 @@ def finished(body: bytes, index: int = 0) -> Sample:
     """A sample that has landed."""
     sample = answered(body, prompt(Sample, index))
     sample.reward = 1.0
+    sample.compact()
     return sample
 
 

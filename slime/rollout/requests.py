@@ -64,12 +64,16 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
             return sample
         result = await _engine_result(runtime, ticket, sample, sampling_params, budget)
         sample.append_response_tokens(
-            args, tokens=result.token_ids, log_probs=result.log_probs, meta_info=result.meta_info, text=result.text
+            args,
+            tokens=result.id_array,
+            log_probs=result.log_prob_array,
+            meta_info=result.meta_info,
+            text=result.text,
         )
         if sample.status is not Sample.Status.ABORTED:
             _leave_out_stop_token(runtime, sample, result.meta_info["finish_reason"].get("matched"))
             return sample
-        if result.token_ids:
+        if len(result.id_array):
             _record_progress(runtime, sample)
         if runtime.state.aborted:
             return sample
@@ -164,7 +168,7 @@ async def _keep_calling(
             if not raised.transient:
                 raise
             result, error = None, raised
-        if result is not None and (error is None or result.token_ids):
+        if result is not None and (error is None or len(result.id_array)):
             return result
     assert error is not None
     raise error

@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import json
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import aiohttp
 
+from slime.engine.http.answers import parse_json, request_body
 from slime.engine.http.errors import (
     EngineError,
     EngineFailed,
@@ -47,6 +49,9 @@ __all__ = [
 CONNECT_TIMEOUT_S = 30.0
 REQUEST_FLAG = "--engine-request-timeout"
 FIRST_BACKOFF_S = 0.1
+LONG_ANSWER_BYTES = 65536
+"""About 1500 tokens: from there on an answer is worth a thread."""
+T = TypeVar("T")
 
 
 @dataclass
@@ -75,6 +80,7 @@ class EngineClient:
         self.timeout_s = timeout_s
         self.control_timeout_s = control_timeout_s
         self.connect_retries = connect_retries
+        self._reader: ThreadPoolExecutor | None = None
         self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
             weakref.WeakKeyDictionary()
         )
@@ -85,7 +91,18 @@ class EngineClient:
         self, payload: dict[str, Any], *, headers: dict[str, str] | None = None, timeout_s: float | None = None
     ) -> dict[str, Any]:
         """``POST /generate`` as is; returns the parsed answer. Refused connections are retried with backoff."""
-        answer = await self._json(
+        return await self._off_loop(self._object, await self._generated(payload, headers, timeout_s))
+
+    async def generate_result(
+        self, payload: dict[str, Any], *, headers: dict[str, str] | None = None, timeout_s: float | None = None
+    ) -> GenerateResult:
+        """Like `generate`, with the answer checked and parsed."""
+        return await self._off_loop(self._result, await self._generated(payload, headers, timeout_s))
+
+    async def _generated(
+        self, payload: dict[str, Any], headers: dict[str, str] | None, timeout_s: float | None
+    ) -> bytes:
+        return await self._body(
             "POST",
             "/generate",
             payload,
@@ -94,18 +111,17 @@ class EngineClient:
             headers=headers,
             connect_retries=self.connect_retries,
         )
+
+    def _result(self, body: bytes) -> GenerateResult:
+        return GenerateResult.from_json(self._parsed("/generate", body), url=self.base_url)
+
+    def _object(self, body: bytes) -> dict[str, Any]:
+        answer = self._parsed("/generate", body)
         if not isinstance(answer, dict):
             raise EngineProtocolError(
                 self.base_url, "/generate", f"gave an answer that is not an object: {quote(answer)}"
             )
         return answer
-
-    async def generate_result(
-        self, payload: dict[str, Any], *, headers: dict[str, str] | None = None, timeout_s: float | None = None
-    ) -> GenerateResult:
-        """Like `generate`, with the answer checked and parsed."""
-        answer = await self.generate(payload, headers=headers, timeout_s=timeout_s)
-        return GenerateResult.from_json(answer, url=self.base_url)
 
     async def abort(self, rid: str | None = None, *, abort_all: bool = False, timeout_s: float | None = None) -> None:
         """Abort one request by its id, or all of them; their ``/generate`` calls then answer with what they have."""
@@ -149,7 +165,7 @@ class EngineClient:
     def _streamed(self, event: str) -> dict[str, Any]:
         try:
             answer = json.loads(event)
-        except json.JSONDecodeError:
+        except ValueError:
             answer = None
         if not isinstance(answer, dict) or "error" in answer:
             raise EngineProtocolError(self.base_url, "/generate", f"streamed what is no answer: {quote(event)}")
@@ -304,6 +320,9 @@ class EngineClient:
         session = self._sessions.pop(asyncio.get_running_loop(), None)
         if session is not None:
             await session.close()
+        if not self._sessions and self._reader is not None:
+            self._reader.shutdown(wait=False)
+            self._reader = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -324,9 +343,9 @@ class EngineClient:
 
     async def _control(
         self, method: Literal["GET", "POST"], call: str, body: dict[str, Any] | None, timeout_s: float | None
-    ) -> str:
+    ) -> None:
         deadline_s = self.control_timeout_s if timeout_s is None else timeout_s
-        return await self._text(method, call, body, deadline_s=deadline_s)
+        await self._body(method, call, body, deadline_s=deadline_s)
 
     async def _control_json(
         self, method: Literal["GET", "POST"], call: str, body: dict[str, Any] | None, timeout_s: float | None
@@ -340,13 +359,24 @@ class EngineClient:
         return answer
 
     async def _json(self, method: str, call: str, body: dict[str, Any] | None, **how: Any) -> Any:
-        text = await self._text(method, call, body, **how)
+        return self._parsed(call, await self._body(method, call, body, **how))
+
+    def _parsed(self, call: str, body: bytes) -> Any:
         try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
+            return parse_json(body)
+        except ValueError as error:
+            text = body.decode(errors="replace")
             raise EngineProtocolError(self.base_url, call, f"gave an answer that is not JSON: {quote(text)}") from error
 
-    async def _text(
+    async def _off_loop(self, read: Callable[[bytes], T], body: bytes) -> T:
+        """What `read` makes of an answer; a long one is read by a thread, and the loop goes on meanwhile."""
+        if len(body) < LONG_ANSWER_BYTES:
+            return read(body)
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-answers")
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read, body)
+
+    async def _body(
         self,
         method: str,
         call: str,
@@ -356,7 +386,7 @@ class EngineClient:
         flag: str | None = None,
         headers: dict[str, str] | None = None,
         connect_retries: int = 0,
-    ) -> str:
+    ) -> bytes:
         async with self._deadline(call, deadline_s, flag):
             for attempt in range(connect_retries + 1):
                 try:
@@ -383,16 +413,20 @@ class EngineClient:
         await log_graph(wait, str(error))
         return error
 
-    async def _once(self, method: str, call: str, body: dict[str, Any] | None, headers: dict[str, str] | None) -> str:
+    async def _once(self, method: str, call: str, body: dict[str, Any] | None, headers: dict[str, str] | None) -> bytes:
+        data, own = None, dict(headers or {})
+        if body is not None:
+            data = request_body(body)
+            own.setdefault("Content-Type", "application/json")
         try:
-            async with self.session().request(method, self.base_url + call, json=body, headers=headers) as response:
-                text = await response.text(errors="replace")
+            async with self.session().request(method, self.base_url + call, data=data, headers=own) as response:
+                answer = await response.read()
                 status = response.status
         except aiohttp.ClientError as error:
             raise self._unreachable(call, error) from error
         if status != 200:
-            raise self._refusal(call, status, text)
-        return text
+            raise self._refusal(call, status, answer.decode(errors="replace"))
+        return answer
 
     def _refusal(self, call: str, status: int, text: str) -> EngineError:
         kind = EngineFailed if status >= 500 else EngineRejected

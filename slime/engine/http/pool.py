@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -19,6 +19,8 @@ from slime.engine.http.client import REQUEST_FLAG, EngineClient, Growing
 from slime.engine.http.errors import EngineError, EngineProtocolError, EngineUnreachable
 from slime.engine.http.protocol import GenerateResult
 from slime.waits import Limit, waiting
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -88,25 +90,29 @@ class EnginePool:
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
         """`EngineClient.generate` on one engine; if that one cannot be reached, on each of the others in turn."""
+        return await self._asked(
+            lambda client: client.generate(payload, headers=headers, timeout_s=timeout_s), affinity_key
+        )
+
+    async def generate_result(
+        self, payload: dict[str, Any], affinity_key: Hashable | None = None, *, timeout_s: float | None = None
+    ) -> GenerateResult:
+        """Like `generate`, with the answer checked and parsed."""
+        return await self._asked(lambda client: client.generate_result(payload, timeout_s=timeout_s), affinity_key)
+
+    async def _asked(self, ask: Callable[[EngineClient], Awaitable[T]], affinity_key: Hashable | None) -> T:
         tried: list[_Member] = []
         await self._wait_for_one()
         while True:
             member = self._pick(affinity_key, tried)
             try:
                 with _Load(member):
-                    return await member.client.generate(payload, headers=headers, timeout_s=timeout_s)
+                    return await ask(member.client)
             except EngineUnreachable:
                 self._suspect(member)
                 tried.append(member)
                 if len(tried) == len(self._members):
                     raise
-
-    async def generate_result(
-        self, payload: dict[str, Any], affinity_key: Hashable | None = None, *, timeout_s: float | None = None
-    ) -> GenerateResult:
-        """Like `generate`, with the answer checked and parsed."""
-        answer = await self.generate(payload, affinity_key, timeout_s=timeout_s)
-        return GenerateResult.from_json(answer, url=" or ".join(self.urls) if len(self) > 1 else self.urls[0])
 
     async def generate_kept(
         self, payload: dict[str, Any], affinity_key: Hashable | None = None

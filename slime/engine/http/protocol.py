@@ -10,12 +10,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypedDict
 
+import numpy as np
+
+from slime.engine.http.answers import token_columns
 from slime.engine.http.errors import EngineProtocolError
 
 PauseMode = Literal["abort", "in_place", "retract"]
@@ -87,17 +89,27 @@ def generate_payload(input_ids: Sequence[int], sampling_params: Mapping[str, Any
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateResult:
-    """One finished ``/generate`` answer; ``token_ids`` and ``log_probs`` have the same length."""
+    """One finished ``/generate`` answer; ``id_array`` and ``log_prob_array`` have the same length."""
 
     text: str
-    token_ids: list[int]
-    log_probs: list[float]
+    id_array: np.ndarray
+    log_prob_array: np.ndarray
     finish_type: str
     weight_version: str | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     meta_info: dict[str, Any] = field(repr=False)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The sampled ids, as a new list."""
+        return self.id_array.tolist()
+
+    @property
+    def log_probs(self) -> list[float]:
+        """Their log-probs, as a new list."""
+        return self.log_prob_array.tolist()
 
     @classmethod
     def from_json(cls, answer: object, *, url: str, call: str = "/generate") -> GenerateResult:
@@ -117,18 +129,18 @@ class GenerateResult:
         entries = meta_info.get("output_token_logprobs")
         if entries is None and _count(meta_info, "completion_tokens") == 0:
             entries = []  # aborted while still waiting: nothing was sampled
-        pairs = _logprob_pairs(entries)
-        if pairs is None:
+        columns = token_columns(entries)
+        if columns is None:
             raise malformed("whose meta_info.output_token_logprobs is not a list of [finite log-prob, token id, ...]")
         output_ids = answer.get("output_ids")
-        if isinstance(output_ids, list) and output_ids != [token_id for _, token_id in pairs]:
+        if isinstance(output_ids, list) and output_ids != columns[0].tolist():
             raise malformed("whose output_ids differ from the ids in output_token_logprobs")
         text = answer.get("text", "")
         version = meta_info.get("weight_version")
         return cls(
             text=text if isinstance(text, str) else "",
-            token_ids=[token_id for _, token_id in pairs],
-            log_probs=[log_prob for log_prob, _ in pairs],
+            id_array=columns[0],
+            log_prob_array=columns[1],
             finish_type=finish_reason["type"],
             weight_version=None if version is None else str(version),
             prompt_tokens=_count(meta_info, "prompt_tokens"),
@@ -186,9 +198,9 @@ def was_aborted(answer: object) -> bool:
 def answered_ids(answer: Mapping[str, Any]) -> list[int] | None:
     """The ids of an answer; None when it does not tell them."""
     entries = answer["meta_info"].get("output_token_logprobs")
-    pairs = None if entries is None else _logprob_pairs(entries)
-    if pairs is not None:
-        return [token_id for _, token_id in pairs]
+    columns = None if entries is None else token_columns(entries)
+    if columns is not None:
+        return columns[0].tolist()
     ids = answer.get("output_ids")
     if isinstance(ids, list):
         return list(ids)
@@ -292,22 +304,6 @@ def _int32_list(value: Any) -> list[int]:
         return [int(number) for number in value]
     raw = base64.b64decode(value)
     return list(struct.unpack(f"<{len(raw) // 4}i", raw))
-
-
-def _logprob_pairs(entries: object) -> list[tuple[float, int]] | None:
-    if not isinstance(entries, list):
-        return None
-    pairs: list[tuple[float, int]] = []
-    for entry in entries:
-        if not isinstance(entry, list | tuple) or len(entry) < 2:
-            return None
-        log_prob, token_id = entry[0], entry[1]
-        if isinstance(log_prob, bool) or not isinstance(log_prob, int | float) or not math.isfinite(log_prob):
-            return None
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            return None
-        pairs.append((float(log_prob), token_id))
-    return pairs
 
 
 def _count(meta_info: Mapping[str, Any], key: str) -> int:

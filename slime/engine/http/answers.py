@@ -1,0 +1,68 @@
+"""Bodies of requests and answers as bytes, and the numbers in them as arrays.
+
+Invariant: what a body means does not depend on which JSON reader takes it. The fast one takes what is plain JSON; what
+it refuses (NaN, half characters, broken UTF-8) goes to Python's own, which decides.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import orjson
+
+from slime.data.columns import exact_floats, exact_ints
+
+_LOG_PROB, _TOKEN_ID = itemgetter(0), itemgetter(1)
+_EMPTY = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
+
+
+def parse_json(body: bytes) -> Any:
+    """The value of a body; a `ValueError` when it is no JSON. Broken UTF-8 is read with replacement characters."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return json.loads(body.decode(errors="replace"))
+
+
+def request_body(payload: Mapping[str, Any]) -> bytes:
+    """A request as JSON; its many token ids are written by the fast writer, the rest exactly as Python's does."""
+    ids = payload.get("input_ids")
+    if isinstance(ids, list):
+        try:
+            written = orjson.dumps(ids)
+        except TypeError:
+            return json.dumps(payload).encode()
+        rest = json.dumps({name: value for name, value in payload.items() if name != "input_ids"}).encode()
+        return b'{"input_ids": ' + written + (b"}" if rest == b"{}" else b", " + rest[1:])
+    return json.dumps(payload).encode()
+
+
+def token_columns(entries: object) -> tuple[np.ndarray, np.ndarray] | None:
+    """(ids, log-probs) of a list of `[finite log-prob, token id, ...]`; None when it is no such list."""
+    if not isinstance(entries, list):
+        return None
+    if not entries:
+        return _EMPTY
+    try:
+        log_probs, ids = list(map(_LOG_PROB, entries)), list(map(_TOKEN_ID, entries))
+    except (IndexError, KeyError, TypeError):
+        return None
+    if not set(map(type, log_probs)) <= {float, int} or set(map(type, ids)) != {int}:
+        return None
+    try:
+        values, numbers = np.frombuffer(array("d", log_probs)), _whole(ids)
+    except OverflowError:
+        return None
+    return (exact_ints(numbers), exact_floats(values)) if np.isfinite(values).all() else None
+
+
+def _whole(ids: list[int]) -> np.ndarray:
+    try:
+        return np.frombuffer(array("i", ids), dtype=np.int32)
+    except OverflowError:
+        return np.frombuffer(array("q", ids), dtype=np.int64)
