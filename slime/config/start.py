@@ -7,6 +7,7 @@ it is: a model folder, or a checkpoint with whole files.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,23 @@ def find_start(config: Config) -> Start:
     raise UserError(f"--load {folder} holds neither a checkpoint ({LATEST}) nor a Hugging Face model (config.json)")
 
 
+def find_critic_start(config: Config) -> Start:
+    """Where the critic starts: from its checkpoint of the rollout that the policy's is of, whatever it saved since.
+
+    A run that ended between the two checkpoints of a rollout leaves the critic's without the policy's.
+    """
+    critic = critic_flags(config)
+    if critic.load is None:
+        return Start()
+    policy = find_start(config).checkpoint
+    if policy is not None and (Path(critic.load) / policy.name / _META).is_file():
+        return Start(checkpoint=Path(critic.load) / policy.name)
+    start = find_start(critic)
+    if policy is None and start.checkpoint is not None and continues_itself(critic):
+        return Start()
+    return start
+
+
 def model_folders(config: Config) -> dict[str, str]:
     """Every model folder that a run loads, under the flag that names it; one that two flags name only once."""
     found = {"--hf-checkpoint": config.hf_checkpoint}
@@ -102,10 +120,10 @@ def check_weight_sources(config: Config) -> None:
     only_described = config.debug_rollout_only and bool(served_elsewhere)
     for flag, folder in model_folders(config).items():
         check_model_folder(folder, flag, weights=not only_described)
-    _check_start(config, "--load")
+    _check_start(config, "--load", lambda: find_start(config))
     if has_critic(config):
         _check_critic_load(config)
-        _check_start(critic_flags(config), "--critic-load")
+        _check_start(critic_flags(config), "--critic-load", lambda: find_critic_start(config))
 
 
 def _check_critic_load(config: Config) -> None:
@@ -117,14 +135,14 @@ def _check_critic_load(config: Config) -> None:
         raise UserError(f"--critic-load: there is no folder {load}")
 
 
-def _check_start(config: Config, flag: str) -> None:
+def _check_start(config: Config, flag: str, find: Callable[[], Start]) -> None:
     if config.load is None or config.debug_rollout_only:
         return
     if not Path(config.load).is_dir():
         if config.save is not None and Path(config.load).absolute() == Path(config.save).absolute():
             return  # the first start of a run that resumes from its own checkpoints
         raise UserError(f"{flag}: there is no folder {config.load}")
-    start = find_start(config)
+    start = find()
     if start.checkpoint is not None:
         check_checkpoint(start.checkpoint, flag)
 

@@ -205,6 +205,7 @@ class Actor:
             self.old_policy.remember(self.backend, version)
 
     def save(self, rollout_id: int, folder: Path) -> Path:
+        """A whole checkpoint that is not yet the latest."""
         self.state.next_rollout_id = rollout_id + 1
         moving_reference = self.frozen["ref"] if self.config.ref_update_interval is not None else None
         backend: TrainBackend = self.backend

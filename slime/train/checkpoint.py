@@ -7,8 +7,9 @@
                                  meta.json             counters and what model this is
     <save>/latest_checkpointed_iteration.txt           written last
 
-Invariant: a folder named in the latest file is complete. Everything is written beside it, synced and renamed; nothing
-is ever unpickled.
+Invariant: a folder named in the latest file is complete, and so is the critic's of the same number. Everything is
+written beside it, synced and renamed; the policy's latest file is the one commit point of a policy and its critic, and
+nothing older is removed before it. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -40,6 +41,7 @@ from slime.models.taken import FolderTaken
 from slime.owned import is_checkpoint
 from slime.train.backends.frozen import FrozenModel
 from slime.train.backends.protocol import NamedTensor, TrainBackend
+from slime.train.distributed import Ranks
 from slime.train.not_written import written_together
 
 SHARD_BYTES = 1024**3
@@ -75,7 +77,10 @@ class CheckpointFolder:
         with_optimizer: bool,
         reference: FrozenModel | None = None,
     ) -> Path:
-        """Save; all ranks call it, rank 0 writes. A `NotWritten` leaves the ranks in step and nothing half-written."""
+        """A whole folder that nothing names yet: `publish` does. All ranks call it, rank 0 writes.
+
+        A `NotWritten` leaves the ranks in step and nothing half-written.
+        """
         target = root / f"iter_{rollout_id:07d}"
         is_writer = backend.ranks.rank == 0
         random_states = {f"cpu.{rank}": s for rank, s in enumerate(backend.ranks.gather(torch.get_rng_state()))}
@@ -96,9 +101,6 @@ class CheckpointFolder:
         written_together(
             backend.ranks, tensors, write if is_writer else None, f"the checkpoint of rollout {rollout_id} to {target}"
         )
-        if is_writer:
-            _remove_old(root, config.ckpt_keep, keep=target)
-        backend.ranks.barrier()
         return target
 
     def load(self, backend: TrainBackend, config: Config) -> TrainState:
@@ -162,6 +164,21 @@ class CheckpointFolder:
                     yield name, file.get_tensor(name)
 
 
+def publish(written: Sequence[Path], ranks: Ranks, *, keep_count: int | None) -> None:
+    """Name whole checkpoints as the latest, the policy's last: a resumed run goes by that one. Then remove old ones."""
+
+    def name_all(_: Iterator[Any]) -> None:
+        for target in written:
+            _write_latest(target.parent, int(target.name.removeprefix("iter_")))
+
+    is_writer = ranks.rank == 0
+    written_together(ranks, iter(()), name_all if is_writer else None, f"the name of the checkpoint {written[-1]}")
+    if is_writer:
+        for target in written:
+            _remove_old(target.parent, keep_count, keep=target)
+    ranks.barrier()
+
+
 def describe_model(backend: TrainBackend) -> dict[str, Any]:
     shapes = backend.parameter_shapes()
     return {
@@ -214,7 +231,6 @@ def _write_folder(
             fsync_path(file)
         fsync_path(staging)
         replace_folder(staging, target)
-        _write_latest(target.parent, int(target.name.removeprefix("iter_")))
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slime.config import Config
 from slime.config.roles import critic_flags
-from slime.config.start import find_start
+from slime.config.start import find_critic_start
 from slime.errors import UserError
 from slime.train.backends.fsdp import FSDPBackend
 from slime.train.checkpoint import CheckpointFolder, TrainState
@@ -30,7 +30,7 @@ class Critic:
 
     def __init__(self, config: Config, ranks: Ranks, *, compute_dtype: torch.dtype) -> None:
         self.config = critic_flags(config)
-        start = find_start(self.config)
+        start = find_critic_start(config)
         assert self.config.hf_checkpoint is not None
         module = load_critic(self.config, str(start.hf_folder or self.config.hf_checkpoint))
         self.backend = FSDPBackend(self.config, ranks, module, compute_dtype=compute_dtype)
@@ -50,9 +50,10 @@ class Critic:
         """One update for each step; metrics under the names that a critic's have."""
         return [self._step(rollout_id, data, step) for step in steps]
 
-    def save(self, rollout_id: int, folder: Path) -> None:
+    def save(self, rollout_id: int, folder: Path) -> Path:
+        """A whole checkpoint that is not yet the latest."""
         self.state.next_rollout_id = rollout_id + 1
-        CheckpointFolder.write(
+        return CheckpointFolder.write(
             folder,
             rollout_id,
             self.backend,

@@ -27,6 +27,7 @@ from slime.train.actor import Actor
 from slime.train.advantages import set_advantages
 from slime.train.backends.protocol import NamedTensor
 from slime.train.batch import TrainBatch
+from slime.train.checkpoint import publish
 from slime.train.critic import Critic
 from slime.train.distributed import Ranks, join_ranks
 from slime.train.dump import dump_rows
@@ -95,10 +96,13 @@ class Trainer:
         root, critic_root = folder or self.config.save, self.config.critic_save
         if root is None:
             raise UserError("saving a checkpoint needs --save: the folder to write it to")
-        if self.critic is not None:  # first: the policy's checkpoint is the one that a resumed run looks for
+        written = []
+        if self.critic is not None:
             own = critic_root if critic_root is not None and folder is None else Path(root) / "critic"
-            self.critic.save(rollout_id, Path(own))
-        return str(self.actor.save(rollout_id, Path(root)))
+            written.append(self.critic.save(rollout_id, Path(own)))
+        written.append(self.actor.save(rollout_id, Path(root)))
+        publish(written, self.ranks, keep_count=self.config.ckpt_keep)
+        return str(written[-1])
 
     def export_weights(self, out_dir: str, version: int) -> list[str]:
         """HF-named safetensors files for the engines, written by rank 0 (the others return nothing)."""
