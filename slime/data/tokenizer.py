@@ -47,6 +47,15 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
 def model_context_length(path: str) -> int | None:
     """`max_position_embeddings` of a local model folder; None when it does not say."""
+    return _fact(path, "max_position_embeddings")
+
+
+def model_vocab_size(path: str) -> int | None:
+    """How many token ids the model of a local folder knows; None when it does not say."""
+    return _fact(path, "vocab_size")
+
+
+def _fact(path: str, name: str) -> int | None:
     config = Path(path) / "config.json"
     if not config.is_file():
         return None
@@ -54,9 +63,8 @@ def model_context_length(path: str) -> int | None:
         facts = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{config}: is not readable JSON ({error})") from error
-    text_facts = facts.get("text_config") or facts
-    length = text_facts.get("max_position_embeddings")
-    return int(length) if length else None
+    value = (facts.get("text_config") or facts).get(name)
+    return int(value) if value else None
 
 
 def render_messages(

@@ -54,9 +54,9 @@ def mark_failed(samples: Sequence[Sample], cause: str) -> None:
         sample.remove_sample = True
 
 
-def forget_response(sample: Sample) -> None:
-    """Drop a response that a failed generate function may have left half written."""
-    sample.tokens = []
+def forget_response(sample: Sample, prompt: list[int]) -> None:
+    """Drop a response that a failed function may have left half written; `prompt` are the tokens before it."""
+    sample.tokens = list(prompt)
     sample.response = ""
     sample.response_length = 0
     sample.loss_mask = None
@@ -69,9 +69,15 @@ def forget_response(sample: Sample) -> None:
     sample.version_spans = []
 
 
+def prompt_tokens(sample: Sample) -> list[int]:
+    """The tokens before the response; none, as long as the prompt is a text."""
+    ids: list[int] = sample.token_array()[: max(0, sample.prompt_length)].tolist()
+    return ids
+
+
 def start_over(sample: Sample) -> None:
-    """Make a sample a fresh prompt; prompt tokens that came with it are the caller's to keep."""
-    forget_response(sample)
+    """Make a sample a fresh prompt: its tokens are those before the response."""
+    forget_response(sample, prompt_tokens(sample))
     sample.status = Sample.Status.PENDING
     sample.reward = None
     sample.failure = None

@@ -19,8 +19,13 @@ from typing import Any, Protocol, TypeVar
 from slime.config import Config
 from slime.config.asynchronous import is_async
 from slime.config.groups.asynchronous import ONE_STEP
+from slime.data.sample import Sample
+from slime.data.tokenizer import model_vocab_size
+from slime.errors import UserError
 from slime.rollout.continuous import ContinuousRollout
 from slime.rollout.dump import save_rollout
+from slime.rollout.failures import FailureLog, refuse_all_failed
+from slime.rollout.landing import Origin
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.report.pulse import Pulse
 from slime.rollout.runtime import RolloutRuntime
@@ -66,6 +71,8 @@ class RolloutMaker:
         self._log = log
         self.at_work = at_work
         self._pulse = pulse or Pulse()
+        self._failures = FailureLog()
+        self._vocab_size = None if args.hf_checkpoint is None else model_vocab_size(args.hf_checkpoint)
 
     def make(self, rollout_id: int) -> Generated:
         """The rollout from the journal if it was made before, else from the rollout function."""
@@ -88,7 +95,7 @@ class RolloutMaker:
         with self.at_work():
             output = sample()
         seconds = time.monotonic() - began
-        samples = list(leaves(output.samples))
+        samples = self._usable(rollout_id, output.samples)
         made = rollout_metrics(self._args, samples, seconds) if output.metrics is None else dict(output.metrics)
         if is_async(self._args) or self._args.partial_rollout:
             made |= staleness_metrics(samples, rollout_id)
@@ -96,11 +103,33 @@ class RolloutMaker:
             self._journal.assign(rollout_id, output.samples, made)
         return self._finished(rollout_id, output.samples, made, seconds)
 
+    def _usable(self, rollout_id: int, groups: Any) -> list[Sample]:
+        """All samples, before anything is recorded: those that cannot be trained on, whoever made them, have failed.
+
+        Most were looked at when they landed; rollout functions and filters of the user come after that.
+        """
+        if not isinstance(groups, list) or not _holds_samples(groups):
+            raise UserError(
+                f"--rollout-function-path {self._args.rollout_function_path} must return groups, lists of Sample or of "
+                f"lists of them, not {groups!r:.200}"
+            )
+        samples = list(leaves(groups))
+        for sample in samples:
+            Origin(sample).settle(sample, "rollout", self._failures, self._vocab_size)
+        refuse_all_failed(samples, f"rollout {rollout_id}")
+        return samples
+
     def _finished(self, rollout_id: int, groups: list[Any], metrics: dict[str, Any], seconds: float) -> Generated:
         save_rollout(self._args, rollout_id, groups)
         samples = list(leaves(groups))
         is_logged = self._log(rollout_id, self._args, samples, dict(metrics), seconds) is True
         return Generated(groups, metrics, is_logged)
+
+
+def _holds_samples(nested: Any) -> bool:
+    if isinstance(nested, list | tuple):
+        return all(map(_holds_samples, nested))
+    return isinstance(nested, Sample)
 
 
 class RunAsync(Protocol):

@@ -1,8 +1,9 @@
 """What a function of the user hands back, as the rest of the room may trust it.
 
-Invariant: whose sample it is (group, index, rollout, session, row of the journal) is given by whoever dispatched it
+Invariants: whose sample it is (group, index, rollout, session, row of the journal) is given by whoever dispatched it
 and never read from what comes back: a new `Sample`, or a list of them, takes the place of the one that was handed out.
-All samples that one dispatched sample became share a rollout id.
+All samples that one dispatched sample became share a rollout id. One whose fields do not fit together is a failure with
+its cause: it is never journaled as data, so no restart can stumble over it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+from slime.data.check import BadSample, check_sample, mend
 from slime.data.sample import Sample
-from slime.rollout.types import Produced
+from slime.rollout.failures import FailureLog, forget_response, mark_failed, prompt_tokens
+from slime.rollout.types import Produced, leaves
 
 _GIVEN = ("group_index", "index", "rollout_id", "session_id", "journal_id")
 _INHERITED = (
@@ -34,6 +37,7 @@ class Origin:
         self._sample = sample
         self._given = {name: getattr(sample, name) for name in _GIVEN}
         self._inherited = {name: getattr(sample, name) for name in _INHERITED}
+        self._prompt = _prompt_of(sample)
 
     def claimed(self, result: Any, who: str) -> Produced:
         """What `who` returned, if it may: a sample, or several; all of them belong to this origin from here on."""
@@ -58,6 +62,34 @@ class Origin:
         for name, value in self._inherited.items():
             if not getattr(sample, name):
                 setattr(sample, name, copy.deepcopy(value))
+
+    def forget_response(self, sample: Sample) -> None:
+        """What came of a sample becomes the prompt again that was dispatched."""
+        mend(sample)
+        forget_response(sample, self._prompt)
+
+    def settle(self, produced: Produced, stage: str, log: FailureLog, vocab_size: int | None) -> None:
+        """Samples that `stage` has left in no state to go on in fail; one that was given up has a cause."""
+        for sample in leaves([produced]):
+            cause = sample.failure
+            try:
+                check_sample(sample, vocab_size)
+            except BadSample as error:
+                self.forget_response(sample)
+                cause = cause or log.record(stage, error)
+                sample.status = Sample.Status.FAILED
+            if sample.status is Sample.Status.FAILED:
+                mark_failed([sample], str(cause or f"{stage}: the {stage} function gave this sample up"))
+            elif sample.status is Sample.Status.PENDING:
+                sample.status = Sample.Status.COMPLETED  # nobody works on it any more
+
+
+def _prompt_of(sample: Sample) -> list[int]:
+    try:
+        check_sample(sample)
+    except BadSample:
+        return []
+    return prompt_tokens(sample)
 
 
 def _distinct(samples: Sequence[Sample]) -> list[Sample]:

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from slime.config import Config
-from slime.data.tokenizer import load_tokenizer
+from slime.data.tokenizer import load_tokenizer, model_vocab_size
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
 from slime.engine.sglang.router import RoutedPool
@@ -105,6 +105,12 @@ class RolloutRuntime:
     def special_token_ids(self) -> frozenset[int]:
         """The tokens that are no text: the end of a sequence, of a turn, padding."""
         return frozenset(self.tokenizer.all_special_ids)
+
+    @cached_property
+    def vocab_size(self) -> int | None:
+        """How many token ids the model knows; None when its config does not say."""
+        assert self.config.hf_checkpoint is not None, "resolve() makes sure that --hf-checkpoint is given"
+        return model_vocab_size(self.config.hf_checkpoint)
 
     @cached_property
     def hub(self) -> RewardHub:

@@ -63,9 +63,7 @@ def prompts_of(group: Group) -> Group | None:
     if not all(isinstance(member, Sample) for member in group):
         return None
     for sample in leaves(group):
-        prompt = sample.tokens[: sample.prompt_length]
         start_over(sample)
-        sample.tokens = prompt
         sample.metadata.pop("start_rollout_id", None)
     return group
 

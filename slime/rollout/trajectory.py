@@ -22,7 +22,7 @@ from slime.data.sample import Sample
 from slime.engine.http.client import EngineError
 from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
-from slime.rollout.failures import forget_response, mark_failed, start_over
+from slime.rollout.failures import mark_failed, start_over
 from slime.rollout.gate import as_evaluation, sample_deadline
 from slime.rollout.landing import Origin
 from slime.rollout.requests import generate
@@ -56,8 +56,10 @@ async def generate_and_rm_group(
     if args.group_rm and not any(sample.status is Sample.Status.ABORTED for sample in samples):
         with acting_as(f"group {samples[0].group_index}"):
             await score_together(runtime, samples)
-        if not evaluation:
-            for member, result in zip(group, results, strict=True):
+        for member, result in zip(group, results, strict=True):
+            for sample in leaves([result]):
+                Origin(sample).settle(sample, "reward", runtime.failures, runtime.vocab_size)
+            if not evaluation:
                 _record(runtime, member, result)
     return results
 
@@ -86,6 +88,7 @@ async def generate_and_rm(
 ) -> Produced:
     """Generate one sample, run the hooks, and score it (group rewards come later, from the group)."""
     runtime = runtime_for(args)
+    origin = Origin(sample)
     produced: Produced = sample
     if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
         if sample.status is Sample.Status.FAILED:
@@ -97,7 +100,7 @@ async def generate_and_rm(
             if args.mask_offpolicy_in_partial_rollout and sample.status is Sample.Status.ABORTED:
                 sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
             with (runtime.eval_pulse if evaluation else runtime.pulse).sample():
-                produced = await _generated(runtime, sample, sampling_params, evaluation)
+                produced = await _generated(runtime, origin, sample, sampling_params, evaluation)
         produced = await _hooked(runtime, produced, evaluation)
     if not evaluation:
         await teach(runtime, list(leaves([produced])))
@@ -106,6 +109,7 @@ async def generate_and_rm(
             await score_one(runtime, produced)
         else:
             await score_together(runtime, produced)
+        origin.settle(produced, "reward", runtime.failures, runtime.vocab_size)
     return produced
 
 
@@ -135,20 +139,21 @@ def _own_params(args: Config, sample: Sample, sampling_params: dict[str, Any], e
 
 
 async def _generated(
-    runtime: RolloutRuntime, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+    runtime: RolloutRuntime, origin: Origin, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Produced:
     who = sample.generate_function_path or runtime.args.custom_generate_function_path or "generate"
-    origin = Origin(sample)
     try:
         async with sample_deadline(runtime.args.rollout_sample_timeout, who):
             result = await _call_generate(runtime, sample, sampling_params, evaluation)
-        return _with_causes(origin.claimed(result, "a generate function"))
+        produced = origin.claimed(result, "a generate function")
     except (UserError, JournalFailed):
         raise
     except Exception as error:  # noqa: BLE001 - whatever a generate function raises is this sample's outcome
-        forget_response(sample)
+        origin.forget_response(sample)
         mark_failed([sample], runtime.failures.record("generate", error))
         return sample
+    origin.settle(produced, "generate", runtime.failures, runtime.vocab_size)
+    return produced
 
 
 async def _call_generate(
@@ -163,14 +168,6 @@ async def _call_generate(
     extra = {"evaluation": evaluation} if accepts(custom, "evaluation") else {}
     result = custom(runtime.args, sample, sampling_params, **extra)
     return await result if inspect.isawaitable(result) else result
-
-
-def _with_causes(produced: Produced) -> Produced:
-    """The same; what a generate function gave up without a word has a cause."""
-    for sample in leaves([produced]):
-        if sample.status is Sample.Status.FAILED:
-            mark_failed([sample], sample.failure or "generate: the generate function gave this sample up")
-    return produced
 
 
 # hooks
@@ -205,6 +202,7 @@ async def _hook_one(runtime: RolloutRuntime, sample: Sample, paths: list[str], e
         raise
     except Exception as error:  # noqa: BLE001 - whatever a hook raises is this sample's outcome
         mark_failed([sample], runtime.failures.record("hook", error))
+    origin.settle(sample, "hook", runtime.failures, runtime.vocab_size)
     return sample
 
 
@@ -278,7 +276,7 @@ def refuse_bad_rewards(args: Config, samples: Sequence[Sample], *, evaluation: b
         if sample.reward is None:
             continue
         value = sample.get_reward_value(args, evaluation=evaluation)
-        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        if not _is_number(value):
             raise UserError(f"sample {sample.index}: {_giver(args, sample)} gave {value!r:.80}, which is no number")
         if not math.isfinite(float(value)):
             raise UserError(
@@ -286,6 +284,17 @@ def refuse_bad_rewards(args: Config, samples: Sequence[Sample], *, evaluation: b
                 "every weight of the model: return a finite number, or raise to fail the sample; the sample is in "
                 f"{keep_bad_sample(args.output_dir, None, sample.index, sample.to_dict())}"
             )
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, str | bytes)
+
+
+def _is_unusable(args: Config, reward: Any) -> bool:
+    """Whether `refuse_bad_rewards` would refuse a reward for what it is, whatever --reward-key says."""
+    if isinstance(reward, dict):
+        reward = reward.get(args.reward_key)
+    return reward is not None and not (_is_number(reward) and math.isfinite(float(reward)))
 
 
 def _giver(args: Config, sample: Sample) -> str:
@@ -316,8 +325,11 @@ def _record(runtime: RolloutRuntime, dispatched: Produced, produced: Produced) -
     """What became of a sample is in the journal before anybody else sees it.
 
     An engine's failure is not: what the sample had before it stays there, for a run that ends of it and is resumed.
+    Nor is a reward that ends the run: whoever corrects the function finds the prompt again, not the reward.
     """
     if runtime.journal is None or not isinstance(dispatched, Sample):
+        return
+    if any(_is_unusable(runtime.args, sample.reward) for sample in leaves([produced])):
         return
     if not any((sample.failure or "").startswith("engine: ") for sample in leaves([produced])):
         runtime.journal.produced(dispatched, produced)

@@ -102,15 +102,19 @@ class TrainerGroup:
         """
         begin = time.perf_counter()
         fresh = self._make_batch(flatten_samples(samples_by_group))
-        if not any(fresh.response_lengths):
-            raise UserError(
-                f"rollout {rollout_id} has no response token in any of its {len(fresh)} samples to train on"
-            )
         batch = in_front_of(self._carried, fresh)
+        if not any(fresh.response_lengths):
+            logger.warning(
+                "rollout %d has no response token in any of its %d samples: nothing is trained on it",
+                rollout_id,
+                len(fresh),
+            )
+            if self._carried is None or not last:
+                return TrainResult(metrics=[], rollout_metrics=self._metrics_of(fresh))
+            batch = self._carried
         schedule = self._schedule(batch, fill_last=last)
         self._carried = batch.select(schedule.left_over) if schedule.left_over else None
-        rollout_metrics = batch_metrics(fresh, with_rewards=self.config.loss_type != "sft_loss")
-        rollout_metrics["rollout/carried_rollouts"] = float(self._num_carried)
+        rollout_metrics = self._metrics_of(fresh)
         shares = [rank_share(batch, schedule, rank) for rank in range(self.world_size)]
         prepared = time.perf_counter() - begin
         if not schedule.steps:
@@ -129,6 +133,10 @@ class TrainerGroup:
         rollout_metrics["perf/data_preprocess_time"] += prepared
         rollout_metrics["perf/train_time"] += prepared
         return TrainResult(metrics=answers[0]["metrics"], rollout_metrics=rollout_metrics)
+
+    def _metrics_of(self, fresh: TrainBatch) -> dict[str, float]:
+        metrics = batch_metrics(fresh, with_rewards=self.config.loss_type != "sft_loss")
+        return metrics | {"rollout/carried_rollouts": float(self._num_carried)}
 
     def save(self, rollout_id: int, folder: str | None = None) -> Path:
         """What waits first, the checkpoint last: only a whole one is ever resumed from.

@@ -37,7 +37,8 @@ def model_folder(tmp_path_factory):
     fast.chat_template = CHAT_TEMPLATE
     folder = tmp_path_factory.mktemp("model")
     fast.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 512}))
+    facts = {"model_type": "qwen3", "max_position_embeddings": 512, "vocab_size": 200}
+    (folder / "config.json").write_text(json.dumps(facts))
     return str(folder)
 
 

@@ -1,9 +1,14 @@
 """What functions of the user hand back: whose it is, and whether it can be trusted."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from slime.data.journal import JournaledSource
 from slime.data.sample import Sample
+from slime.errors import UserError
+from slime.rollout.failures import RolloutFailed
+from slime.rollout.feed import RolloutMaker
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.types import leaves
 from slime.train.batch import flatten_samples, make_train_batch
@@ -81,3 +86,171 @@ def test_one_sample_handed_back_twice_is_two(make_runtime, prompts, write_plugin
         assert first.tokens == second.tokens
         assert first.rollout_id == second.rollout_id == first.index
         assert first.status is Sample.Status.COMPLETED
+
+
+BROKEN = """
+from slime.rollout.sglang_rollout import generate
+BREAK = {
+    "mask": lambda s: setattr(s, "loss_mask", [1]),
+    "log-probs": lambda s: s.rollout_log_probs.append(-1.0),
+    "infinite": lambda s: s.rollout_log_probs.__setitem__(0, float("-inf")),
+    "length": lambda s: setattr(s, "response_length", 99),
+    "no prompt": lambda s: setattr(s, "tokens", s.tokens[1:]),
+    "ids": lambda s: setattr(s, "tokens", [0.5, *s.tokens[1:]]),
+    "texts": lambda s: setattr(s, "tokens", ["a", "b", "c"]),
+    "none": lambda s: setattr(s, "tokens", None),
+    "vocabulary": lambda s: setattr(s, "tokens", [10**6, *s.tokens[1:]]),
+    "metadata": lambda s: setattr(s, "metadata", None),
+    "response": lambda s: setattr(s, "response", None),
+    "status": lambda s: setattr(s, "status", "completed"),
+    "versions": lambda s: setattr(s, "version_spans", [1, 2]),
+}
+async def f(args, sample, sampling_params):
+    sample = await generate(args, sample, sampling_params)
+    if sample.index == 1:
+        BREAK[args.carried["how"]](sample)
+    return sample
+def hook(args, sample):
+    if sample.index == 1:
+        BREAK[args.carried["how"]](sample)
+def reward(args, sample):
+    if sample.index == 1:
+        BREAK[args.carried["how"]](sample)
+    return 1.0
+"""
+CAUSES = {
+    "mask": "loss_mask has 1 entries for 2 response tokens",
+    "log-probs": "rollout_log_probs has 3 entries for 2 response tokens",
+    "infinite": "rollout_log_probs[0] is -inf: it must be finite",
+    "length": "response_length is 99, but there are 3 tokens",
+    "no prompt": "all 2 tokens are the response: it needs at least one token of a prompt before it",
+    "ids": "tokens must be a list of whole numbers",
+    "texts": "tokens must be a list of whole numbers",
+    "none": "tokens is None: it must be a list of token ids",
+    "vocabulary": "tokens has 1000000, which is no token id, of which there are 200",
+    "metadata": "metadata is None, which is no dict",
+    "response": "response is None, which is no str",
+    "status": "status is 'completed', which is no samplestatus",
+    "versions": "version_spans has 1, which is no [version, number of tokens]",
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "how"), [("generate", how) for how in CAUSES] + [("hook", "mask"), ("reward", "log-probs")]
+)
+def test_a_sample_that_does_not_fit_together_fails_alone_and_is_not_journaled_as_data(
+    make_runtime, prompts, write_plugin, engine, tmp_path, stage, how
+):
+    path = write_plugin(BROKEN).removesuffix(":f")
+    flags = {
+        "generate": {"custom_generate_function_path": f"{path}:f", "rm_type": "random"},
+        "hook": {"rollout_sample_hook_path": [f"{path}:hook"], "rm_type": "random"},
+        "reward": {"custom_rm_path": f"{path}:reward"},
+    }[stage]
+    runtime = make_runtime([engine.url], carried={"how": how}, **flags)
+    runtime.journal = open_journal(tmp_path)
+    source = JournaledSource(prompts(["a", "b"], n=2), runtime.journal)
+    samples = list(leaves(generate_rollout(runtime.args, 0, source).samples))
+    bad = samples.pop(1)
+    assert bad.failure == f"{stage}: BadSample: {CAUSES[how]}"
+    assert (bad.status, bad.response_length, bad.loss_mask) == (Sample.Status.FAILED, 0, None)
+    assert [sample.status for sample in samples] == [Sample.Status.COMPLETED] * 3
+    runtime.journal.close()
+    again = open_journal(tmp_path)
+    recovered = list(leaves(again.recover(0).groups))
+    assert [(s.index, s.failure, s.response_length) for s in recovered] == [
+        (0, None, 2),
+        (1, bad.failure, 0),
+        (2, None, 2),
+        (3, None, 2),
+    ]
+    again.close()
+
+
+def test_a_bad_sibling_of_a_fan_out_fails_alone(make_runtime, prompts, write_plugin, engine):
+    fan_out = (
+        "import copy\nfrom slime.rollout.sglang_rollout import generate\n"
+        "async def f(args, sample, sampling_params):\n"
+        "    sample = await generate(args, sample, sampling_params)\n"
+        "    bad = copy.deepcopy(sample)\n    bad.loss_mask = [1, 1, 1]\n    return [sample, bad]\n"
+    )
+    runtime = make_runtime(
+        [engine.url], rm_type="random", custom_generate_function_path=write_plugin(fan_out), n_samples_per_prompt=1
+    )
+    for [[good, bad]] in generate_rollout(runtime.args, 0, prompts(["a", "b"], n=1)).samples:
+        assert (good.status, bad.status) == (Sample.Status.COMPLETED, Sample.Status.FAILED)
+        assert good.reward is not None
+
+
+def test_a_function_that_sets_no_status_has_finished_the_sample(make_runtime, prompts, write_plugin, engine):
+    plain = (
+        "async def f(args, sample, sampling_params):\n"
+        "    sample.tokens, sample.response, sample.response_length = [1, 2], 'x', 1\n    return sample\n"
+    )
+    runtime = make_runtime([engine.url], rm_type="random", custom_generate_function_path=write_plugin(plain))
+    samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples))
+    assert {sample.status for sample in samples} == {Sample.Status.COMPLETED}
+
+
+def test_a_reward_that_ends_the_run_is_not_in_the_journal(make_runtime, prompts, write_plugin, engine, tmp_path):
+    own_reward = (
+        "from slime.rollout.sglang_rollout import generate\n"
+        "async def f(args, sample, sampling_params):\n"
+        "    sample = await generate(args, sample, sampling_params)\n"
+        "    sample.reward = 'good' if sample.index == 1 else 1.0\n    return sample\n"
+    )
+    runtime = make_runtime([engine.url], custom_generate_function_path=write_plugin(own_reward))
+    runtime.journal = open_journal(tmp_path)
+    source = JournaledSource(prompts(["a", "b"], n=2), runtime.journal)
+    with pytest.raises(UserError, match=r"sample 1: the generate function .* gave 'good', which is no number"):
+        generate_rollout(runtime.args, 0, source)
+    runtime.journal.close()
+    again = open_journal(tmp_path)
+    rewards = {sample.index: sample.reward for sample in leaves(again.recover(0).groups)}
+    assert rewards[1] is None
+    again.close()
+
+
+def test_samples_of_a_rollout_function_are_looked_at_before_they_are_recorded(make_runtime, tmp_path):
+    """What no trajectory has seen: a restart would find it in the journal again and again."""
+    runtime = make_runtime([])
+    journal = open_journal(tmp_path)
+
+    def made(args, rollout_id, data_source, evaluation=False):
+        good = Sample(index=0, tokens=[1, 2], response_length=1, reward=1.0)
+        bad = Sample(index=1, tokens=[1, 2], response_length=1, loss_mask=[1, 1], reward=1.0)
+        return [[good, bad]] if rollout_id == 0 else [[bad]] if rollout_id == 1 else ["text"]
+
+    maker = RolloutMaker(runtime.args, made, None, journal=journal, log=lambda *_: False, at_work=nullcontext)
+    [[good, bad]] = maker.make(0).samples
+    assert (good.status, good.failure) == (Sample.Status.COMPLETED, None)
+    assert bad.failure == "rollout: BadSample: loss_mask has 2 entries for 1 response tokens"
+    with pytest.raises(RolloutFailed, match="rollout 1: all 1 samples failed; the first one: rollout: BadSample: loss"):
+        maker.make(1)
+    with pytest.raises(UserError, match="must return groups, lists of Sample or of lists of them, not"):
+        maker.make(2)
+    assert [journal.batch(rollout_id) is not None for rollout_id in range(3)] == [True, False, False]
+    journal.close()
+
+
+def test_prompts_of_token_ids_survive_a_failure(make_runtime, prompts, write_plugin, engine):
+    flaky = (
+        "from slime.rollout.sglang_rollout import generate\nCALLS = []\n"
+        "async def f(args, sample, sampling_params):\n"
+        "    CALLS.append(sample.index)\n"
+        "    if CALLS.count(0) == 1 and sample.index == 0:\n"
+        "        sample.tokens, sample.response_length = [9], 1\n        raise OSError('tool')\n"
+        "    return await generate(args, sample, sampling_params)\n"
+    )
+    runtime = make_runtime([engine.url], rm_type="random", custom_generate_function_path=write_plugin(flaky))
+    source = prompts(["", ""], n=2)
+    for group in source.groups:
+        for sample in group:
+            sample.tokens = [11, 12, 13]
+    groups = generate_rollout(runtime.args, 0, source).samples
+    failed = next(leaves(groups))
+    assert (failed.failure, failed.tokens) == ("generate: OSError: tool", [11, 12, 13])
+    source.groups = groups
+    again = next(leaves(generate_rollout(runtime.args, 1, source).samples))
+    assert (again.tokens[:3], again.response_length) == ([11, 12, 13], 2)
+    assert {tuple(request["input_ids"]) for request in engine.requests} == {(11, 12, 13)}

@@ -1,0 +1,133 @@
+"""Whether a sample that comes from outside (a plugin, a file, a row of a journal) can be trained on.
+
+Invariant: what `check_sample` lets through can be encoded, counted and turned into arrays by everything behind it; what
+it refuses is named in one sentence. It changes nothing; `mend` makes a refused sample harmless.
+"""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from slime.data.counters import PrefixCacheInfo, SpecInfo
+from slime.data.sample import Sample, SampleStatus
+
+_NONE = type(None)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "prompt": (str, list),
+    "apply_chat_template_kwargs": (dict,),
+    "response": (str,),
+    "response_length": (Integral,),
+    "weight_versions": (list,),
+    "version_spans": (list,),
+    "remove_sample": (bool, np.bool_),
+    "status": (SampleStatus,),
+    "failure": (str, _NONE),
+    "metadata": (dict,),
+    "generate_function_path": (str, _NONE),
+    "custom_rm_path": (str, _NONE),
+    "train_metadata": (dict, _NONE),
+    "non_generation_time": (Real,),
+    "spec_info": (SpecInfo,),
+    "prefix_cache_info": (PrefixCacheInfo,),
+}
+
+
+class BadSample(ValueError):
+    """A sample whose fields do not fit together."""
+
+
+def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
+    """Raise `BadSample` for the first thing that is wrong with a sample; `vocab_size` bounds its token ids."""
+    for name, kinds in _TYPES.items():
+        if not _is_one_of(getattr(sample, name), kinds):
+            raise BadSample(f"{name} is {getattr(sample, name)!r:.80}, which is no {kinds[0].__name__.lower()}")
+    _check_spans(sample)
+    total, length = _check_ids(sample, vocab_size), sample.response_length
+    if not 0 <= length <= total:
+        raise BadSample(f"response_length is {length}, but there are {total} tokens")
+    if length and length == total:
+        raise BadSample(f"all {total} tokens are the response: it needs at least one token of a prompt before it")
+    mask = _numbers(sample, "loss_mask", length)
+    if mask is not None and len(mask) and not (mask.min() >= 0 and mask.max() <= 1):
+        raise BadSample("loss_mask has entries that are not 0 or 1")
+    _numbers(sample, "rollout_log_probs", length)
+    _numbers(sample, "teacher_log_probs", length)
+    _check_top_p(sample, length)
+    experts = sample.rollout_routed_experts
+    if experts is not None and (not isinstance(experts, np.ndarray) or len(experts) != total - 1):
+        raise BadSample(f"rollout_routed_experts must be an array of {max(0, total - 1)} rows for {total} tokens")
+
+
+def mend(sample: Sample) -> None:
+    """Give fields of another type than they must have their default values."""
+    blank = Sample()
+    for name, kinds in _TYPES.items():
+        if not _is_one_of(getattr(sample, name), kinds):
+            setattr(sample, name, getattr(blank, name))
+
+
+def _is_one_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+
+
+def _check_spans(sample: Sample) -> None:
+    if not all(isinstance(version, str) for version in sample.weight_versions):
+        raise BadSample(f"weight_versions is {sample.weight_versions!r:.80}, which is no list of texts")
+    for span in sample.version_spans:
+        is_pair = isinstance(span, list | tuple) and len(span) == 2
+        if not is_pair or not _is_one_of(span[0], (str, _NONE)) or not _is_one_of(span[1], (Integral,)):
+            raise BadSample(f"version_spans has {span!r:.80}, which is no [version, number of tokens]")
+
+
+def _check_ids(sample: Sample, vocab_size: int | None) -> int:
+    """How many tokens there are, all of them ids of the vocabulary."""
+    ids = _column(sample, "tokens")
+    if ids is None:
+        raise BadSample("tokens is None: it must be a list of token ids")
+    if not len(ids):
+        return 0
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise BadSample("tokens must be a list of whole numbers")
+    if ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size):
+        wrong = int(ids.min() if ids.min() < 0 else ids.max())
+        known = "" if vocab_size is None else f", of which there are {vocab_size}"
+        raise BadSample(f"tokens has {wrong}, which is no token id{known}")
+    return len(ids)
+
+
+def _numbers(sample: Sample, name: str, length: int) -> np.ndarray | None:
+    """A column of finite numbers, one for each token of the response; None when the sample has none."""
+    values = _column(sample, name)
+    if values is None:
+        return None
+    if values.ndim != 1 or len(values) != length:
+        raise BadSample(f"{name} has {len(values) if values.ndim else 'no'} entries for {length} response tokens")
+    if length and values.dtype.kind not in "iufb":
+        raise BadSample(f"{name} must be a list of numbers")
+    if length and values.dtype.kind == "f" and not np.isfinite(values).all():
+        at = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise BadSample(f"{name}[{at}] is {values[at]}: it must be finite")
+    return values
+
+
+def _check_top_p(sample: Sample, length: int) -> None:
+    ids, offsets = _column(sample, "rollout_top_p_token_ids"), _column(sample, "rollout_top_p_token_offsets")
+    if (ids is None) != (offsets is None):
+        raise BadSample("only one of rollout_top_p_token_ids and rollout_top_p_token_offsets is there")
+    if ids is None or offsets is None:
+        return
+    if len(offsets) != length + 1 or int(offsets[-1]) != len(ids):
+        raise BadSample(f"rollout_top_p_token_offsets do not span {length} response tokens and {len(ids)} ids")
+
+
+def _column(sample: Sample, name: str) -> np.ndarray | None:
+    try:
+        column = sample.column_array(name)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadSample(f"{name} must be a list of numbers ({error})") from error
+    if column is not None and column.ndim == 0:
+        raise BadSample(f"{name} is {column.item()!r:.80}, which is no list")
+    return column

@@ -1,0 +1,18 @@
+"""A rollout without a single response token: said, passed over, and never a run that cannot be started again."""
+
+import logging
+
+from slime.config import Config, derive
+from slime.data.sample import Sample
+from slime.train.group import TrainerGroup
+
+
+def test_no_step_is_made_on_a_rollout_without_response_tokens(tmp_path, caplog):
+    config = derive(Config(hf_checkpoint=str(tmp_path), num_rollout=2, device="cpu", rollout_batch_size=1))
+    group = TrainerGroup(config, device="cpu", run_dir=tmp_path)  # no rank is started: none is asked
+    empty = [Sample(group_index=0, index=i, tokens=[1], reward=1.0, status=Sample.Status.TRUNCATED) for i in range(2)]
+    with caplog.at_level(logging.WARNING):
+        result = group.train(0, [empty], last=True)
+    assert result.metrics == []
+    assert (result.rollout_metrics["rollout/raw_reward"], result.rollout_metrics["rollout/carried_rollouts"]) == (1, 0)
+    assert "rollout 0 has no response token in any of its 2 samples: nothing is trained on it" in caplog.text
