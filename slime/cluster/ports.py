@@ -1,4 +1,4 @@
-"""Ports for servers on this machine.
+"""Ports for servers on this machine, and the interface on which its processes talk to each other.
 
 Automatic ports lie below the range the system uses for outgoing connections, so that no connection can take one between
 the moment it was found free and the moment the server binds it.
@@ -7,6 +7,7 @@ the moment it was found free and the moment the server binds it.
 from __future__ import annotations
 
 import errno
+import os
 import random
 import socket
 
@@ -42,6 +43,31 @@ def require_free_port(port: int, host: str = "127.0.0.1", *, flag: str) -> int:
     if error.errno == errno.EADDRINUSE:
         raise UserError(f"port {port} on {host} is in use: choose another one with {flag}, or stop who listens there")
     raise UserError(f"a server can't listen on {host}:{port} ({error.strerror}): choose another port with {flag}")
+
+
+def loopback_sockets() -> dict[str, str]:
+    """The environment that keeps the sockets of gloo and NCCL on loopback; what the user has set stays.
+
+    By themselves they listen where the host's name or the first network card leads, for anybody who reaches it.
+    """
+    names = {name for _, name in socket.if_nameindex()}
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    wanted = {} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def listening_socket(address: str, port: int) -> socket.socket:
+    """A socket that listens on this address alone."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _bind_error(host: str, port: int) -> OSError | None:

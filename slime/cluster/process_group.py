@@ -1,9 +1,9 @@
 """A process group beside the default one, joined by processes that started apart: a trainer and the engines.
 
-Invariant: the group has its own store (a TCP store that rank 0 serves at the address given) under its own prefix, so it
-shares nothing with the process's default group, which need not exist. Whoever joins by the same address, port, name
-and size is in the same group; this is the rendezvous that SGLang's `/init_weights_update_group` makes on its side.
-torch has no public call for such a group: the two private names that every framework uses for it are used here only.
+Invariant: the group has its own store (a TCP store that rank 0 serves at the address given, and at no other) under its
+own prefix, so it shares nothing with the process's default group, which need not exist. Whoever joins by the same
+address, port, name and size is in the same group, as by SGLang's `/init_weights_update_group`. torch has
+no public call for such a group: the two private names that every framework uses for it are used here only.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import Backend, PrefixStore, ProcessGroup, distributed_c10d
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import Backend, PrefixStore, ProcessGroup, TCPStore, distributed_c10d
 
+from slime.cluster.ports import listening_socket
 from slime.waits import waiting
 
 
@@ -22,10 +22,10 @@ def join_process_group(
 ) -> ProcessGroup:
     """Wait until all `world_size` processes have joined; rank 0 serves the store on `port`."""
     timeout = timedelta(seconds=timeout_s)
-    host = f"[{address}]" if ":" in address else address
     with waiting(f"the other {world_size - 1} members of group {name}", "to join", timeout_s=timeout_s):
-        store, rank, world_size = next(rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
+        # torch's own server listens on all interfaces, and whoever reaches a store can write to it
+        listener = listening_socket(address, port).detach() if rank == 0 else None
+        store = TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listener)
         group, _ = distributed_c10d._new_process_group_helper(
             world_size,
             rank,

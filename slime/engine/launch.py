@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slime.cluster.devices import threads_per_process, visible_gpus
+from slime.cluster.ports import loopback_sockets
 from slime.cluster.precision import resolve_rollout_dtype
 from slime.cluster.python import module_command
 from slime.config import Config
@@ -39,12 +40,13 @@ def client_host(host: str) -> str:
 
 
 def engine_env(config: Config, device: str, *, first_gpu: int, gpus: int, processes: int) -> dict[str, str]:
-    """The GPUs of an engine, counted from the rollout's first one; on a CPU a share of the cores."""
+    """The GPUs of an engine, counted from the rollout's first one; on a CPU a share of the cores. Its sockets to other
+    processes stay on this machine."""
     if device != "cuda":
-        return threads_per_process(processes)
+        return threads_per_process(processes) | loopback_sockets()
     trainers = 0 if config.colocate else config.actor_num_nodes * config.actor_num_gpus_per_node
     first = trainers + first_gpu
-    return {"CUDA_VISIBLE_DEVICES": visible_gpus(range(first, first + gpus))}
+    return {"CUDA_VISIBLE_DEVICES": visible_gpus(range(first, first + gpus))} | loopback_sockets()
 
 
 def rollout_dtype(config: Config, device: str) -> str:

@@ -53,8 +53,11 @@ class Ranks:
         self.sum(torch.zeros(1, device=self.device)).item()
 
 
-def join_ranks(device: str, *, timeout_minutes: int) -> Ranks:
-    """Join the group described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
+def join_ranks(device: str, *, store: str, timeout_minutes: int) -> Ranks:
+    """Join the group described by RANK, WORLD_SIZE and LOCAL_RANK; its members meet through the file `store`.
+
+    All ranks are on one machine, and a file, unlike torch's server, lets in only those who may write to its folder.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     chosen = torch.device(device)
     if chosen.type == "cuda":
@@ -62,6 +65,7 @@ def join_ranks(device: str, *, timeout_minutes: int) -> Ranks:
         torch.cuda.set_device(chosen)
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
+        store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=timeout_minutes),

@@ -9,6 +9,7 @@ an optimizer step are kept here and put in front of the next batch.
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, channel_pair, readable
 from slime.cluster.devices import threads_per_process
-from slime.cluster.ports import free_port
+from slime.cluster.ports import loopback_sockets
 from slime.cluster.process import ChildProcess
 from slime.cluster.python import module_command
 from slime.config import Config
@@ -72,6 +73,7 @@ class TrainerGroup:
         self.run_dir = Path(run_dir)
         self.world_size = config.actor_num_nodes * config.actor_num_gpus_per_node
         self._ranks: list[_Rank] = []
+        self._meeting: tempfile.TemporaryDirectory[str] | None = None
         self._next_id = 0
         self._flops: FlopsModel | None = None
         self._carried: TrainBatch | None = None
@@ -86,9 +88,10 @@ class TrainerGroup:
 
             facts = load_config(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
             self._flops = FlopsModel.from_config(facts)
-        port = free_port()
-        self._ranks = [self._launch(rank, port) for rank in range(self.world_size)]
-        params = {"config": self.config.to_dict(), "device": self.device}
+        self._meeting = tempfile.TemporaryDirectory(prefix="slime-trainers-")
+        self._ranks = [self._launch(rank) for rank in range(self.world_size)]
+        store = str(Path(self._meeting.name) / "store")
+        params = {"config": self.config.to_dict(), "device": self.device, "store": store}
         begin = int(self._call("init", [params] * self.world_size)[0])
         if begin and config.load is not None:
             self._carried = load_carried(config.load, begin - 1)
@@ -209,6 +212,8 @@ class TrainerGroup:
         for rank in ranks:
             rank.process.stop(grace_s=max(0.0, deadline - time.monotonic()))
             rank.channel.close()
+        if self._meeting is not None:
+            self._meeting.cleanup()
 
     def _ask_to_stop(self, ranks: Sequence[_Rank]) -> None:
         """Have the ranks end by themselves; those that failed or hang would not hear of it."""
@@ -265,17 +270,17 @@ class TrainerGroup:
             return self.config.global_batch_size
         return -(-num_rollouts // (self.config.num_steps_per_rollout or 1))
 
-    def _launch(self, rank: int, port: int) -> _Rank:
+    def _launch(self, rank: int) -> _Rank:
         channel, child_socket = channel_pair()
         local_rank = rank % self.config.actor_num_gpus_per_node
         env = {
-            "MASTER_ADDR": self.config.host,
-            "MASTER_PORT": str(port),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(local_rank),
             "PYTHONUNBUFFERED": "1",
         }
+        if not self.config.rollout_external_engine_addrs:  # which may be on other machines, and meet rank 0
+            env |= loopback_sockets()
         if self.device == "cpu":
             env |= threads_per_process(self.world_size)
         process = ChildProcess(

@@ -29,7 +29,7 @@ from slime.train.backends.protocol import NamedTensor
 from slime.train.batch import TrainBatch
 from slime.train.checkpoint import publish
 from slime.train.critic import Critic
-from slime.train.distributed import Ranks, join_ranks
+from slime.train.distributed import Ranks
 from slime.train.dump import dump_rows
 from slime.train.export import export_weights, hf_tensors
 from slime.train.finite import check_columns_finite
@@ -55,10 +55,10 @@ class Trainer:
         self.dtype = DTYPES[resolve_dtype(config.dtype, device, parameters)]
         self.rollout_dtype = DTYPES[resolve_rollout_dtype(config.rollout_dtype, config.dtype, device, parameters)]
 
-    def init(self, ranks: Ranks | None = None) -> int:
-        """Join the group, load the models, resume where `--load` says; the first rollout id to train on."""
+    def init(self, ranks: Ranks) -> int:
+        """Load the models, resume where `--load` says; the first rollout id to train on."""
         config = self.config
-        self.ranks = ranks or join_ranks(self.device_name, timeout_minutes=config.distributed_timeout_minutes)
+        self.ranks = ranks
         self.timers = Timers(self.ranks.device)
         self.sender = WeightSender(config, dtype=self.rollout_dtype)
         _seed_everything(config.seed + self.ranks.rank)

@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from slime.cluster.channel import Channel, ChannelClosed
 from slime.config import Config
 from slime.errors import UserError
+from slime.train.distributed import join_ranks
 from slime.train.not_written import NotWritten
 from slime.train.trainer import Trainer
 
@@ -36,8 +37,10 @@ class Worker:
 
     def handle(self, method: str, params: dict[str, Any]) -> Any:
         if method == "init":
-            self.trainer = Trainer(Config.from_dict(params["config"]), params["device"])
-            return self.trainer.init()
+            config, device = Config.from_dict(params["config"]), params["device"]
+            self.trainer = Trainer(config, device)
+            minutes = config.distributed_timeout_minutes
+            return self.trainer.init(join_ranks(device, store=params["store"], timeout_minutes=minutes))
         if self.trainer is None:
             raise RuntimeError(f"{method} was called before init")
         methods: dict[str, Callable[..., Any]] = {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slime.cluster.ports import free_port
 from slime.config import Config, derive
 from slime.train.batch import flatten_samples, make_train_batch
 from slime.train.distributed import Ranks, join_ranks
@@ -23,8 +24,10 @@ def one_rank() -> Ranks:
     """The process group of this test process; there can be one only."""
     if not _ranks:
         group = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        os.environ.update(group | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
-        _ranks.append(join_ranks("cpu", timeout_minutes=2))
+        os.environ.update(group)
+        meeting = tempfile.TemporaryDirectory(prefix="slime-tests-")
+        atexit.register(meeting.cleanup)
+        _ranks.append(join_ranks("cpu", store=f"{meeting.name}/store", timeout_minutes=2))
     return _ranks[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slime.cluster.process import process_tree
 from slime.config import Config, derive
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient
 from slime.train.group import TrainerGroup
 from slime.weights import make_publisher
+from tests.listeners import listening_addresses
 from tests.tiny_models import make_model_folder
 from tests.train.tiny_training import make_samples
 from tests.weights.conftest import Loop
@@ -116,6 +119,9 @@ def test_engines_have_the_trainers_bytes(
                 found = checksums(client, run_async)
                 assert {name: found.get(name) for name in expected} == expected
             seen.append(log_probs(clients[0], run_async, PROMPT))
+        if sys.platform == "linux":  # nobody outside this machine can reach a store, gloo or an engine
+            pids = [pid for guard in trainers.pids for pid in process_tree(guard)]
+            assert listening_addresses([*pids, *fleet.pids()]) == {"127.0.0.1"}
         saved = trainers.save_hf(tmp_path / "saved")
         publisher.close()
     for client in clients:
