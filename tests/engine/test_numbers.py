@@ -295,3 +295,35 @@ def test_state_outside_attention_is_refused(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "mamba", "mamba", **extra)
     with pytest.raises(UserError, match="outside transformers' attention interface"), running_core(folder):
         pass
+
+
+HYBRID = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
+
+
+@pytest.mark.parametrize("scale", [0.2, 0.02])
+def test_a_model_that_the_engine_computes_wrongly_is_refused(scale: float, tmp_path: Path) -> None:
+    """Every layer of Falcon-H1 uses the attention interface, and keeps a state beside it."""
+    folder = make_model_folder(tmp_path / "hybrid", "falcon_h1", **HYBRID, initializer_range=scale)
+    wrong = r"computes falcon_h1 models wrongly \(a log-prob differs by [0-9.e-]+ from transformers' own\)"
+    with pytest.raises(UserError, match=wrong), running_core(folder):
+        pass
+
+
+def test_models_of_any_size_are_checked(qwen3_folder: Path) -> None:
+    """One running request, and a cache of fewer tokens than the check writes."""
+    with running_core(qwen3_folder, "--max-running-requests", "1", "--max-total-tokens", "4") as core:
+        [seq] = generate(core, [{"input_ids": prompt(1, 2), "sampling_params": {"max_new_tokens": 2}}])
+    torch.testing.assert_close(torch.tensor(seq.logprobs), reference_logprobs(qwen3_folder, seq), atol=2e-5, rtol=0)
+
+
+def test_the_context_ends_where_the_rope_changes(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    original = {"original_max_position_embeddings": 64}
+    folder = make_model_folder(tmp_path / "long", "phi3", rope_parameters={**rope, **original}, **original)
+    with running_core(folder) as core:
+        assert core.context_len == 64
+        [seq] = generate(core, [{"input_ids": prompt(1, 50), "sampling_params": {"max_new_tokens": 20}}])
+        assert len(seq.tokens) == 64
+    torch.testing.assert_close(torch.tensor(seq.logprobs), reference_logprobs(folder, seq), atol=2e-5, rtol=0)
+    with pytest.raises(UserError, match="sequences above 64 tokens"), running_core(folder, "--context-length", "65"):
+        pass

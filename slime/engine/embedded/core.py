@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from transformers import PretrainedConfig
 
 from slime.cluster.precision import choose_dtype, slow_dtype_note
 from slime.engine.embedded.cache import KVCache
+from slime.engine.embedded.model.check import SLOTS, PlainNumbers, same_rope_until
 from slime.engine.embedded.model.runner import ModelRunner
 from slime.engine.embedded.options import EngineOptions
 from slime.engine.embedded.refusals import BadRequest, Conflict, HalfWritten, shown
@@ -30,6 +32,7 @@ from slime.engine.embedded.steps import Counters, Steps
 from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.groups import Announced, WeightGroups
 from slime.engine.embedded.weights.views import FolderViews
+from slime.errors import UserError
 from slime.models.delta.folder import BadDelta, DeltaIndex, read_index
 from slime.models.loading import load_causal_lm
 from slime.models.shape import count_parameters
@@ -75,18 +78,18 @@ class EngineCore:
         )
         text_config = model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
-        longest = o.context_length or text_config.max_position_embeddings
+        longest = self._longest(text_config)
         self.context_len = min(longest, o.max_total_tokens or longest)
-        probe = KVCache(0)
+        plain = PlainNumbers(model, self.context_len)
         self.scheduler = Scheduler(
-            probe, max_running=o.max_running_requests, context_len=self.context_len, chunk=o.chunked_prefill_size
+            KVCache(0), max_running=o.max_running_requests, context_len=self.context_len, chunk=o.chunked_prefill_size
         )
         self.runner = ModelRunner(model, self.scheduler.table)
         self.views = FolderViews(model)
         self.capacity = o.max_total_tokens or self._affordable_slots()
         self.context_len = min(self.context_len, self.capacity)
         self.scheduler.cache = self._fresh_cache()
-        self.runner.allocate_kv(self.capacity)
+        self.runner.allocate_kv(max(self.capacity, SLOTS))
         self.steps = Steps(
             self.scheduler,
             self.runner,
@@ -97,6 +100,19 @@ class EngineCore:
         )
         if self.runner.cuda:
             self._prepare_cuda()
+        plain.compare(self.runner, self.steps.decoder, self.scheduler.table)
+
+    def _longest(self, config: PretrainedConfig) -> int:
+        """The longest sequence that the model and the options allow."""
+        asked, limit = self.options.context_length, same_rope_until(config)
+        longest: int = asked or config.max_position_embeddings
+        if limit is None or longest <= limit:
+            return longest
+        reason = f"this {config.model_type} model changes its rotary frequencies in sequences above {limit} tokens"
+        if asked is not None:
+            raise UserError(f"{reason}: set --context-length to {limit} at most, or serve it with SGLang")
+        log.warning("%s: the context ends there", reason)
+        return limit
 
     def _fresh_cache(self) -> KVCache:
         return KVCache(self.capacity, share_prefixes=self.options.share_prefixes)
