@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from slime.rollout.filters import GroupJudge, call_plugins
 from slime.rollout.flight import cancelled, result_of, snapshot
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.staleness import StaleGroups, group_version, is_stale
+from slime.rollout.staleness import StaleGroups, group_version
 from slime.rollout.trajectory import refuse_bad_rewards
 from slime.rollout.types import Group, RolloutFnTrainOutput, group_order, leaves, sampled_tokens, tell_rollout_id
 from slime.waits import Background, background
@@ -33,11 +34,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Dispatched:
-    """A group, its prompts as they were, and the oldest weights that have sampled or will sample it."""
+    """A group, its prompts as they were, and the oldest weights that have sampled or will sample it.
+
+    The version is found once, when the group takes off and again when it arrives; `known` says whether its tokens
+    tell it.
+    """
 
     group: Group
     prompts: Group
     version: int
+    known: bool = False
 
 
 class ContinuousRollout:
@@ -54,8 +60,11 @@ class ContinuousRollout:
         self._source = data_source
         self._next, self._total, self._version = first, total, version
         self._under_way: dict[asyncio.Task[Group], _Dispatched] = {}
+        self._versions: Counter[int] = Counter()
+        """How many groups under way have which version."""
+        self._ended: deque[asyncio.Task[Group]] = deque()
         self._ready: list[_Dispatched] = []
-        self._again: list[Group] = []
+        self._again: deque[Group] = deque()
         self._exhausted = False
         runtime.state.rollout_id = first
         self._changed = asyncio.Event()
@@ -122,8 +131,8 @@ class ContinuousRollout:
                 self._changed.clear()
                 self._top_up()
                 await self._changed.wait()
-                for task in [task for task in self._under_way if task.done()]:
-                    self._arrived(self._under_way.pop(task), result_of(task))
+                while self._ended:
+                    self._land(self._ended.popleft())
                 self._news.set()
         finally:
             asyncio.get_running_loop().call_soon(self._news.set)  # whoever waits finds out what ended it
@@ -132,7 +141,7 @@ class ContinuousRollout:
         last = min(self._version + self._staleness + 1, self._total)
         room = (last - self._next) * self._args.rollout_batch_size - len(self._under_way) - len(self._ready)
         while room > 0:
-            groups, self._again = self._again[:room], self._again[room:]
+            groups = [self._again.popleft() for _ in range(min(room, len(self._again)))]
             if not groups:
                 tell_rollout_id(self._source, self._next)
                 groups = self._source.get_samples(room)
@@ -150,13 +159,22 @@ class ContinuousRollout:
             known = group_version(group)
             version = self._version if known is None else min(known, self._version)
             self._under_way[task] = _Dispatched(group, prompt, version)
+            self._versions[version] += 1
             task.add_done_callback(self._landed)
 
     def _landed(self, task: asyncio.Task[Group]) -> None:
         self._runtime.state.pendings.discard(task)
+        self._ended.append(task)
         self._changed.set()
 
     # collecting
+
+    def _land(self, task: asyncio.Task[Group]) -> None:
+        dispatched = self._under_way.pop(task)
+        self._versions[dispatched.version] -= 1
+        if not self._versions[dispatched.version]:
+            del self._versions[dispatched.version]
+        self._arrived(dispatched, result_of(task))
 
     def _arrived(self, dispatched: _Dispatched, group: Group) -> None:
         if any(sample.status is Sample.Status.ABORTED for sample in leaves(group)):
@@ -168,10 +186,17 @@ class ContinuousRollout:
             self._forget([group])
             return
         version = group_version(group)
-        self._ready.append(_Dispatched(group, dispatched.prompts, dispatched.version if version is None else version))
+        arrived = _Dispatched(group, dispatched.prompts, dispatched.version if version is None else version)
+        arrived.known = version is not None
+        if self._is_stale(arrived, self._next):
+            self._give_up(arrived, self._next)
+        else:
+            self._ready.append(arrived)
 
     async def _batch(self, rollout_id: int) -> list[_Dispatched]:
+        """What is too old for this rollout is given up first; what arrives from now on is looked at when it does."""
         assert self._serving is not None, "start() comes first"
+        self._refuse_stale(rollout_id)
         while not self._is_there(rollout_id):
             self._serving.check()
             self._news.clear()
@@ -182,21 +207,26 @@ class ContinuousRollout:
         return taken
 
     def _is_there(self, rollout_id: int) -> bool:
-        self._refuse_stale(rollout_id)
-        if any(one.version <= rollout_id - self._staleness for one in self._under_way.values()):
+        if any(version <= rollout_id - self._staleness for version in self._versions):
             return False  # the next rollout would find it too old
         nothing_more = self._exhausted and not self._under_way and not self._again
         return len(self._ready) >= self._args.rollout_batch_size or nothing_more
 
     def _refuse_stale(self, rollout_id: int) -> None:
-        stale = [one for one in self._ready if is_stale(self._args, one.group, rollout_id)]
-        if not stale:
-            return
-        self._ready = [one for one in self._ready if one not in stale]
-        for one in stale:
-            fresh = self._stale.fit(one.group, rollout_id, one.prompts)
-            if fresh is not None:
-                self._again.append(fresh)
+        looked_at, self._ready = self._ready, []
+        for one in looked_at:
+            if self._is_stale(one, rollout_id):
+                self._give_up(one, rollout_id)
+            else:
+                self._ready.append(one)
+
+    def _is_stale(self, one: _Dispatched, rollout_id: int) -> bool:
+        return one.known and rollout_id - one.version > self._staleness
+
+    def _give_up(self, one: _Dispatched, rollout_id: int) -> None:
+        fresh = self._stale.fit(one.group, rollout_id, one.prompts)
+        if fresh is not None:
+            self._again.append(fresh)
         self._changed.set()
 
     def _forget(self, groups: list[Group]) -> None:

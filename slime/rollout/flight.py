@@ -54,6 +54,9 @@ class Flight:
         self._runtime = runtime
         self._state = runtime.state
         self._under_way: dict[asyncio.Task[Group], UnderWay] = {}
+        self._ended: set[asyncio.Task[Group]] = set()
+        self._news = asyncio.Event()
+        self._count = 0
         self._left_behind: set[asyncio.Task[Group]] = set()
         self.thrown_away_tokens = 0
 
@@ -66,13 +69,13 @@ class Flight:
         tickets = [self._ticket(group) for group in groups]
         tasks = self._state.submit_generate_tasks(groups, tickets)
         for task, group, prompt, ticket in zip(tasks, groups, prompts, tickets, strict=True):
-            self._under_way[task] = UnderWay(task, group, prompt, ticket)
+            self._watch(UnderWay(task, group, prompt, ticket))
 
     def adopt(self) -> None:
         """Take over the groups that the last flight held, and let them go on."""
         held, self._state.held = self._state.held, []
         for one in held:
-            self._under_way[one.task] = one
+            self._watch(one)
             if self._runtime.args.mask_offpolicy_in_partial_rollout:
                 _mask_unfinished(one.group)
         self._state.remaining_batch_size += len(held)
@@ -81,9 +84,11 @@ class Flight:
     async def next_finished(self) -> list[Group]:
         """Wait until groups finish; all that have, in the order they took off."""
         with waiting(f"{len(self)} groups under way", "to finish one of them", timeout_s=None):
-            done, _ = await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
+            while not self._ended:
+                self._news.clear()
+                await self._news.wait()
         groups: list[Group] = []
-        for task in [task for task in self._under_way if task in done]:
+        for task in sorted(self._ended, key=lambda task: self._under_way[task].order):
             group = result_of(task)
             one = self._forget(task)
             if one.was_held and not _is_finished(group):
@@ -167,6 +172,18 @@ class Flight:
 
     # what comes back
 
+    def _watch(self, one: UnderWay) -> None:
+        """Hear of its end, whenever that is: whoever waits looks at those that have ended, not at all of them."""
+        self._count += 1
+        one.order = self._count
+        self._under_way[one.task] = one
+        one.task.add_done_callback(self._has_ended)
+
+    def _has_ended(self, task: asyncio.Task[Group]) -> None:
+        if task in self._under_way:
+            self._ended.add(task)
+            self._news.set()
+
     def _ticket(self, group: Group) -> Ticket | None:
         """A ticket for groups that cannot be continued from their tokens alone, if they are to be continued at all."""
         args = self._runtime.args
@@ -177,6 +194,7 @@ class Flight:
 
     def _hold(self, one: UnderWay) -> None:
         del self._under_way[one.task]
+        self._ended.discard(one.task)
         for sample in _unfinished(one.group):
             sample.metadata.setdefault("start_rollout_id", self._state.rollout_id)
         if not one.was_held:
@@ -204,6 +222,7 @@ class Flight:
 
     def _forget(self, task: asyncio.Task[Group]) -> UnderWay:
         one = self._under_way.pop(task)
+        self._ended.discard(task)
         self._state.pendings.discard(task)
         if one.ticket is not None:
             self.thrown_away_tokens += one.ticket.thrown_away_tokens

@@ -31,6 +31,8 @@ class UnderWay:
     prompts: Group
     ticket: Ticket | None
     was_held: bool = False
+    order: int = 0
+    """Of taking off, among those of one flight."""
 
     def lost_tokens(self, group: Group) -> int:
         """What is thrown away when `group`, which came of this one, starts over from its prompts."""

@@ -247,3 +247,25 @@ def test_a_run_that_has_nothing_left_to_generate_dispatches_nothing(
     feed.weights_arrived(start)
     feed.close()
     assert source.asked == []
+
+
+def test_a_group_that_waits_is_not_looked_at_again(begin: Any, timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version is found when it arrives, however many others arrive while a rollout waits for them."""
+    letters = LETTERS[:12]
+    for letter in letters:
+        timed.hold(letter)
+    generation = begin(staleness=0, rollout_batch_size=len(letters))
+    generation.settle()
+    loop = generation.runtime.loop_thread.loop
+    looks: list[Sample] = []
+    found = Sample.oldest_weight_version.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        Sample, "oldest_weight_version", property(lambda sample: (looks.append(sample), found(sample))[1])
+    )
+    taking = asyncio.run_coroutine_threadsafe(generation.continuous.take(0), loop)
+    for count, letter in enumerate(letters[:-1], start=1):
+        timed.release(letter)
+        generation.wait_for_ready(count)
+        assert len(looks) == count
+    timed.release(letters[-1])
+    assert len(taking.result(30).samples) == len(letters)
