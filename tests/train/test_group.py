@@ -71,6 +71,7 @@ def assert_close(first, second, tolerance: float) -> None:
 def one_process(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory):
     save = tmp_path_factory.mktemp("one")
     changes = {"use_kl_loss": True, "kl_loss_coef": 0.05, "kl_loss_type": "k3", "entropy_coef": 0.01, "lr": 1e-4}
+    changes["ci_test"] = True  # or ppo_kl would be that of a pass against itself
     base = config(model_folder("qwen3"), **changes, save=str(save / "ckpt"))
     return base, train(base, save / "run", save=True)
 
@@ -100,7 +101,8 @@ def test_resume_on_two_ranks_cut_and_recomputed_differently(one_process, tmp_pat
 def test_metrics_make_sense(one_process, model_folder: Folder) -> None:
     _, (results, weights) = one_process
     first = results[0].metrics[0]
-    assert first["train/ppo_kl"] == 0.0
+    assert abs(first["train/ppo_kl"]) < 1e-8
+    assert results[0].rollout_metrics["perf/log_probs_time"] > 0
     assert abs(first["train/kl_loss"]) < 1e-8
     assert first["train/global_batch_size"] == 9
     assert [r.metrics[0]["train/step"] for r in results] == [0, 1, 2]

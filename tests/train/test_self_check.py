@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slime.config import Config
+from slime.train.actor import Actor
+from slime.train.backends.fsdp import local_part
 from slime.train.self_check import SelfCheckFailed, check_numbers
+from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import make_samples
 
 CONFIG = Config(hf_checkpoint="model", rollout_batch_size=1, use_kl_loss=True)
 GOOD = {"train/step": 0.0, "train/ppo_kl": 0.0, "train/kl_loss": 0.0, "train/train_rollout_logprob_abs_diff": 0.01}
@@ -45,6 +53,32 @@ def test_the_gap_to_the_engine_is_checked_in_every_step() -> None:
 @pytest.mark.parametrize("changes", [{"ref_load": "other"}, {"load": "checkpoints"}])
 def test_another_reference_may_differ_from_the_start(changes: dict[str, Any]) -> None:
     check_numbers(CONFIG.replace(**changes), 0, [{**GOOD, "train/kl_loss": 2.0}])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"use_rollout_logprobs": True}, {"keep_old_actor": True, "async_mode": "one-step"}]
+)
+def test_an_old_policy_that_is_another_one_may_differ(changes: dict[str, Any]) -> None:
+    check_numbers(CONFIG.replace(**changes), 0, [{**GOOD, "train/ppo_kl": 2.0}])
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.01])
+def test_weights_that_move_between_the_scoring_and_the_first_update_are_found(
+    moved: float, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one update a rollout too, where a run without --ci-test makes no pass of its own."""
+    run = InProcess(config_for(model_folder("llama"), tmp_path, ci_test=True))
+    score = Actor.score
+
+    def scored(actor: Actor, *args: Any, **kwargs: Any) -> None:
+        score(actor, *args, **kwargs)
+        with torch.no_grad():
+            local_part(actor.policy.model.lm_head.weight).mul_(1.0 + moved)
+
+    monkeypatch.setattr(Actor, "score", scored)
+    metrics = run.train(0, make_samples(3, 3, with_log_probs=False))["metrics"]
+    with pytest.raises(SelfCheckFailed, match="train/ppo_kl") if moved else nullcontext():
+        check_numbers(run.config, 0, metrics)
 
 
 def test_supervised_steps_have_nothing_to_check() -> None:
