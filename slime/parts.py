@@ -7,12 +7,14 @@ order of their start. Engines are restarted only by a supervisor, and never whil
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from slime.cluster.secrets import is_secret
 from slime.config import Config
 from slime.config.algorithm import serves_teacher
 from slime.engine.fleet.engines import Engines, alone_engine
@@ -101,6 +103,9 @@ class Parts:
 
     def _start_processes(self, status: Status) -> int:
         """Engines and trainers start side by side; the first failure of either is raised."""
+        kept = sorted(name for name in os.environ if is_secret(name) and name not in (self.config.pass_env or ()))
+        if kept:
+            logger.info("engines and trainers do not get %s of the environment (--pass-env)", ", ".join(kept))
         fleets: list[Engines | EngineFleet] = [one for one in (self.engines, self.teacher_engine) if one is not None]
         training, rollout = precisions(self.config, self._device, count_parameters(self.config.hf_checkpoint))
         if self.trainers is not None:

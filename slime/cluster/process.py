@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from slime.cluster import guard
+from slime.cluster.secrets import without_secrets
 from slime.waits import KnownProcess, forget_process, know_process, waiting
 
 _POLL_S = 0.02
@@ -35,8 +36,9 @@ logger = logging.getLogger(__name__)
 class ChildProcess:
     """One named child: `argv` with stdout and stderr appended to `log_path`.
 
-    `env` is laid over the driver's environment. `pass_fds` keep their numbers in the child; the caller closes its own
-    copies after `start`, so that the other end reads end of file when the child is gone. `dumps_stacks` promises that
+    `env` is laid over the driver's environment, of which the child gets no secrets but those named in `pass_env`.
+    `pass_fds` keep their numbers in the child; the caller closes its own copies after `start`, so that the other end
+    reads end of file when the child is gone. `dumps_stacks` promises that
     the child answers SIGQUIT with its stacks; `also` are other names by which waits may speak of it.
     """
 
@@ -47,6 +49,7 @@ class ChildProcess:
         *,
         env: Mapping[str, str] | None = None,
         log_path: str | os.PathLike[str],
+        pass_env: Sequence[str] = (),
         pass_fds: Sequence[int] = (),
         dumps_stacks: bool = False,
         also: Sequence[str] = (),
@@ -55,6 +58,7 @@ class ChildProcess:
         self.argv = [os.fspath(arg) for arg in argv]
         self.log_path = Path(log_path)
         self._env = dict(env or {})
+        self._pass_env = tuple(pass_env)
         self._pass_fds = tuple(pass_fds)
         self._dumps_stacks = dumps_stacks
         self._also = tuple(also)
@@ -72,7 +76,8 @@ class ChildProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         read_fd, self._control_fd = os.pipe()
         command = [sys.executable, "-I", "-S", guard.__file__, str(read_fd), str(os.getpid()), "--", *self.argv]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env}
+        given = without_secrets(os.environ, passed=self._pass_env)
+        environment = {**given, "PYTHONUNBUFFERED": "1", **self._env}
         try:
             with self.log_path.open("ab") as log:
                 self._popen = subprocess.Popen(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from slime.cluster.secrets import without_secrets
 from slime.observe import plots
 
 INTERVAL_S = 60.0
@@ -52,7 +53,7 @@ class Curves:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**without_secrets(os.environ), "PYTHONPATH": os.pathsep.join(paths)},
         )
         return True
 

@@ -287,6 +287,7 @@ class TrainerGroup:
             f"trainer-{rank}",
             [*module_command("slime.train.worker"), "--fd", str(child_socket.fileno())],
             env=env,
+            pass_env=self.config.pass_env or (),
             log_path=self.run_dir / "logs" / f"trainer-{rank}.log",
             pass_fds=(child_socket.fileno(),),
             dumps_stacks=True,

@@ -71,6 +71,15 @@ def test_all_flags_reach_the_engine(tmp_path: Path) -> None:
     assert options.trust_remote_code is True
 
 
+def test_engines_get_the_secrets_that_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hub")
+    monkeypatch.setenv("OPENAI_API_KEY", "judge")
+    with make_fleet(tmp_path, "good", pass_env=["HF_TOKEN"]):
+        environment = report(tmp_path, "engine-0")["env"]
+    assert environment["HF_TOKEN"] == "hub"
+    assert "OPENAI_API_KEY" not in environment
+
+
 def test_an_engine_that_exits_with_a_user_error_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         make_fleet(tmp_path, "mistake", rollout_num_gpus=2).start()

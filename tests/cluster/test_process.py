@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from slime.cluster.channel import Channel, channel_pair, readable
 from slime.cluster.process import ChildProcess, ProcessSet
+from slime.cluster.secrets import is_secret
 
 CHILD = """
 import os, subprocess, sys, time, signal
@@ -304,6 +306,37 @@ def test_environment_is_laid_over_the_drivers(log_path: Path, monkeypatch: pytes
     process = python("env", code, log_path, env={"SLIME_TEST_NEW": "new"}).start()
     assert process.wait(20) == 0
     assert process.tail() == "kept new"
+
+
+def test_secrets_stay_with_the_driver(log_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SESSION_TOKEN", "MY_SECRET_THING"):
+        monkeypatch.setenv(name, f"of {name}")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    code = "import json,os; print(json.dumps(dict(os.environ)))"
+    process = python("secrets", code, log_path, env={"OWN_KEY": "given"}, pass_env=["HF_TOKEN"]).start()
+    assert process.wait(20) == 0
+    found = json.loads(process.tail())
+    assert (found["HF_TOKEN"], found["OWN_KEY"], found["TOKENIZERS_PARALLELISM"]) == ("of HF_TOKEN", "given", "false")
+    assert not {"WANDB_API_KEY", "AWS_SESSION_TOKEN", "MY_SECRET_THING"} & found.keys()
+
+
+@pytest.mark.parametrize(
+    ("is_one", "names"),
+    [
+        (
+            True,
+            "HF_TOKEN HUGGING_FACE_HUB_TOKEN WANDB_API_KEY OPENAI_API_KEY AWS_ACCESS_KEY_ID AWS_PROFILE GITHUB_TOKEN "
+            "KAGGLE_KEY PGPASSWORD MYSQL_PWD DB_PASSWORD client_secret GOOGLE_APPLICATION_CREDENTIALS SSH_AUTH_SOCK",
+        ),
+        (
+            False,
+            "PATH HOME PWD OLDPWD TOKENIZERS_PARALLELISM MAX_TOKENS_PER_GPU KEYBOARD CUDA_VISIBLE_DEVICES HF_HOME "
+            "NCCL_SOCKET_IFNAME PYTHONPATH TORCHINDUCTOR_CACHE_DIR XDG_SESSION_ID TRITON_KEY_CACHE PATRON",
+        ),
+    ],
+)
+def test_which_names_are_secrets(is_one: bool, names: str) -> None:
+    assert {name: is_secret(name) for name in names.split()} == dict.fromkeys(names.split(), is_one)
 
 
 def test_a_set_stops_in_reverse_order(tmp_path: Path) -> None:

@@ -176,3 +176,15 @@ def test_an_endless_expression_is_an_error_and_not_a_zero() -> None:
         asyncio.run(verifier.grade(r"\boxed{9^{9^{9^{9}}}+1}", "5x"))
     assert asyncio.run(verifier.grade(r"\boxed{2x}", "x+x")) == 1.0
     verifier.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_get_no_secrets(make_pool: Callable[..., GuardedPool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "judge")
+    pool = make_pool()
+    asyncio.run(pool.ask({"do": "x"}))
+    [pid] = pool.worker_pids()
+    names = {entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
+    assert b"PYTHONPATH" in names
+    assert b"OPENAI_API_KEY" not in names
+    pool.close()

@@ -1,5 +1,7 @@
 """Where processes run and how many there are; on a CPU the "GPU" counts are process counts."""
 
+# ruff: noqa: RUF009 (`flag` declares a dataclass field)
+
 from dataclasses import dataclass
 
 from slime.config.flag import at_least, flag
@@ -30,5 +32,10 @@ class ClusterFlags:
     device: str = flag("auto", "where tensors live; auto: CUDA if there is a GPU", choices=("auto", "cpu", "cuda"))
     distributed_timeout_minutes: int = flag(
         10, "deadline of every collective and of every call to a trainer", check=at_least(1)
+    )
+    pass_env: list[str] | None = flag(
+        None,
+        "environment variables that engines and trainers get although their names look like secrets",
+        metavar="NAME",
     )
     host: str = flag("127.0.0.1", "address that servers bind to; loopback unless told otherwise")

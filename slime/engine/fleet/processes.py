@@ -165,6 +165,7 @@ class EngineFleet:
             launch.name,
             launch.argv,
             env=launch.env,
+            pass_env=self._config.pass_env or (),
             log_path=self._logs / f"{launch.name}.log",
             dumps_stacks=launch.argv[: len(EMBEDDED_ENGINE)] == EMBEDDED_ENGINE,  # SGLang's servers die of SIGQUIT
             also=(launch.url,),

@@ -208,7 +208,7 @@ class SglangRouter:
         )
         argv = [installed.python, "-m", "sglang_router.launch_router", *words]
         self.url = f"http://{client_host(config.host)}:{port}"
-        self._process = ChildProcess(self._name, argv, log_path=self._log_path).start()
+        self._process = ChildProcess(self._name, argv, pass_env=config.pass_env or (), log_path=self._log_path).start()
 
     def _healthy(self) -> set[str]:
         return {worker["url"] for worker in self.workers() if worker["is_healthy"]}

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from slime.cluster.python import module_command
+from slime.cluster.secrets import without_secrets
 from slime.rollout.rewards.errors import RewardError
 
 _READ_BYTES = 1 << 16
@@ -35,6 +36,7 @@ class Worker:
         cpu_seconds = int(call_deadline_s) + 2
         self._process = subprocess.Popen(
             [*module_command(module), str(os.getpid()), str(memory_bytes), str(cpu_seconds)],
+            env=without_secrets(os.environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
