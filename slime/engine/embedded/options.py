@@ -26,6 +26,10 @@ class EngineOptions:
     stream_interval: int
     trust_remote_code: bool
     log_level: str
+    api_key: str | None
+    max_queued_requests: int
+    max_samples_per_request: int
+    max_body_mb: int
 
 
 def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
@@ -54,6 +58,13 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
     add("--stream-interval", type=int, default=1, help="tokens between two events of a stream")
     add("--trust-remote-code", action="store_true")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    add("--api-key", help="every route but /health* asks for it: Authorization: Bearer KEY")
+    add("--max-queued-requests", type=int, default=65536,
+        help="samples that may wait or run at once; a request beyond them gets 429")  # fmt: skip
+    add("--max-samples-per-request", type=int, default=4096,
+        help="prompts of one request times its n; 400 beyond them")  # fmt: skip
+    add("--max-body-mb", type=int, default=256,
+        help="largest JSON body in MiB, weights excepted; 413 beyond it")  # fmt: skip
     given = parser.parse_args(argv)
     given.served_model_name = given.served_model_name or given.model_path.rstrip("/").rsplit("/", 1)[-1]
     return EngineOptions(**vars(given))

@@ -27,6 +27,12 @@ class BadRequest(ValueError):
         self.param = param
 
 
+class TooMany(BadRequest):
+    """As many requests are here as the engine may hold: the same one may be sent again later."""
+
+    status = 429
+
+
 class Conflict(BadRequest):
     """A well-formed update that does not fit the weights that are here now."""
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future as ThreadFuture
+from contextlib import contextmanager
 from typing import TypeVar
 
 from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.http.requests import GenerateRequest, ModelFacts
-from slime.engine.embedded.refusals import RequestFailed
+from slime.engine.embedded.refusals import BadRequest, RequestFailed, TooMany
 from slime.engine.embedded.sequence import Sequence
 
 T = TypeVar("T")
@@ -25,6 +27,7 @@ class EngineBridge:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.facts: ModelFacts | None = None
+        self._open = 0
 
     @property
     def loaded(self) -> ModelFacts:
@@ -34,6 +37,23 @@ class EngineBridge:
     async def call(self, function: Callable[[], T]) -> T:
         """Run `function` in the engine's thread between two steps."""
         return await asyncio.wrap_future(self.core.call(function))
+
+    @contextmanager
+    def admitted(self, requests: SequenceOf[GenerateRequest]) -> Iterator[None]:
+        """The samples of these requests are in the engine while the body runs; refused when they are too many."""
+        count = sum(request.params.n for request in requests)
+        most, room = self.core.options.max_samples_per_request, self.core.options.max_queued_requests
+        if count > most:
+            raise BadRequest(f"the request asks for {count} samples, --max-samples-per-request allows {most}", "n")
+        if self._open + count > room:
+            raise TooMany(
+                f"{self._open} samples wait or run here and --max-queued-requests allows {room}: send it again later"
+            )
+        self._open += count
+        try:
+            yield
+        finally:
+            self._open -= count
 
     async def run(self, request: GenerateRequest) -> list[Sequence]:
         """All samples of a request, finished; a client that goes away aborts them."""
@@ -91,6 +111,7 @@ def in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     result: ThreadFuture[T] = ThreadFuture()
 
     def run() -> None:
+        result.set_running_or_notify_cancel()  # from here on whoever waits may go away, but nothing is cancelled
         try:
             result.set_result(function())
         except BaseException as error:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
 
-from slime.data.messages import checked_messages, is_conversation
 from slime.engine.embedded.http.bridge import EngineBridge
+from slime.engine.embedded.http.chat import chat_text
+from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.http.requests import GenerateRequest, answer, parse_generate
 from slime.engine.embedded.http.wire import end_stream, json_answer, json_body, open_event_stream, send_event
-from slime.engine.embedded.refusals import BadRequest
+from slime.engine.embedded.refusals import BadRequest, shown
 from slime.engine.embedded.sequence import Sequence
-from slime.errors import UserError
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
              "no_stop_trim", "n")  # fmt: skip
+_MOST_TOKENS = 1 << 31
 
 
 class OpenAIRoutes:
@@ -41,70 +42,59 @@ class OpenAIRoutes:
         return json_answer({"object": "list", "data": [card]})
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = (await json_body(request)).body
-        ids = self._templated(body)
-        return await self._complete(request, body, ids, chat=True)
+        body = await json_body(request)
+        ids = self._engine.loaded.encode(chat_text(self._engine.loaded.tokenizer, body), special=False)
+        return await self._complete(request, body, {"input_ids": ids}, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = (await json_body(request)).body
-        prompt = body.get("prompt")
-        if not isinstance(prompt, str):
-            raise BadRequest("prompt must be a string")
-        return await self._complete(request, body, self._engine.loaded.tokenizer.encode(prompt), chat=False)
+        body = await json_body(request)
+        prompt = body.body.get("prompt")
+        items = prompt if isinstance(prompt, list) else [prompt]
+        if all(isinstance(item, str) for item in items):
+            return await self._complete(request, body, {"text": prompt}, chat=False)
+        if not isinstance(prompt, list):
+            raise BadRequest(f"prompt must be a string, token ids, or a list of them, not {shown(prompt)}", "prompt")
+        return await self._complete(request, body, {"input_ids": prompt}, chat=False)
 
-    def _templated(self, body: Mapping[str, Any]) -> list[int]:
-        messages, tokenizer = body.get("messages"), self._engine.loaded.tokenizer
-        if not is_conversation(messages):
-            raise BadRequest("messages must be a non-empty list of objects with a role")
-        if tokenizer.chat_template is None:
-            raise BadRequest("this model's tokenizer has no chat template: use /v1/completions or /generate")
-        from jinja2.exceptions import TemplateError
-
-        try:
-            return tokenizer.apply_chat_template(
-                checked_messages(messages or [], "messages"),
-                tools=body.get("tools"),
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                **(body.get("chat_template_kwargs") or {}),
-            )
-        except UserError as cause:
-            raise BadRequest(str(cause)) from cause
-        except (TemplateError, TypeError, KeyError) as cause:
-            raise BadRequest(f"the chat template refused the messages: {cause}") from cause
-
-    def _parse(self, body: Mapping[str, Any], ids: list[int], *, chat: bool) -> GenerateRequest:
-        params = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-        if body.get("seed") is not None:
-            params["sampling_seed"] = body["seed"]
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        params["max_new_tokens"] = limit if limit is not None else self._engine.loaded.context_len
-        wants = body.get("logprobs")
-        top = body.get("top_logprobs") or 0 if chat else (wants if isinstance(wants, int) else 0)
-        request = {"input_ids": ids, "sampling_params": params, "rid": body.get("rid"), "stream": body.get("stream"),
-                   "return_logprob": bool(wants), "top_logprobs_num": top}  # fmt: skip
-        [parsed], _ = parse_generate(request, self._engine.loaded)
-        return parsed
+    def _parse(self, body: Fields, prompt: dict[str, Any], *, chat: bool) -> list[GenerateRequest]:
+        given = body.body
+        params = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
+        if given.get("seed") is not None:
+            params["sampling_seed"] = given["seed"]
+        room = self._engine.loaded.context_len
+        limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+        params["max_new_tokens"] = body.integer(limit, room, low=0, high=_MOST_TOKENS)
+        if chat:
+            wants, top = body.flag("logprobs"), body.integer("top_logprobs", 0, low=0, high=128)
+        else:
+            wants, top = "logprobs" in body, body.integer("logprobs", 0, low=0, high=128)
+        request = {**prompt, "sampling_params": params, "rid": given.get("rid"), "stream": given.get("stream"),
+                   "return_logprob": wants, "top_logprobs_num": top}  # fmt: skip
+        return parse_generate(request, self._engine.loaded)[0]
 
     async def _complete(
-        self, http: web.Request, body: Mapping[str, Any], ids: list[int], *, chat: bool
+        self, http: web.Request, body: Fields, prompt: dict[str, Any], *, chat: bool
     ) -> web.StreamResponse:
-        request = self._parse(body, ids, chat=chat)
+        requests = self._parse(body, prompt, chat=chat)
         kind = "chat.completion" if chat else "text_completion"
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}" if chat else f"cmpl-{uuid.uuid4().hex}",
                 "created": int(time.time()), "model": self._model}  # fmt: skip
-        if request.stream:
-            return await self._stream(http, body, request, head, chat=chat)
-        sequences = await self._engine.run(request)
-        choices = [self._choice(s, request, chat=chat) for s in sequences]
-        return json_answer({**head, "object": kind, "choices": choices, "usage": _usage(sequences),
-                                  "metadata": {"weight_version": self._engine.core.weight_version}})  # fmt: skip
+        with self._engine.admitted(requests):
+            if requests[0].stream:
+                return await self._stream(http, body, requests, head, chat=chat)
+            results = await asyncio.gather(*(self._engine.run(request) for request in requests))
+        choices = [
+            {**self._choice(seq, request, chat=chat), "index": at * request.params.n + seq.choice}
+            for at, (request, sequences) in enumerate(zip(requests, results, strict=True))
+            for seq in sequences
+        ]
+        return json_answer({**head, "object": kind, "choices": choices, "usage": _usage(results),
+                            "metadata": {"weight_version": self._engine.core.weight_version}})  # fmt: skip
 
     def _choice(self, seq: Sequence, request: GenerateRequest, *, chat: bool) -> dict[str, Any]:
         said = answer(seq, request, self._engine.loaded, self._engine.core.weight_version)
         content = {"message": {"role": "assistant", "content": said["text"]}} if chat else {"text": said["text"]}
-        return {"index": seq.choice, **content, "finish_reason": _reason(seq), "logprobs": self._logprobs(seq, request)}
+        return {**content, "finish_reason": _reason(seq), "logprobs": self._logprobs(seq, request)}
 
     def _logprobs(self, seq: Sequence, request: GenerateRequest) -> dict[str, Any] | None:
         if not request.return_logprob:
@@ -120,10 +110,12 @@ class OpenAIRoutes:
         }  # fmt: skip
 
     async def _stream(
-        self, http: web.Request, body: Mapping[str, Any], request: GenerateRequest, head: dict[str, Any], *, chat: bool
+        self, http: web.Request, body: Fields, requests: list[GenerateRequest], head: dict[str, Any], *, chat: bool
     ) -> web.StreamResponse:
-        if request.params.n > 1:
-            raise BadRequest("stream takes n = 1")
+        if len(requests) > 1 or requests[0].params.n > 1:
+            raise BadRequest("stream takes one prompt and n = 1", "stream")
+        [request] = requests
+        with_usage = Fields(body.body.get("stream_options") or {}).flag("include_usage")
         response = await open_event_stream(http)
         kind = "chat.completion.chunk" if chat else "text_completion"
         sent = 0
@@ -133,8 +125,8 @@ class OpenAIRoutes:
             delta: dict[str, Any] = {"delta": {"role": "assistant", "content": piece}} if chat else {"text": piece}
             choice = {"index": 0, **delta, "finish_reason": _reason(seq) if seq.finish else None}
             await send_event(response, {**head, "object": kind, "choices": [choice]})
-        if (body.get("stream_options") or {}).get("include_usage"):
-            await send_event(response, {**head, "object": kind, "choices": [], "usage": _usage([seq])})
+        if with_usage:
+            await send_event(response, {**head, "object": kind, "choices": [], "usage": _usage([[seq]])})
         await end_stream(response)
         return response
 
@@ -144,11 +136,13 @@ def _reason(seq: Sequence) -> str:
     return str(seq.finish["type"])
 
 
-def _usage(sequences: list[Sequence]) -> dict[str, Any]:
-    prompt, completion = len(sequences[0].prompt_ids), sum(len(s.output_ids) for s in sequences)
+def _usage(results: list[list[Sequence]]) -> dict[str, Any]:
+    """Each prompt counts once, however many samples it has."""
+    prompt = sum(len(sequences[0].prompt_ids) for sequences in results)
+    completion = sum(len(seq.output_ids) for sequences in results for seq in sequences)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sequences[0].cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(sequences[0].cached_tokens for sequences in results)},
     }

@@ -10,6 +10,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from slime.engine.embedded.http.fields import Fields
@@ -35,6 +36,18 @@ class ModelFacts:
     vocab_size: int
     context_len: int
     eos_ids: frozenset[int]
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a prompt; one that is certainly too long is refused before it is read."""
+        most = self.context_len * self._longest_token
+        if len(text) > most:
+            raise BadRequest(f"the prompt has {len(text)} characters, the context holds {self.context_len} tokens")
+        return self.tokenizer.encode(text, add_special_tokens=special)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters in the longest token, with room for a tokenizer that drops some of the text."""
+        return 8 * max(len(token) for token in self.tokenizer.get_vocab())
 
 
 @dataclass(frozen=True)
@@ -86,7 +99,7 @@ def parse_generate(body: object, facts: ModelFacts) -> tuple[list[GenerateReques
             raise BadRequest(f"unknown field {shown(name)}; known are {', '.join(sorted(_KNOWN))}")
     if (body.get("text") is None) == (body.get("input_ids") is None):
         raise BadRequest("give exactly one of text and input_ids")
-    prompts, batched = _prompts(body, facts.tokenizer)
+    prompts, batched = _prompts(body, facts)
     each = [
         {k: _nth(body.get(k), i, len(prompts), batched, k) for k in _KNOWN - {"text", "input_ids"}}
         for i in range(len(prompts))
@@ -94,14 +107,14 @@ def parse_generate(body: object, facts: ModelFacts) -> tuple[list[GenerateReques
     return [_one(ids, Fields(fields), facts) for ids, fields in zip(prompts, each, strict=True)], batched
 
 
-def _prompts(body: Mapping[str, Any], tokenizer: Any) -> tuple[list[list[int]], bool]:
+def _prompts(body: Mapping[str, Any], facts: ModelFacts) -> tuple[list[list[int]], bool]:
     text, ids = body.get("text"), body.get("input_ids")
     if text is not None:
         batched = isinstance(text, list)
         texts = text if batched else [text]
         if not texts or not all(isinstance(t, str) for t in texts):
             raise BadRequest("text must be a string or a non-empty list of strings")
-        return [tokenizer.encode(t) for t in texts], batched
+        return [facts.encode(t) for t in texts], batched
     if not isinstance(ids, list):
         raise BadRequest("input_ids must be a list of token ids, or a list of such lists")
     batched = bool(ids) and isinstance(ids[0], list)

@@ -6,6 +6,7 @@ Invariant: malformed requests get 400 and a reason; the engine never dies of one
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -31,7 +32,7 @@ from slime.engine.embedded.refusals import BadRequest
 
 log = logging.getLogger(__name__)
 
-_MAX_BODY = 8 << 30
+_MAX_BLOB = 8 << 30  # weights that come as a body
 _PROBE_SECONDS = 20.0
 _GENERATING = ("/generate", "/health_generate", "/v1/completions", "/v1/chat/completions")
 
@@ -44,7 +45,7 @@ class EngineServer:
     def __init__(self, engine: EngineBridge) -> None:
         self.core = engine.core
         self._engine = engine
-        self.app = web.Application(client_max_size=_MAX_BODY, middlewares=[self._guard])
+        self.app = web.Application(client_max_size=engine.core.options.max_body_mb << 20, middlewares=[self._guard])
         self._add_routes()
 
     def _add_routes(self) -> None:
@@ -76,6 +77,8 @@ class EngineServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            if not self._may_enter(request):
+                return error_answer(401, "give the API key of this engine: Authorization: Bearer KEY")
             if self._engine.facts is None and request.path not in ("/server_info", "/get_server_info"):
                 return error_answer(503, "the model is still loading")
             if self.core.stale is not None and request.path in _GENERATING:
@@ -93,6 +96,14 @@ class EngineServer:
             log.exception("%s %s failed", request.method, request.path)
             return error_answer(500, f"this request failed in the engine ({type(error).__name__}: {error})")
 
+    def _may_enter(self, request: web.Request) -> bool:
+        """Whether the request has the key, if there is one; health is everybody's business, as with SGLang."""
+        key = self.core.options.api_key
+        if key is None or request.path.startswith("/health"):
+            return True
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        return hmac.compare_digest(given, f"Bearer {key}".encode())
+
     # generation
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -100,8 +111,10 @@ class EngineServer:
         if requests[0].stream:
             if batched or requests[0].params.n > 1:
                 raise BadRequest("stream takes one prompt and n = 1")
-            return await self._stream(request, requests[0])
-        results = await asyncio.gather(*(self._engine.run(r) for r in requests))
+            with self._engine.admitted(requests):
+                return await self._stream(request, requests[0])
+        with self._engine.admitted(requests):
+            results = await asyncio.gather(*(self._engine.run(r) for r in requests))
         listed = batched or requests[0].params.n > 1
         answers = [
             answer(s, r, self._engine.loaded, self.core.weight_version)
@@ -136,6 +149,7 @@ class EngineServer:
 
     async def server_info(self, request: web.Request) -> web.Response:
         info: dict[str, Any] = {"version": slime.__version__, "engine": "slime-embedded", **vars(self.core.options)}
+        del info["api_key"]
         info["status"] = "loading" if self._engine.facts is None else "ready"
         if self._engine.facts is not None:
             info |= await self._engine.call(self.core.info)
@@ -195,7 +209,7 @@ class EngineServer:
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
         """JSON naming safetensors files of this machine (shared memory, say), or one safetensors blob as the body."""
         if request.content_type == "application/octet-stream":
-            blob = await request.read()
+            blob = await request.clone(client_max_size=_MAX_BLOB).read()
             version = request.query.get("weight_version")
             flush = request.query.get("flush_cache", "true") == "true"
             return await self._updated(lambda: self.core.update_from_bytes(blob, version, flush=flush))

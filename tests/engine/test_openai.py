@@ -1,0 +1,180 @@
+"""OpenAI's dialect as its clients mean it, and what the engine refuses at its door."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.engine.embedded.http.chat import chat_text
+from slime.engine.embedded.http.fields import Fields
+from slime.engine.embedded.refusals import BadRequest
+from tests.engine.conftest import EngineProcess
+from tests.tiny_models import make_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}[{% for t in tools %}{{ t.function.name }}{% endfor %}]{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.name }}"
+    "{% if c.function.arguments is mapping %}{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}"
+    "{% else %} raw {{ c.function.arguments }}{% endif %}){% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{{ style or '' }}"
+)
+USER = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def text(**body: Any) -> str:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return chat_text(tokenizer, Fields({"messages": [USER], **body}))
+
+
+def called(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+def test_a_conversation_is_what_the_template_makes_of_it() -> None:
+    assert text() == "<user>hi<assistant>"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert text(messages=[{"role": "user", "content": parts}]) == "<user>ab<assistant>"
+    assert text(tools=[TOOL]) == "[add]<user>hi<assistant>"
+    assert text(tools=[TOOL], tool_choice="none") == "<user>hi<assistant>"
+    assert text(chat_template_kwargs={"style": "!"}) == "<user>hi<assistant>!"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [
+        ('{"a": 1, "b": "x"}', "(add a=1 b=x)"),
+        ({"a": 1}, "(add a=1)"),
+        ("{broken", "(add raw {broken)"),
+        ("[1]", "(add raw [1])"),
+    ],
+)
+def test_arguments_of_tool_calls_are_objects_to_the_template(arguments: Any, rendered: str) -> None:
+    assert text(messages=called(arguments)) == f"<user>hi<assistant>{rendered}<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"conversation": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"return_dict": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": ["x"]}, "chat_template_kwargs"),
+        ({"chat_template": "{{ 7 * 7 }}"}, "chat_template"),
+        ({"tools": {}}, "tools"),
+        ({"tools": ["add"]}, "tools"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": called(7)}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
+    ],
+)
+def test_what_the_template_cannot_be_told(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        text(**body)
+    assert refused.value.param == param
+
+
+def test_a_prompt_may_be_texts_or_ids(engine: EngineProcess) -> None:
+    limits = {"max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    words = ["what is", "the answer"]
+    ids = [make_tokenizer().encode(word) for word in words]
+    one = [engine.post("/v1/completions", {"prompt": word, **limits})[1]["choices"][0]["text"] for word in words]
+    for prompt in (words, ids):
+        status, answer = engine.post("/v1/completions", {"prompt": prompt, "n": 2, **limits})
+        assert status == 200
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert [choice["text"] for choice in answer["choices"]] == [one[0], one[0], one[1], one[1]]
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+    assert engine.post("/v1/completions", {"prompt": ids[0], **limits})[1]["choices"][0]["text"] == one[0]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("completions", {"prompt": 7}, "prompt"),
+        ("completions", {"prompt": "a", "max_tokens": "x"}, "max_tokens"),
+        ("completions", {"prompt": "a", "logprobs": True}, "logprobs"),
+        ("chat/completions", {"messages": [USER], "logprobs": 3}, "logprobs"),
+        ("chat/completions", {"messages": [USER], "max_completion_tokens": -1}, "max_completion_tokens"),
+        ("chat/completions", {"messages": [USER], "temperature": "hot"}, "temperature"),
+        ("chat/completions", {"messages": [USER], "stream": "yes"}, "stream"),
+    ],
+)
+def test_refusals_have_openais_shape(engine: EngineProcess, route: str, body: dict[str, Any], param: str) -> None:
+    status, answer = engine.post(f"/v1/{route}", body)
+    assert status == 400
+    assert answer["error"].keys() == {"message", "type", "param", "code"}
+    assert (answer["error"]["type"], answer["error"]["param"]) == ("invalid_request_error", param)
+
+
+def test_a_prompt_that_no_context_holds_is_refused_unread(engine: EngineProcess) -> None:
+    status, answer = engine.post("/v1/completions", {"prompt": "a" * 1_000_000})
+    assert status == 400
+    assert "1000000 characters" in answer["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def guarded(qwen3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    limits = ("--max-queued-requests", "4", "--max-samples-per-request", "3", "--max-body-mb", "1")
+    running = EngineProcess(qwen3_folder, tmp_path_factory.mktemp("guarded") / "log", "--api-key", "sésame", *limits)
+    yield running
+    assert running.stop() == 0
+
+
+def ask(engine: EngineProcess, path: str, body: Any = None, key: bytes | None = "sésame".encode()) -> tuple[int, Any]:
+    request = urllib.request.Request(engine.url + path, data=None if body is None else json.dumps(body).encode())
+    if key is not None:
+        request.add_header("Authorization", (b"Bearer " + key).decode("latin-1"))
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as refused:
+        return refused.code, json.load(refused)
+
+
+def test_the_api_key_opens_every_route_and_health_needs_none(guarded: EngineProcess) -> None:
+    for path in ("/server_info", "/v1/models", "/nowhere"):
+        for key in (None, b"", b"wrong", b"s\xe9same", b"\xff"):
+            status, answer = ask(guarded, path, key=key)
+            assert (status, answer["error"]["type"]) == (401, "authentication_error")
+    assert ask(guarded, "/health", key=None) == (200, {"status": "ok"})
+    assert ask(guarded, "/health_generate", key=None) == (200, {"status": "ok"})
+    status, info = ask(guarded, "/server_info")
+    assert status == 200
+    assert "sésame" not in json.dumps(info, ensure_ascii=False)
+
+
+def test_bodies_samples_and_the_queue_are_bounded(guarded: EngineProcess) -> None:
+    status, answer = ask(guarded, "/generate", {"text": "a" * (1 << 20)})
+    assert (status, answer["error"]["code"]) == (413, 413)
+    long = {"max_new_tokens": 400, "ignore_eos": True}
+    status, answer = ask(guarded, "/generate", {"input_ids": [5], "sampling_params": {"n": 4}})
+    assert (status, answer["error"]["param"]) == (400, "n")
+    status, answer = ask(guarded, "/v1/completions", {"prompt": ["a", "b"], "n": 2})
+    assert (status, answer["error"]["param"]) == (400, "n")
+    assert ask(guarded, "/pause_generation", {"mode": "in_place"})[0] == 200
+    asked = guarded.in_background(
+        lambda: ask(guarded, "/generate", {"input_ids": [5], "sampling_params": {**long, "n": 3}})
+    )
+    while ask(guarded, "/server_info")[1]["num_waiting_reqs"] < 3:
+        pass
+    status, answer = ask(guarded, "/v1/completions", {"prompt": "a", "n": 2})
+    assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+    ask(guarded, "/continue_generation", {})
+    assert asked.result(60)[0] == 200
+    assert ask(guarded, "/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 2})[0] == 200
