@@ -9,7 +9,7 @@ ROUTER_VENV := .venv-router
 WORKERS ?= auto
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-fast test-learning test-crash test-sglang lint format example-smollm2 benchmark clean help
+.PHONY: quickstart test test-fast test-learning test-crash test-fuzz test-sglang lint format example-smollm2 benchmark clean help
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 20
@@ -28,6 +28,9 @@ test-learning: $(VENV)/.installed-dev   ## every estimator learns a little: shor
 
 test-crash: $(VENV)/.installed-dev   ## twenty processes of one run are killed at random moments, in every mode (SLIME_CRASH_SEED=2 for others)
 	SLIME_CRASH_KILLS=20 $(RUN) -m pytest --cold --timeout 3000 tests/e2e/test_crashes.py
+
+test-fuzz: $(VENV)/.installed-dev   ## 100,000 malformed, half-sent and aborted requests to one engine (SLIME_FUZZ_SEED=2 for others)
+	SLIME_FUZZ_REQUESTS=100000 $(RUN) -m pytest -s --timeout 3000 tests/engine/test_fuzz.py
 
 test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed $(ROUTER_VENV)/.installed   ## the engine contract with real SGLang servers and sglang-router, on a CPU
 	SLIME_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python SLIME_ROUTER_PYTHON=$(abspath $(ROUTER_VENV))/bin/python \
