@@ -58,9 +58,11 @@ def test_reference_counts_balance(actions: list[tuple[int, list[int]]]) -> None:
             cache.tree.clear()
         in_use = {s for _, slots in running for s in slots.tolist()}
         assert cache.pool.free <= capacity - len(in_use)
-        assert int((cache.pool.refs > 0).sum()) == capacity - cache.pool.free
+        assert cache.available == capacity - len(in_use)
+        assert int(((cache.pool.users > 0) | cache.pool.kept).sum()) == capacity - cache.pool.free
     for _, slots in running:
         cache.release(slots)
     cache.tree.clear()
     assert cache.pool.free == capacity
-    assert cache.pool.refs.sum() == 0
+    assert cache.pool.users.sum() == 0
+    assert not cache.pool.kept.any()

@@ -1,8 +1,8 @@
 """KV slots and the prefixes they can share.
 
 A slot holds the keys and values of one token in every layer; a page is one slot, so that prefixes are shared to the
-token. Invariant: `refs[slot]` counts the running sequences that use the slot plus one if the prefix tree holds it; a
-slot is in the free list exactly when its count is zero. Slot 0 is never handed out: padding rows write there.
+token. Invariant: `users[slot]` counts the running sequences that use the slot, `kept[slot]` says whether the prefix
+tree holds it; a slot is in the free list exactly when neither does. Slot 0 is never handed out: padding writes there.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ _EVICTION_SHARE = 32
 
 
 class SlotPool:
-    """Reference-counted slots with a stack of free ones."""
+    """Slots, who uses them, and a stack of free ones; `in_use` counts those that any sequence uses."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.refs = np.zeros(capacity + 1, dtype=np.int32)
+        self.users = np.zeros(capacity + 1, dtype=np.int32)
+        self.kept = np.zeros(capacity + 1, dtype=bool)
+        self.in_use = 0
         self._free = np.arange(capacity, 0, -1, dtype=np.int64)
         self._top = capacity
 
@@ -33,24 +35,40 @@ class SlotPool:
         return self._top
 
     def take(self, count: int) -> SlotArray:
-        """`count` slots with one reference each; the caller has made sure that they are free."""
+        """`count` slots with one user each; the caller has made sure that they are free."""
         if count > self._top:
             raise RuntimeError(f"{count} KV slots wanted, {self._top} free")
         self._top -= count
         slots = self._free[self._top : self._top + count].copy()
-        self.refs[slots] = 1
+        self.users[slots] = 1
+        self.in_use += count
         return slots
 
     def share(self, slots: SlotArray) -> None:
-        self.refs[slots] += 1
+        """One more sequence uses the slots."""
+        self.in_use += int((self.users[slots] == 0).sum())
+        self.users[slots] += 1
 
     def release(self, slots: SlotArray) -> None:
-        """Drop one reference of each (distinct) slot."""
-        left = self.refs[slots] - 1
-        self.refs[slots] = left
-        dead = slots[left == 0]
-        self._free[self._top : self._top + len(dead)] = dead
-        self._top += len(dead)
+        """One sequence less uses each of the (distinct) slots."""
+        left = self.users[slots] - 1
+        self.users[slots] = left
+        unused = slots[left == 0]
+        self.in_use -= len(unused)
+        self._put_back(unused[~self.kept[unused]])
+
+    def keep(self, slots: SlotArray) -> None:
+        """The prefix tree holds the slots from now on."""
+        self.kept[slots] = True
+
+    def forget(self, slots: SlotArray) -> None:
+        """The prefix tree holds them no longer."""
+        self.kept[slots] = False
+        self._put_back(slots[self.users[slots] == 0])
+
+    def _put_back(self, slots: SlotArray) -> None:
+        self._free[self._top : self._top + len(slots)] = slots
+        self._top += len(slots)
 
 
 @dataclass(eq=False)
@@ -106,7 +124,7 @@ class PrefixTree:
             child = node.children.get(int(tokens[at]))
             if child is None:
                 fresh = _Node(tokens[at:].copy(), slots[at:].copy(), node, self._clock)
-                self._pool.share(fresh.slots)
+                self._pool.keep(fresh.slots)
                 self.held += len(fresh.slots)
                 node.children[int(tokens[at])] = fresh
                 return
@@ -131,7 +149,7 @@ class PrefixTree:
         heapq.heapify(heap)
         while heap and self._pool.free < target:
             _, _, node = heapq.heappop(heap)
-            if int(self._pool.refs[node.slots].max(initial=1)) > 1:
+            if self._pool.users[node.slots].any():
                 continue
             parent = self._forget(node)
             if parent is not self._root and not parent.children:
@@ -139,7 +157,7 @@ class PrefixTree:
 
     def _forget(self, node: _Node) -> _Node:
         assert node.parent is not None
-        self._pool.release(node.slots)
+        self._pool.forget(node.slots)
         self.held -= len(node.slots)
         del node.parent.children[int(node.tokens[0])]
         return node.parent
@@ -160,7 +178,7 @@ class PrefixTree:
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())
-            self._pool.release(node.slots)
+            self._pool.forget(node.slots)
         self._root = self._new_root()
         self.held = 0
 
@@ -182,8 +200,8 @@ class KVCache:
 
     @property
     def available(self) -> int:
-        """An upper bound of what `take` can give: free slots and those that only the tree holds."""
-        return self.pool.free + self.tree.held
+        """What `take` can give: free slots and those that only the tree holds."""
+        return self.pool.capacity - self.pool.in_use
 
     def reuse(self, tokens: Sequence[int]) -> SlotArray:
         """Referenced slots of the longest cached prefix that leaves at least one token to compute."""

@@ -400,6 +400,7 @@ class EngineCore:
             "num_waiting_reqs": len(s.waiting),
             "num_used_tokens": self.capacity - s.cache.pool.free - s.cache.tree.held,
             "num_cached_tokens": s.cache.tree.held,
+            "num_retractions": s.retractions,
             "paused": self.halted,
             "stale": self.stale,
             "released": sorted(self._released),

@@ -3,8 +3,9 @@
 Every step is either an extend step (prompt tokens of waiting sequences, at most `chunk` of them, long prompts in
 pieces) or a decode step (one token for each running sequence). Extend steps go first, so that decode steps are as
 wide as they can be. A sequence whose prompt shares a prefix with one that is being computed waits for that one, so
-that the n samples of a prompt compute it once. When the slots run out, the youngest running sequence gives its slots
-back and starts over from its tokens.
+that the n samples of a prompt compute it once. A sequence begins only when there are slots for its tokens and for what
+it and the others are expected to grow by. When the slots run out all the same, the youngest running sequences give
+theirs back and start over from their tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +32,48 @@ class Extend:
     slots: np.ndarray
 
 
+@dataclass
+class GrowthEstimate:
+    """Which share of the tokens it may still generate a sequence is expected to: SGLang's `new_token_ratio`.
+
+    It begins high, sinks with every decode step that finds room, and is set anew by what the sequences have generated
+    when some had to give their slots back.
+    """
+
+    share: float = 0.7
+    lowest: float = 0.098
+    highest: float = 1.0
+    sinks_in: int = 200  # steps from the first share to the lowest; SGLang's 600 leave more slots idle
+    spare_steps: int = 20  # decode steps that there is room for after sequences gave their slots back
+    counted: int = 4096  # tokens of a sequence that are looked ahead at most
+
+    def __post_init__(self) -> None:
+        self._step = (self.share - self.lowest) / self.sinks_in
+
+    def of(self, seq: Sequence) -> float:
+        return self.share * min(seq.max_new_tokens - len(seq.output_ids), self.counted)
+
+    def found_room(self) -> None:
+        self.share = max(self.lowest, self.share - self._step)
+
+    def ran_out(self, running: list[Sequence]) -> None:
+        generated = sum(len(seq.output_ids) + self.spare_steps for seq in running)
+        allowed = sum(seq.max_new_tokens for seq in running)
+        self.share = min(self.highest, max(self.lowest, generated / max(allowed, 1)))
+
+
 class Scheduler:
-    def __init__(self, cache: KVCache, *, max_running: int, context_len: int, chunk: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        max_running: int,
+        context_len: int,
+        chunk: int,
+        growth: GrowthEstimate | None = None,
+    ) -> None:
+        self.growth = growth or GrowthEstimate()
+        self.retractions = 0
         self.max_running = max_running
         self.chunk = chunk
         self.table = np.zeros((max_running + 1, context_len), dtype=np.int32)
@@ -66,19 +107,23 @@ class Scheduler:
             budget -= self._extend(seq, budget, extends)
         in_flight = self._in_flight_prompts()
         skipped: list[Sequence] = []
+        room = self._expected_room()
         while self.waiting and budget > 0 and self._rows:
             seq = self.waiting.popleft()
             if self._better_wait(seq, in_flight):
                 skipped.append(seq)
                 continue
+            unused = self.cache.available
             self._begin(seq, version)
-            used = self._extend(seq, budget, extends)
+            wanted = unused - self.cache.available + seq.length - seq.computed + self.growth.of(seq)
+            used = self._extend(seq, budget, extends) if wanted <= room else 0
             if used == 0:  # no slots: back to the queue
                 self._give_back(seq)
                 self.waiting.appendleft(seq)
                 break
             budget -= used
             self.prefilling.append(seq)
+            room = room - wanted if room < float("inf") else self._expected_room()
             in_flight.setdefault(tuple(seq.prompt_ids[:_KEY]), []).append(np.asarray(seq.tokens))
         self.waiting.extendleft(reversed(skipped))
         return extends
@@ -109,6 +154,12 @@ class Scheduler:
         seq.input_logprobs.clear()
         self.table[seq.row, : len(slots)] = slots
 
+    def _expected_room(self) -> float:
+        """Slots that are left when everybody who began has grown as expected; endless where nobody did."""
+        begun = [*self.running, *self.prefilling]
+        wanted = sum(seq.length - seq.computed + self.growth.of(seq) for seq in begun)
+        return self.cache.available - wanted if begun else float("inf")
+
     def _extend(self, seq: Sequence, budget: int, extends: list[Extend]) -> int:
         count = min(seq.length - seq.computed, budget)
         slots = self.cache.take(count) if count > 0 else None
@@ -129,12 +180,16 @@ class Scheduler:
     # decode
 
     def next_decode(self) -> np.ndarray | None:
-        """One new slot for every running sequence; sequences are retracted until they fit."""
+        """One new slot for every running sequence; sequences are retracted until they fit, with some steps to spare."""
         while self.running:
             slots = self.cache.take(len(self.running))
             if slots is not None:
+                self.growth.found_room()
                 return slots
             self.retract(self.running[-1])
+            while len(self.running) > 1 and self.cache.available < len(self.running) * self.growth.spare_steps:
+                self.retract(self.running[-1])
+            self.growth.ran_out(self.running)
         return None
 
     # leaving
@@ -144,6 +199,7 @@ class Scheduler:
         self._leave(seq)
         self._give_back(seq)
         self.waiting.appendleft(seq)
+        self.retractions += 1
 
     def drop(self, seq: Sequence, *, version: str) -> None:
         """A finished or aborted sequence leaves; what it computed under the present weights stays shareable."""
