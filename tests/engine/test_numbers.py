@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import queue
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,59 @@ def test_looking_ahead_changes_nothing(qwen3_folder: Path) -> None:
     assert answers[0] == answers[1]
     reasons = [finish["type"] for _, finish in answers[0]]
     assert {"stop", "length"} <= set(reasons)
+
+
+class LateInbox:
+    """An engine's inbox into which a command comes right after somebody saw it empty while a step was in flight."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.put, self.get = self._queue.put, self._queue.get
+        self.late: Callable[[], None] | None = None
+        self.in_flight: Callable[[], bool] = lambda: False
+
+    def empty(self) -> bool:
+        answer = self._queue.empty()
+        if answer and self.late is not None and self.in_flight():
+            self._queue.put(self.late)
+            self.late = None
+        return answer
+
+
+@pytest.mark.parametrize("command", ["update", "retract"])
+def test_a_command_that_comes_while_a_step_is_in_flight_meets_its_tokens(
+    command: str, qwen3_folder: Path, tmp_path: Path
+) -> None:
+    """A token sampled with the old weights is never reported with the new version, and no slot is lost."""
+    other = make_model_folder(tmp_path / "other", seed=1)
+    core = EngineCore(parse_options(["--model-path", str(qwen3_folder)]), on_death=lambda error: None)
+    inbox = LateInbox()
+    core._inbox = inbox  # type: ignore[assignment]
+    core.load("cpu")
+    core.runner.looks_ahead = True
+    flights: list[object] = []
+
+    def late() -> None:
+        flights.append(core.steps.flight)
+        if command == "update":
+            core.update_from_folder(str(other), "new", flush=True)
+        else:
+            core.pause("retract")
+            core.resume()
+
+    inbox.late, inbox.in_flight = late, lambda: core.steps.flight is not None
+    core.start()
+    params = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    [seq] = generate(core, [{"input_ids": prompt(1, 6), "sampling_params": params}])
+    core.call(core.flush_cache).result()
+    assert core.scheduler.cache.pool.free == core.capacity
+    core.stop()
+    assert flights == [None]
+    old = (torch.tensor(seq.logprobs) - reference_logprobs(qwen3_folder, seq)).abs() < 2e-5
+    spans = dict(seq.versions)
+    assert old[: spans.get("new", len(old))].all()
+    if command == "update":
+        assert not old[spans["new"]]
 
 
 def test_prompts_are_scored(qwen3_folder: Path) -> None:

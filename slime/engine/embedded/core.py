@@ -195,8 +195,6 @@ class EngineCore:
 
     def _turn(self) -> None:
         steps = self.steps
-        if steps.flight is not None and (self.halted or self.scheduler.idle or not self._inbox.empty()):
-            steps.land(steps.flight)  # commands and newcomers meet a quiet engine
         self._take_work(wait=self.halted or self.scheduler.idle)
         if not self.halted and not self.scheduler.idle:
             started = time.perf_counter()
@@ -204,10 +202,15 @@ class EngineCore:
             self.counters.busy_seconds += time.perf_counter() - started
 
     def _take_work(self, *, wait: bool) -> None:
-        if wait:
+        """Run what came in, and wait for something first if asked to.
+
+        A step in flight lands before: commands and newcomers meet a quiet engine, whenever they come in.
+        """
+        while wait or not self._inbox.empty():
+            if self.steps.flight is not None:
+                self.steps.land(self.steps.flight)
             self._inbox.get()()
-        while not self._inbox.empty():
-            self._inbox.get()()
+            wait = False
 
     def _accept(self, sequences: list[Sequence]) -> None:
         self.counters.requests += len(sequences)
