@@ -27,9 +27,15 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    prefilled_tokens: int = 0
     requests: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
+
+    @property
+    def computed(self) -> int:
+        """Grows with every step that came to its end."""
+        return self.prefilled_tokens + self.generated_tokens
 
 
 @dataclass
@@ -78,6 +84,7 @@ class Steps:
 
     def _extend(self, extends: list[Extend]) -> None:
         extends, sampled = self._computed(extends)
+        self.counters.prefilled_tokens += sum(e.end - e.start for e in extends)
         complete = [e.sequence for e in extends if e.end == e.sequence.length]
         for seq in complete:
             self.counters.prompt_tokens += len(seq.prompt_ids)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -195,12 +196,17 @@ class Supervisor:
 
     async def _probe(self, clients: Sequence[EngineClient]) -> list[str | None]:
         async def ask(client: EngineClient) -> str | None:
+            began = time.monotonic()
             try:
                 limit_s = Limit(self._watch.timeout_s, "--rollout-health-check-timeout")
                 well = await client.health_generate(timeout_s=limit_s)
             except EngineError as error:
-                return str(error)
-            return None if well else "its health check failed"
+                reason = str(error)
+            else:
+                reason = "its health check failed"
+                if well:
+                    return None
+            return None if client.sampled_at > began else reason  # an engine that samples for us is busy, not sick
 
         return list(await asyncio.gather(*(ask(client) for client in clients)))
 

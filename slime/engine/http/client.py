@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +81,7 @@ class EngineClient:
         self.timeout_s = timeout_s
         self.control_timeout_s = control_timeout_s
         self.connect_retries = connect_retries
+        self.sampled_at = 0.0  # when tokens came from it last (time.monotonic)
         self._reader: ThreadPoolExecutor | None = None
         self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
             weakref.WeakKeyDictionary()
@@ -102,7 +104,7 @@ class EngineClient:
     async def _generated(
         self, payload: dict[str, Any], headers: dict[str, str] | None, timeout_s: float | None
     ) -> bytes:
-        return await self._body(
+        body = await self._body(
             "POST",
             "/generate",
             payload,
@@ -111,6 +113,8 @@ class EngineClient:
             headers=headers,
             connect_retries=self.connect_retries,
         )
+        self.sampled_at = time.monotonic()
+        return body
 
     def _result(self, body: bytes) -> GenerateResult:
         return GenerateResult.from_json(self._parsed("/generate", body), url=self.base_url)
@@ -161,6 +165,7 @@ class EngineClient:
                 event = line.removeprefix(b"data: ").strip()
                 if line.startswith(b"data: ") and event != b"[DONE]":
                     answers.latest = self._streamed(event.decode(errors="replace"))
+                    self.sampled_at = time.monotonic()
 
     def _streamed(self, event: str) -> dict[str, Any]:
         try:

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _MAX_BLOB = 8 << 30  # weights that come as a body
 _PROBE_SECONDS = 20.0
+_LOOK_SECONDS = 0.02
 _GENERATING = ("/generate", "/health_generate", "/v1/completions", "/v1/chat/completions")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -136,16 +137,30 @@ class EngineServer:
         return json_answer({"status": "ok"})
 
     async def health_generate(self, request: web.Request) -> web.Response:
-        """Generates one token: proves that the engine's thread makes progress."""
-        probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
-        [parsed], _ = parse_generate(probe, self._engine.loaded)
-        if self.core.halted:
-            return json_answer({"status": "paused"})
+        """Whether the engine's thread makes progress: any token it computes from now on is proof, also one of a request
+        that keeps all others waiting. An idle engine generates one for it."""
+        probe: asyncio.Future[Any] | None = None
+        began, deadline = self.core.counters.computed, time.monotonic() + _PROBE_SECONDS
         try:
-            await asyncio.wait_for(self._engine.run(parsed), _PROBE_SECONDS)
-        except TimeoutError:
-            return error_answer(503, f"no token within {_PROBE_SECONDS:.0f} s")
-        return json_answer({"status": "ok"})
+            while time.monotonic() < deadline:
+                if self.core.halted:
+                    return json_answer({"status": "paused"})
+                if self.core.counters.computed > began:
+                    return json_answer({"status": "ok"})
+                if probe is None and self.core.scheduler.idle:
+                    probe = asyncio.ensure_future(self._engine.run(self._one_token()))
+                if probe is not None and probe.done():
+                    probe.result()
+                await asyncio.sleep(_LOOK_SECONDS)
+        finally:
+            if probe is not None:
+                probe.cancel()
+        return error_answer(503, f"no token within {_PROBE_SECONDS:.0f} s")
+
+    def _one_token(self) -> GenerateRequest:
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
+        [request], _ = parse_generate(body, self._engine.loaded)
+        return request
 
     async def server_info(self, request: web.Request) -> web.Response:
         info: dict[str, Any] = {"version": slime.__version__, "engine": "slime-embedded", **vars(self.core.options)}

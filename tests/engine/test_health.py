@@ -1,0 +1,184 @@
+"""An engine that works is well, however long its queue; one that makes no progress is not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.http import server as server_module
+from slime.engine.embedded.http.bridge import EngineBridge
+from slime.engine.embedded.http.requests import ModelFacts
+from slime.engine.embedded.http.server import EngineServer
+from slime.engine.fleet.supervisor import Supervisor, Watch
+from slime.engine.http.pool import EnginePool
+from slime.rollout.loop import LoopThread
+from tests.engine.test_numbers import running_core
+from tests.tiny_models import make_tokenizer
+
+LONG = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 250, "temperature": 0, "ignore_eos": True}}
+
+
+async def health(core: EngineCore) -> tuple[int, dict[str, Any]]:
+    response = await EngineServer(bridge_to(core)).health_generate(None)  # type: ignore[arg-type]
+    return response.status, json.loads(response.body)  # type: ignore[arg-type]
+
+
+def bridge_to(core: EngineCore) -> EngineBridge:
+    bridge = EngineBridge(core)
+    bridge.facts = ModelFacts(make_tokenizer(), core.vocab_size, core.context_len, frozenset())
+    return bridge
+
+
+def test_an_engine_with_all_rows_taken_is_well(qwen3_folder: Path) -> None:
+    """The probe is answered while the only row is taken and another request waits for it."""
+
+    async def ask(core: EngineCore) -> None:
+        bridge = bridge_to(core)
+        requests = [server_module.parse_generate(LONG, bridge.loaded)[0][0] for _ in range(2)]
+        working = [asyncio.ensure_future(bridge.run(request)) for request in requests]
+        while core.counters.generated_tokens == 0:  # noqa: ASYNC110 (of another thread)
+            await asyncio.sleep(0)
+        assert await health(core) == (200, {"status": "ok"})
+        assert not any(task.done() for task in working)
+        done = await asyncio.gather(*working)
+        assert [len(sequence.output_ids) for [sequence] in done] == [250, 250]
+        assert core.counters.requests == 2  # nothing was put into the queue for the probe
+
+    with running_core(qwen3_folder, "--max-running-requests", "1") as core:
+        asyncio.run(ask(core))
+
+
+def test_an_idle_engine_generates_for_the_probe(qwen3_folder: Path) -> None:
+    with running_core(qwen3_folder) as core:
+        assert asyncio.run(health(core)) == (200, {"status": "ok"})
+        assert core.counters.generated_tokens == 1
+
+
+@pytest.mark.parametrize("is_working", [False, True])
+def test_an_engine_without_progress_is_not_well(
+    qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch, is_working: bool
+) -> None:
+    monkeypatch.setattr(server_module, "_PROBE_SECONDS", 0.2)
+    stuck, free = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        stuck.set()
+        assert free.wait(60)
+
+    async def ask(core: EngineCore) -> None:
+        bridge = bridge_to(core)
+        if is_working:
+            [request], _ = server_module.parse_generate(LONG, bridge.loaded)
+            working = asyncio.ensure_future(bridge.run(request))
+            while core.counters.generated_tokens == 0:  # noqa: ASYNC110 (of another thread)
+                await asyncio.sleep(0)
+        hanging = core.call(hang)
+        await asyncio.to_thread(stuck.wait, 60)
+        status, answer = await health(core)
+        assert (status, "no token within" in answer["error"]["message"]) == (503, True)
+        free.set()
+        await asyncio.wrap_future(hanging)
+        assert (await health(core))[0] == 200
+        if is_working:
+            working.cancel()
+
+    with running_core(qwen3_folder) as core:
+        asyncio.run(ask(core))
+
+
+class BusyEngine:
+    """Its health check fails, as of an engine too busy to answer in time; until `ends` it streams a token each time the
+    check is asked for."""
+
+    def __init__(self) -> None:
+        self.streams = True
+        self.restarted: list[int] = []
+        self.news: asyncio.Event | None = None
+        self.urls: list[str] = []
+
+    async def health(self, request: web.Request) -> web.Response:
+        assert self.news is not None
+        if self.streams:
+            self.seen = asyncio.Event()
+            self.news.set()
+            await self.seen.wait()
+        return web.Response(status=503)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        self.news = asyncio.Event()
+        while True:
+            await response.write(b'data: {"output_ids": [1]}\n\n')
+            await self.news.wait()
+            self.news.clear()
+
+    def why_ended(self, index: int) -> str | None:
+        return None
+
+    def restart(self, index: int) -> None:
+        self.restarted.append(index)
+
+
+@contextmanager
+def supervised(engine: BusyEngine) -> Iterator[tuple[EnginePool, LoopThread, Supervisor]]:
+    loop = LoopThread("test")
+
+    async def start() -> tuple[web.AppRunner, EnginePool]:
+        app = web.Application()
+        app.router.add_get("/health_generate", engine.health)
+        app.router.add_post("/generate", engine.generate)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        engine.urls = [f"http://127.0.0.1:{runner.addresses[0][1]}"]
+        return runner, EnginePool(engine.urls)
+
+    runner, pool = loop.run(start())
+    supervisor = Supervisor(engine, pool, loop.run, Watch(60.0, 5.0, 60.0, 3), refresh=None)
+    try:
+        yield pool, loop, supervisor
+    finally:
+        supervisor.close()
+        loop.run(pool.aclose())
+        loop.run(runner.cleanup())
+        loop.close()
+
+
+def test_an_engine_that_samples_for_us_is_not_restarted() -> None:
+    engine = BusyEngine()
+    with supervised(engine) as (pool, loop, supervisor):
+
+        async def begin() -> asyncio.Task[Any]:
+            client, first = pool.clients[0], asyncio.Event()
+
+            class Noticed:
+                def __setattr__(self, name: str, value: Any) -> None:
+                    first.set()
+                    if hasattr(engine, "seen"):
+                        asyncio.get_running_loop().call_soon(engine.seen.set)
+
+            task = asyncio.ensure_future(client.generate_into(Noticed(), {}))  # type: ignore[arg-type]
+            await first.wait()
+            return task
+
+        task = loop.run(begin())
+        supervisor._round(probe=True)
+        assert engine.restarted == []
+        engine.streams = False
+        supervisor._round(probe=True)
+        assert engine.restarted == [0]
+
+        async def end() -> None:
+            task.cancel()
+
+        loop.run(end())
