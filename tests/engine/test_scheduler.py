@@ -36,14 +36,20 @@ class Engine:
                 for seq in [e.sequence for e in extends if e.end == e.sequence.length]:
                     s.prefilled(seq)
                     self._grow(seq)
-            elif (slots := s.next_decode()) is not None:
-                self.decode_steps += 1
-                for seq, slot in zip(list(s.running), slots, strict=True):
-                    s.table[seq.row, seq.computed] = slot
-                    seq.computed += 1
-                    self._grow(seq)
-            elif s.prefilling:
+            elif s.running:
+                self._decode(s.next_decode())
+            else:
+                assert s.prefilling, "nobody finds room"
                 s.retract(s.prefilling[-1])
+
+    def _decode(self, slots: np.ndarray | None) -> None:
+        if slots is None:
+            return
+        self.decode_steps += 1
+        for seq, slot in zip(list(self.scheduler.running), slots, strict=True):
+            self.scheduler.table[seq.row, seq.computed] = slot
+            seq.computed += 1
+            self._grow(seq)
 
     def _grow(self, seq: Sequence) -> None:
         seq.append(7, 0.0, "1")

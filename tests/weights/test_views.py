@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from slime.engine.embedded.weights.views import FolderViews, NoLayout, _regular, folder_layout
-from tests.train.tiny_training import CONFIGS, build_model
+from tests.train.tiny_training import CONFIGS, SIZES, build_model
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
@@ -35,4 +37,32 @@ def test_writing_to_an_expert_changes_only_that_expert() -> None:
 def test_a_tensor_that_is_no_regular_part_is_refused() -> None:
     shuffled = torch.arange(6)[torch.tensor([0, 2, 1, 3, 4, 5])].view(2, 3)
     with pytest.raises(NoLayout, match="w is not a regular part of source"):
-        _regular("w", shuffled, "source", (6,), 0)
+        _regular("w", shuffled, "source", torch.arange(6))
+
+
+class Elements(TorchDispatchMode):
+    """How many elements the operations looked at."""
+
+    looked_at = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for value in (*args, made):
+                self.looked_at += value.numel() if isinstance(value, torch.Tensor) else 0
+        return made
+
+
+def test_the_layout_of_experts_costs_as_much_as_their_weights_and_not_their_square() -> None:
+    costs = []
+    for experts in (16, 64):
+        model = AutoModelForCausalLM.from_config(
+            Qwen3MoeConfig(
+                **{**SIZES, "num_hidden_layers": 1}, head_dim=16, num_experts=experts, moe_intermediate_size=32
+            )
+        )
+        with Elements() as elements:
+            layout = folder_layout(model)
+        assert sum("experts." in name for name in layout) == 3 * experts
+        costs.append(elements.looked_at)
+    assert costs[1] < 5 * costs[0]

@@ -10,6 +10,8 @@ the whole layout impossible (`NoLayout`) instead of wrong.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -121,29 +123,27 @@ def _parts(model: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> Layout
     kept = set(revert_weight_conversion(model, empty)) & set(shapes)
     layout = {name: Part(name, shapes[name], _steps(shapes[name]), 0) for name in shapes if name in kept}
     fused = [name for name in shapes if name not in kept]
-    starts, numbered, total = [], {}, 0
-    for name in fused:
-        count = torch.Size(shapes[name]).numel()
-        numbered[name] = torch.arange(total, total + count).view(shapes[name])
-        starts.append(total)
-        total += count
-    for name, numbers in (revert_weight_conversion(model, numbered) if fused else {}).items():
-        first = int(numbers.reshape(-1)[0])
-        at = max(index for index, start in enumerate(starts) if start <= first)
-        layout[name] = _regular(name, numbers, fused[at], shapes[fused[at]], starts[at])
+    counts = [torch.Size(shapes[name]).numel() for name in fused]
+    starts = [0, *itertools.accumulate(counts)]
+    kind = torch.int32 if starts[-1] < 1 << 31 else torch.int64
+    numbered = {
+        name: torch.arange(start, start + count, dtype=kind).view(shapes[name])
+        for name, start, count in zip(fused, starts[:-1], counts, strict=True)
+    }
+    for name, numbers in (revert_weight_conversion(model, dict(numbered)) if fused else {}).items():
+        source = fused[bisect.bisect_right(starts, int(numbers[(0,) * numbers.dim()])) - 1]
+        layout[name] = _regular(name, numbers, source, numbered[source])
     return layout
 
 
-def _regular(name: str, numbers: torch.Tensor, source: str, shape: tuple[int, ...], start: int) -> Part:
+def _regular(name: str, numbers: torch.Tensor, source: str, whole: torch.Tensor) -> Part:
+    """The part of `whole`, which counts up in C order, that `numbers` is; looks at no other element of it."""
     first = numbers[(0,) * numbers.dim()]
     stride = tuple(int(numbers.select(d, 1)[(0,) * (numbers.dim() - 1)] - first) if size > 1 else 1
                    for d, size in enumerate(numbers.shape))  # fmt: skip
-    part = Part(source, tuple(numbers.shape), stride, int(first) - start)
+    part = Part(source, tuple(numbers.shape), stride, int(first - whole[(0,) * whole.dim()]))
     last = part.offset + sum(step * (size - 1) for step, size in zip(stride, numbers.shape, strict=True))
-    count = torch.Size(shape).numel()
-    if min(stride, default=1) < 0 or last >= count or not torch.equal(
-        part.of(torch.arange(start, start + count)), numbers
-    ):  # fmt: skip
+    if min(stride, default=1) < 0 or last >= whole.numel() or not torch.equal(part.of(whole), numbers):
         raise NoLayout(f"{name} is not a regular part of {source}")
     return part
 
