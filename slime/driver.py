@@ -328,12 +328,17 @@ class Run:
         self.progress.status("rollout", "waiting")
 
     def save(self, rollout_id: int) -> None:
-        """The data position first, the trainers' checkpoint last: only a whole checkpoint is ever resumed from."""
+        """The data position first, the trainers' checkpoint last: only a whole checkpoint is ever resumed from.
+
+        The journal is made durable before it: a checkpoint that outlives a power cut finds the samples it relies on.
+        """
         if self.trainers is None:
             return
         if self.config.save is not None:
             self.progress.status("trainer", "saving a checkpoint")
             self.data_source.save(rollout_id)
+            if self.journal is not None:
+                self.journal.sync()
             with self.parts.trainers_at_work():
                 self.trainers.save(rollout_id)
             if self.journal is not None:

@@ -46,11 +46,16 @@ def write_durably(path: Path, content: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    fsync_file(path.parent)
+
+
+def fsync_file(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power cut."""
+    opened = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
             _leave_out_stop_token(runtime, sample, result.meta_info["finish_reason"].get("matched"))
             return sample
         if len(result.id_array):
-            _record_progress(runtime, sample)
+            await _record_progress(runtime, sample)
         if runtime.state.aborted:
             return sample
         if ticket is None or ticket.gate.is_open:
@@ -120,11 +120,11 @@ async def _engine_result(
         return await _call_engine(runtime, sample, sampling_params, budget)
 
 
-def _record_progress(runtime: RolloutRuntime, sample: Sample) -> None:
+async def _record_progress(runtime: RolloutRuntime, sample: Sample) -> None:
     """A response that only this module has begun can be continued after a crash; a custom function's cannot."""
     is_custom = sample.generate_function_path or runtime.args.custom_generate_function_path
     if runtime.journal is not None and not is_custom and not evaluating.get():
-        runtime.journal.progressed(sample)
+        await runtime.journal.record_progress(sample)
 
 
 async def _call_engine(

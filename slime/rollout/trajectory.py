@@ -60,7 +60,7 @@ async def generate_and_rm_group(
             for sample in leaves([result]):
                 Origin(sample).settle(sample, "reward", runtime.failures, runtime.vocab_size)
             if not evaluation:
-                _record(runtime, member, result)
+                await _record(runtime, member, result)
     return results
 
 
@@ -79,7 +79,7 @@ async def _generated_member(
     for sample in leaves([produced]):
         sample.compact()
     if not evaluation:
-        _record(runtime, member, produced)
+        await _record(runtime, member, produced)
     return produced
 
 
@@ -321,7 +321,7 @@ def _wants_reward(sample: Sample) -> bool:
 # the journal
 
 
-def _record(runtime: RolloutRuntime, dispatched: Produced, produced: Produced) -> None:
+async def _record(runtime: RolloutRuntime, dispatched: Produced, produced: Produced) -> None:
     """What became of a sample is in the journal before anybody else sees it.
 
     An engine's failure is not: what the sample had before it stays there, for a run that ends of it and is resumed.
@@ -332,4 +332,4 @@ def _record(runtime: RolloutRuntime, dispatched: Produced, produced: Produced) -
     if any(_is_unusable(runtime.args, sample.reward) for sample in leaves([produced])):
         return
     if not any((sample.failure or "").startswith("engine: ") for sample in leaves([produced])):
-        runtime.journal.produced(dispatched, produced)
+        await runtime.journal.record(dispatched, produced)

@@ -26,6 +26,7 @@ def prompts(group_index: int, count: int = 2) -> list[Any]:
 def finish(sample: Sample, reward: float | None = 1.0, *, tokens: int = 3, version: str = "0") -> Sample:
     """Give a sample a response, in place."""
     status = Sample.Status.COMPLETED if reward is not None else Sample.Status.ABORTED
+    sample.tokens = sample.tokens or [9]
     sample.append_response_tokens(
         tokens=range(100, 100 + tokens),
         log_probs=[-0.5] * tokens,

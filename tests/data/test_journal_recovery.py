@@ -377,6 +377,7 @@ def test_a_source_goes_on_where_the_journal_says(tmp_path: Path, config: Config)
     source.add_samples([first[2]])
     assert source.get_buffer_length() == 1
     source.journal.produced(first[1][0], finish(first[1][0], None, tokens=2))
+    first[3][1].tokens = [9]
     first[3][1].append_response_tokens(tokens=[5], log_probs=[-1.0])  # no engine call of it has ended
     source.journal.progressed(first[3][1])
     source.journal.close()  # and nothing was saved

@@ -149,7 +149,7 @@ def test_export_to_json_lines(journal: Journal, tmp_path: Path) -> None:
         "consumed",
         0,
         0,
-        [100, 101, 102],
+        [9, 100, 101, 102],
         [-0.5] * 3,
     ]
     assert by_index[4]["reward"] == {"score": 0.5}
@@ -355,7 +355,7 @@ def test_evaluations_are_shown_whole_and_exported(evaluated: Journal, tmp_path: 
     assert "state" not in rows[0]
     run(evaluated.path, "--eval", "--export", tmp_path / "e.parquet")
     table = pq.read_table(tmp_path / "e.parquet").to_pylist()
-    assert [(row["step"], row["dataset"], row["tokens"]) for row in table[:1]] == [(0, "sums", [100, 101, 102])]
+    assert [(row["step"], row["dataset"], row["tokens"]) for row in table[:1]] == [(0, "sums", [9, 100, 101, 102])]
     run(evaluated.path, "--eval", "--step", "9", "--export", tmp_path / "none.parquet")
     assert pq.read_table(tmp_path / "none.parquet").num_rows == 0
 

@@ -243,13 +243,13 @@ class Noted:
     def __init__(self):
         self.progress, self.drops = [], []
 
-    def progressed(self, sample):
+    async def record_progress(self, sample):
         self.progress.append((sample.prompt, sample.response))
 
     def drop(self, groups):
         self.drops += [next(leaves(group)).prompt for group in groups]
 
-    def produced(self, dispatched, produced):
+    async def record(self, dispatched, produced):
         pass
 
 

@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from slime.data.journal.keeping import Content, content_of
 from slime.data.journal.schema import APPLICATION_ID, FORMAT, SCHEMA, TO_LOOK_AT
+from slime.data.state_file import fsync_file
 from slime.errors import RunFailed, UserError
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,9 @@ class Database:
                 connection.execute("PRAGMA journal_mode=WAL")
             for suffix in ("-wal", "-shm"):  # of a file that is gone: SQLite would apply it to the new one
                 self._beside(suffix).unlink(missing_ok=True)
+            fsync_file(temporary)
             temporary.replace(self.path)
+            fsync_file(self.path.parent)
         finally:
             for suffix in ("", "-wal", "-shm", "-journal"):
                 Path(f"{temporary}{suffix}").unlink(missing_ok=True)

@@ -15,13 +15,23 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.data.journal.commits import Change, Commits
 from slime.data.journal.database import Database
 from slime.data.journal.keeping import Content, content_of, forget_evaluations_after, keep_evaluation, retire
-from slime.data.journal.recovery import Recovered, has_content, is_empty, read_groups, replay_from, usable_from
+from slime.data.journal.recovery import (
+    Recovered,
+    give_up_useless,
+    has_content,
+    is_empty,
+    read_groups,
+    replay_from,
+    unusable_rows,
+    usable_from,
+)
 from slime.data.journal.rows import Leaf, RowCodec, flattened, state_of
 from slime.data.journal.schema import OPEN
 from slime.data.journal.writing import Home, Writer
@@ -51,6 +61,7 @@ class Journal:
         self._rows = RowCodec(reward_key)
         self._eval_rows = RowCodec(eval_reward_key or reward_key)
         self._writer = self._new_writer()
+        self._commits = Commits(database)
 
     @classmethod
     def open(
@@ -94,9 +105,12 @@ class Journal:
             if is_empty(connection):
                 _set_meta(connection, "horizon", str(start))
                 return Recovered(position=None, groups=[], batches=[], fresh=True, moved=moved, moved_work=had_work)
-            batches = replay_from(connection, start)
+            assigned = replay_from(connection, start)
+            unusable = self._fail_unusable(connection)
+            batches = give_up_useless(connection, assigned) if unusable else assigned
             groups = read_groups(connection, self._rows, f"state IN {OPEN}", ())
-            return Recovered(position=_read_position(connection), groups=groups, batches=batches, fresh=False)
+            position = _read_position(connection)
+            return Recovered(position, groups, batches, fresh=False, unusable=unusable)
 
     def begin(self, rollout_id: int, groups: Sequence[Group], position: dict[str, Any] | None) -> None:
         """Record what a data source has before the first hand-out: its position after `rollout_id`, and its buffer."""
@@ -127,6 +141,7 @@ class Journal:
 
     def put_back(self, groups: Sequence[Group]) -> None:
         """Groups return to the data source, as far as they have come."""
+        self._commits.drain()
         encoded = self._encoded(groups)
         with self._database.transaction() as connection:
             written = self._write(connection, encoded)
@@ -134,14 +149,32 @@ class Journal:
 
     def produced(self, dispatched: Sample, produced: Sample | list[Sample]) -> None:
         """One member of a group has ended: finished, failed, or aborted. Samples of no hand-out are not recorded."""
+        self._now(self._producing(dispatched, produced))
+
+    async def record(self, dispatched: Sample, produced: Sample | list[Sample]) -> None:
+        """`produced`, without keeping the event loop: returns when it is in the file, together with others."""
+        if dispatched.journal_id is not None:
+            await self._commits.write(lambda: self._producing(dispatched, produced))
+
+    def progressed(self, sample: Sample) -> None:
+        """A sample under way has more tokens."""
+        self._now(self._progressing(sample))
+
+    async def record_progress(self, sample: Sample) -> None:
+        """`progressed`, without keeping the event loop."""
+        if sample.journal_id is not None:
+            await self._commits.write(lambda: self._progressing(sample))
+
+    def _producing(self, dispatched: Sample, produced: Sample | list[Sample]) -> Change | None:
         leaves = [Leaf(leaf.sample, None, leaf.leaf) for leaf in flattened([produced])]
         if dispatched.journal_id is None or not leaves:
-            return
+            return None
         self._rows.encoded(leaves)
-        with self._database.transaction() as connection:
+
+        def change(connection: sqlite3.Connection) -> Callable[[], None] | None:
             home = self._open_home(connection, dispatched)
             if home is None:
-                return
+                return None
             ids = self._writer.write_member(connection, home, leaves)
             progress = connection.execute(
                 "SELECT status, response_length FROM samples WHERE group_id = ?", (home.group_id,)
@@ -149,14 +182,16 @@ class Journal:
             state = state_of(progress.fetchall())
             if state != home.state:
                 connection.execute("UPDATE groups SET state = ? WHERE id = ?", (state, home.group_id))
-        _mark([leaves], [(home.group_id, ids)])
+            return lambda: _mark([leaves], [(home.group_id, ids)])
 
-    def progressed(self, sample: Sample) -> None:
-        """A sample under way has more tokens."""
+        return change
+
+    def _progressing(self, sample: Sample) -> Change | None:
         if sample.journal_id is None:
-            return
+            return None
         (leaf,) = self._rows.encoded([Leaf(sample, None)])
-        with self._database.transaction() as connection:
+
+        def change(connection: sqlite3.Connection) -> None:
             home = self._open_home(connection, sample)
             if home is None:
                 return
@@ -164,8 +199,20 @@ class Journal:
             if home.state == "pending" and sample.response_length:
                 connection.execute("UPDATE groups SET state = 'partial' WHERE id = ?", (home.group_id,))
 
+        return change
+
+    def _now(self, change: Change | None) -> None:
+        if change is None:
+            return
+        self._commits.drain()
+        with self._database.transaction() as connection:
+            after = change(connection)
+        if after is not None:
+            after()
+
     def assign(self, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, Any]) -> None:
         """Groups, as they now are, become the batch of `rollout_id`, with the metrics of that rollout."""
+        self._commits.drain()
         encoded = self._encoded(groups)
         text = json.dumps(to_json(dict(metrics), f"metrics of rollout {rollout_id}"))
         with self._database.transaction() as connection:
@@ -234,6 +281,11 @@ class Journal:
                 retire(connection, rollout_id, self._keep_bytes)
                 connection.execute("DELETE FROM positions WHERE rollout_id < ?", (rollout_id,))
                 _set_meta(connection, "horizon", str(rollout_id + 1))
+        self.sync()
+
+    def sync(self) -> None:
+        """Make everything recorded so far survive a power cut. Comes before the checkpoint that relies on it."""
+        self._commits.drain()
         self._database.sync()
 
     def keep_evaluation(self, step: int, datasets: Mapping[str, Sequence[Sample]]) -> None:
@@ -253,7 +305,16 @@ class Journal:
 
     def close(self) -> None:
         """Close the file; safe to call again."""
+        self._commits.close()
         self._database.close()
+
+    def _fail_unusable(self, connection: sqlite3.Connection) -> list[str]:
+        """Samples whose rows cannot be used have failed, with the cause; one sentence for each."""
+        found = unusable_rows(connection, self._rows)
+        for row_id, sample in found:
+            (leaf,) = self._rows.encoded([Leaf(sample, None)])
+            self._writer.update(connection, row_id, leaf)
+        return [f"sample {sample.index} ({sample.failure})" for _, sample in found]
 
     def _new_writer(self) -> Writer:
         with self._database.reading() as connection:

@@ -136,7 +136,7 @@ class Reader:
             row = self._connection.execute(f"SELECT {place}, {_COLUMNS} {source} WHERE s.id = ?", (row_id,)).fetchone()
             where = dict(zip(names, row, strict=False))
             columns = row[len(names) :]
-            sample = self._rows.sample(row_id, columns)
+            sample = self._rows.sample_or_failure(row_id, columns, check=False)
             if choice.evaluations:
                 sample.journal_id = None  # the number of another table
             yield Recorded(sample, reward=columns[COLUMNS.index("reward")], **where)

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.data.journal.rows import COLUMNS, Leaf, RowCodec, regrouped
-from slime.data.journal.schema import NOT_CONSUMED
+from slime.data.journal.rows import COLUMNS, UNUSABLE, Leaf, RowCodec, regrouped
+from slime.data.journal.schema import NOT_CONSUMED, OPEN
+from slime.data.sample import Sample
 from slime.data.source import Group
+
+_TEACHES = """SELECT 1 FROM groups JOIN samples ON group_id = groups.id
+WHERE rollout_id = ? AND status != 'failed' AND response_length > 0 LIMIT 1"""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Recovered:
     """Where an older journal went that `start` does not fit to."""
     moved_work: bool = False
     """Whether there was more in it than samples to look at."""
+    unusable: list[str] = field(default_factory=list)
+    """Why rows were of no use, one sentence each: their samples have failed, and are sampled anew."""
 
 
 def is_empty(connection: sqlite3.Connection) -> bool:
@@ -83,6 +89,32 @@ def replay_from(connection: sqlite3.Connection, start: int, *, forget_later: boo
     return [int(row[0]) for row in later]
 
 
+def unusable_rows(connection: sqlite3.Connection, rows: RowCodec) -> list[tuple[int, Sample]]:
+    """Rows that a restart would stumble over, each with the failure that its sample becomes."""
+    columns = ", ".join(f"samples.{name}" for name in COLUMNS)
+    found = connection.execute(
+        f"SELECT samples.id, {columns} FROM groups JOIN samples ON group_id = groups.id "
+        f"WHERE state IN {OPEN} OR state = 'assigned'"
+    )
+    looked_at = ((row_id, rows.sample_or_failure(row_id, values, check=True)) for row_id, *values in found)
+    return [(row_id, sample) for row_id, sample in looked_at if (sample.failure or "").startswith(UNUSABLE)]
+
+
+def give_up_useless(connection: sqlite3.Connection, batches: list[int]) -> list[int]:
+    """The batches in which there is anything to train on; the groups of the others are dropped."""
+    useful = []
+    for rollout_id in batches:
+        if connection.execute(_TEACHES, (rollout_id,)).fetchone() is not None:
+            useful.append(rollout_id)
+            continue
+        connection.execute(
+            "UPDATE groups SET state = 'dropped', rollout_id = NULL, position = NULL WHERE rollout_id = ?",
+            (rollout_id,),
+        )
+        connection.execute("DELETE FROM rollouts WHERE rollout_id = ?", (rollout_id,))
+    return useful
+
+
 def read_groups(connection: sqlite3.Connection, rows: RowCodec, where: str, values: tuple[Any, ...]) -> list[Group]:
     """The groups that a condition chooses: by their place in the batch, or in the order they were handed out."""
     columns = ", ".join(f"samples.{name}" for name in COLUMNS)
@@ -96,4 +128,4 @@ def read_groups(connection: sqlite3.Connection, rows: RowCodec, where: str, valu
 
 def _leaves(found: Iterator[tuple[Any, ...]], rows: RowCodec) -> Iterator[tuple[int, Leaf]]:
     for group_id, row_id, member, leaf, *columns in found:
-        yield group_id, Leaf(rows.sample(row_id, columns), member, leaf)
+        yield group_id, Leaf(rows.sample_or_failure(row_id, columns, check=False), member, leaf)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.data.check import BadSample, check_sample, mend
 from slime.data.counters import PrefixCacheInfo, SpecInfo
 from slime.data.journal.codec import Codec
 from slime.data.sample import Sample
@@ -31,6 +32,9 @@ COLUMNS = (
 """Of the table `samples`, after id, group_id, member and leaf."""
 
 ENDED = frozenset({Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED})
+
+UNUSABLE = "journal: "
+"""How the failure of a sample begins whose row could not be used."""
 
 _DEFAULTS = vars(Sample())
 _INT64 = 2**63
@@ -63,7 +67,7 @@ class RowCodec:
 
     def columns(self, sample: Sample) -> tuple[Any, ...]:
         """The values of `COLUMNS`; a `UserError` names a value that cannot be kept."""
-        rest = {name: value for name, value in vars(sample).items() if not _is_default(name, value)}
+        rest = {name: value for name, value in dict(vars(sample)).items() if not _is_default(name, value)}
         rest.pop("journal_id", None)
         rest.pop("status", None)
         for name, counters in (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo)):
@@ -99,6 +103,22 @@ class RowCodec:
         sample.compact()
         return sample
 
+    def sample_or_failure(self, row_id: int, columns: Sequence[Any], *, check: bool) -> Sample:
+        """The sample of a row, whatever is in it: one that cannot be read is a failure with its cause.
+
+        So is one that could not be trained on, with `check`: a row that was written before such samples were refused.
+        """
+        try:
+            sample = self.sample(row_id, columns)
+        except Exception as error:  # noqa: BLE001 - whatever a damaged row raises is this sample's failure
+            return _failure(row_id, columns, Sample(), error)
+        if check and sample.status is not Sample.Status.FAILED:
+            try:
+                check_sample(sample)
+            except BadSample as error:
+                return _failure(row_id, columns, sample, error)
+        return sample
+
     def _reward(self, rest: dict[str, Any], reward: Any) -> float | None:
         if type(reward) is float and not math.isnan(reward):
             rest.pop("reward", None)
@@ -108,6 +128,27 @@ class RowCodec:
             return None if value is None else float(value)
         except (TypeError, ValueError, OverflowError):
             return None
+
+
+def _failure(row_id: int, columns: Sequence[Any], found: Sample, error: Exception) -> Sample:
+    """What is left of a row that cannot be used: its prompt, to be sampled anew, and why."""
+    index, _, _, _, _, prompt, _, _ = columns
+    mend(found)
+    return Sample(
+        index=index if isinstance(index, int) else None,
+        group_index=found.group_index,
+        rollout_id=found.rollout_id,
+        prompt=found.prompt or (prompt if isinstance(prompt, str) else ""),
+        label=found.label,
+        metadata=found.metadata,
+        status=Sample.Status.FAILED,
+        failure=f"{UNUSABLE}{type(error).__name__}: {error}",
+        remove_sample=True,
+        generate_function_path=found.generate_function_path,
+        custom_rm_path=found.custom_rm_path,
+        session_id=found.session_id if isinstance(found.session_id, str) else None,
+        journal_id=row_id,
+    )
 
 
 def flattened(group: Group | Sample) -> list[Leaf]:

@@ -104,6 +104,13 @@ class JournaledSource:
                 self.source.load(start - 1)
                 self.journal.begin(start - 1, _buffered(self.source), self._position())
                 return []
+            if recovered.unusable:
+                logger.warning(
+                    "%s: %d samples cannot be used and count as failed: %s",
+                    self.journal.path,
+                    len(recovered.unusable),
+                    "; ".join(recovered.unusable[:3]),
+                )
             self._go_to(recovered.position, start)
             for sample in _samples(recovered.groups):
                 if sample.response_length and sample.status is Sample.Status.PENDING:

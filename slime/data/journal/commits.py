@@ -1,0 +1,126 @@
+"""Writes that wait for a transaction, many in one, made by a thread of their own.
+
+Invariants: a write that was awaited is in the file, or raised. Writes happen in the order in which they were asked for;
+whoever writes by itself calls `drain` first where the order matters. What fails in preparing one write fails that one;
+a transaction that fails fails all that were in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.data.journal.database import Database
+
+Change = Callable[[Any], Callable[[], None] | None]
+"""Writes into a connection, inside a transaction; gives what is to be done once that has succeeded."""
+
+MOST_AT_ONCE = 64
+
+
+@dataclass
+class _Write:
+    prepare: Callable[[], Change | None]
+    loop: asyncio.AbstractEventLoop
+    written: asyncio.Future[None]
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Tell whoever waits; nobody does when its loop is gone."""
+        try:
+            self.loop.call_soon_threadsafe(self._end, error)
+        except RuntimeError:
+            return  # the loop is closed
+
+    def _end(self, error: BaseException | None) -> None:
+        if self.written.done():
+            return
+        if error is None:
+            self.written.set_result(None)
+        else:
+            self.written.set_exception(error)
+
+
+class Commits:
+    """The queue of a journal and its thread, which starts with the first write."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._queue: deque[_Write] = deque()
+        self._writing = threading.RLock()
+        self._work = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    async def write(self, prepare: Callable[[], Change | None]) -> None:
+        """Prepare and write; returns when that is in the file. The event loop goes on meanwhile."""
+        loop = asyncio.get_running_loop()
+        one = _Write(prepare, loop, loop.create_future())
+        with self._work:
+            if self._closed:
+                raise RuntimeError("the journal is closed: nothing more can be recorded")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="journal", daemon=True)
+                self._thread.start()
+            self._queue.append(one)
+            self._work.notify()
+        await one.written
+
+    def drain(self) -> None:
+        """Everything asked for so far is written when this returns."""
+        with self._writing:
+            while batch := self._taken():
+                self._commit(batch)
+
+    def close(self) -> None:
+        """Write what waits, and end the thread."""
+        with self._work:
+            self._closed = True
+            self._work.notify()
+        if self._thread is not None:
+            self._thread.join()
+        self.drain()
+
+    def _serve(self) -> None:
+        while True:
+            with self._work:
+                while not self._queue and not self._closed:
+                    self._work.wait()
+                if self._closed:
+                    return
+            with self._writing:
+                if batch := self._taken():
+                    self._commit(batch)
+
+    def _taken(self) -> list[_Write]:
+        with self._work:
+            return [self._queue.popleft() for _ in range(min(MOST_AT_ONCE, len(self._queue)))]
+
+    def _commit(self, batch: list[_Write]) -> None:
+        ready: list[tuple[_Write, Change]] = []
+        for one in batch:
+            try:
+                change = one.prepare()
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
+                one.end(error)
+                continue
+            if change is None:
+                one.end()
+            else:
+                ready.append((one, change))
+        if not ready:
+            return
+        try:
+            with self._database.transaction() as connection:
+                done = [change(connection) for _, change in ready]
+        except Exception as error:  # noqa: BLE001 - it belongs to those who asked
+            for one, _ in ready:
+                one.end(error)
+            return
+        for (one, _), after in zip(ready, done, strict=True):
+            if after is not None:
+                after()
+            one.end()
