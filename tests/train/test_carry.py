@@ -41,7 +41,7 @@ class RecordingGroup(TrainerGroup):
         self.begin = start
         self.sent: list[dict[str, Any]] = []
 
-    def _launch(self, rank: int, port: int) -> Any:
+    def _launch(self, rank: int) -> Any:
         return None
 
     def _call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
