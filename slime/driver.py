@@ -233,26 +233,32 @@ class Run:
                 waited = time.monotonic() - began
                 after = self.train_on(rollout_id, rollout)
                 evaluates_now = evaluates(config) and _due(rollout_id, config.eval_interval, total)
-                if evaluates_now or _due(rollout_id, config.update_weights_interval, total):
-                    with feed.undisturbed():
+                with ExitStack() as held:
+                    if evaluates_now or _due(rollout_id, config.update_weights_interval, total):
+                        held.enter_context(feed.undisturbed())
                         after |= self.publish_weights(rollout_id + 1)
-                    feed.weights_arrived(rollout_id + 1)
-                after |= {"perf/rollout_wait_time": waited, "perf/step_time": time.monotonic() - began}
-                logged = after if rollout.is_logged else rollout.metrics | after
-                self.metrics.log(_without(logged, "train/"), rollout_id, "rollout", rollout_id=rollout_id)
-                if not rollout.is_logged:
-                    rows = completion_rows(config, leaves(rollout.samples), PER_ROLLOUT)
-                    self.metrics.log_completions("rollout", rows, rollout_id, "rollout", rollout_id=rollout_id)
-                self.result.metrics.append(rollout.metrics | after)
-                if _due(rollout_id, config.save_interval, total):
-                    self.save(rollout_id)  # after the step was logged: a checkpoint's steps are all on record
-                self.progress.step(rollout_id, rollout.metrics | after)
-                self.curves.redraw()
-                for concern in self._concerns.about(rollout_id, list(leaves(rollout.samples)), self._grad_norm):
-                    self.progress.warn(concern)
-                if evaluates_now:
-                    with feed.undisturbed():
+                        feed.weights_arrived(rollout_id + 1)
+                    if not evaluates_now:  # else the feed is held on, or the evaluation would wait for a whole rollout
+                        held.close()
+                    after |= {"perf/rollout_wait_time": waited, "perf/step_time": time.monotonic() - began}
+                    self._finish_step(rollout_id, rollout, after)
+                    if evaluates_now:
                         self.evaluate(rollout_id + 1)
+
+    def _finish_step(self, rollout_id: int, rollout: Generated, after: dict[str, Any]) -> None:
+        """Log the step and show it; the checkpoint comes after the log: a checkpoint's steps are all on record."""
+        logged = after if rollout.is_logged else rollout.metrics | after
+        self.metrics.log(_without(logged, "train/"), rollout_id, "rollout", rollout_id=rollout_id)
+        if not rollout.is_logged:
+            rows = completion_rows(self.config, leaves(rollout.samples), PER_ROLLOUT)
+            self.metrics.log_completions("rollout", rows, rollout_id, "rollout", rollout_id=rollout_id)
+        self.result.metrics.append(rollout.metrics | after)
+        if _due(rollout_id, self.config.save_interval, self.total):
+            self.save(rollout_id)
+        self.progress.step(rollout_id, rollout.metrics | after)
+        self.curves.redraw()
+        for concern in self._concerns.about(rollout_id, list(leaves(rollout.samples)), self._grad_norm):
+            self.progress.warn(concern)
 
     def _evaluation_is_missing(self) -> bool:
         """Whether the run was killed between the checkpoint it resumes from and the evaluation after it."""

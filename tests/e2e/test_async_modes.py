@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sqlite3
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 import slime
 from slime.data.sample import Sample
+from slime.rollout.feed import Ahead
 from tests.e2e.conftest import eval_flags, grpo_flags
 from tests.e2e.runs import ROOT, TRAIN, Done, assert_same_records, comparable, run, seen_samples
 from tests.tiny_models import make_model_folder
@@ -61,7 +64,7 @@ def by_index(args: Any, sample: Sample) -> float:
     return float(sample.index % 2)
 
 
-def train(folder: Path, out: Path, **flags: Any) -> Any:
+def train(folder: Path, out: Path, reward: Callable[..., float] = by_index, **flags: Any) -> Any:
     out.mkdir(parents=True, exist_ok=True)
     prompts = out / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"input": f"what is {i}+{i}?"}) + "\n" for i in range(64)))
@@ -71,7 +74,7 @@ def train(folder: Path, out: Path, **flags: Any) -> Any:
         "use_dynamic_batch_size": True, "max_tokens_per_gpu": 4096, "lr": 1e-3, "progress": "none",
         "keep_samples": True, "output_dir": str(out / "run"),
     }  # fmt: skip
-    return slime.run(reward=by_index, **(settings | flags))
+    return slime.run(reward=reward, **(settings | flags))
 
 
 def consumed(out: Path) -> list[tuple[int, int]]:
@@ -111,6 +114,41 @@ def test_every_mode_trains_each_sample_once(mode: str, folder: Path, tmp_path: P
         oldest = [metrics["rollout/staleness/max"] for metrics in result.metrics]
         assert max(oldest) == 1.0
         assert oldest[0] == 0.0
+
+
+def test_no_rollout_begins_between_new_weights_and_their_evaluation(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rollout ends only when the driver waits for its end, so that there is always room for the next one."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"input": "held out"}) + "\n")
+    scored: list[tuple[str, str]] = []
+    waited_for, changed = [0], threading.Condition()
+    undisturbed = Ahead.undisturbed
+
+    def counted(feed: Ahead) -> Any:
+        with changed:
+            waited_for[0] += 1
+            changed.notify_all()
+        return undisturbed(feed)
+
+    def reward(args: Any, sample: Sample) -> float:
+        assert sample.index is not None
+        kind = "evaluation" if "held out" in str(sample.prompt) else "rollout"
+        if kind == "rollout":
+            with changed:
+                assert changed.wait_for(lambda: waited_for[0] >= sample.index // (PROMPTS * SAMPLES), 60)
+        scored.append((kind, str(sample.weight_versions[-1])))
+        return float(sample.index % 2)
+
+    monkeypatch.setattr(Ahead, "undisturbed", counted)
+
+    flags = {"eval_prompt_data": [("held-out", str(held_out))], "eval_interval": 2, "num_rollout": 5}
+    train(folder, tmp_path, reward, async_mode="one-step", async_buffer_size=2, **flags)
+    for version in ("2", "4"):
+        of_version = [kind for kind, sampled in scored if sampled == version]
+        assert of_version[0] == "evaluation"
+    assert ("rollout", "2") in scored
 
 
 def test_evaluation_and_filters_work_while_generation_goes_on(folder: Path, tmp_path: Path) -> None:
