@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from slime.cluster.secrets import is_secret
@@ -19,9 +20,10 @@ from slime.config import Config
 from slime.config.algorithm import serves_teacher
 from slime.engine.fleet.engines import Engines, alone_engine
 from slime.engine.fleet.processes import EngineFleet
-from slime.engine.fleet.states import EngineStates
+from slime.engine.fleet.states import EngineStates, ask_load
 from slime.engine.fleet.supervisor import Supervisor, Watch
 from slime.engine.http.errors import EngineError
+from slime.engine.http.key import engine_key
 from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed
 from slime.models.shape import count_parameters
@@ -173,7 +175,8 @@ class Parts:
         def away() -> dict[str, str]:
             return {url: why for supervisor in self.supervisors for url, why in supervisor.away().items()}
 
-        states = EngineStates(self.engines.urls, why_ended=self.engines.why_ended, away=away)
+        load_of = partial(ask_load, api_key=engine_key(self.config))
+        states = EngineStates(self.engines.urls, why_ended=self.engines.why_ended, away=away, load_of=load_of)
         stack.callback(states.close)
         states.start()
         return states

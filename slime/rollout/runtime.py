@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from slime.config import Config
 from slime.data.tokenizer import load_tokenizer, model_vocab_size
+from slime.engine.http.key import engine_key
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
 from slime.engine.sglang.router import RoutedPool
@@ -157,7 +158,7 @@ class RolloutRuntime:
         if self._router_url is not None:
             timeout_s = self.config.engine_request_timeout
             return RoutedPool(urls, self._router_url, router_only=self._router_only, timeout_s=timeout_s)
-        return EnginePool(urls, timeout_s=self.config.engine_request_timeout)
+        return EnginePool(urls, timeout_s=self.config.engine_request_timeout, api_key=engine_key(self.config))
 
     async def _aclose(self) -> None:
         await self.state.cancel_held()
@@ -185,8 +186,8 @@ class RolloutRuntime:
         return {"sglang_router_ip": host, "sglang_router_port": port, "sglang_model_routers": models}
 
     def _address(self, urls: Sequence[str], pool: EnginePool) -> tuple[str, int]:
-        """The only URL, or a router of our own over the pool."""
-        if len(urls) > 1:
+        """The only URL, or a router of our own over the pool, which also shows engines the key that they ask for."""
+        if len(urls) > 1 or engine_key(self.config) is not None:
             router = Router(pool)
             self._routers.append(router)
             return self.run(router.start(), CLOSE_TIMEOUT_S)

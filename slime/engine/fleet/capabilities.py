@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slime.config import Config
+from slime.engine.http.key import KEY_VARIABLE
 from slime.engine.http.plain_http import NoAnswer, ask
-from slime.errors import RunFailed
+from slime.errors import RunFailed, UserError
 
 EngineKind = Literal["embedded", "sglang"]
 PAUSE_MODES = ("abort", "in_place", "retract")
@@ -43,15 +44,15 @@ class Capabilities:
         return f"{'SGLang' if self.kind == 'sglang' else 'the embedded engine'} {self.version}"
 
 
-def probe(url: str, *, generate: bool = True, timeout_s: float = 60.0) -> Capabilities:
+def probe(url: str, *, generate: bool = True, timeout_s: float = 60.0, api_key: str | None = None) -> Capabilities:
     """Ask one engine; `generate` samples one token to see what its answers carry (not with disaggregated servers)."""
-    info = _object(url, "/server_info", timeout_s)
+    info = _object(url, "/server_info", timeout_s, api_key)
     if info.get("engine") == _EMBEDDED:
         return Capabilities("embedded", str(info["version"]), str(info["model_path"]))
     version = str(info.get("version", "of unknown version"))
-    described = _object(url, "/openapi.json", timeout_s, optional=True)
+    described = _object(url, "/openapi.json", timeout_s, api_key, optional=True)
     routes = set(described.get("paths", {}))
-    meta = _sampled_meta(url, timeout_s) if generate else None
+    meta = _sampled_meta(url, timeout_s, api_key) if generate else None
     return Capabilities(
         kind="sglang",
         version=version,
@@ -92,21 +93,24 @@ def without_missing(config: Config, engines: Sequence[Capabilities]) -> tuple[Co
     return config.replace(**changes), list(dict.fromkeys(sentences))
 
 
-def _object(url: str, path: str, timeout_s: float, *, optional: bool = False) -> dict[str, Any]:
+def _object(url: str, path: str, timeout_s: float, api_key: str | None, *, optional: bool = False) -> dict[str, Any]:
     try:
-        status, answer = ask("GET", url + path, timeout_s=timeout_s)
+        status, answer = ask("GET", url + path, timeout_s=timeout_s, api_key=api_key)
     except NoAnswer as error:
         raise RunFailed(f"engine {url} did not answer {path}: {error}") from error
     if status == 200 and isinstance(answer, dict):
         return answer
     if optional:
         return {}
+    if status in (401, 403):
+        how = "takes another API key than" if api_key is not None else "wants an API key: put it into"
+        raise UserError(f"the engine at {url} {how} the environment variable {KEY_VARIABLE}")
     raise RunFailed(f"engine {url} answered {path} with status {status}: it speaks no dialect of SGLang that is known")
 
 
-def _sampled_meta(url: str, timeout_s: float) -> dict[str, Any]:
+def _sampled_meta(url: str, timeout_s: float, api_key: str | None) -> dict[str, Any]:
     try:
-        status, answer = ask("POST", f"{url}/generate", _PROBE, timeout_s=timeout_s)
+        status, answer = ask("POST", f"{url}/generate", _PROBE, timeout_s=timeout_s, api_key=api_key)
     except NoAnswer as error:
         raise RunFailed(f"engine {url} did not answer its first request: {error}") from error
     if status != 200 or not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):

@@ -26,6 +26,7 @@ from slime.engine.fleet.backend import (
 from slime.engine.fleet.capabilities import Capabilities, EngineKind, probe, without_missing
 from slime.engine.fleet.external import ExternalEngines
 from slime.engine.fleet.processes import EngineFleet, refuse_for_embedded
+from slime.engine.http.key import engine_key
 from slime.engine.sglang.launch import check_server_flags
 from slime.engine.sglang.router import SglangRouter, external_router, installed_router
 from slime.engine.sglang.topology import DEFAULT_MODEL, ServedModel, read_topology, simple_model
@@ -105,7 +106,8 @@ class Engines:
         try:
             self._start_fleets()
             self.capabilities = [
-                probe(engine.url, generate=engine.worker_type == "regular") for engine in self._trained.launches
+                probe(engine.url, generate=engine.worker_type == "regular", api_key=engine_key(self._config))
+                for engine in self._trained.launches
             ]
             for name, router in self._routers.items():
                 self._go_on()

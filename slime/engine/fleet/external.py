@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.config import Config
 from slime.engine.fleet.capabilities import Capabilities, probe
+from slime.engine.http.key import engine_key
 from slime.engine.http.plain_http import NoAnswer, ask
 from slime.engine.launch import Launch
 from slime.errors import RunFailed, UserError
@@ -52,7 +53,7 @@ class ExternalEngines:
 
     def _discovered(self, timeout_s: float) -> list[Launch]:
         with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(lambda url: _discover(url, self._config.hf_checkpoint, timeout_s), self._addresses))
+            return list(pool.map(lambda url: _discover(url, self._config, timeout_s), self._addresses))
 
     def check(self) -> None:
         """Engines of others are not watched: a call that fails says so by itself."""
@@ -78,11 +79,12 @@ def _url(address: str) -> str:
     return f"http://{host}:{port}"
 
 
-def _discover(url: str, hf_checkpoint: str, timeout_s: float) -> Launch:
+def _discover(url: str, config: Config, timeout_s: float) -> Launch:
+    key = engine_key(config)
     try:
-        found = probe(url, generate=False, timeout_s=timeout_s)
-        _check_model(url, found, hf_checkpoint, timeout_s)
-        info = ask("GET", f"{url}/server_info", timeout_s=timeout_s)[1]
+        found = probe(url, generate=False, timeout_s=timeout_s, api_key=key)
+        _check_model(url, found, config.hf_checkpoint, timeout_s, key)
+        info = ask("GET", f"{url}/server_info", timeout_s=timeout_s, api_key=key)[1]
     except (RunFailed, NoAnswer) as error:
         raise UserError(f"{FLAG}: {error}: start it (slime serve), or correct the address") from error
     host, _, port = url.removeprefix("http://").rpartition(":")
@@ -92,10 +94,10 @@ def _discover(url: str, hf_checkpoint: str, timeout_s: float) -> Launch:
     return Launch(url, (), {}, host, int(port), worker_type=worker_type, bootstrap_port=bootstrap)
 
 
-def _check_model(url: str, found: Capabilities, hf_checkpoint: str, timeout_s: float) -> None:
+def _check_model(url: str, found: Capabilities, hf_checkpoint: str, timeout_s: float, key: str | None) -> None:
     """Compare what the engine says, or what lies in its model folder where that can be read here."""
     ours = read_config_json(hf_checkpoint)
-    theirs = _model_facts(url, found, timeout_s)
+    theirs = _model_facts(url, found, timeout_s, key)
     for key, name in (("model_type", "architecture"), ("vocab_size", "vocabulary")):
         if theirs.get(key) is not None and theirs[key] != ours.get(key):
             raise UserError(
@@ -104,9 +106,9 @@ def _check_model(url: str, found: Capabilities, hf_checkpoint: str, timeout_s: f
             )
 
 
-def _model_facts(url: str, found: Capabilities, timeout_s: float) -> dict[str, Any]:
+def _model_facts(url: str, found: Capabilities, timeout_s: float, key: str | None) -> dict[str, Any]:
     folder = Path(found.model_path)
     if (folder / "config.json").is_file():
         return read_config_json(folder)
-    status, answer = ask("GET", f"{url}/model_info", timeout_s=timeout_s)
+    status, answer = ask("GET", f"{url}/model_info", timeout_s=timeout_s, api_key=key)
     return answer if status == 200 and isinstance(answer, dict) else {}

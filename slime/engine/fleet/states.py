@@ -111,14 +111,14 @@ class EngineStates:
             self.look()
 
 
-def ask_load(url: str) -> Load | None:
+def ask_load(url: str, api_key: str | None = None) -> Load | None:
     """What an engine says of its load; None when it does not answer in time, as one that is busy may."""
     try:
         for route in _LOAD_ROUTES:
-            status, answer = ask("GET", url + route, timeout_s=_TIMEOUT_S)
+            status, answer = ask("GET", url + route, timeout_s=_TIMEOUT_S, api_key=api_key)
             if status == 200:
                 return sglang_load(answer)
-        status, answer = ask("GET", f"{url}/server_info", timeout_s=_TIMEOUT_S)
+        status, answer = ask("GET", f"{url}/server_info", timeout_s=_TIMEOUT_S, api_key=api_key)
     except NoAnswer:
         return None
     if status != 200 or not isinstance(answer, dict) or "num_running_reqs" not in answer:

@@ -31,6 +31,7 @@ from slime.engine.http.errors import (
     EngineTimeout,
     EngineUnreachable,
 )
+from slime.engine.http.key import authorization
 from slime.engine.http.protocol import GenerateResult, PauseMode, error_message, quote
 from slime.waits import Wait, log_graph, state_of, waiting
 
@@ -76,11 +77,13 @@ class EngineClient:
         timeout_s: float = 3600.0,
         control_timeout_s: float = 120.0,
         connect_retries: int = 4,
+        api_key: str | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.timeout_s = timeout_s
         self.control_timeout_s = control_timeout_s
         self.connect_retries = connect_retries
+        self._api_key = api_key
         self.sampled_at = 0.0  # when tokens came from it last (time.monotonic)
         self._reader: ThreadPoolExecutor | None = None
         self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
@@ -314,6 +317,7 @@ class EngineClient:
         session = self._sessions.get(loop)
         if session is None or session.closed:
             session = aiohttp.ClientSession(
+                headers=authorization(self._api_key),
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             )

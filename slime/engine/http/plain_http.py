@@ -8,6 +8,8 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+from slime.engine.http.key import authorization
+
 DEFAULT_TIMEOUT_S = 30.0
 
 
@@ -15,11 +17,13 @@ class NoAnswer(Exception):
     """There was no HTTP answer; the text says why."""
 
 
-def ask(method: str, url: str, body: Any = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[int, Any]:
+def ask(
+    method: str, url: str, body: Any = None, *, timeout_s: float = DEFAULT_TIMEOUT_S, api_key: str | None = None
+) -> tuple[int, Any]:
     """(status, the answer as JSON, or as text when it is none)."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
-    headers = {} if body is None else {"Content-Type": "application/json"}
+    headers = authorization(api_key) | ({} if body is None else {"Content-Type": "application/json"})
     path = (address.path or "/") + (f"?{address.query}" if address.query else "")
     try:
         connection.request(method, path, None if body is None else json.dumps(body), headers)

@@ -51,13 +51,15 @@ class EnginePool:
         suspect_s: float = 5.0,
         remembered_keys: int = 16384,
         patience_s: float = 600.0,
+        api_key: str | None = None,
     ) -> None:
         if not urls:
             raise ValueError("an engine pool needs at least one engine")
         if timeout_s < control_timeout_s:
             control_timeout_s = Limit(timeout_s, REQUEST_FLAG)
         self._members = [
-            _Member(EngineClient(url, timeout_s=timeout_s, control_timeout_s=control_timeout_s)) for url in urls
+            _Member(EngineClient(url, timeout_s=timeout_s, control_timeout_s=control_timeout_s, api_key=api_key))
+            for url in urls
         ]
         self._imbalance_limit = imbalance_limit
         self._suspect_s = suspect_s
