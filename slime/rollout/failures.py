@@ -6,10 +6,13 @@ of group statistics and gradients. Only when every sample of a rollout failed do
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineError
@@ -20,6 +23,27 @@ logger = logging.getLogger(__name__)
 
 class RolloutFailed(RunFailed):
     """Nothing of a rollout can be trained on or reported."""
+
+
+class Leaked(Exception):
+    """A function of the user let out what would have ended the program, or its task."""
+
+
+async def contained(call: Callable[[], Any], who: str) -> Any:
+    """What a function of the user gives, plain or async; an exit or a cancellation of its own is an error like others.
+
+    Whoever cancels the task that this runs in is obeyed.
+    """
+    try:
+        result = call()
+        return await result if inspect.isawaitable(result) else result
+    except SystemExit as error:
+        raise Leaked(f"{who} called sys.exit({error.code!r})") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Leaked(f"{who} let a CancelledError out that nobody here asked for") from error
 
 
 class FailureLog:

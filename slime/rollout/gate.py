@@ -8,8 +8,8 @@ gate knows who may pass, not what is asked: requests that it cut off are continu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from slime.waits import waiting
 
 evaluating: ContextVar[bool] = ContextVar("evaluating", default=False)
 _ticket: ContextVar[Ticket | None] = ContextVar("ticket", default=None)
-_deadline: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)
+_clock: ContextVar[SampleClock | None] = ContextVar("clock", default=None)
 
 
 class SampleTimeout(Exception):
@@ -34,21 +34,52 @@ def as_evaluation() -> Iterator[None]:
         evaluating.reset(before)
 
 
-@asynccontextmanager
-async def sample_deadline(seconds: float, who: str) -> AsyncIterator[None]:
-    """Raises `SampleTimeout` when the body takes longer, not counting the time it waits at the gate."""
-    timeout = asyncio.timeout(seconds)
-    try:
-        async with timeout:
-            before = _deadline.set(timeout)
-            try:
-                yield
-            finally:
-                _deadline.reset(before)
-    except TimeoutError as error:
-        if not timeout.expired():
-            raise  # the body's own
-        raise SampleTimeout(f"{who} did not end within {seconds:g} s (--rollout-sample-timeout)") from error
+class SampleClock:
+    """How long a sample may take in all, over the parts of its way that are timed; the gate stops the clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = self._left = seconds
+        self._timeout: asyncio.Timeout | None = None
+        self._stops = 0
+
+    @asynccontextmanager
+    async def running(self, who: str) -> AsyncIterator[None]:
+        """Raises `SampleTimeout` when the body, and those before it, take longer; `who` is named then."""
+        timeout = self._timeout = asyncio.timeout(self._left)
+        try:
+            async with timeout:
+                before = _clock.set(self)
+                try:
+                    yield
+                finally:
+                    _clock.reset(before)
+                    self._left, self._timeout = self._remaining(timeout), None
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise  # the body's own
+            raise SampleTimeout(f"{who} did not end within {self._seconds:g} s (--rollout-sample-timeout)") from error
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """No time passes as long as one of these bodies lasts."""
+        timeout = self._timeout
+        if timeout is None or timeout.expired():
+            yield
+            return
+        if not self._stops:
+            self._left = self._remaining(timeout)
+            timeout.reschedule(None)
+        self._stops += 1
+        try:
+            yield
+        finally:
+            self._stops -= 1
+            if not self._stops and self._timeout is timeout:
+                timeout.reschedule(asyncio.get_running_loop().time() + self._left)
+
+    def _remaining(self, timeout: asyncio.Timeout) -> float:
+        when = timeout.when()
+        return self._left if when is None else max(0.0, when - asyncio.get_running_loop().time())
 
 
 class Gate:
@@ -87,16 +118,14 @@ class Gate:
         waited = False
         while not self.is_open:  # once more: it may have been closed again while there was no seat
             waited = True
-            resume_deadline = _stop_deadline()
             self._give_seat()
             try:
-                with waiting("the next rollout", "before it may ask an engine", timeout_s=None):
+                with _clock_stopped(), waiting("the next rollout", "before it may ask an engine", timeout_s=None):
                     await self._opened.wait()
                     await self._seats.acquire()
             except BaseException:
                 self._owed += 1  # whoever is cancelled gives its seat back a second time on its way out
                 raise
-            resume_deadline()
         return waited
 
     def arrived_at_engine(self) -> None:
@@ -117,15 +146,10 @@ class Gate:
             self._seats.release()
 
 
-def _stop_deadline() -> Callable[[], None]:
-    """Stop the clock of the sample that the running code belongs to; what is returned sets it going again."""
-    timeout, loop = _deadline.get(), asyncio.get_running_loop()
-    when = None if timeout is None else timeout.when()
-    if timeout is None or when is None:
-        return lambda: None
-    left = when - loop.time()
-    timeout.reschedule(None)
-    return lambda: timeout.reschedule(loop.time() + left)
+def _clock_stopped() -> AbstractContextManager[None]:
+    """The clock of the sample that the running code belongs to stands still meanwhile."""
+    clock = _clock.get()
+    return nullcontext() if clock is None else clock.stopped()
 
 
 @dataclass(eq=False)

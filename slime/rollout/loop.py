@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 import threading
 import time
@@ -23,6 +24,8 @@ from typing import Any, TypeVar
 from slime.waits import Wait, WaitTimeout, acting_as, expired, name_of, raise_failures, waiting
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
 _LOOK_UP_S = 0.5
@@ -44,6 +47,7 @@ class LoopThread:
     def __init__(self, name: str = "slime-rollout") -> None:
         self.loop = asyncio.new_event_loop()
         self._last_beat = time.monotonic()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -98,6 +102,7 @@ class LoopThread:
         """Cancel what still runs and end the thread; a second call does nothing."""
         if self.loop.is_closed():
             return
+        self._is_closing = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         with waiting(self._thread.name, "to end", timeout_s=CLOSE_TIMEOUT_S) as wait:
             self._thread.join(wait.remaining())
@@ -109,7 +114,7 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         self.loop.set_default_executor(DaemonExecutor())
         try:
-            self.loop.run_forever()
+            self._run_on()
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:
                 task.cancel()
@@ -117,6 +122,14 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
             self.loop.close()
+
+    def _run_on(self) -> None:
+        """Until the loop is closed: whoever calls sys.exit in a task ends that task, not everybody's loop."""
+        while not self._is_closing:
+            try:
+                self.loop.run_forever()
+            except SystemExit as error:
+                logger.error("%s: a task called sys.exit(%r): only that task ends", self._thread.name, error.code)
 
 
 async def _acting(coro: Coroutine[Any, Any, T], name: str) -> T:
@@ -234,6 +247,8 @@ def _call(job: Job) -> None:
         if job.on_begin is not None:
             job.on_begin()
         result = job.function()
+    except StopIteration as error:  # a future cannot hold it, so whoever asked would wait for ever
+        job.future.set_exception(RuntimeError(f"raised {error!r}"))
     except BaseException as error:  # noqa: BLE001 - it belongs to whoever asked
         job.future.set_exception(error)
     else:

@@ -8,11 +8,11 @@ run could succeed) and cancellation pass.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import uuid
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 from slime.config import Config
@@ -22,16 +22,19 @@ from slime.data.sample import Sample
 from slime.engine.http.client import EngineError
 from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
-from slime.rollout.failures import mark_failed, start_over
-from slime.rollout.gate import as_evaluation, sample_deadline
+from slime.rollout.failures import contained, mark_failed, start_over
+from slime.rollout.gate import SampleClock, as_evaluation, ticket_here
 from slime.rollout.landing import Origin
-from slime.rollout.requests import generate
+from slime.rollout.requests import MOST_RESUMES, AbortedTooOften, generate
 from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
 from slime.rollout.types import Group, Produced, leaves
 from slime.waits import acting_as
 
 T = TypeVar("T")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+"""Between two calls of a generate function that hands its sample back as aborted while the rollout goes on."""
 
 
 # what a sample and a group go through
@@ -88,7 +91,7 @@ async def generate_and_rm(
 ) -> Produced:
     """Generate one sample, run the hooks, and score it (group rewards come later, from the group)."""
     runtime = runtime_for(args)
-    origin = Origin(sample)
+    origin, clock = Origin(sample), SampleClock(args.rollout_sample_timeout)
     produced: Produced = sample
     if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
         if sample.status is Sample.Status.FAILED:
@@ -100,8 +103,8 @@ async def generate_and_rm(
             if args.mask_offpolicy_in_partial_rollout and sample.status is Sample.Status.ABORTED:
                 sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
             with (runtime.eval_pulse if evaluation else runtime.pulse).sample():
-                produced = await _generated(runtime, origin, sample, sampling_params, evaluation)
-        produced = await _hooked(runtime, produced, evaluation)
+                produced = await _generated(runtime, origin, clock, sample, sampling_params, evaluation)
+        produced = await _hooked(runtime, clock, produced, evaluation)
     if not evaluation:
         await teach(runtime, list(leaves([produced])))
     if not args.group_rm:
@@ -139,50 +142,78 @@ def _own_params(args: Config, sample: Sample, sampling_params: dict[str, Any], e
 
 
 async def _generated(
-    runtime: RolloutRuntime, origin: Origin, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+    runtime: RolloutRuntime,
+    origin: Origin,
+    clock: SampleClock,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    evaluation: bool,
 ) -> Produced:
-    who = sample.generate_function_path or runtime.args.custom_generate_function_path or "generate"
+    path = sample.generate_function_path or runtime.args.custom_generate_function_path
     try:
-        async with sample_deadline(runtime.args.rollout_sample_timeout, who):
-            result = await _call_generate(runtime, sample, sampling_params, evaluation)
-        produced = origin.claimed(result, "a generate function")
+        async with clock.running(path or "generate"):
+            for attempt in range(MOST_RESUMES):
+                result = await _call_generate(runtime, path, sample, sampling_params, evaluation)
+                produced = origin.claimed(result, "a generate function")
+                origin.settle(produced, "generate", runtime.failures, runtime.vocab_size)
+                if not isinstance(produced, Sample):
+                    return _whole(runtime, produced)
+                if produced.status is not Sample.Status.ABORTED or _is_landing(runtime):
+                    return produced
+                sample = produced
+                await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
+                if _is_landing(runtime):
+                    return sample
+            raise AbortedTooOften(f"{path} handed its sample back as aborted {MOST_RESUMES} times")
     except (UserError, JournalFailed):
         raise
     except Exception as error:  # noqa: BLE001 - whatever a generate function raises is this sample's outcome
         origin.forget_response(sample)
         mark_failed([sample], runtime.failures.record("generate", error))
         return sample
-    origin.settle(produced, "generate", runtime.failures, runtime.vocab_size)
-    return produced
 
 
 async def _call_generate(
-    runtime: RolloutRuntime, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+    runtime: RolloutRuntime, path: str | None, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Any:
-    path = sample.generate_function_path or runtime.args.custom_generate_function_path
     if path is None:
         return await generate(runtime.args, sample, sampling_params)
     custom = runtime.function(
         path, flag="--custom-generate-function-path", params=("args", "sample", "sampling_params")
     )
     extra = {"evaluation": evaluation} if accepts(custom, "evaluation") else {}
-    result = custom(runtime.args, sample, sampling_params, **extra)
-    return await result if inspect.isawaitable(result) else result
+    return await contained(lambda: custom(runtime.args, sample, sampling_params, **extra), path)
+
+
+def _is_landing(runtime: RolloutRuntime) -> bool:
+    """Whether the rollout has what it needs: a sample that was cut off goes back to the buffer, or is held."""
+    ticket = ticket_here()
+    return runtime.state.aborted or (ticket is not None and not ticket.gate.is_open)
+
+
+def _whole(runtime: RolloutRuntime, siblings: list[Sample]) -> list[Sample]:
+    """A fan-out of which something was given up is not begun again: what is finished stays, the rest has failed."""
+    if not _is_landing(runtime):
+        cut = [sample for sample in siblings if sample.status is Sample.Status.ABORTED]
+        mark_failed(cut, "generate: it was handed back as aborted while the rollout went on")
+    return siblings
 
 
 # hooks
 
 
-async def _hooked(runtime: RolloutRuntime, produced: Produced, evaluation: bool) -> Produced:
+async def _hooked(runtime: RolloutRuntime, clock: SampleClock, produced: Produced, evaluation: bool) -> Produced:
     paths = runtime.args.rollout_sample_hook_path
     if not paths:
         return produced
     if isinstance(produced, Sample):
-        return await _hook_one(runtime, produced, paths, evaluation)
-    return [await _hook_one(runtime, sample, paths, evaluation) for sample in produced]
+        return await _hook_one(runtime, clock, produced, paths, evaluation)
+    return [await _hook_one(runtime, clock, sample, paths, evaluation) for sample in produced]
 
 
-async def _hook_one(runtime: RolloutRuntime, sample: Sample, paths: list[str], evaluation: bool) -> Sample:
+async def _hook_one(
+    runtime: RolloutRuntime, clock: SampleClock, sample: Sample, paths: list[str], evaluation: bool
+) -> Sample:
     if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
         return sample
     origin = Origin(sample)
@@ -192,12 +223,14 @@ async def _hook_one(runtime: RolloutRuntime, sample: Sample, paths: list[str], e
         for path in paths:
             hook = runtime.function(path, flag="--rollout-sample-hook-path", params=("args", "sample"))
             wanted = {name: value for name, value in offered.items() if accepts(hook, name)}
-            result = hook(runtime.args, sample, **wanted)
-            result = await result if inspect.isawaitable(result) else result
+            async with clock.running(path):
+                result = await contained(partial(hook, runtime.args, sample, **wanted), path)
             if result is not None and not isinstance(result, Sample):
                 raise TypeError(f"a sample hook must return a Sample or None, not {type(result).__name__}")
             sample = sample if result is None else result
             origin.claim(sample)
+            if sample.status is Sample.Status.ABORTED:
+                raise ValueError("a sample hook must not abort a sample: raise, or make it FAILED, to give it up")
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a hook raises is this sample's outcome
@@ -252,22 +285,22 @@ async def score_one(runtime: RolloutRuntime, sample: Sample) -> None:
 
 
 async def score_together(runtime: RolloutRuntime, samples: Sequence[Sample]) -> None:
-    """Give samples their rewards in one call; when it raises, all of them fail."""
+    """Give samples their rewards; those of one call to a function that takes a list fail together, others alone."""
     for sample in samples:
         if _wants_reward(sample) and _needs_none(runtime, sample):
             sample.reward = 0.0
     unscored = [sample for sample in samples if _wants_reward(sample)]
     if not unscored:
         return
-    try:
-        rewards = await runtime.hub.score_group(unscored)
-    except UserError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever a reward function raises is these samples' outcome
-        mark_failed(unscored, runtime.failures.record("reward", error))
-        return
-    for sample, reward in zip(unscored, rewards, strict=True):
-        sample.reward = reward
+    outcomes = await runtime.hub.outcomes(unscored)
+    for outcome in outcomes:
+        if isinstance(outcome, UserError):
+            raise outcome
+    for sample, outcome in zip(unscored, outcomes, strict=True):
+        if isinstance(outcome, Exception):
+            mark_failed([sample], runtime.failures.record("reward", outcome))
+        else:
+            sample.reward = outcome
 
 
 def refuse_bad_rewards(args: Config, samples: Sequence[Sample], *, evaluation: bool = False) -> None:

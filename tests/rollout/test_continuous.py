@@ -219,10 +219,14 @@ def test_closing_leaves_no_task(begin: Any, timed: Timed) -> None:
     assert not [task for task in asyncio.all_tasks(loop) if "continuous" in task.get_name()]
 
 
-def test_a_group_that_cancels_itself_ends_the_run_with_a_sentence(begin: Any, timed: Timed, write_plugin: Any) -> None:
+def test_a_reward_function_that_always_cancels_ends_the_run_with_a_sentence(
+    begin: Any, timed: Timed, write_plugin: Any
+) -> None:
     reward = write_plugin("import asyncio\n\nasync def f(args, sample):\n    raise asyncio.CancelledError\n")
     generation = begin(rm_type=None, custom_rm_path=reward)
-    with pytest.raises(RolloutFailed, match="a group was cancelled from inside"):
+    with pytest.raises(
+        RolloutFailed, match=r"samples failed; the first one: reward: Leaked: .* let a CancelledError out"
+    ):
         generation.take(0)
 
 

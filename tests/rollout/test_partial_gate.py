@@ -10,7 +10,7 @@ from slime.data.sample import Sample
 from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
 from slime.rollout.base_types import leaves
-from slime.rollout.gate import Gate, SampleTimeout, as_evaluation, sample_deadline
+from slime.rollout.gate import Gate, SampleClock, SampleTimeout, as_evaluation
 from slime.rollout.sglang_rollout import generate_and_rm, generate_rollout
 
 STATUS = Sample.Status
@@ -448,7 +448,7 @@ def test_the_deadline_of_a_sample_does_not_run_while_it_waits_at_the_gate():
         gate.close()
 
         async def sample(extra):
-            async with sample_deadline(0.1, "f"):
+            async with SampleClock(0.1).running("f"):
                 await asyncio.gather(gate.pass_through(), gate.pass_through())
                 await asyncio.sleep(extra)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from slime.config.flag import above, flag
+from slime.config.flag import above, at_least, flag
 
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")
 LABEL_FREE_RM_TYPES = ("remote_rm", "random")
@@ -29,6 +29,12 @@ class RewardFlags:
     eval_reward_key: str | None = flag(None, "entry to report in evaluation", derived="--reward-key")
     group_rm: bool = flag(False, "score all samples of a prompt in one call: custom function gets (args, samples)")
     reward_timeout: float = flag(600.0, "seconds until a reward function must have answered", check=above(0))
+    reward_workers: int | None = flag(
+        None,
+        "processes that compare answers, for --rm-type math and deepscaler",
+        check=at_least(1),
+        derived="cores / 2",
+    )
     custom_reward_post_process_path: str | None = flag(
         None, "function (args, samples) -> (raw_rewards, rewards) instead of group normalisation"
     )

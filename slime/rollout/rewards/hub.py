@@ -4,7 +4,8 @@ Invariant: a verdict is a finite number or a dict; a verifier that cannot judge 
 custom function raised), and a flag that makes no sense is a `UserError`. Nothing turns into a reward of 0 here. A
 function of the user that returns something else (None, a text, a list, no finite number) is wrong for every sample: a
 `UserError` that names function and sample. A reward service that answers so fails the sample it was asked about.
-Every call ends within --reward-timeout: an async function is cancelled, a plain one is left behind in its thread.
+Every call ends within --reward-timeout, not counting the time it waits for others of our own making: an async function
+is cancelled, a plain one is left behind in its thread, a worker is killed.
 
 Custom functions (`--custom-rm-path`, or a sample's own `custom_rm_path`, which goes first) may be plain or async. They
 take one sample, or a list of them when their second parameter is called `samples`, when they are a class with
@@ -30,6 +31,7 @@ from slime.data.sample import Reward, Sample
 from slime.errors import UserError
 from slime.plugins import load_plugin, takes_samples
 from slime.rollout.adapters import as_reward
+from slime.rollout.failures import contained
 from slime.rollout.loop import DaemonThreads, Job
 from slime.rollout.rewards.answers import last_boxed
 from slime.rollout.rewards.dapo import dapo_reward
@@ -37,7 +39,7 @@ from slime.rollout.rewards.deepscaler import deepscaler_reward
 from slime.rollout.rewards.errors import RewardError
 from slime.rollout.rewards.f1 import f1_reward
 from slime.rollout.rewards.gpqa import gpqa_reward
-from slime.rollout.rewards.math import MathVerifier
+from slime.rollout.rewards.math import JUDGED_WITHIN_S, MathVerifier, default_workers
 from slime.rollout.rewards.random import random_reward
 from slime.rollout.rewards.remote import RemoteReward
 from slime.waits import Wait, log_graph, wait_for, waiting
@@ -46,6 +48,7 @@ BOXED_PREFIX = "boxed_"
 GIVEN = "the given reward function"
 FLAG = "--custom-rm-path"
 TIMEOUT_FLAG = "--reward-timeout"
+_JUDGED_BY_WORKERS = ("math", "deepscaler")
 _KEPT_HUBS = 8
 _LOOK_UP_S = 1.0
 
@@ -60,7 +63,9 @@ class RewardHub:
     def __init__(self, config: Any, function: Callable[..., Any] | None = None) -> None:
         """`function` takes the place of --custom-rm-path; it comes from callers that have it as an object."""
         self.config = config
-        self._verifier = MathVerifier()
+        self._verifier = MathVerifier(
+            workers=config.reward_workers or default_workers(), deadline_s=min(JUDGED_WITHIN_S, config.reward_timeout)
+        )
         self._functions: dict[str, Callable[..., Any]] = {}
         self._threads = DaemonThreads("reward")
         weakref.finalize(self, self._threads.close)
@@ -72,8 +77,13 @@ class RewardHub:
         """The reward of one sample."""
         path = self._custom_path(sample)
         if path is None:
-            who = f"--rm-type {self._rm_type(sample)}"
-            verdict = await self._within_deadline(self._builtin(sample), who)
+            rm_type = self._rm_type(sample)
+            who = f"--rm-type {rm_type}"
+            if rm_type.removeprefix(BOXED_PREFIX) in _JUDGED_BY_WORKERS:
+                with waiting(who, "to be judged, perhaps behind others", timeout_s=None):
+                    verdict = await self._builtin(sample)  # its time begins when a worker takes it up
+            else:
+                verdict = await self._within_deadline(self._builtin(sample), who)
             return self._checked(verdict, who, sample, wrong=RewardError)
         function = self._function(path)
         if self._in_list(sample, function):
@@ -81,10 +91,16 @@ class RewardHub:
         return self._checked(await self._call(path, function, sample), self._who(path), sample)
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Reward]:
-        """The rewards of several samples, in their order; samples with one custom list function are scored together.
+        """The rewards of several samples, in their order; all are judged before the first error, if any, is raised."""
+        rewards: list[Reward] = []
+        for outcome in await self.outcomes(samples):
+            if isinstance(outcome, Exception):
+                raise outcome
+            rewards.append(outcome)
+        return rewards
 
-        All are judged before the first error, if any, is raised.
-        """
+    async def outcomes(self, samples: Sequence[Sample]) -> list[Reward | Exception]:
+        """For each sample its reward, or why it has none; samples with one custom list function are judged together."""
         together: dict[str, list[int]] = {}
         alone: list[int] = []
         for position, sample in enumerate(samples):
@@ -99,14 +115,17 @@ class RewardHub:
             for path, positions in together.items()
         ]
         results = await asyncio.gather(*calls, return_exceptions=True)
-        rewards: dict[int, Reward] = {}
+        found: dict[int, Reward | Exception] = {}
         for positions, result in zip(
             [[position] for position in alone] + list(together.values()), results, strict=True
         ):
-            if isinstance(result, BaseException):
+            if isinstance(result, Exception):
+                found.update(dict.fromkeys(positions, result))
+            elif isinstance(result, BaseException):
                 raise result
-            rewards.update(zip(positions, result, strict=True))
-        return [rewards[position] for position in range(len(samples))]
+            else:
+                found.update(zip(positions, result, strict=True))
+        return [found[position] for position in range(len(samples))]
 
     async def aclose(self) -> None:
         """End the verifier processes."""
@@ -146,7 +165,10 @@ class RewardHub:
         """Await an async function; run a plain one in a thread, where it may take its time."""
         who = self._who(path)
         if inspect.iscoroutinefunction(function):
-            return await self._within_deadline(function(self.config, subject), who)
+            return await self._within_deadline(contained(partial(function, self.config, subject), who), who)
+        return await contained(partial(self._call_plain, who, function, subject), who)
+
+    async def _call_plain(self, who: str, function: Callable[..., Any], subject: Sample | list[Sample]) -> Any:
         begun = asyncio.get_running_loop().create_future()
         call = partial(contextvars.copy_context().run, function, self.config, subject)
         job = self._threads.submit(call, on_begin=partial(_set_from_thread, begun))
@@ -155,7 +177,9 @@ class RewardHub:
         except BaseException:
             self._threads.abandon(job)
             raise
-        return await self._within_deadline(result, who) if inspect.isawaitable(result) else result
+        return (
+            await self._within_deadline(contained(lambda: result, who), who) if inspect.isawaitable(result) else result
+        )
 
     def _who(self, path: str) -> str:
         return self._given_name if path == GIVEN else f"the reward function {path}"
@@ -168,6 +192,7 @@ class RewardHub:
     async def _answer(self, job: Job, begun: asyncio.Future[None], who: str) -> Any:
         """What a plain function returns; its time begins when a thread takes it up."""
         future = asyncio.wrap_future(job.future)
+        future.add_done_callback(_see_error)  # a call that was abandoned may still raise
         with waiting(who, "to be called, behind others", timeout_s=None):
             while not begun.done() and not future.done():
                 await asyncio.wait((begun, future), timeout=_LOOK_UP_S, return_when=asyncio.FIRST_COMPLETED)
@@ -254,6 +279,11 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
 async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
     """Score several samples, for plugins that have only `args`."""
     return await _hubs.get(args).score_group(samples)
+
+
+def _see_error(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 def _set_from_thread(future: asyncio.Future[None]) -> None:

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.cluster.devices import cpu_cores
 from slime.data.labels import accepted, label_text
 from slime.rollout.rewards.answers import last_boxed, plain_number
 from slime.rollout.rewards.guard import GuardedPool
 
+JUDGED_WITHIN_S = 10.0
 _LONGEST_ANSWER = 4096
 _TAIL_WITHOUT_BOX = 2000
+
+
+def default_workers() -> int:
+    """Half of the cores, from 2 to 16: engines and trainers need theirs."""
+    return max(2, min(16, cpu_cores() // 2))
 
 
 class MathVerifier:
     """Compares answers; owns the worker processes that do so."""
 
-    def __init__(self, *, workers: int = 2, deadline_s: float = 10.0) -> None:
+    def __init__(self, *, workers: int = 2, deadline_s: float = JUDGED_WITHIN_S) -> None:
         self.pool = GuardedPool("slime.rollout.rewards.math_worker", size=workers, deadline_s=deadline_s)
 
     async def grade(self, response: str, label: Any) -> float:

@@ -1,0 +1,267 @@
+"""Whatever a function of the user does, it is the outcome of its sample: the run, the deadlines and the others go on."""
+
+import asyncio
+import gc
+import threading
+
+import pytest
+
+from slime.config import Config
+from slime.data.sample import Sample
+from slime.rollout.continuous import ContinuousRollout
+from slime.rollout.gate import Gate, SampleClock, SampleTimeout
+from slime.rollout.loop import LoopThread
+from slime.rollout.rewards.hub import RewardHub
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.types import leaves
+
+STATUS = Sample.Status
+ENDINGS = {
+    "exit": ("import sys; sys.exit(3)", "called sys.exit(3)"),
+    "cancelled": ("raise asyncio.CancelledError", "let a CancelledError out that nobody here asked for"),
+}
+GENERATE = """
+import asyncio
+from slime.rollout.sglang_rollout import generate
+async def f(args, sample, sampling_params):
+    sample = await generate(args, sample, sampling_params)
+    if sample.index == 1:
+        {ending}
+    return sample
+"""
+HOOK = "import asyncio\nasync def f(args, sample):\n    if sample.index == 1:\n        {ending}\n"
+REWARD = "import asyncio\n{kind} f(args, sample):\n    if sample.index == 1:\n        {ending}\n    return 1.0\n"
+
+
+@pytest.mark.parametrize("how", list(ENDINGS))
+@pytest.mark.parametrize("where", ["generate", "hook", "reward", "plain reward"])
+def test_an_exit_or_a_cancellation_of_its_own_fails_one_sample(engine, make_runtime, prompts, write_plugin, where, how):
+    ending, told = ENDINGS[how]
+    flags = {
+        "generate": {"custom_generate_function_path": GENERATE.format(ending=ending), "rm_type": "random"},
+        "hook": {"rollout_sample_hook_path": HOOK.format(ending=ending), "rm_type": "random"},
+        "reward": {"custom_rm_path": REWARD.format(kind="async def", ending=ending)},
+        "plain reward": {"custom_rm_path": REWARD.format(kind="def", ending=ending)},
+    }[where]
+    flags = {name: write_plugin(value) if name.endswith("path") else value for name, value in flags.items()}
+    if where == "hook":
+        flags["rollout_sample_hook_path"] = [flags["rollout_sample_hook_path"]]
+    samples = list(
+        leaves(generate_rollout(make_runtime([engine.url], **flags).args, 0, prompts(["a", "b"], n=2)).samples)
+    )
+    assert samples[1].failure.startswith(f"{where.removeprefix('plain ')}: Leaked: ")
+    assert samples[1].failure.endswith(told)
+    assert [sample.status for sample in samples] == [
+        STATUS.COMPLETED,
+        STATUS.FAILED,
+        STATUS.COMPLETED,
+        STATUS.COMPLETED,
+    ]
+
+
+def test_a_cancellation_from_outside_is_obeyed(engine, make_runtime, prompts, write_plugin):
+    """Also by functions that leave one behind: those who cancel a rollout wait for it to end."""
+    begun = threading.Event()
+
+    async def held(body):
+        begun.set()
+        return await engine.held("7")
+
+    engine.respond = held
+    runtime = make_runtime([engine.url], custom_generate_function_path=write_plugin(GENERATE.format(ending="pass")))
+    [group] = prompts(["a"], n=1).groups
+
+    async def cancelled():
+        [task] = runtime.state.submit_generate_tasks([group])
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    runtime.run(cancelled(), 10)
+
+
+ABORTS = """
+from slime.rollout.sglang_rollout import generate
+async def f(args, sample, sampling_params):
+    calls = sample.metadata["calls"] = sample.metadata.get("calls", 0) + 1
+    if calls <= args.carried["aborts"]:
+        sample.tokens, sample.status = [5], sample.Status.ABORTED
+        return sample
+    return await generate(args, sample, sampling_params)
+"""
+
+
+@pytest.fixture
+def no_pause(monkeypatch):
+    monkeypatch.setattr("slime.rollout.trajectory.FIRST_PAUSE_S", 0.0)
+
+
+def test_an_aborted_sample_of_a_custom_function_is_begun_again(engine, make_runtime, prompts, write_plugin, no_pause):
+    flags = {"custom_generate_function_path": write_plugin(ABORTS), "rm_type": "random"}
+    runtime = make_runtime([engine.url], carried={"aborts": 3}, **flags)
+    samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples))
+    assert [(s.status, s.metadata["calls"], s.response_length) for s in samples] == [(STATUS.COMPLETED, 4, 2)] * 4
+
+
+def test_a_function_that_only_ever_aborts_fails_its_sample(engine, make_runtime, prompts, write_plugin, no_pause):
+    """In generation that never stops it was called again as fast as it gave up."""
+    only_one = ABORTS.replace("if calls <=", "if sample.index == 1 and calls <=")
+    flags = {"custom_generate_function_path": write_plugin(only_one), "rm_type": "random"}
+    runtime = make_runtime([engine.url], carried={"aborts": 10**6}, async_mode="full", max_weight_staleness=0, **flags)
+
+    async def taken():
+        continuous = ContinuousRollout(runtime, prompts(["a", "b"], n=2), first=0, total=1, version=0)
+        await continuous.start()
+        try:
+            return await continuous.take(0)
+        finally:
+            await continuous.aclose()
+
+    bad = list(leaves(runtime.run(taken(), 30).samples))[1]
+    assert bad.failure.startswith("generate: AbortedTooOften: ")
+    assert (bad.status, bad.metadata["calls"]) == (STATUS.FAILED, 16)
+
+
+def test_an_aborted_sibling_fails_and_the_finished_ones_stay(engine, make_runtime, prompts, write_plugin):
+    fan_out = (
+        "import copy\nfrom slime.rollout.sglang_rollout import generate\n"
+        "async def f(args, sample, sampling_params):\n"
+        "    cut = copy.deepcopy(sample)\n    cut.status = sample.Status.ABORTED\n"
+        "    return [await generate(args, sample, sampling_params), cut]\n"
+    )
+    runtime = make_runtime([engine.url], rm_type="random", custom_generate_function_path=write_plugin(fan_out))
+    samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples))
+    assert [sample.status for sample in samples] == [STATUS.COMPLETED, STATUS.FAILED] * 4
+
+
+def test_hooks_count_against_the_deadline_of_their_sample(engine, make_runtime, prompts, write_plugin):
+    hook = (
+        "import asyncio\nasync def f(args, sample):\n    if sample.index == 1:\n        await asyncio.Event().wait()\n"
+    )
+    path = write_plugin(hook)
+    runtime = make_runtime([engine.url], rm_type="random", rollout_sample_hook_path=[path], rollout_sample_timeout=2.0)
+    samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples))
+    told = f"hook: SampleTimeout: {path} did not end within 2 s (--rollout-sample-timeout)"
+    assert [sample.failure for sample in samples] == [None, told, None, None]
+
+
+def test_a_waiter_that_was_cancelled_at_the_gate_leaves_the_deadline(make_runtime):
+    async def main():
+        gate = Gate(asyncio.Semaphore(2))
+        gate.close()
+
+        async def sample():
+            async with SampleClock(0.1).running("f"):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(gate.pass_through(), 0.01)  # a deadline of the function's own
+                await asyncio.Event().wait()
+
+        with pytest.raises(SampleTimeout):
+            await asyncio.wait_for(sample(), 10)
+
+    asyncio.run(main())
+
+
+def test_the_clock_stands_still_until_the_last_request_has_passed_the_gate():
+    async def main():
+        gate, other = Gate(asyncio.Semaphore(4)), Gate(asyncio.Semaphore(4))
+        gate.close()
+        other.close()
+
+        async def sample():
+            async with SampleClock(0.1).running("f"):
+                await asyncio.gather(gate.pass_through(), other.pass_through())
+
+        task = asyncio.create_task(sample())
+        for _ in range(5):  # until both requests wait
+            await asyncio.sleep(0)
+        gate.open()
+        await asyncio.sleep(0.3)
+        other.open()
+        await task
+
+    asyncio.run(main())
+
+
+def test_time_behind_others_is_not_the_time_of_a_comparison():
+    """One worker, and its thread is busy for longer than a comparison may take."""
+    hub = RewardHub(Config(rm_type="math", reward_timeout=1.5, reward_workers=1))
+    sample = Sample(index=0, response=r"\boxed{\frac{1}{2}}", label="0.5", status=STATUS.COMPLETED)
+
+    async def main():
+        assert await hub.score(sample) == 1.0  # the worker has started
+        release = threading.Event()
+        busy = hub._verifier.pool._threads.submit(release.wait)
+        scored = asyncio.create_task(hub.score(sample))
+        await asyncio.sleep(2.0)
+        release.set()
+        assert busy.result()
+        return await scored
+
+    try:
+        assert asyncio.run(main()) == 1.0
+    finally:
+        hub.close()
+
+
+def test_a_reward_error_fails_its_sibling_alone(engine, make_runtime, prompts, write_plugin):
+    fan_out = (
+        "import copy\nfrom slime.rollout.sglang_rollout import generate\n"
+        "async def f(args, sample, sampling_params):\n"
+        "    sample = await generate(args, sample, sampling_params)\n"
+        "    other = copy.deepcopy(sample)\n    other.metadata['bad'] = True\n    return [sample, other]\n"
+    )
+    reward = "def f(args, sample):\n    if 'bad' in sample.metadata:\n        raise OSError('judge')\n    return 1.0\n"
+    runtime = make_runtime(
+        [engine.url],
+        custom_generate_function_path=write_plugin(fan_out, "fan"),
+        custom_rm_path=write_plugin(reward, "reward"),
+    )
+    samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples))
+    assert [(s.reward, s.failure) for s in samples] == [(1.0, None), (None, "reward: OSError: judge")] * 4
+
+
+def test_a_call_that_nobody_waits_for_any_more_may_raise_in_silence():
+    """As when another group's reward is a text, which ends the rollout while this one is being judged."""
+    begun, release, threads, complaints = threading.Event(), threading.Event(), [], []
+
+    def judge(args, sample):
+        threads.append(threading.current_thread())
+        begun.set()
+        release.wait()
+        raise ValueError("too late")
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context["message"]))
+        hub = RewardHub(Config(), judge)
+        scored = asyncio.create_task(hub.score(Sample(index=0, status=STATUS.COMPLETED)))
+        await asyncio.to_thread(begun.wait)
+        [job] = hub._threads._running
+        scored.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scored
+        release.set()
+        with pytest.raises(ValueError, match="too late"):
+            await asyncio.to_thread(job.future.result)
+        await asyncio.to_thread(threads[0].join)  # what it told the loop has arrived when this has
+        del scored, job
+        gc.collect()
+
+    asyncio.run(main())
+    gc.collect()
+    assert complaints == []
+
+
+def test_a_task_that_exits_does_not_take_the_event_loop_with_it():
+    async def exits():
+        raise SystemExit(3)
+
+    async def answers():
+        return 5
+
+    loop = LoopThread("exits")
+    with pytest.raises(SystemExit):
+        loop.run(exits(), 10)
+    assert loop.run(answers(), 10) == 5
+    loop.close()
