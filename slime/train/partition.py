@@ -5,6 +5,8 @@ are merged, heaviest bins onto lightest, until one is left. With `equal_size` nu
 size together, one in each bin; every merge then keeps the bins equally full. What a heavy number costs its bin there
 is won back by swaps with lighter bins, while they lower the heaviest.
 
+A partition lists only the bins that hold something, so a number that joins one costs no walk through all k.
+
 Invariant: every index is in exactly one bin, the same input gives the same bins, and with `equal_size` the bins' sizes
 differ by at most one.
 """
@@ -12,9 +14,12 @@ differ by at most one.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from typing import Any
 
-Bin = tuple[float, list[int]]
+Bin = tuple[float, Any]
+"""Its sum, and its numbers: an index, or a pair of such, nested."""
 CLOSE_ENOUGH = 1.001
 
 
@@ -26,26 +31,50 @@ def partition(weights: Sequence[float], k: int, *, equal_size: bool) -> list[lis
     at_once = k if equal_size else 1
     heap: list[tuple[float, int, list[Bin]]] = []
     for order, begin in enumerate(range(0, len(weights), at_once)):
-        bins: list[Bin] = [(weights[i], [i]) for i in heaviest_first[begin : begin + at_once]]
-        bins += [(0.0, []) for _ in range(k - len(bins))]
-        heap.append(_entry(bins, order))
+        heap.append(_entry([(weights[i], i) for i in heaviest_first[begin : begin + at_once]], k, order))
     heapq.heapify(heap)
     order = len(heap)
     while len(heap) > 1:
         widest, next_widest = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        merged = [(a + b, one + two) for (a, one), (b, two) in zip(widest, reversed(next_widest), strict=True)]
-        heapq.heappush(heap, _entry(merged, order))
+        heapq.heappush(heap, _entry(_merged(widest, next_widest, k), k, order))
         order += 1
-    parted = [members for _, members in heap[0][2]] if heap else [[] for _ in range(k)]
+    parted = [_flat(members) for _, members in heap[0][2]] if heap else []
+    parted += [[] for _ in range(k - len(parted))]
     if equal_size:
         _swap(parted, weights)
     return sorted((sorted(members) for members in parted), key=lambda members: (-_sum(members, weights), members))
 
 
-def _entry(bins: list[Bin], order: int) -> tuple[float, int, list[Bin]]:
-    """What the heap sorts by: the widest spread, then the oldest."""
-    bins = sorted(bins, key=lambda entry: -entry[0])
-    return bins[-1][0] - bins[0][0], order, bins
+def _merged(widest: list[Bin], other: list[Bin], k: int) -> list[Bin]:
+    """Heaviest bins of one onto the lightest of the other, heaviest first again."""
+    if len(other) == 1:  # onto an empty bin or the lightest one; the rest stays in its order
+        total, members = other[0]
+        if len(widest) == k:
+            lightest, held = widest.pop()
+            total, members = lightest + total, (held, members)
+        widest.insert(bisect_right(widest, -total, key=lambda entry: -entry[0]), (total, members))
+        return widest
+    alone = k - len(other)  # so many of `widest` meet an empty bin
+    met = [(a + b, (one, two)) for (a, one), (b, two) in zip(widest[alone:], reversed(other), strict=False)]
+    rest = other[: len(other) - len(met)]
+    return sorted([*widest[:alone], *met, *reversed(rest)], key=lambda entry: -entry[0])
+
+
+def _entry(bins: list[Bin], k: int, order: int) -> tuple[float, int, list[Bin]]:
+    """What the heap sorts by: the widest spread, then the oldest; `bins` are sorted."""
+    lightest = bins[-1][0] if len(bins) == k else 0.0
+    return lightest - bins[0][0], order, bins
+
+
+def _flat(members: Any) -> list[int]:
+    found, left = [], [members]
+    while left:
+        one = left.pop()
+        if isinstance(one, tuple):
+            left += one
+        else:
+            found.append(one)
+    return found
 
 
 def _swap(bins: list[list[int]], weights: Sequence[float]) -> None:
@@ -72,8 +101,14 @@ def _best_swap(
     heavy: Sequence[int], light: Sequence[int], weights: Sequence[float], difference: float
 ) -> tuple[int, int] | None:
     """The swap that leaves the two bins closest to each other, if one brings them closer at all."""
-    swaps = ((abs(difference - 2 * (weights[i] - weights[j])), i, j) for i in heavy for j in light)
-    left, mine, theirs = min(swaps, default=(difference, -1, -1))
+    ordered = sorted((weights[j], j) for j in light)
+    best = (difference, -1, -1)
+    for i in heavy:  # the best partner weighs half the difference less: look on both sides of that
+        above = bisect_left(ordered, (weights[i] - difference / 2,))
+        below = bisect_left(ordered, (ordered[above - 1][0],)) if above else above
+        for weight, j in {ordered[place] for place in (below, above) if place < len(ordered)}:
+            best = min(best, (abs(difference - 2 * (weights[i] - weight)), i, j))
+    left, mine, theirs = best
     return (mine, theirs) if left < difference * (1 - 1e-9) else None
 
 

@@ -3,11 +3,12 @@
 Invariant: every sample of a full step that is trainable appears exactly once, all samples of one rollout are in one
 optimizer step, and in each step every rank has the same number of micro-batches (an empty one where there is nothing
 left to give). Rollouts that do not fill a step are named, not dropped. Pure Python: the driver computes it, the ranks
-obey.
+obey. Nothing takes samples times micro-batches or samples times ranks.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -144,42 +145,53 @@ def fixed_size_bins(positions: Sequence[int], lengths: Sequence[int], size: int)
 def first_fit_bins(positions: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[MicroBatchIndices]:
     """First-fit decreasing; a sample longer than `max_tokens` gets a micro-batch of its own."""
     bins: list[MicroBatchIndices] = []
-    room: list[int] = []
+    size = 1 << max(len(positions) - 1, 0).bit_length()
+    free = [-1] * (2 * size)  # a tree: entry i is the larger of 2i and 2i + 1, and bin i is entry size + i
     for position in sorted(positions, key=lambda p: (-lengths[p], p)):
         length = lengths[position]
-        place = next((i for i, free in enumerate(room) if free >= length), None)
-        if place is None:
-            bins.append([position])
-            room.append(max_tokens - length)
+        if free[1] >= length:
+            node = 1
+            while node < size:
+                node = 2 * node if free[2 * node] >= length else 2 * node + 1
+            bins[node - size].append(position)
+            free[node] -= length
         else:
-            bins[place].append(position)
-            room[place] -= length
+            node = size + len(bins)
+            bins.append([position])
+            free[node] = max_tokens - length
+        while node > 1:
+            node //= 2
+            free[node] = max(free[2 * node], free[2 * node + 1])
     return bins
 
 
 def even_out(bins: list[MicroBatchIndices], lengths: Sequence[int], num_ranks: int) -> None:
     """Raise the number of bins to a multiple of `num_ranks`: split the heaviest divisible bin, else add empty ones."""
+    if bins and len(bins) % num_ranks == 0:
+        return
+    divisible = [(-_weight(members, lengths), i) for i, members in enumerate(bins) if len(members) > 1]
+    heapq.heapify(divisible)
     while not bins or len(bins) % num_ranks:
-        divisible = [i for i, members in enumerate(bins) if len(members) > 1]
         if not divisible:
             bins.append([])
             continue
-        heaviest = max(divisible, key=lambda i: (_weight(bins[i], lengths), -i))
-        halves: list[MicroBatchIndices] = [[], []]
-        for position in sorted(bins[heaviest], key=lambda p: (-lengths[p], p)):
-            min(halves, key=lambda half: _weight(half, lengths)).append(position)
-        bins[heaviest] = halves[0]
-        bins.append(halves[1])
+        _, heaviest = heapq.heappop(divisible)
+        places = (heaviest, len(bins))
+        bins[heaviest], second = level_bins(bins[heaviest], lengths, 2)
+        bins.append(second)
+        for place in places:
+            if len(bins[place]) > 1:
+                heapq.heappush(divisible, (-_weight(bins[place], lengths), place))
 
 
 def level_bins(positions: Sequence[int], lengths: Sequence[int], count: int) -> list[MicroBatchIndices]:
     """`count` bins of nearly equal weight: longest first, each into the lightest bin."""
     bins: list[MicroBatchIndices] = [[] for _ in range(count)]
-    weights = [0] * count
+    by_weight = [(0, place) for place in range(count)]
     for position in sorted(positions, key=lambda p: (-lengths[p], p)):
-        lightest = weights.index(min(weights))
+        weight, lightest = by_weight[0]
         bins[lightest].append(position)
-        weights[lightest] += lengths[position]
+        heapq.heapreplace(by_weight, (weight + lengths[position], lightest))
     return bins
 
 
@@ -189,11 +201,12 @@ def assign_to_ranks(
     """Heaviest first, each to the rank with the fewest tokens so far that still has a place."""
     places = len(bins) // num_ranks
     ranks: list[list[MicroBatchIndices]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for members in sorted(bins, key=lambda b: (-_weight(b, lengths), b)):
-        rank = min((r for r in range(num_ranks) if len(ranks[r]) < places), key=lambda r: (loads[r], r))
+    with_a_place = [(0, rank) for rank in range(num_ranks)]
+    for weight, members in sorted((-_weight(members, lengths), members) for members in bins):
+        load, rank = heapq.heappop(with_a_place)
         ranks[rank].append(members)
-        loads[rank] += _weight(members, lengths)
+        if len(ranks[rank]) < places:
+            heapq.heappush(with_a_place, (load - weight, rank))
     return ranks
 
 

@@ -65,3 +65,43 @@ def test_no_numbers_and_no_bins() -> None:
     assert partition([], 3, equal_size=True) == [[], [], []]
     with pytest.raises(ValueError, match="0 bins"):
         partition([1.0], 0, equal_size=False)
+
+
+def plain_differencing(weights: list[int], k: int) -> list[int]:
+    """The sums of the largest differencing method, written down as it is told: k sums each, empty ones too."""
+    parts = [(order, [weight] + [0] * (k - 1)) for order, weight in enumerate(sorted(weights, reverse=True))]
+    for order in range(len(weights), 2 * len(weights) - 1):
+        parts.sort(key=lambda part: (part[1][-1] - part[1][0], part[0]))
+        (_, one), (_, two) = parts[:2]
+        merged = sorted((a + b for a, b in zip(one, reversed(two), strict=True)), reverse=True)
+        parts = [*parts[2:], (order, merged)]
+    return parts[0][1]
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 9))
+def test_empty_bins_that_are_left_out_change_no_sum(weights: list[int], k: int) -> None:
+    assert sums(partition(weights, k, equal_size=False), weights) == plain_differencing(weights, k)
+
+
+class Counted(float):
+    """A weight that counts how often weights are added to anything."""
+
+    added = 0
+
+    def __add__(self, other: float) -> Counted:
+        Counted.added += 1
+        return Counted(float(self) + float(other))
+
+    __radd__ = __add__
+
+
+def test_the_work_does_not_grow_with_numbers_times_bins() -> None:
+    """Every number joins a bin once, and is in two sums when all is done."""
+    generator = random.Random(2)
+    work = []
+    for count in (500, 1000):
+        Counted.added = 0
+        partition([Counted(generator.randint(100, 8000)) for _ in range(count)], count // 4, equal_size=False)
+        work.append(Counted.added)
+    assert work[1] < 3 * work[0]
+    assert work[1] < 20 * 1000

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.train.schedule import Schedule, build_schedule
+from slime.train.schedule import (
+    Schedule,
+    assign_to_ranks,
+    build_schedule,
+    even_out,
+    first_fit_bins,
+    level_bins,
+)
 
 
 def check(schedule: Schedule, lengths, rollout_ids, *, ranks, trainable=None) -> None:
@@ -190,3 +197,56 @@ def test_micro_batches_keep_to_their_size(shape) -> None:
             assert len(members) <= options["micro_batch_size"]
         elif not options.get("by_flops"):
             assert sum(lengths[p] for p in members) <= 60 or len(members) == 1
+
+
+def plain_first_fit(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    for position in sorted(range(len(lengths)), key=lambda p: -lengths[p]):
+        fitting = [b for b in bins if sum(lengths[p] for p in b) + lengths[position] <= max_tokens]
+        if fitting:
+            fitting[0].append(position)
+        else:
+            bins.append([position])
+    return bins
+
+
+def plain_level(lengths: list[int], count: int) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for position in sorted(range(len(lengths)), key=lambda p: -lengths[p]):
+        min(bins, key=lambda b: sum(lengths[p] for p in b)).append(position)
+    return bins
+
+
+def plain_even(bins: list[list[int]], lengths: list[int], multiple: int) -> list[list[int]]:
+    bins = [list(b) for b in bins]
+    while not bins or len(bins) % multiple:
+        divisible = [b for b in bins if len(b) > 1]
+        if not divisible:
+            bins.append([])
+            continue
+        heaviest = max(divisible, key=lambda b: sum(lengths[p] for p in b))
+        own = [lengths[p] for p in sorted(heaviest)]
+        one, two = ([sorted(heaviest)[i] for i in half] for half in plain_level(own, 2))
+        bins[bins.index(heaviest)] = one
+        bins.append(two)
+    return bins
+
+
+def plain_ranks(bins: list[list[int]], lengths: list[int], ranks: int) -> list[list[list[int]]]:
+    given: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for members in sorted(bins, key=lambda b: (-sum(lengths[p] for p in b), b)):
+        free = [rank for rank in given if len(rank) < len(bins) // ranks]
+        min(free, key=lambda rank: sum(lengths[p] for b in rank for p in b)).append(members)
+    return given
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(20, 100), st.integers(1, 6))
+def test_bins_are_those_of_the_rules_spelled_out(lengths: list[int], max_tokens: int, ranks: int) -> None:
+    positions = list(range(len(lengths)))
+    bins = first_fit_bins(positions, lengths, max_tokens)
+    assert bins == plain_first_fit(lengths, max_tokens)
+    expected = plain_even(bins, lengths, ranks)
+    even_out(bins, lengths, ranks)
+    assert bins == expected
+    assert level_bins(positions, lengths, len(bins)) == plain_level(lengths, len(bins))
+    assert assign_to_ranks(bins, lengths, ranks) == plain_ranks(bins, lengths, ranks)
