@@ -127,14 +127,16 @@ def arrays(samples: Sequence[ListSample]) -> dict[str, list[np.ndarray]]:
     }
 
 
-def share_of_rank(masks: Sequence[np.ndarray], steps: Sequence[Any], rank: int) -> list[dict[str, Any]]:
+def share_of_rank(columns: dict[str, list[np.ndarray]], steps: Sequence[Any], rank: int) -> dict[str, Any]:
     """What one rank was told of the steps; the sum over the whole step was taken once for every rank."""
     positions = [position for step in steps for members in step.ranks[rank] for position in members]
     local = {position: place for place, position in enumerate(positions)}
-    return [
+    masks = columns["loss_masks"]
+    plans = [
         {
             "num_tokens": int(sum(masks[position].sum() for position in step.positions)),
             "micro_batches": [[local[position] for position in members] for members in step.ranks[rank]],
         }
         for step in steps
     ]
+    return {"batch": {name: [column[p] for p in positions] for name, column in columns.items()}, "steps": plans}

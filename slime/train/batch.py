@@ -17,14 +17,20 @@ import numpy as np
 
 from slime.config import Config
 from slime.data.bad_sample import keep_bad_sample
+from slime.data.columns import mask_of
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.shaping import shape_rewards
 
+_BY_TOKEN = ("tokens", "loss_masks", "rollout_log_probs", "teacher_log_probs")
+
 
 @dataclass
 class TrainBatch:
-    """Per-sample lists; a column of log-probs is None unless every sample that is trained on has them."""
+    """Per-sample lists; a column of log-probs is None unless every sample that is trained on has them.
+
+    Arrays are those of the samples wherever they can be, in their narrow types, and not to be written.
+    """
 
     tokens: list[np.ndarray]
     response_lengths: list[int]
@@ -72,6 +78,24 @@ class TrainBatch:
 
     def _columns(self) -> Iterator[tuple[str, Any]]:
         return ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "extra")
+
+    def to_message(self) -> dict[str, Any]:
+        """For a channel: the tokens of all samples end to end, one array a column instead of one a sample."""
+        columns = self.to_dict()
+        for name in _BY_TOKEN:
+            if columns[name] is not None:
+                columns[name] = {"lengths": [len(part) for part in columns[name]], "values": _joined(columns[name])}
+        return columns
+
+    @classmethod
+    def from_message(cls, columns: dict[str, Any]) -> TrainBatch:
+        """The inverse of `to_message`; the samples' arrays are views of the columns'."""
+        parted = dict(columns)
+        for name in _BY_TOKEN:
+            if parted[name] is not None:
+                ends = np.cumsum(parted[name]["lengths"], dtype=np.int64)[:-1]
+                parted[name] = np.split(parted[name]["values"], ends) if parted[name]["lengths"] else []
+        return cls(**parted)
 
     def to_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -138,7 +162,7 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     for rollout_id, mask in zip(rollout_ids, masks, strict=True):
         mask_sums[rollout_id] = mask_sums.get(rollout_id, 0) + int(mask.sum())
     return TrainBatch(
-        tokens=[sample.token_array().astype(np.int64) for sample in samples],
+        tokens=[sample.token_array() for sample in samples],
         response_lengths=[len(mask) for mask in masks],
         loss_masks=masks,
         rewards=[0.0 if skip else float(reward) for reward, skip in zip(rewards, excluded, strict=True)],
@@ -180,19 +204,23 @@ def _is_excluded(sample: Sample) -> bool:
 def _loss_mask(sample: Sample, excluded: bool) -> np.ndarray:
     length = sample.response_length
     if excluded:
-        return np.zeros(length if 0 <= length < sample.total_length else 0, dtype=np.float32)
+        return mask_of(0, length if 0 <= length < sample.total_length else 0)
     if not 0 <= length <= sample.total_length:
         raise UserError(f"sample {sample.index} says response_length {length} but has {sample.total_length} tokens")
     if length and length == sample.total_length:
         raise UserError(f"sample {sample.index} has no prompt token before its response: give it at least one")
     if sample.remove_sample:
-        return np.zeros(length, dtype=np.float32)
+        return mask_of(0, length)
     mask = sample.loss_mask_array()
     if mask is None:
-        return np.ones(length, dtype=np.float32)
+        return mask_of(1, length)
     if len(mask) != length:
         raise UserError(f"sample {sample.index} has {len(mask)} loss-mask entries for {length} tokens")
-    return mask.astype(np.float32)
+    return mask if mask.dtype == np.int8 else mask.astype(np.float32)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0)
 
 
 def _identities(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:

@@ -118,7 +118,7 @@ class TrainerGroup:
         schedule = self._schedule(batch, fill_last=last)
         self._carried = batch.select(schedule.left_over) if schedule.left_over else None
         rollout_metrics = self._metrics_of(fresh)
-        shares = [rank_share(batch, schedule, rank) for rank in range(self.world_size)]
+        shares = rank_shares(batch, schedule)
         prepared = time.perf_counter() - begin
         if not schedule.steps:
             logger.warning(
@@ -401,20 +401,24 @@ def _names(indices: Iterable[int]) -> str:
     return ", ".join(f"trainer-{index}" for index in indices)
 
 
-def rank_share(batch: TrainBatch, schedule: Schedule, rank: int) -> dict[str, Any]:
-    """This rank's samples, with the micro-batches in local positions and the divisors of the whole step."""
-    positions, lengths = schedule.positions_of_rank(rank), batch.total_lengths
-    local = {position: i for i, position in enumerate(positions)}
-    steps = [
-        {
-            "num_rollouts": step.num_rollouts,
-            "num_tokens": int(sum(batch.loss_masks[p].sum() for p in step.positions)),
-            "micro_batches": [[local[p] for p in members] for members in step.ranks[rank]],
-        }
-        for step in schedule.steps
-    ]
-    return {
-        "batch": batch.select(positions).to_dict(),
-        "steps": steps,
-        "num_tokens": sum(lengths[p] for step in schedule.steps for p in step.positions),
-    }
+def rank_shares(batch: TrainBatch, schedule: Schedule) -> list[dict[str, Any]]:
+    """Each rank's samples, with the micro-batches in local positions and the divisors of the whole step."""
+    if not schedule.steps:
+        return []
+    scheduled = [step.positions for step in schedule.steps]
+    trained = [sum(int(batch.loss_masks[p].sum()) for p in positions) for positions in scheduled]
+    num_tokens = sum(len(batch.tokens[p]) for positions in scheduled for p in positions)
+    shares = []
+    for rank in range(len(schedule.steps[0].ranks)):
+        positions = schedule.positions_of_rank(rank)
+        local = {position: i for i, position in enumerate(positions)}
+        steps = [
+            {
+                "num_rollouts": step.num_rollouts,
+                "num_tokens": count,
+                "micro_batches": [[local[p] for p in members] for members in step.ranks[rank]],
+            }
+            for step, count in zip(schedule.steps, trained, strict=True)
+        ]
+        shares.append({"batch": batch.select(positions).to_message(), "steps": steps, "num_tokens": num_tokens})
+    return shares

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,10 +36,10 @@ PER_TOKEN = (
 
 def make_rollout_data(batch: TrainBatch) -> RolloutData:
     data: RolloutData = {
-        "tokens": [torch.from_numpy(tokens) for tokens in batch.tokens],
+        "tokens": [torch.from_numpy(tokens.astype(np.int64)) for tokens in batch.tokens],
         "total_lengths": batch.total_lengths,
         "response_lengths": list(batch.response_lengths),
-        "loss_masks": [torch.from_numpy(mask) for mask in batch.loss_masks],
+        "loss_masks": [torch.from_numpy(mask.astype(np.float32)) for mask in batch.loss_masks],
         "rewards": list(batch.rewards),
         "raw_reward": list(batch.raw_reward),
         "truncated": list(batch.truncated),

@@ -73,11 +73,11 @@ class Trainer:
         return begin if config.start_rollout_id is None else config.start_rollout_id
 
     def train(self, rollout_id: int, data: dict[str, Any]) -> dict[str, Any]:
-        """All optimizer steps of one rollout; `data` is this rank's part as `group.TrainerGroup` cut it."""
+        """All optimizer steps of one rollout; `data` is this rank's part as `group.rank_shares` cut it."""
         self.timers.clear()
         with self.timers.measure("train"):
             with self.timers.measure("data_preprocess"):
-                batch = TrainBatch.from_dict(data["batch"])
+                batch = TrainBatch.from_message(data["batch"])
                 steps = self._micro_batches(batch, data["steps"])
                 columns = make_rollout_data(batch)
             flat = [micro for step in steps for micro in step]

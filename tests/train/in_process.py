@@ -13,7 +13,7 @@ import torch
 from slime.config import Config, derive
 from slime.train.batch import flatten_samples, make_train_batch
 from slime.train.distributed import Ranks, join_ranks
-from slime.train.group import rank_share
+from slime.train.group import rank_shares
 from slime.train.schedule import build_schedule
 from slime.train.trainer import Trainer
 
@@ -67,7 +67,7 @@ class InProcess:
             trainable=batch.trainable,
             fill_last=True,
         )
-        return self.trainer.train(rollout_id, rank_share(batch, schedule, 0))
+        return self.trainer.train(rollout_id, rank_shares(batch, schedule)[0])
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:

@@ -13,6 +13,8 @@ from slime.config import Config, derive
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
+from slime.train.group import rank_shares
+from slime.train.schedule import build_schedule
 from tests.train.tiny_training import make_samples
 
 
@@ -182,6 +184,61 @@ def test_dictionary_round_trip_and_selection() -> None:
     part = TrainBatch.from_dict(batch.select([3, 1]).to_dict())
     assert part.sample_indices == [3, 1]
     assert part.tokens[0].tolist() == batch.tokens[3].tolist()
+
+
+def test_a_message_is_the_batch_with_one_array_a_column() -> None:
+    samples = flatten_samples(make_samples(2, 2))
+    samples[1].loss_mask = None
+    samples[2].remove_sample = True
+    batch = make_train_batch(config(), samples)
+    message = batch.to_message()
+    assert message["tokens"]["values"].shape == (sum(batch.total_lengths),)
+    again = TrainBatch.from_message(message)
+    np.testing.assert_equal(again.to_dict(), batch.to_dict())
+    assert all(part.flags.writeable for part in again.tokens)  # hooks may change what they get
+    nothing = TrainBatch.from_message(batch.select([]).to_message())
+    assert (len(nothing), nothing.tokens, nothing.loss_masks) == (0, [], [])
+
+
+def test_arrays_are_those_of_the_samples() -> None:
+    """Nothing is copied before it is sent: ids of four bytes, masks of one, and a mask of ones in none at all."""
+    samples = flatten_samples(make_samples(2, 2))
+    samples[0].loss_mask = None
+    for one in samples:
+        one.compact()
+    batch = make_train_batch(config(), samples)
+    assert batch.rollout_log_probs is not None
+    for position, one in enumerate(samples):
+        assert np.shares_memory(batch.tokens[position], one.token_array())
+        assert batch.tokens[position].dtype == np.int32
+        assert batch.loss_masks[position].dtype == np.int8
+    assert batch.loss_masks[0].strides == (0,)
+
+
+class CountedMask(np.ndarray):
+    """A loss mask that counts how often it is added up."""
+
+    sums = 0
+
+    def sum(self, *args: Any, **kwargs: Any) -> Any:
+        CountedMask.sums += 1
+        return super().sum(*args, **kwargs)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_shares_of_all_ranks_look_at_each_sample_once(ranks: int) -> None:
+    batch = make_train_batch(config(), flatten_samples(make_samples(4, 3)))
+    counts = [int(mask.sum()) for mask in batch.loss_masks]
+    batch.loss_masks = [mask.astype(np.float32).view(CountedMask) for mask in batch.loss_masks]
+    schedule = build_schedule(batch.total_lengths, batch.rollout_ids, num_ranks=ranks, global_batch_size=6)
+    CountedMask.sums = 0
+    shares = rank_shares(batch, schedule)
+    assert CountedMask.sums == 12
+    for number in range(2):
+        expected = sum(counts[position] for position in schedule.steps[number].positions)
+        assert [share["steps"][number]["num_tokens"] for share in shares] == [expected] * ranks
+    sent = [TrainBatch.from_message(share["batch"]) for share in shares]
+    assert sorted(index for part in sent for index in part.sample_indices) == list(range(12))
 
 
 @pytest.mark.parametrize(

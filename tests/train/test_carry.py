@@ -52,7 +52,8 @@ class RecordingGroup(TrainerGroup):
             folder = Path(self.config.save) / f"iter_{params[0]['rollout_id']:07d}"
             folder.mkdir(parents=True)
             return [str(folder)]
-        self.sent.append(params[0]["data"])
+        data = params[0]["data"]
+        self.sent.append(data | {"batch": TrainBatch.from_message(data["batch"]).to_dict()})
         perf = {"perf/data_preprocess_time": 0.0, "perf/train_time": 0.0}
         return [{"metrics": [{"train/step": 0.0}] * len(params[0]["data"]["steps"]), "rollout_metrics": perf}]
 
@@ -150,8 +151,8 @@ def test_files_hold_the_rows_exactly(tmp_path: Path) -> None:
     loaded = load_carried(tmp_path, 4)
     assert loaded is not None
     assert_same(loaded, rows)
-    assert loaded.tokens[0].dtype == np.int64
-    assert loaded.loss_masks[0].dtype == np.float32
+    assert loaded.tokens[0].dtype == np.int32
+    assert loaded.loss_masks[0].dtype == np.int8
     assert loaded.tokens[0].flags.writeable
     assert [path.name for path in (tmp_path / "rollout").iterdir()] == ["carried_4.msgpack"]
 

@@ -12,7 +12,7 @@ import torch
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.batch import flatten_samples, make_train_batch
-from slime.train.group import rank_share
+from slime.train.group import rank_shares
 from slime.train.schedule import build_schedule
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
@@ -76,7 +76,7 @@ def test_samples_without_a_trained_token_cost_no_forward_and_change_no_number(
             micro_batch_size=9,
             trainable=batch.trainable if trainable else None,
         )
-        given = rank_share(batch, schedule, 0)
+        given = rank_shares(batch, schedule)[0]
         answer = run.trainer.train(0, given)
         outcomes.append((given, answer["metrics"][0], run.weights))
     (short, metrics, weights), (full, all_metrics, all_weights) = outcomes
