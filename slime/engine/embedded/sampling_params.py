@@ -56,6 +56,7 @@ class SamplingParams:
 
 
 _FIELDS = {f.name for f in fields(SamplingParams)}
+_MOST_STOPS, _LONGEST_STOP = 64, 1024
 _INTS = {"max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed"}
 _FLOATS = {"temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
 _BOOLS = {"ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"}
@@ -107,6 +108,8 @@ def _checked(name: str, value: Any, vocab_size: int) -> Any:
         strings = [value] if isinstance(value, str) else value
         if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
             raise BadRequest(f"stop must be a non-empty string or a list of them, not {shown(value)}", name)
+        if len(strings) > _MOST_STOPS or max(map(len, strings), default=0) > _LONGEST_STOP:
+            raise BadRequest(f"stop holds at most {_MOST_STOPS} strings of at most {_LONGEST_STOP} characters", name)
         return tuple(strings)
     if name == "stop_token_ids":
         ids = value if isinstance(value, list) else [value]

@@ -8,13 +8,12 @@ when it certainly never reached the engine.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +30,7 @@ from slime.engine.http.errors import (
     EngineTimeout,
     EngineUnreachable,
 )
+from slime.engine.http.growing import Growing, StreamedError, server_events
 from slime.engine.http.key import authorization
 from slime.engine.http.protocol import GenerateResult, PauseMode, error_message, quote
 from slime.waits import Wait, log_graph, state_of, waiting
@@ -54,13 +54,6 @@ FIRST_BACKOFF_S = 0.1
 LONG_ANSWER_BYTES = 65536
 """About 1500 tokens: from there on an answer is worth a thread."""
 T = TypeVar("T")
-
-
-@dataclass
-class Growing:
-    """A streamed answer: all of it so far, or None while nothing has come."""
-
-    latest: dict[str, Any] | None = None
 
 
 class EngineClient:
@@ -152,11 +145,11 @@ class EngineClient:
     async def generate_into(
         self, answers: Growing, payload: dict[str, Any], *, headers: dict[str, str] | None = None
     ) -> None:
-        """``POST /generate`` as a stream; `answers` always holds the last state of the answer.
+        """``POST /generate`` as a stream; `answers` always holds all of the answer that has come.
 
         Returns when the answer is complete. A connection that breaks raises, and what had come is still there.
         """
-        body = json.dumps({**payload, "stream": True}).encode()
+        body = request_body({**payload, "stream": True})
         own = {"Content-Type": "application/json", **(headers or {})}
         async with (
             self._deadline("/generate", self.timeout_s, REQUEST_FLAG),
@@ -164,20 +157,28 @@ class EngineClient:
         ):
             if response.status != 200:
                 raise self._refusal("/generate", response.status, await response.text(errors="replace"))
-            async for line in response.content:
-                event = line.removeprefix(b"data: ").strip()
-                if line.startswith(b"data: ") and event != b"[DONE]":
-                    answers.latest = self._streamed(event.decode(errors="replace"))
-                    self.sampled_at = time.monotonic()
+            async for event in server_events(response.content):
+                await self._off_loop(partial(self._grow, answers), event)
+                self.sampled_at = time.monotonic()
 
-    def _streamed(self, event: str) -> dict[str, Any]:
+    def _grow(self, answers: Growing, event: bytes) -> None:
         try:
-            answer = json.loads(event)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict) or "error" in answer:
-            raise EngineProtocolError(self.base_url, "/generate", f"streamed what is no answer: {quote(event)}")
-        return answer
+            answers.take(event)
+        except StreamedError as error:
+            raise self._refusal("/generate", error.status, str(error)) from error
+        except ValueError as error:
+            raise EngineProtocolError(self.base_url, "/generate", f"streamed {error}") from error
+
+    async def grown_result(self, answers: Growing, broken_by: EngineError | None) -> GenerateResult:
+        """What a stream has brought, checked and parsed; one that was broken off ends in an abort."""
+
+        def read() -> GenerateResult:
+            answer = answers.latest
+            if answer is not None and broken_by is not None:
+                answer["meta_info"]["finish_reason"] = {"type": "abort", "message": broken_by.reason}
+            return GenerateResult.from_json(answer, url=self.base_url)
+
+        return await self._in_reader(read)  # behind an event that it may still be reading
 
     # -- health -------------------------------------------------------------------------------------------------
 
@@ -381,9 +382,12 @@ class EngineClient:
         """What `read` makes of an answer; a long one is read by a thread, and the loop goes on meanwhile."""
         if len(body) < LONG_ANSWER_BYTES:
             return read(body)
+        return await self._in_reader(partial(read, body))
+
+    async def _in_reader(self, read: Callable[[], T]) -> T:
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-answers")
-        return await asyncio.get_running_loop().run_in_executor(self._reader, read, body)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read)
 
     async def _body(
         self,
@@ -438,7 +442,8 @@ class EngineClient:
         return answer
 
     def _refusal(self, call: str, status: int, text: str) -> EngineError:
-        kind = EngineFailed if status >= 500 else EngineRejected
+        later = status >= 500 or status == HTTPStatus.TOO_MANY_REQUESTS
+        kind = EngineFailed if later else EngineRejected
         return kind(self.base_url, call, status, error_message(text))
 
     def _unreachable(self, call: str, error: aiohttp.ClientError) -> EngineUnreachable:

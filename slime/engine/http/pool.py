@@ -145,13 +145,11 @@ class EnginePool:
             for task in (reading, falling):
                 task.cancel()
             await asyncio.gather(reading, falling, return_exceptions=True)
-        if kept.latest is None:
+        if kept.empty:
             return None, cause or EngineUnreachable(
                 url, "/generate", "ended its stream without an answer", accepted=True
             )
-        if cause is not None:
-            kept.latest["meta_info"]["finish_reason"] = {"type": "abort", "message": cause.reason}
-        return GenerateResult.from_json(kept.latest, url=url), cause
+        return await member.client.grown_result(kept, cause), cause
 
     # who is there
 

@@ -88,6 +88,9 @@ def _slots(model: ServedModel) -> Iterator[tuple[ServerGroup, int]]:
             yield group, group.first_gpu + number * group.num_gpus_per_engine
 
 
+_STREAMED = {"stream-interval": STREAM_INTERVAL, "incremental-streaming-output": True}
+
+
 def _own_flags(config: Config, device: str, group: ServerGroup, installed: Installed) -> Flags:
     flags: dict[str, Any] = {
         "host": config.host,
@@ -98,7 +101,7 @@ def _own_flags(config: Config, device: str, group: ServerGroup, installed: Insta
         "log-level": config.log_level,
         "trust-remote-code": config.trust_remote_code,
         "enable-memory-saver": config.offload_rollout,
-        **({"stream-interval": STREAM_INTERVAL} if config.use_fault_tolerance else {}),
+        **(_STREAMED if config.use_fault_tolerance else {}),
     }
     return {name: value for name, value in flags.items() if name in installed.options}
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.http.pieces import Cutter, Piece, whole_text
 from slime.engine.embedded.http.requests import GenerateRequest, ModelFacts
 from slime.engine.embedded.refusals import BadRequest, RequestFailed, TooMany
 from slime.engine.embedded.sequence import Sequence
@@ -74,36 +75,46 @@ class EngineBridge:
         except asyncio.CancelledError:
             self._abandon(sequences)
             raise
-        if failed := next((s for s in sequences if s.finish is not None and "status_code" in s.finish), None):
-            assert failed.finish is not None
-            raise RequestFailed(failed.finish["message"])
+        for seq in sequences:
+            _raise_failure(seq)
         return sequences
 
     def _abandon(self, sequences: list[Sequence]) -> None:
         self.core.call(lambda: self.core.abort_sequences(sequences, "the client went away"))
 
-    async def updates(self, request: GenerateRequest) -> AsyncIterator[Sequence]:
-        """An async iterator over the sequence of a streaming request: each --stream-interval tokens and at the end."""
+    async def pieces(self, request: GenerateRequest) -> AsyncIterator[tuple[Sequence, Piece]]:
+        """What is new of a streaming request, each --stream-interval tokens and at the end."""
         loop = asyncio.get_running_loop()
-        news: asyncio.Queue[None] = asyncio.Queue()
-        [seq] = request.sequences(self.loaded, lambda _: loop.call_soon_threadsafe(news.put_nowait, None))
+        news: asyncio.Queue[Piece] = asyncio.Queue()
+        cutter = Cutter(self.core.options.stream_interval)
+
+        def notify(seq: Sequence) -> None:
+            if (piece := cutter.next(seq)) is not None:
+                loop.call_soon_threadsafe(news.put_nowait, piece)
+
+        [seq] = request.sequences(self.loaded, notify)
         self.core.submit([seq])
-        told = 0
+        sent = 0
         try:
             while True:
-                await news.get()
+                piece = await news.get()
                 while not news.empty():
-                    news.get_nowait()
-                finished = seq.finish is not None
-                if not finished and len(seq.output_ids) - told < self.core.options.stream_interval:
-                    continue
-                told = len(seq.output_ids)
-                yield seq
-                if finished:
+                    piece.join(news.get_nowait())
+                if piece.finish is not None:
+                    _raise_failure(seq)
+                    piece.text = whole_text(seq, self.loaded)[sent:]
+                sent += len(piece.text)
+                yield seq, piece
+                if piece.finish is not None:
                     return
         finally:
             if seq.finish is None:
                 self._abandon([seq])
+
+
+def _raise_failure(seq: Sequence) -> None:
+    if seq.finish is not None and "status_code" in seq.finish:
+        raise RequestFailed(seq.finish["message"])
 
 
 def in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:

@@ -12,8 +12,9 @@ from aiohttp import web
 from slime.engine.embedded.http.bridge import EngineBridge
 from slime.engine.embedded.http.chat import chat_text
 from slime.engine.embedded.http.fields import Fields
-from slime.engine.embedded.http.requests import GenerateRequest, answer, parse_generate
-from slime.engine.embedded.http.wire import end_stream, json_answer, json_body, open_event_stream, send_event
+from slime.engine.embedded.http.pieces import Piece, whole
+from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
+from slime.engine.embedded.http.wire import event_stream, json_answer, json_body, send_event
 from slime.engine.embedded.refusals import BadRequest, shown
 from slime.engine.embedded.sequence import Sequence
 
@@ -92,20 +93,20 @@ class OpenAIRoutes:
                             "metadata": {"weight_version": self._engine.core.weight_version}})  # fmt: skip
 
     def _choice(self, seq: Sequence, request: GenerateRequest, *, chat: bool) -> dict[str, Any]:
-        said = answer(seq, request, self._engine.loaded, self._engine.core.weight_version)
-        content = {"message": {"role": "assistant", "content": said["text"]}} if chat else {"text": said["text"]}
-        return {**content, "finish_reason": _reason(seq), "logprobs": self._logprobs(seq, request)}
+        piece = whole(seq, self._engine.loaded)
+        content = {"message": {"role": "assistant", "content": piece.text}} if chat else {"text": piece.text}
+        return {**content, "finish_reason": _reason(piece), "logprobs": self._logprobs(piece, request)}
 
-    def _logprobs(self, seq: Sequence, request: GenerateRequest) -> dict[str, Any] | None:
+    def _logprobs(self, piece: Piece, request: GenerateRequest) -> dict[str, Any] | None:
         if not request.return_logprob:
             return None
         decode = self._engine.loaded.tokenizer.decode
-        tops = seq.output_top or [[] for _ in seq.output_ids]
+        tops = piece.top or [[] for _ in piece.ids]
         return {
             "content": [
                 {"token": decode([t]), "logprob": lp,
                  "top_logprobs": [{"token": decode([i]), "logprob": p} for p, i in best]}
-                for t, lp, best in zip(seq.output_ids, seq.logprobs, tops, strict=True)
+                for t, lp, best in zip(piece.ids, piece.logprobs, tops, strict=True)
             ]
         }  # fmt: skip
 
@@ -116,24 +117,19 @@ class OpenAIRoutes:
             raise BadRequest("stream takes one prompt and n = 1", "stream")
         [request] = requests
         with_usage = Fields(body.body.get("stream_options") or {}).flag("include_usage")
-        response = await open_event_stream(http)
         kind = "chat.completion.chunk" if chat else "text_completion"
-        sent = 0
-        async for seq in self._engine.updates(request):
-            text = answer(seq, request, self._engine.loaded, self._engine.core.weight_version)["text"]
-            piece, sent = text[sent:], max(sent, len(text))
-            delta: dict[str, Any] = {"delta": {"role": "assistant", "content": piece}} if chat else {"text": piece}
-            choice = {"index": 0, **delta, "finish_reason": _reason(seq) if seq.finish else None}
-            await send_event(response, {**head, "object": kind, "choices": [choice]})
-        if with_usage:
-            await send_event(response, {**head, "object": kind, "choices": [], "usage": _usage([[seq]])})
-        await end_stream(response)
+        async with event_stream(http) as response:
+            async for seq, piece in self._engine.pieces(request):
+                said = {"delta": {"role": "assistant", "content": piece.text}} if chat else {"text": piece.text}
+                ends = {"finish_reason": _reason(piece), "logprobs": self._logprobs(piece, request)}
+                await send_event(response, {**head, "object": kind, "choices": [{"index": 0, **said, **ends}]})
+                if piece.finish is not None and with_usage:
+                    await send_event(response, {**head, "object": kind, "choices": [], "usage": _usage([[seq]])})
         return response
 
 
-def _reason(seq: Sequence) -> str:
-    assert seq.finish is not None
-    return str(seq.finish["type"])
+def _reason(piece: Piece) -> str | None:
+    return None if piece.finish is None else str(piece.finish["type"])
 
 
 def _usage(results: list[list[Sequence]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`POST /generate` as SGLang writes it: from JSON to sequences, and from finished sequences to JSON.
+"""`POST /generate` as SGLang writes it: from JSON to sequences.
 
 Invariant: a request that parses can be served: its tokens are in the vocabulary, it fits the context with room for
 one more token, and every field it sets means something here. Anything else is a `BadRequest` that says what is wrong.
@@ -18,7 +18,7 @@ from slime.engine.embedded.model.sampler import stream_seed
 from slime.engine.embedded.refusals import BadRequest, shown
 from slime.engine.embedded.sampling_params import SamplingParams, parse_sampling_params
 from slime.engine.embedded.sequence import Sequence
-from slime.engine.embedded.text import TextStream, final_text
+from slime.engine.embedded.text import TextStream
 
 _KNOWN = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "rid",
           "stream", "return_text_in_logprobs", "background", "priority"}  # fmt: skip
@@ -69,7 +69,9 @@ class GenerateRequest:
         for choice in range(p.n):
             text = None
             if self.stream or p.stop:
-                text = TextStream(facts.tokenizer, p.stop, skip_special_tokens=p.skip_special_tokens)
+                text = TextStream(
+                    facts.tokenizer, p.stop, skip_special_tokens=p.skip_special_tokens, streamed=self.stream
+                )
             made.append(
                 Sequence(
                     self.rid,
@@ -158,46 +160,3 @@ def _one(ids: Any, fields: Fields, facts: ModelFacts) -> GenerateRequest:
         top_logprobs=top if return_logprob else 0,
         stream=fields.flag("stream"),
     )
-
-
-def answer(seq: Sequence, request: GenerateRequest, facts: ModelFacts, version: str) -> dict[str, Any]:
-    """The JSON of one sample, finished or (in a stream) so far."""
-    p = seq.params
-    if seq.finish is None:
-        text = seq.text.text if seq.text is not None else ""
-    else:
-        text = final_text(
-            facts.tokenizer,
-            seq.output_ids,
-            seq.finish.get("matched"),
-            skip_special_tokens=p.skip_special_tokens,
-            keep_stop=p.no_stop_trim,
-        )
-    return {"text": text, "output_ids": list(seq.output_ids), "meta_info": _meta_info(seq, request, version)}
-
-
-def _meta_info(seq: Sequence, request: GenerateRequest, version: str) -> dict[str, Any]:
-    meta: dict[str, Any] = {
-        "id": seq.rid,
-        "finish_reason": seq.finish,
-        "prompt_tokens": len(seq.prompt_ids),
-        "completion_tokens": len(seq.output_ids),
-        "cached_tokens": seq.cached_tokens,
-        "weight_version": seq.versions[-1][0] if seq.versions else version,
-    }
-    if seq.versions:
-        ends = [start for _, start in seq.versions[1:]] + [len(seq.output_ids)]
-        meta["weight_versions"] = [
-            {"version": v, "start": start, "end": end} for (v, start), end in zip(seq.versions, ends, strict=True)
-        ]
-    if seq.finished is not None:
-        meta["e2e_latency"] = seq.finished - seq.arrived
-    if request.return_logprob:
-        meta["output_token_logprobs"] = [[lp, t, None] for lp, t in zip(seq.logprobs, seq.output_ids, strict=True)]
-        if seq.top_logprobs:
-            meta["output_top_logprobs"] = [[[lp, t, None] for lp, t in best] for best in seq.output_top]
-        if seq.logprob_start is not None:
-            start = seq.logprob_start
-            scores = [None, *seq.input_logprobs]
-            meta["input_token_logprobs"] = [[lp, t, None] for lp, t in zip(scores, seq.prompt_ids[start:], strict=True)]
-    return meta

@@ -19,13 +19,13 @@ from slime.engine.embedded.core import PAUSE_MODES
 from slime.engine.embedded.http.bodies import announced, group_name, memory_tags, rendezvous
 from slime.engine.embedded.http.bridge import EngineBridge, in_daemon_thread
 from slime.engine.embedded.http.openai import OpenAIRoutes
-from slime.engine.embedded.http.requests import GenerateRequest, answer, parse_generate
+from slime.engine.embedded.http.pieces import answer, whole
+from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
 from slime.engine.embedded.http.wire import (
-    end_stream,
     error_answer,
+    event_stream,
     json_answer,
     json_body,
-    open_event_stream,
     send_event,
 )
 from slime.engine.embedded.refusals import BadRequest
@@ -118,17 +118,16 @@ class EngineServer:
             results = await asyncio.gather(*(self._engine.run(r) for r in requests))
         listed = batched or requests[0].params.n > 1
         answers = [
-            answer(s, r, self._engine.loaded, self.core.weight_version)
+            answer(s, whole(s, self._engine.loaded), r, self.core.weight_version)
             for r, seqs in zip(requests, results, strict=True)
             for s in seqs
         ]
         return json_answer(answers if listed else answers[0])
 
     async def _stream(self, http: web.Request, request: GenerateRequest) -> web.StreamResponse:
-        response = await open_event_stream(http)
-        async for seq in self._engine.updates(request):
-            await send_event(response, answer(seq, request, self._engine.loaded, self.core.weight_version))
-        await end_stream(response)
+        async with event_stream(http) as response:
+            async for seq, piece in self._engine.pieces(request):
+                await send_event(response, answer(seq, piece, request, self.core.weight_version))
         return response
 
     # state

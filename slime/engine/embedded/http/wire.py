@@ -5,6 +5,8 @@ Invariant: an error has OpenAI's shape, whatever refused the request: `{"error":
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -12,7 +14,7 @@ import orjson
 from aiohttp import web
 
 from slime.engine.embedded.http.fields import Fields
-from slime.engine.embedded.refusals import BadRequest
+from slime.engine.embedded.refusals import BadRequest, RequestFailed
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -47,15 +49,17 @@ def error_answer(status: int, message: str, param: str | None = None) -> web.Res
     return json_answer(error_body(status, message or HTTPStatus(status).phrase, param), status)
 
 
-async def open_event_stream(request: web.Request) -> web.StreamResponse:
+@asynccontextmanager
+async def event_stream(request: web.Request) -> AsyncIterator[web.StreamResponse]:
+    """An open stream of events; a request that fails in the middle says so in one."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    return response
+    try:
+        yield response
+    except RequestFailed as failed:
+        await send_event(response, error_body(failed.status, str(failed)))
+    await response.write(b"data: [DONE]\n\n")
 
 
 async def send_event(response: web.StreamResponse, payload: dict[str, Any]) -> None:
     await response.write(b"data: " + orjson.dumps(payload) + b"\n\n")
-
-
-async def end_stream(response: web.StreamResponse) -> None:
-    await response.write(b"data: [DONE]\n\n")

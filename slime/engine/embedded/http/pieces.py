@@ -1,0 +1,124 @@
+"""What an answer says: a whole one, or in a stream the piece that is new.
+
+Invariant: a piece is cut in the engine's thread, between two steps, so its ids, log-probs and counts belong together;
+the pieces of a sequence, put together, are its whole answer. Making one costs what is new and not what was before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime.engine.embedded.http.requests import GenerateRequest, ModelFacts
+from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.text import final_text
+
+
+@dataclass(slots=True)
+class Piece:
+    """Tokens of a sequence from one place on; `count` and what follows it speak of the sequence up to the last."""
+
+    ids: list[int]
+    logprobs: list[float]
+    top: list[list[tuple[float, int]]]
+    text: str
+    count: int
+    versions: list[tuple[str, int]]
+    cached_tokens: int
+    finish: dict[str, Any] | None
+
+    def join(self, later: Piece) -> None:
+        """Take in the piece that follows this one."""
+        self.ids += later.ids
+        self.logprobs += later.logprobs
+        self.top += later.top
+        self.text += later.text
+        self.count, self.versions = later.count, later.versions
+        self.cached_tokens, self.finish = later.cached_tokens, later.finish
+
+
+class Cutter:
+    """Cuts a streamed sequence into pieces of at least `interval` tokens; runs in the engine's thread."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._cut = 0
+
+    def next(self, seq: Sequence) -> Piece | None:
+        """What is new, or None when that is not worth an event yet."""
+        if seq.finish is None and len(seq.output_ids) - self._cut < self._interval:
+            return None
+        piece = _from(seq, self._cut, seq.text.take() if seq.text is not None and seq.finish is None else "")
+        self._cut = piece.count
+        return piece
+
+
+def _from(seq: Sequence, start: int, text: str) -> Piece:
+    return Piece(
+        seq.output_ids[start:],
+        seq.logprobs[start:],
+        seq.output_top[start:],
+        text,
+        len(seq.output_ids),
+        list(seq.versions),
+        seq.cached_tokens,
+        seq.finish,
+    )
+
+
+def whole(seq: Sequence, facts: ModelFacts) -> Piece:
+    """All of a finished sequence."""
+    return _from(seq, 0, whole_text(seq, facts))
+
+
+def whole_text(seq: Sequence, facts: ModelFacts) -> str:
+    """The text of a finished sequence."""
+    assert seq.finish is not None
+    return final_text(
+        facts.tokenizer,
+        seq.output_ids,
+        seq.finish.get("matched"),
+        skip_special_tokens=seq.params.skip_special_tokens,
+        keep_stop=seq.params.no_stop_trim,
+        cut=seq.text.cut if seq.text is not None else None,
+    )
+
+
+def answer(seq: Sequence, piece: Piece, request: GenerateRequest, version: str) -> dict[str, Any]:
+    """SGLang's JSON of a piece; `version` is that of an engine that has sampled nothing for it yet."""
+    return {"text": piece.text, "output_ids": piece.ids, "meta_info": _meta_info(seq, piece, request, version)}
+
+
+def _meta_info(seq: Sequence, piece: Piece, request: GenerateRequest, version: str) -> dict[str, Any]:
+    meta: dict[str, Any] = {
+        "id": seq.rid,
+        "finish_reason": piece.finish,
+        "prompt_tokens": len(seq.prompt_ids),
+        "completion_tokens": piece.count,
+        "cached_tokens": piece.cached_tokens,
+        "weight_version": piece.versions[-1][0] if piece.versions else version,
+    }
+    if piece.versions:
+        ends = [start for _, start in piece.versions[1:]] + [piece.count]
+        meta["weight_versions"] = [
+            {"version": v, "start": start, "end": end} for (v, start), end in zip(piece.versions, ends, strict=True)
+        ]
+    if request.return_logprob:
+        meta["output_token_logprobs"] = [[lp, t, None] for lp, t in zip(piece.logprobs, piece.ids, strict=True)]
+        if seq.top_logprobs:
+            meta["output_top_logprobs"] = [[[lp, t, None] for lp, t in best] for best in piece.top]
+    if piece.finish is not None:
+        meta |= _at_the_end(seq)
+    return meta
+
+
+def _at_the_end(seq: Sequence) -> dict[str, Any]:
+    """What only a finished sequence has; one that was aborted early has scores for the beginning of its prompt."""
+    meta: dict[str, Any] = {}
+    if seq.finished is not None:
+        meta["e2e_latency"] = seq.finished - seq.arrived
+    if seq.logprob_start is not None:
+        scores = [None, *seq.input_logprobs]
+        asked = seq.prompt_ids[seq.logprob_start :]
+        meta["input_token_logprobs"] = [[lp, t, None] for lp, t in zip(scores, asked, strict=False)]
+    return meta

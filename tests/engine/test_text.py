@@ -1,0 +1,137 @@
+"""Text as it is streamed, and stop strings: the first match counts, and none leaks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from slime.engine.embedded.text import TextStream, final_text
+from tests.tiny_models import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+IM_END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def letters(text: str) -> list[int]:
+    """One token for each character."""
+    return [token for letter in text for token in ids(letter)]
+
+
+class Words:
+    """A tokenizer whose token `i` is the text `words[i]`."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(self.words[token] for token in tokens)
+
+
+def streamed(
+    tokens: list[int], stops: list[str], *, tokenizer: Any = TOKENIZER, skip: bool = True, keep_stop: bool = False
+) -> tuple[list[str], str, str | None]:
+    """The pieces that a client has seen before the end, the final text, and the stop string."""
+    stream = TextStream(tokenizer, stops, skip_special_tokens=skip, streamed=True)
+    pieces: list[str] = []
+    matched, pushed = None, list[int]()
+    for token in tokens:
+        pushed.append(token)
+        matched = stream.push(token)
+        if matched is not None:
+            break
+        pieces.append(stream.take())
+    final = final_text(tokenizer, pushed, matched, skip_special_tokens=skip, keep_stop=keep_stop, cut=stream.cut)
+    assert final.startswith("".join(pieces))
+    return pieces, final, matched
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "final", "matched"),
+    [
+        ("one two three", ["two"], "one ", "two"),
+        ("one two three", ["three", "two"], "one ", "two"),
+        ("aXbX", ["X"], "a", "X"),
+        ("abcabd", ["abd"], "abc", "abd"),
+        ("aab!", ["ab"], "a", "ab"),
+        ("none", ["zz"], "none", None),
+    ],
+)
+def test_the_first_match_ends_the_text(text: str, stops: list[str], final: str, matched: str | None) -> None:
+    assert streamed(letters(text), stops)[1:] == (final, matched)
+
+
+@pytest.mark.parametrize(
+    ("word", "stops", "final", "matched"),
+    [
+        ("a\n\nb\n\nc", ["\n\n"], "a", "\n\n"),  # the string twice in one token: the first of them
+        ("xSTOPyHALT", ["HALT", "STOP"], "x", "STOP"),
+        ("xbcd", ["c", "bcd"], "x", "bcd"),
+        ("xabc", ["abc", "ab"], "x", "ab"),
+    ],
+)
+def test_of_several_matches_in_one_token_the_first_counts(
+    word: str, stops: list[str], final: str, matched: str
+) -> None:
+    assert streamed([0], stops, tokenizer=Words(word))[1:] == (final, matched)
+
+
+def test_a_match_over_tokens_is_cut_where_it_begins() -> None:
+    assert streamed([0, 1, 2], ["END"], tokenizer=Words("aEN", "D", "x"))[1:] == ("a", "END")
+    assert streamed([0, 1], ["END"], tokenizer=Words("aEN", "Db"), keep_stop=True)[1:] == ("aENDb", "END")
+
+
+def test_no_beginning_of_a_stop_string_leaks() -> None:
+    pieces, final, matched = streamed(letters("say STAR STOP now"), ["STOP"])
+    assert (final, matched) == ("say STAR ", "STOP")
+    assert "".join(pieces) == "say STAR "
+    seen = ""
+    for piece in pieces:
+        seen += piece
+        assert not any(seen.endswith("STOP"[:count]) for count in range(1, 4))
+    assert streamed(letters("the ST"), ["STOP"])[1] == "the ST"  # held back to the end, and then told
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_tokens_are_found_by_their_text(skip: bool) -> None:
+    tokens = [*ids("the answer"), IM_END, *ids(" more")]
+    pieces, final, matched = streamed(tokens, ["<|im_end|>"], skip=skip)
+    assert (final, matched) == ("the answer", "<|im_end|>")
+    assert "".join(pieces) in "the answer"
+    beside = streamed([*ids("the"), IM_END, *ids(" fox is quick")], ["fox"], skip=skip)
+    assert beside[1:] == ("the " if skip else "the<|im_end|> ", "fox")
+    across = streamed([*ids("the"), IM_END, *ids("fox")], ["end|>fox"], skip=skip)
+    assert across[1:] == ("the" if skip else "the<|im_", "end|>fox")
+
+
+def test_streamed_text_is_the_decoded_text_whatever_the_bytes() -> None:
+    rng = random.Random(3)
+    for _ in range(60):
+        tokens = [rng.randrange(320) for _ in range(rng.randrange(1, 120))]
+        tokens += letters("héllo wörld 😀") + [rng.choice(tokens)] * rng.randrange(60)
+        for skip in (True, False):
+            pieces, final, matched = streamed(tokens, ["no such string"], skip=skip)
+            assert (final, matched) == (TOKENIZER.decode(tokens, skip_special_tokens=skip), None)
+            assert final.startswith("".join(pieces))
+
+
+@pytest.mark.parametrize("token", [IM_END, TOKENIZER.convert_tokens_to_ids("Ã")])
+def test_tokens_that_never_make_a_character_do_not_pile_up(token: int) -> None:
+    """Special tokens that are skipped, or half characters: what is decoded again for each token stays short."""
+    longest = 0
+
+    class Watched:
+        def decode(self, tokens: list[int], **how: Any) -> str:
+            nonlocal longest
+            longest = max(longest, len(tokens))
+            return TOKENIZER.decode(tokens, **how)
+
+    stream = TextStream(Watched(), [], skip_special_tokens=True, streamed=True)
+    for _ in range(300):
+        stream.push(token)
+    assert longest < 64
