@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ class GenerateState:
         self._dispatch = dispatch
         self._tokenizer = tokenizer
         self._engine_urls = engine_urls
-        self.sampling_params: dict[str, Any] = rollout_sampling_params(args)
+        self.sampling_params: dict[str, Any] = copy.deepcopy(rollout_sampling_params(args))
         self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
         self.rollout_id: int | None = None
         self.evaluation_id: int | None = None
@@ -110,7 +111,7 @@ class GenerateState:
         """
         tasks = [
             asyncio.create_task(
-                self._dispatch(self.args, group, self.sampling_params.copy()),
+                self._dispatch(self.args, group, copy.deepcopy(self.sampling_params)),
                 context=None if ticket is None else ticket.context(),
             )
             for group, ticket in zip(samples, tickets or [None] * len(samples), strict=True)

@@ -8,6 +8,7 @@ run could succeed) and cancellation pass.
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import uuid
 from collections.abc import Awaitable, Iterable, Sequence
@@ -133,7 +134,7 @@ async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
 
 def _own_params(args: Config, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> dict[str, Any]:
     """A copy for one sample, with a seed that depends only on the run's seed and the sample's index."""
-    params = dict(sampling_params)
+    params = copy.deepcopy(sampling_params)  # a function may write into its lists
     if sample.index is not None:
         params.setdefault(
             "sampling_seed", sampling_seed(args.rollout_seed, "eval" if evaluation else "train", sample.index)

@@ -254,3 +254,22 @@ def test_prompts_of_token_ids_survive_a_failure(make_runtime, prompts, write_plu
     again = next(leaves(generate_rollout(runtime.args, 1, source).samples))
     assert (again.tokens[:3], again.response_length) == ([11, 12, 13], 2)
     assert {tuple(request["input_ids"]) for request in engine.requests} == {(11, 12, 13)}
+
+
+def test_a_function_that_writes_into_its_sampling_parameters_changes_nobody_elses(
+    make_runtime, prompts, write_plugin, engine
+):
+    stopping = (
+        "from slime.rollout.sglang_rollout import generate\n"
+        "async def f(args, sample, sampling_params):\n"
+        "    sampling_params['stop'].append(f'stop {sample.index}')\n"
+        "    return await generate(args, sample, sampling_params)\n"
+    )
+    runtime = make_runtime(
+        [engine.url], rm_type="random", custom_generate_function_path=write_plugin(stopping), rollout_stop=["x"]
+    )
+    generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2))
+    stops = sorted(request["sampling_params"]["stop"] for request in engine.requests)
+    assert stops == [["x", f"stop {index}"] for index in range(4)]
+    runtime.state.sampling_params["stop"].append("y")
+    assert runtime.args.rollout_stop == ["x"]
