@@ -18,7 +18,7 @@ from slime.rollout.metrics import Metrics, rollout_metrics
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.rollout.staleness import StaleGroups, is_stale
 from slime.rollout.trajectory import refuse_bad_rewards
-from slime.rollout.types import Group, RolloutFnTrainOutput, group_order, leaves, sampled_tokens
+from slime.rollout.types import Group, RolloutFnTrainOutput, group_order, leaves
 
 
 async def generate_batch(args: Config, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
@@ -51,8 +51,6 @@ async def _collected(
     surplus += landed.finished
     if surplus or landed.unfinished:
         data_source.add_samples(sorted(surplus, key=group_order) + sorted(landed.unfinished, key=group_order))
-    if judge.dropped and runtime.journal is not None:
-        runtime.journal.drop(judge.dropped)
     groups.sort(key=group_order)
     samples = list(leaves(groups))
     refuse_all_failed(samples, f"rollout {rollout_id}")
@@ -63,7 +61,6 @@ async def _collected(
         metrics |= judge.metrics() | _left_over(surplus, landed)
         metrics |= stale.counted()
         metrics["rollout/thrown_away_tokens"] += flight.thrown_away_tokens
-        metrics["rollout/dropped_tokens"] = float(sum(map(sampled_tokens, judge.dropped)))
     return RolloutFnTrainOutput(groups, metrics)
 
 

@@ -26,7 +26,7 @@ from slime.rollout.metrics import rollout_metrics
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.staleness import StaleGroups, group_version
 from slime.rollout.trajectory import refuse_bad_rewards
-from slime.rollout.types import Group, RolloutFnTrainOutput, group_order, leaves, sampled_tokens, tell_rollout_id
+from slime.rollout.types import Group, RolloutFnTrainOutput, group_order, leaves, tell_rollout_id
 from slime.waits import Background, background
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,6 @@ class ContinuousRollout:
         metrics = rollout_metrics(self._args, samples, time.monotonic() - self._since)
         metrics |= judge.metrics() | self._stale.counted()
         metrics |= {
-            "rollout/dropped_tokens": float(sum(map(sampled_tokens, judge.dropped))),
             "rollout/under_way_groups": float(len(self._under_way)),
             "rollout/ready_groups": float(len(self._ready)),
         }
@@ -183,7 +182,6 @@ class ContinuousRollout:
         refuse_bad_rewards(self._args, list(leaves(group)))
         outstanding = len(self._under_way) + len(self._ready) + len(self._again)
         if not self._judge.keeps(group, insufficient=outstanding < self._args.rollout_batch_size):
-            self._forget([group])
             return
         version = group_version(group)
         arrived = _Dispatched(group, dispatched.prompts, dispatched.version if version is None else version)
@@ -228,7 +226,3 @@ class ContinuousRollout:
         if fresh is not None:
             self._again.append(fresh)
         self._changed.set()
-
-    def _forget(self, groups: list[Group]) -> None:
-        if self._runtime.journal is not None:
-            self._runtime.journal.drop(groups)

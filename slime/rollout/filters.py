@@ -4,8 +4,9 @@ A dynamic sampling filter is `f(args, samples) -> DynamicFilterOutput | bool`; `
 that did not fail, fan-outs flattened. The two below keep a group when its rewards differ, std > 1e-6 (sample standard
 deviation, float64): one with one reward throughout has advantage 0 everywhere and teaches nothing (DAPO, section 3.2).
 
-Invariant: every group given to `GroupJudge.keeps` is either kept or in `dropped`, with its reason counted; a filter
-that keeps dropping ends the rollout (`RolloutFailed`) instead of going through the data forever.
+Invariant: every group given to `GroupJudge.keeps` is either kept or counted as dropped, with its reason and its tokens;
+a filter that keeps dropping ends the rollout (`RolloutFailed`) instead of going through the data forever. Dropped
+groups themselves are held only where `--rollout-all-samples-process-path` wants to see them, until the rollout is full.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import numpy as np
 
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.failures import RolloutFailed, refuse_all_failed
+from slime.rollout.failures import RolloutFailed
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.types import Group, leaves
+from slime.rollout.types import Group, leaves, sampled_tokens
 
 LEAST_STD = 1e-6
 MOST_DROPS_PER_GROUP = 100
@@ -87,7 +88,13 @@ class GroupJudge:
         )
         self._kept = 0
         self._dropped_in_a_row = 0
+        self._runtime = runtime
+        self._holds = runtime.args.rollout_all_samples_process_path is not None
+        self._first_failure: str | None = None
+        self._has_succeeded = False
+        self._dropped_samples = self.dropped_groups = self.dropped_tokens = 0
         self.dropped: list[Group] = []
+        """Empty unless somebody wants to see them."""
         self.reasons: Counter[str] = Counter()
 
     def keeps(self, group: Group, *, insufficient: bool) -> bool:
@@ -97,16 +104,31 @@ class GroupJudge:
             self._kept += 1
             self._dropped_in_a_row = 0
             return True
-        self.dropped.append(group)
-        self._pulse.want_more(len(group))
         self.reasons[verdict.reason or "unnamed"] += 1
-        self._dropped_in_a_row += 1
+        self._drop(group)
         self._refuse_endless_dropping()
         return False
 
+    def _drop(self, group: Group) -> None:
+        if self._holds:
+            self.dropped.append(group)
+        if self._runtime.journal is not None:
+            self._runtime.journal.drop([group])
+        self._pulse.want_more(len(group))
+        self._dropped_in_a_row += 1
+        self.dropped_groups += 1
+        self.dropped_tokens += sampled_tokens(group)
+        for sample in leaves(group):
+            self._dropped_samples += 1
+            if sample.status is not Sample.Status.FAILED:
+                self._has_succeeded = True
+            elif self._first_failure is None:
+                self._first_failure = sample.failure
+
     def metrics(self) -> dict[str, float]:
-        """Dropped groups by reason."""
-        return {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in self.reasons.items()}
+        """Dropped groups by reason, and their tokens."""
+        counts = {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in self.reasons.items()}
+        return counts | {"rollout/dropped_tokens": float(self.dropped_tokens)}
 
     def _verdict(self, samples: list[Sample]) -> DynamicFilterOutput:
         alive = [sample for sample in samples if sample.status is not Sample.Status.FAILED]
@@ -116,8 +138,10 @@ class GroupJudge:
 
     def _refuse_endless_dropping(self) -> None:
         batch = self._args.rollout_batch_size
-        if self._kept == 0 and len(self.dropped) >= batch:
-            refuse_all_failed_groups(self.dropped, self._what)
+        if self._kept == 0 and self.dropped_groups >= batch and not self._has_succeeded:
+            raise RolloutFailed(
+                f"{self._what}: all {self._dropped_samples} samples failed; the first one: {self._first_failure}"
+            )
         if self._dropped_in_a_row < MOST_DROPS_PER_GROUP * batch:
             return
         reasons = ", ".join(f"{reason}: {count}" for reason, count in self.reasons.most_common())
@@ -126,13 +150,6 @@ class GroupJudge:
             f"{self._dropped_in_a_row} groups in a row ({reasons}): use prompts that the model solves sometimes, or "
             "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
         )
-
-
-def refuse_all_failed_groups(groups: list[Group], what: str) -> None:
-    """Raise when no sample of any of these groups succeeded: an engine or a verifier is down."""
-    samples = list(leaves(groups))
-    if all(sample.status is Sample.Status.FAILED for sample in samples):
-        refuse_all_failed(samples, what)
 
 
 def call_plugins(runtime: RolloutRuntime, groups: list[Group], everything: list[Group], data_source: Any) -> None:

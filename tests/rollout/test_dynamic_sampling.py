@@ -1,7 +1,11 @@
 """Over-sampling, dynamic filters, aborts and partial rollouts: where every group ends up."""
 
+import gc
+import weakref
+
 import pytest
 
+from slime.data.journal import JournaledSource
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.base_types import leaves
@@ -12,6 +16,7 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std_with_fallback,
 )
 from slime.rollout.sglang_rollout import generate_rollout
+from tests.data.journal_samples import open_journal
 
 STATUS = Sample.Status
 NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
@@ -350,3 +355,41 @@ def test_a_reward_of_the_wrong_type_names_who_gave_it(engine, make_runtime, prom
     )
     with pytest.raises((UserError, RolloutFailed), match=r"plugin\.py:f"):
         generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2))
+
+
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_dropped_groups_are_held_only_for_whoever_wants_to_see_them(
+    engine, make_runtime, prompts, write_plugin, tmp_path, is_asked_for
+):
+    """A strict filter goes through a hundred batches: their samples need not stay in memory."""
+    only_z = "def f(args, samples):\n    return samples[0].prompt == 'z'\n"
+    count = "def f(args, all_groups, data_source):\n    data_source.seen = [g[0].prompt for g in all_groups]\n"
+    flags = {"rollout_all_samples_process_path": write_plugin(count, "count")} if is_asked_for else {}
+    runtime = make_runtime(
+        [engine.url],
+        rm_type="random",
+        rollout_batch_size=1,
+        n_samples_per_prompt=1,
+        dynamic_sampling_filter_path=write_plugin(only_z, "filter"),
+        **flags,
+    )
+    source, held = prompts(list("abcdz"), n=1), []
+    dropped = [weakref.ref(sample) for group in source.groups[:4] for sample in group]
+    runtime.journal = open_journal(tmp_path)
+
+    def respond(body):
+        gc.collect()
+        held.append(sum(one() is not None for one in dropped))
+        return "7</s>"
+
+    engine.respond = respond
+    output = generate_rollout(runtime.args, 0, JournaledSource(source, runtime.journal))
+    assert output.metrics["rollout/dynamic_filter/drop_unnamed"] == 4.0
+    assert output.metrics["rollout/dropped_tokens"] == 8.0
+    if is_asked_for:
+        assert source.seen == list("abcdz")
+        assert held[-1] == 4
+    else:
+        assert held[-1] <= 1  # the one that was judged last may be on its way out
+    assert list(leaves(runtime.journal.recover(0).groups)) == list(leaves(output.samples))
+    runtime.journal.close()
