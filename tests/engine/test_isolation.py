@@ -288,3 +288,10 @@ def test_a_pause_outlasts_a_release(engine: EngineProcess) -> None:
     assert engine.get("/health_generate")[1] == {"status": "paused"}
     engine.post("/continue_generation", {})
     assert engine.get("/health_generate")[1] == {"status": "ok"}
+
+
+def test_a_group_at_a_busy_port_is_refused(engine: EngineProcess) -> None:
+    meeting = {"master_address": "127.0.0.1", "master_port": engine.port, "rank_offset": 0, "world_size": 1}
+    status, answer = engine.post("/init_weights_update_group", {**meeting, "backend": "gloo", "group_name": "busy"})
+    assert status == 400
+    assert "cannot join the group 'busy'" in answer["error"]["message"]

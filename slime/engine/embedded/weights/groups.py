@@ -79,7 +79,7 @@ class WeightGroups:
                 backend=meeting.backend,
                 timeout_s=_JOIN_TIMEOUT_S,
             )
-        except (RuntimeError, ValueError) as cause:  # torch has no narrower type for all that can go wrong here
+        except (OSError, RuntimeError, ValueError) as cause:  # torch has no narrower type for all that can go wrong
             raise BadRequest(f"cannot join the group {name!r} at {meeting.address}:{meeting.port}: {cause}") from cause
         finally:
             with self._lock:
