@@ -162,13 +162,14 @@ def test_an_engine_that_samples_for_us_is_not_restarted() -> None:
             client, first = pool.clients[0], asyncio.Event()
 
             class Noticed:
-                def __setattr__(self, name: str, value: Any) -> None:
+                def take(self, event: bytes) -> None:
                     first.set()
                     if hasattr(engine, "seen"):
                         asyncio.get_running_loop().call_soon(engine.seen.set)
 
             task = asyncio.ensure_future(client.generate_into(Noticed(), {}))  # type: ignore[arg-type]
-            await first.wait()
+            async with asyncio.timeout(60):
+                await first.wait()
             return task
 
         task = loop.run(begin())
