@@ -21,12 +21,12 @@ from typing import Any
 from slime.data.sample import Sample
 from slime.rollout.failures import refuse_all_failed
 from slime.rollout.filters import GroupJudge, call_plugins
-from slime.rollout.flight import cancelled, result_of, snapshot
+from slime.rollout.flight import cancelled, result_of
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.staleness import StaleGroups, group_version
 from slime.rollout.trajectory import refuse_bad_rewards
-from slime.rollout.types import Group, RolloutFnTrainOutput, group_order, leaves, tell_rollout_id
+from slime.rollout.types import Group, RolloutFnTrainOutput, group_order, leaves, snapshot, tell_rollout_id
 from slime.waits import Background, background
 
 logger = logging.getLogger(__name__)

@@ -3,18 +3,17 @@
 Invariant: every group that took off comes back exactly once: from `next_finished`, or from `land`, there either
 finished or as something that can be dispatched again. With `--partial-rollout` nothing that was sampled is lost: what
 the default generate was cut off in keeps its tokens, and groups with a custom generate function are held, which means
-that their tasks live on and belong to the next flight. Otherwise, and wherever a sample's state cannot be trusted, the
-prompts come back as they took off, and the tokens thrown away with that are counted.
+that their tasks live on and belong to the next flight. A group whose responses are complete, and whose rewards are
+slow, comes back with them, to be scored when it is dispatched again. Otherwise, and wherever a sample's state cannot be
+trusted, the prompts come back as they took off, and the tokens thrown away with that are counted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineError
@@ -22,7 +21,7 @@ from slime.rollout.failures import RolloutFailed
 from slime.rollout.gate import Ticket
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.state import UnderWay
-from slime.rollout.types import Group, Produced, leaves, sampled_tokens
+from slime.rollout.types import Group, Produced, leaves, sampled_tokens, snapshot
 from slime.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -67,9 +66,10 @@ class Flight:
         """Start generating groups."""
         prompts: list[Group] = [[snapshot(member) for member in group] for group in groups]
         tickets = [self._ticket(group) for group in groups]
-        tasks = self._state.submit_generate_tasks(groups, tickets)
-        for task, group, prompt, ticket in zip(tasks, groups, prompts, tickets, strict=True):
-            self._watch(UnderWay(task, group, prompt, ticket))
+        generated: list[dict[int, Produced]] = [{} for _ in groups]
+        tasks = self._state.submit_generate_tasks(groups, tickets, generated)
+        for task, group, prompt, ticket, complete in zip(tasks, groups, prompts, tickets, generated, strict=True):
+            self._watch(UnderWay(task, group, prompt, ticket, complete))
 
     def adopt(self) -> None:
         """Take over the groups that the last flight held, and let them go on."""
@@ -114,8 +114,7 @@ class Flight:
                 continue
             self._forget(task)
             if not task.done() or task.cancelled():
-                self.thrown_away_tokens += one.lost_tokens(one.group)
-                landed.unfinished.append(one.prompts)
+                landed.unfinished.append(self._generated(one))
             elif _is_finished(task.result()):
                 landed.finished.append(task.result())
             else:
@@ -157,7 +156,10 @@ class Flight:
         if not late:
             return
         logger.warning(
-            "%d groups did not end within %g s of being aborted: their prompts start over", len(late), ABORT_DEADLINE_S
+            "%d groups did not end within %g s of being aborted: complete responses wait for their rewards, other "
+            "prompts start over",
+            len(late),
+            ABORT_DEADLINE_S,
         )
         await cancelled(late)
         self._left_behind |= {task for task in late if not task.done()}
@@ -202,6 +204,26 @@ class Flight:
         one.was_held = True
         self._state.held.append(one)
 
+    def _generated(self, one: UnderWay) -> Group:
+        """A group that was cancelled: complete responses wait for their rewards, the others start over.
+
+        Without `--partial-rollout` no group is sampled by several versions of the weights: all of it, or nothing.
+        """
+        known = [one.generated.get(id(member)) if isinstance(member, Sample) else member for member in one.group]
+        kept: Group = one.prompts
+        if self._runtime.args.partial_rollout:
+            pairs = zip(known, one.prompts, strict=True)
+            kept = [prompt if produced is None else produced for produced, prompt in pairs]
+        elif all(produced is not None and not _is_aborted(produced) for produced in known):
+            kept = [produced for produced in known if produced is not None]
+        self.thrown_away_tokens += max(0, sampled_tokens(one.group) - sampled_tokens(kept))
+        if not self._runtime.args.partial_rollout:
+            return kept
+        return [
+            self._continued(member, prompt) if _is_aborted(member) else member
+            for member, prompt in zip(kept, one.prompts, strict=True)
+        ]
+
     def _to_continue(self, group: Group, one: UnderWay) -> Group:
         """A group that was cut off, as it goes back to the buffer."""
         if not self._runtime.args.partial_rollout:
@@ -223,6 +245,8 @@ class Flight:
     def _forget(self, task: asyncio.Task[Group]) -> UnderWay:
         one = self._under_way.pop(task)
         self._ended.discard(task)
+        place, one.generated = one.generated, dict(one.generated)
+        place.clear()  # contexts live on in connections and timers, and would keep the samples
         self._state.pendings.discard(task)
         if one.ticket is not None:
             self.thrown_away_tokens += one.ticket.thrown_away_tokens
@@ -264,26 +288,6 @@ def _is_aborted(member: Produced) -> bool:
 
 def _is_finished(group: Group) -> bool:
     return not any(_is_aborted(member) for member in group)
-
-
-def snapshot(member: Produced) -> Produced:
-    """A copy of a member of a group, out of reach of generate functions, which may write into what they get."""
-    if not isinstance(member, Sample):
-        return [_copied(sample) for sample in member]
-    return _copied(member)
-
-
-def _copied(sample: Sample) -> Sample:
-    twin = copy.copy(sample)
-    for name, value in vars(sample).items():
-        setattr(twin, name, _copied_value(value))
-    return twin
-
-
-def _copied_value(value: Any) -> Any:
-    if isinstance(value, list) and (not value or isinstance(value[0], int | float)):
-        return list(value)  # token ids and log-probs: thousands of numbers, which nothing can change in place
-    return copy.deepcopy(value)
 
 
 def result_of(task: asyncio.Task[Group]) -> Group:

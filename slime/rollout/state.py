@@ -7,20 +7,24 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
 from slime.config import Config
+from slime.data.sample import Sample
 from slime.engine.http.protocol import rollout_sampling_params
 from slime.rollout.gate import Gate, Ticket, evaluating, ticket_here
 from slime.rollout.rewards.hub import RewardHub
 from slime.rollout.rewards.teacher import Teacher
-from slime.rollout.types import Group, sampled_tokens
+from slime.rollout.types import Group, Produced, sampled_tokens
 
 Dispatch = Callable[[Config, Group, dict[str, Any]], Coroutine[Any, Any, Group]]
 """What makes a finished group of a dispatched one: `(args, group, sampling_params)`."""
+
+_generated: ContextVar[dict[int, Produced] | None] = ContextVar("generated", default=None)
 
 
 @dataclass(eq=False)
@@ -31,6 +35,8 @@ class UnderWay:
     group: Group
     prompts: Group
     ticket: Ticket | None
+    generated: dict[int, Produced] = field(default_factory=dict)
+    """What samples (by their `id`) became when their generation ended: out of reach of reward functions."""
     was_held: bool = False
     order: int = 0
     """Of taking off, among those of one flight."""
@@ -103,18 +109,26 @@ class GenerateState:
         self._aborted = False
 
     def submit_generate_tasks(
-        self, samples: Sequence[Group], tickets: Sequence[Ticket | None] | None = None
+        self,
+        samples: Sequence[Group],
+        tickets: Sequence[Ticket | None] | None = None,
+        generated: Sequence[dict[int, Produced]] | None = None,
     ) -> list[asyncio.Task[Group]]:
         """Start one task per group on the running loop; the tasks are also in `pendings`.
 
-        Groups with a ticket wait at the gate instead of being aborted.
+        Groups with a ticket wait at the gate instead of being aborted. `generated` are the places where each group
+        puts what it has generated.
         """
+        empty = [None] * len(samples)
+        contexts = [copy_context() if ticket is None else ticket.context() for ticket in tickets or empty]
+        for context, place in zip(contexts, generated or empty, strict=True):
+            context.run(_generated.set, place)
         tasks = [
             asyncio.create_task(
                 self._dispatch(self.args, group, copy.deepcopy(self.sampling_params)),
-                context=None if ticket is None else ticket.context(),
+                context=context,
             )
-            for group, ticket in zip(samples, tickets or [None] * len(samples), strict=True)
+            for group, context in zip(samples, contexts, strict=True)
         ]
         self.pendings.update(tasks)
         self.remaining_batch_size += len(tasks)
@@ -150,3 +164,10 @@ class GenerateState:
             yield rank
         finally:
             self._dp_users[rank] -= 1
+
+
+def note_generated(dispatched: Sample, produced: Produced) -> None:
+    """The generation of a sample of the group that the running code belongs to has ended."""
+    place = _generated.get()
+    if place is not None and not evaluating.get():
+        place[id(dispatched)] = produced

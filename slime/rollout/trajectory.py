@@ -11,7 +11,7 @@ import asyncio
 import copy
 import math
 import uuid
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -29,13 +29,16 @@ from slime.rollout.landing import Origin
 from slime.rollout.requests import MOST_RESUMES, AbortedTooOften, generate
 from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
-from slime.rollout.types import Group, Produced, leaves
+from slime.rollout.state import note_generated
+from slime.rollout.types import Group, Produced, leaves, snapshot
 from slime.waits import acting_as
 
 T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 """Between two calls of a generate function that hands its sample back as aborted while the rollout goes on."""
+UNSCORED_AFTER_S = 0.25
+"""How long a verdict may take until the response goes into the journal without it."""
 
 
 # what a sample and a group go through
@@ -106,15 +109,44 @@ async def generate_and_rm(
             with (runtime.eval_pulse if evaluation else runtime.pulse).sample():
                 produced = await _generated(runtime, origin, clock, sample, sampling_params, evaluation)
         produced = await _hooked(runtime, clock, produced, evaluation)
+    if evaluation or any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
+        await _judged(runtime, origin, produced, evaluation)
+        note_generated(sample, produced)
+        return produced
+    generated = snapshot(produced) if any(map(_wants_reward, leaves([produced]))) else produced
+    note_generated(sample, generated)
+    await _kept_while(runtime, sample, generated, _judged(runtime, origin, produced, evaluation))
+    note_generated(sample, produced)
+    return produced
+
+
+async def _judged(runtime: RolloutRuntime, origin: Origin, produced: Produced, evaluation: bool) -> None:
+    """Teach and score what was generated (a group's reward comes later)."""
     if not evaluation:
         await teach(runtime, list(leaves([produced])))
-    if not args.group_rm:
-        if isinstance(produced, Sample):
-            await score_one(runtime, produced)
-        else:
-            await score_together(runtime, produced)
-        origin.settle(produced, "reward", runtime.failures, runtime.vocab_size)
-    return produced
+    if runtime.args.group_rm:
+        return
+    if isinstance(produced, Sample):
+        await score_one(runtime, produced)
+    else:
+        await score_together(runtime, produced)
+    origin.settle(produced, "reward", runtime.failures, runtime.vocab_size)
+
+
+async def _kept_while(
+    runtime: RolloutRuntime, sample: Sample, generated: Produced, judging: Coroutine[Any, Any, None]
+) -> None:
+    """Await the verdict on a complete response, which is in the journal without it if that takes long."""
+    task = asyncio.ensure_future(judging)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=UNSCORED_AFTER_S)
+        if not done:
+            await _record(runtime, sample, generated)
+        await task
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:

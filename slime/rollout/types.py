@@ -6,6 +6,7 @@ plugins do, the bare samples or the bare evaluation dict; `call_rollout_fn` hand
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,3 +74,23 @@ def group_order(group: Group) -> int:
 def sampled_tokens(group: Group) -> int:
     """Tokens that engines sampled for a group, as far as they would be trained on."""
     return sum(sample.effective_response_length for sample in leaves(group))
+
+
+def snapshot(member: Produced) -> Produced:
+    """A copy of a member of a group, out of reach of generate functions, which may write into what they get."""
+    if not isinstance(member, Sample):
+        return [_copied(sample) for sample in member]
+    return _copied(member)
+
+
+def _copied(sample: Sample) -> Sample:
+    twin = copy.copy(sample)
+    for name, value in vars(sample).items():
+        setattr(twin, name, _copied_value(value))
+    return twin
+
+
+def _copied_value(value: Any) -> Any:
+    if isinstance(value, list) and (not value or isinstance(value[0], int | float)):
+        return list(value)  # token ids and log-probs: thousands of numbers, which nothing can change in place
+    return copy.deepcopy(value)

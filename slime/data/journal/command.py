@@ -16,11 +16,12 @@ from slime.data.journal.decoder import Decoder, load_decoder, model_of_run
 from slime.data.journal.export import export
 from slime.data.journal.listing import listing
 from slime.data.journal.reader import SORTS, Choice, Reader, journal_path, reading
+from slime.data.journal.rows import GENERATED
 from slime.data.journal.schema import STATES
 from slime.data.sample import Sample
 from slime.errors import UserError
 
-_STATUSES = tuple(status.value for status in Sample.Status)
+_STATUSES = (*(status.value for status in Sample.Status), GENERATED)
 _WIDTH_OF_A_FILE = 160
 """Of the table, when it is not written to a terminal."""
 

@@ -160,8 +160,10 @@ class Database:
     def _upgrade(self) -> None:
         """Bring a journal of an earlier format to this one."""
         with self._lock, self._readable_errors():
-            if self._pragma("user_version") < FORMAT:
-                self._connection.executescript(f"BEGIN;{TO_LOOK_AT}PRAGMA user_version={FORMAT};COMMIT;")
+            found = self._pragma("user_version")
+            if found < FORMAT:
+                added = TO_LOOK_AT if found < 2 else ""
+                self._connection.executescript(f"BEGIN;{added}PRAGMA user_version={FORMAT};COMMIT;")
 
     def _is_ours(self) -> bool:
         """Whether the file belongs to this run; False when a new one may take its place."""

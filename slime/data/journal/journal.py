@@ -32,7 +32,7 @@ from slime.data.journal.recovery import (
     unusable_rows,
     usable_from,
 )
-from slime.data.journal.rows import Leaf, RowCodec, flattened, state_of
+from slime.data.journal.rows import Leaf, RowCodec, flattened, state_of, status_of
 from slime.data.journal.schema import OPEN
 from slime.data.journal.writing import Home, Writer
 from slime.data.jsonable import from_json, to_json
@@ -346,7 +346,7 @@ def _is_free(home: Home) -> bool:
 
 
 def _state(leaves: list[Leaf]) -> str:
-    return state_of((leaf.sample.status.value, leaf.sample.response_length) for leaf in leaves)
+    return state_of((status_of(leaf.sample), leaf.sample.response_length) for leaf in leaves)
 
 
 def _mark(groups: list[list[Leaf]], written: list[tuple[int, list[int]]]) -> None:

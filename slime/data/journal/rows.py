@@ -31,7 +31,9 @@ COLUMNS = (
 )
 """Of the table `samples`, after id, group_id, member and leaf."""
 
-ENDED = frozenset({Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED})
+GENERATED = "generated"
+"""In the column `status`: the response is complete, and its reward is not there yet."""
+_ENDED = frozenset(status.value for status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED))
 
 UNUSABLE = "journal: "
 """How the failure of a sample begins whose row could not be used."""
@@ -69,13 +71,17 @@ class RowCodec:
         """The values of `COLUMNS`; a `UserError` names a value that cannot be kept."""
         rest = {name: value for name, value in dict(vars(sample)).items() if not _is_default(name, value)}
         rest.pop("journal_id", None)
-        rest.pop("status", None)
+        status = status_of(sample)
+        if status == GENERATED:
+            rest["status"] = sample.status.value
+        else:
+            rest.pop("status", None)
         for name, counters in (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo)):
             if isinstance(rest.get(name), counters):
                 rest[name] = rest[name].to_dict()
         values = (
             _whole(rest, "index", sample.index, None),
-            sample.status.value,
+            status,
             self._reward(rest, sample.reward),
             _whole(rest, "response_length", sample.response_length, 0),
             _versions(rest, sample.weight_versions),
@@ -186,14 +192,20 @@ def regrouped(leaves: Iterable[tuple[int, Leaf]]) -> list[Group]:
     return list(groups.values())
 
 
+def status_of(sample: Sample) -> str:
+    """What the column `status` says of a sample."""
+    is_complete = sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+    return GENERATED if is_complete and sample.reward is None else sample.status.value
+
+
 def state_of(progress: Iterable[tuple[str, int]]) -> str:
     """The state of a group that no batch has, from status and response length of its samples."""
     all_ended, any_ended, started = True, False, False
     for status, length in progress:
-        has_ended = Sample.Status(status) in ENDED
+        has_ended = status in _ENDED
         all_ended &= has_ended
         any_ended |= has_ended
-        started |= length > 0
+        started |= length > 0 or status == GENERATED
     if all_ended and any_ended:
         return "finished"
     return "partial" if any_ended or started else "pending"

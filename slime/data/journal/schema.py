@@ -6,7 +6,7 @@ with every change here or in the payload; the table `identity` is written once, 
 
 from __future__ import annotations
 
-FORMAT = 2
+FORMAT = 3
 APPLICATION_ID = 0x736C6D65  # "slme": tells a journal from any other SQLite database
 
 OPEN = ("pending", "partial", "finished")
@@ -84,5 +84,7 @@ CREATE VIEW evaluated AS
     FROM evaluated_samples JOIN evaluations ON evaluations.id = evaluation_id;
 """
 """What format 2 added: which consumed rollouts are still there, and the completions of evaluations."""
+
+# Format 3 has another status of samples, `generated`, and the same tables.
 
 SCHEMA = RECORD + TO_LOOK_AT
