@@ -209,6 +209,7 @@ def test_dropped_control_calls_leave_the_engine_alive(engine: EngineProcess) -> 
         ("update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": [], "bucket": [3]}, "bucket"),
         ("update_weights_from_disk", {"model_path": ["a"]}, "model_path"),
         ("update_weights_from_disk", {"model_path": "\0"}, "model_path"),
+        ("update_weights_from_disk", {"model_path": "a" * 5000}, "model_path"),
         ("update_weights_from_disk", {"model_path": "x", "flush_cache": "no"}, "flush_cache"),
         ("update_weights_from_disk", {"model_path": "x", "weight_version": [1]}, "weight_version"),
         ("update_weights_from_tensor", {"load_format": "safetensors_file", "paths": [["a"]]}, "paths"),
@@ -218,6 +219,10 @@ def test_dropped_control_calls_leave_the_engine_alive(engine: EngineProcess) -> 
          "master_address"),
         ("init_weights_update_group", {"master_address": "a", "master_port": 0, "rank_offset": 1, "world_size": 2},
          "master_port"),
+        ("init_weights_update_group", {"master_address": "a", "master_port": 9, "rank_offset": 0, "world_size": 2},
+         "rank_offset"),
+        ("init_weights_update_group", {"master_address": "a", "master_port": 9, "rank_offset": 1, "world_size": 1},
+         "world_size"),
         ("pause_generation", {"mode": ["abort"]}, "mode"),
         ("release_memory_occupation", {"tags": [["weights"]]}, "tags"),
         ("weights_checker", {"action": {}}, "action"),
@@ -288,10 +293,3 @@ def test_a_pause_outlasts_a_release(engine: EngineProcess) -> None:
     assert engine.get("/health_generate")[1] == {"status": "paused"}
     engine.post("/continue_generation", {})
     assert engine.get("/health_generate")[1] == {"status": "ok"}
-
-
-def test_a_group_at_a_busy_port_is_refused(engine: EngineProcess) -> None:
-    meeting = {"master_address": "127.0.0.1", "master_port": engine.port, "rank_offset": 0, "world_size": 1}
-    status, answer = engine.post("/init_weights_update_group", {**meeting, "backend": "gloo", "group_name": "busy"})
-    assert status == 400
-    assert "cannot join the group 'busy'" in answer["error"]["message"]

@@ -317,12 +317,12 @@ class EngineCore:
 
     def update_from_folder(self, folder: str, version: str | None, *, flush: bool) -> int:
         """A model folder, or a version folder with a delta to the weights that are here now."""
-        if not Path(folder).is_dir():
-            raise BadRequest(f"there is no folder {shown(folder)} with safetensors files", "model_path")
         try:
+            if not Path(folder).is_dir():
+                raise BadRequest(f"there is no folder {shown(folder)} with safetensors files", "model_path")
             index = read_index(Path(folder))
         except (BadDelta, OSError) as cause:
-            raise BadRequest(f"cannot read {folder}: {cause}", "model_path") from cause
+            raise BadRequest(f"cannot read {shown(folder)}: {shown(str(cause))}", "model_path") from cause
         if index is not None:
             return self._update_from_delta(Path(folder), index, flush=flush)
         trust = self.options.trust_remote_code

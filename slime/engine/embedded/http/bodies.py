@@ -23,17 +23,17 @@ def group_name(fields: Fields) -> str:
 
 
 def rendezvous(fields: Fields) -> Rendezvous:
-    """SGLang's `/init_weights_update_group`."""
+    """SGLang's `/init_weights_update_group`; rank 0 is the trainer, which sends."""
     address = fields.string("master_address")
     if not re.fullmatch(r"[A-Za-z0-9._:%-]+", address):
         raise BadRequest(f"master_address must be a host name or an IP address, not {shown(address)}", "master_address")
-    world_size = fields.integer("world_size", low=1, high=1 << 16)
+    world_size = fields.integer("world_size", low=2, high=1 << 16)
     return Rendezvous(
         name=group_name(fields),
         backend=fields.one_of("backend", ("nccl", "gloo"), "nccl"),
         address=address,
         port=fields.integer("master_port", low=1, high=65535),
-        rank=fields.integer("rank_offset", low=0, high=world_size - 1),
+        rank=fields.integer("rank_offset", low=1, high=world_size - 1),
         world_size=world_size,
     )
 
