@@ -311,6 +311,7 @@ async def score_one(runtime: RolloutRuntime, sample: Sample) -> None:
         return
     try:
         sample.reward = await runtime.hub.score(sample)
+        _refuse_abort(sample)
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a reward function raises is this sample's outcome
@@ -330,10 +331,19 @@ async def score_together(runtime: RolloutRuntime, samples: Sequence[Sample]) -> 
         if isinstance(outcome, UserError):
             raise outcome
     for sample, outcome in zip(unscored, outcomes, strict=True):
-        if isinstance(outcome, Exception):
-            mark_failed([sample], runtime.failures.record("reward", outcome))
-        else:
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            _refuse_abort(sample)
             sample.reward = outcome
+        except Exception as error:  # noqa: BLE001 - whatever a reward function raises is this sample's outcome
+            mark_failed([sample], runtime.failures.record("reward", error))
+
+
+def _refuse_abort(sample: Sample) -> None:
+    """What is scored was generated to its end: aborted now, it would be generated again and again."""
+    if sample.status is Sample.Status.ABORTED:
+        raise ValueError("a reward function must not abort a sample: raise, or make it FAILED, to give it up")
 
 
 def refuse_bad_rewards(args: Config, samples: Sequence[Sample], *, evaluation: bool = False) -> None:

@@ -135,6 +135,22 @@ def test_an_aborted_sibling_fails_and_the_finished_ones_stay(engine, make_runtim
     assert [sample.status for sample in samples] == [STATUS.COMPLETED, STATUS.FAILED] * 4
 
 
+@pytest.mark.parametrize("group_rm", [False, True])
+def test_a_reward_function_that_aborts_a_sample_fails_it(engine, make_runtime, prompts, write_plugin, group_rm):
+    abort = "    if {0}.index == 1:\n        {0}.status = {0}.Status.ABORTED\n"
+    one = "async def f(args, sample):\n" + abort.format("sample") + "    return 1.0\n"
+    many = "async def f(args, samples):\n    bad = samples[1]\n" + abort.format("bad") + "    return [1.0] * 2\n"
+    runtime = make_runtime([engine.url], custom_rm_path=write_plugin(many if group_rm else one), group_rm=group_rm)
+    samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples))
+    assert [(sample.status, sample.reward) for sample in samples] == [
+        (STATUS.COMPLETED, 1.0),
+        (STATUS.FAILED, None),
+        (STATUS.COMPLETED, 1.0),
+        (STATUS.COMPLETED, 1.0),
+    ]
+    assert samples[1].failure.startswith("reward: ValueError: a reward function must not abort a sample")
+
+
 def test_hooks_count_against_the_deadline_of_their_sample(engine, make_runtime, prompts, write_plugin):
     hook = (
         "import asyncio\nasync def f(args, sample):\n    if sample.index == 1:\n        await asyncio.Event().wait()\n"
