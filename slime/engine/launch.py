@@ -87,7 +87,7 @@ def _embedded_argv(config: Config, port: int, device: str, model_path: str) -> l
     argv += ["--mem-fraction", str(config.engine_mem_fraction)]
     argv += ["--log-level", config.log_level]
     if config.use_fault_tolerance:
-        argv += ["--stream-interval", str(STREAM_INTERVAL)]
+        argv += ["--stream-interval", str(STREAM_INTERVAL), "--incremental-streaming-output"]
     if config.rollout_compile is not None:
         argv.append("--compile" if config.rollout_compile else "--no-compile")
     return [*argv, "--trust-remote-code"] if config.trust_remote_code else argv

@@ -191,7 +191,7 @@ def test_the_embedded_server_streams_65536_tokens_each_once() -> None:
         await client.generate_into(growing, body)
         return await client.grown_result(growing, None), await client.generate_result(body)
 
-    streamed, whole = served(ScriptedCore("--stream-interval", "32"), use)
+    streamed, whole = served(ScriptedCore("--stream-interval", "32", "--incremental-streaming-output"), use)
     assert streamed.token_ids == whole.token_ids == [3 + at % 300 for at in range(LONG)]
     assert streamed.log_probs == whole.log_probs
     assert streamed.text == whole.text == make_tokenizer().decode(whole.token_ids, skip_special_tokens=True)

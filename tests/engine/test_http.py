@@ -71,17 +71,15 @@ def test_stream_ends_with_the_same_answer(engine: EngineProcess) -> None:
     events = connection.getresponse().read().decode().strip().split("\n\n")
     assert events[-1] == "data: [DONE]"
     chunks = [json.loads(e.removeprefix("data: ")) for e in events[:-1]]
-    assert [token for c in chunks for token in c["output_ids"]] == whole["output_ids"]
-    assert "".join(c["text"] for c in chunks) == whole["text"]
-    entries = [entry for c in chunks for entry in c["meta_info"]["output_token_logprobs"]]
-    told = whole["meta_info"]["output_token_logprobs"]
+    assert [c["output_ids"] for c in chunks] == [whole["output_ids"][: len(c["output_ids"])] for c in chunks]
+    assert (chunks[-1]["output_ids"], chunks[-1]["text"]) == (whole["output_ids"], whole["text"])
+    entries, told = chunks[-1]["meta_info"]["output_token_logprobs"], whole["meta_info"]["output_token_logprobs"]
     assert [entry[1] for entry in entries] == [entry[1] for entry in told]
     assert [entry[0] for entry in entries] == pytest.approx([entry[0] for entry in told], abs=1e-5)
-    counted = 0
     for chunk in chunks:
-        counted += len(chunk["output_ids"])
+        assert whole["text"].startswith(chunk["text"])
+        assert chunk["meta_info"]["completion_tokens"] == len(chunk["output_ids"])
         assert len(chunk["meta_info"]["output_token_logprobs"]) == len(chunk["output_ids"])
-        assert chunk["meta_info"]["completion_tokens"] == counted
 
 
 def test_abort_returns_the_partial_tokens(engine: EngineProcess) -> None:

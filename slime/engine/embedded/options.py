@@ -24,6 +24,7 @@ class EngineOptions:
     served_model_name: str
     weight_version: str
     stream_interval: int
+    incremental_streaming_output: bool
     trust_remote_code: bool
     log_level: str
     api_key: str | None
@@ -56,6 +57,8 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
     add("--served-model-name", help="name in /v1/models; default: the folder's")
     add("--weight-version", default="default", help="version reported until the first weight update")
     add("--stream-interval", type=int, default=1, help="tokens between two events of a stream")
+    add("--incremental-streaming-output", action="store_true",
+        help="events of /generate carry what is new, not the whole answer so far")  # fmt: skip
     add("--trust-remote-code", action="store_true")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add("--api-key", help="every route but /health* asks for it: Authorization: Bearer KEY")

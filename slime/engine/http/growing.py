@@ -1,9 +1,9 @@
 """A streamed answer as it grows.
 
-Engines have two dialects. In one, each event carries the whole answer so far (SGLang, unless it was started with
-`--incremental-streaming-output`); in the other, each carries what is new (the embedded engine, and SGLang with that
-flag). Every event counts the answer's tokens, `completion_tokens`: an event that carries so many is the whole, one that
-carries so many less those known is what is new, and anything else is refused.
+Engines have two dialects: each event carries the whole answer so far or, where the engine was started with
+`--incremental-streaming-output` (as runs do), what is new. Every event counts the answer's tokens, `completion_tokens`:
+an event that carries so many is the whole, one that carries so many less those known is what is new, and anything else
+is refused.
 
 Invariant: the cost of an event is the size of the event; `latest` puts the pieces together when somebody asks.
 """

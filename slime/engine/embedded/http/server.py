@@ -125,9 +125,15 @@ class EngineServer:
         return json_answer(answers if listed else answers[0])
 
     async def _stream(self, http: web.Request, request: GenerateRequest) -> web.StreamResponse:
+        """Events with the whole answer so far, as SGLang's are; with its flag, with what is new."""
+        only_new, so_far = self.core.options.incremental_streaming_output, None
         async with event_stream(http) as response:
             async for seq, piece in self._engine.pieces(request):
-                await send_event(response, answer(seq, piece, request, self.core.weight_version))
+                if only_new or so_far is None:
+                    so_far = piece
+                else:
+                    so_far.join(piece)
+                await send_event(response, answer(seq, so_far, request, self.core.weight_version))
         return response
 
     # state
