@@ -36,6 +36,7 @@ from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.start import continues_itself, model_folders, resumes_at
 from slime.data.journal import Journal, JournaledSource, open_journal
+from slime.data.state_file import saved_rollouts
 from slime.data.tokenizer import load_tokenizer
 from slime.data.user_source import make_data_source
 from slime.engine.fleet.processes import fixed_ports
@@ -348,7 +349,7 @@ class Run:
             with self.parts.trainers_at_work():
                 self.trainers.save(rollout_id)
             if self.journal is not None:
-                self.journal.checkpointed(rollout_id)
+                self.journal.checkpointed(rollout_id, kept=saved_rollouts(self.config.save))
         if self.config.save_hf is not None:
             self.progress.status("trainer", "saving a Hugging Face folder")
             with self.parts.trainers_at_work():

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from slime.data.jsonable import from_json, sample_from_json, sample_to_json, to_json
+from slime.data.buffer_state import Records, buffer_from_state, buffer_state
+from slime.data.jsonable import from_json, to_json
 from slime.data.labels import use_of_labels
 from slime.data.prompts import PromptDataset, PromptTooLong, log_dropped
 from slime.data.rows import split_slice
@@ -179,6 +180,9 @@ class RolloutDataSource:
 class RolloutDataSourceWithBuffer(RolloutDataSource):
     """Serves groups that were put back first, as `--buffer-filter-path` chooses them, then fresh ones."""
 
+    records: Records | None = None
+    """The journal that has the buffered groups: the state refers to it, instead of holding them once more."""
+
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self.buffer: list[Group] = []
@@ -210,10 +214,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def state_dict(self) -> dict[str, Any]:
         """The position and the buffered groups as JSON values."""
-        return {
-            **super().state_dict(),
-            "buffer": [[_member_to_json(member) for member in group] for group in self.buffer],
-        }
+        return {**super().state_dict(), **buffer_state(self.buffer, self.records)}
 
     def position(self) -> dict[str, Any]:
         """The state without buffered groups: of subclasses with a `state_dict` of their own, too."""
@@ -228,7 +229,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def load_state_dict(self, state: dict[str, Any], *, origin: str = "the saved data position") -> None:
         """Take over a position and its buffered groups."""
         super().load_state_dict(state, origin=origin)
-        self.buffer = [[_member_from_json(member) for member in group] for group in state.get("buffer", [])]
+        self.buffer = buffer_from_state(state, self.records, origin)
 
     def _take_from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer or num_samples <= 0:
@@ -254,14 +255,6 @@ def is_member(member: Any) -> bool:
     if isinstance(member, list):
         return bool(member) and all(isinstance(sample, Sample) for sample in member)
     return isinstance(member, Sample)
-
-
-def _member_to_json(member: Sample | list[Sample]) -> Any:
-    return sample_to_json(member) if isinstance(member, Sample) else [sample_to_json(sample) for sample in member]
-
-
-def _member_from_json(data: Any) -> Sample | list[Sample]:
-    return [sample_from_json(sample) for sample in data] if isinstance(data, list) else sample_from_json(data)
 
 
 def remove_chosen(buffer: list[Any], chosen: list[Any]) -> None:

@@ -23,10 +23,14 @@ def state_path(folder: str | Path, rollout_id: int) -> Path:
 
 def latest_state_path(folder: str | Path) -> Path | None:
     """The state file with the highest rollout id, or None."""
-    found = [
-        (int(match[1]), path) for path in (Path(folder) / "rollout").glob("*") if (match := _NAME.match(path.name))
-    ]
-    return max(found)[1] if found else None
+    found = saved_rollouts(folder)
+    return state_path(folder, max(found)) if found else None
+
+
+def saved_rollouts(folder: str | Path) -> set[int]:
+    """The rollouts that have a state file."""
+    names = (path.name for path in (Path(folder) / "rollout").glob("*"))
+    return {int(match[1]) for name in names if (match := _NAME.match(name))}
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:

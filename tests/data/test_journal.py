@@ -458,9 +458,9 @@ def test_a_live_journal_of_another_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused(written: Path) -> None:
     with sqlite3.connect(written / "journal.sqlite") as connection:
-        connection.execute("PRAGMA user_version=4")
+        connection.execute("PRAGMA user_version=5")
     connection.close()
-    refused(written, "has format 4, and this slime knows formats up to 3")
+    refused(written, "has format 5, and this slime knows formats up to 4")
 
 
 @pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"\1" * 5000], ids=len)

@@ -249,6 +249,7 @@ def test_a_journal_of_the_first_format_goes_on(tmp_path: Path) -> None:
     with journal._database.reading() as connection:
         connection.executescript(
             "DROP VIEW evaluated; DROP TABLE evaluated_samples; DROP TABLE evaluations; DROP TABLE kept;"
+            "DROP TABLE referred;"
             "PRAGMA user_version=1;"
         )
     journal.close()

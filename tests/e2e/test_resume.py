@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from tests.e2e.conftest import eval_flags, grpo_flags
@@ -42,3 +45,21 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(whole_run: tuple[Path, 
     assert "\nthis run is finished: parts has a checkpoint after step 4, and --num-rollout is 4;" in again.out
     assert "starting" not in again.out
     assert_same_records(comparable(place / "parts"), comparable(whole), TOLERANCE)
+
+
+def test_the_buffer_of_each_checkpoint_that_is_there_stays_in_the_journal(place: Path) -> None:
+    flags = [
+        *("--over-sampling-batch-size", "8", "--partial-rollout", "--keep-samples-mb", "0"),
+        *("--save", "buffered", "--save-interval", "1", "--num-rollout", "3", "--ckpt-keep", "2"),
+    ]
+    done = run([*TRAIN, *grpo_flags(), *flags], place)
+    assert (done.code, done.err) == (0, "")
+    with closing(sqlite3.connect(place / "buffered/journal.sqlite")) as journal:
+        there = {row_id for (row_id,) in journal.execute("SELECT id FROM samples")}
+        assert journal.execute("SELECT DISTINCT checkpoint FROM referred ORDER BY 1").fetchall() == [(1,), (2,)]
+    for rollout_id in (1, 2):
+        groups = json.loads((place / f"buffered/rollout/data_state_{rollout_id}.json").read_text())["buffer"]
+        rows = {sample["recorded"]["id"] for group in groups for sample in group}
+        assert len(groups) == 4
+        assert len(rows) == 16
+        assert rows <= there

@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from slime.data.journal.keeping import Content, content_of
-from slime.data.journal.schema import APPLICATION_ID, FORMAT, SCHEMA, TO_LOOK_AT
+from slime.data.journal.schema import APPLICATION_ID, FORMAT, REFERRED, SCHEMA, TO_LOOK_AT
 from slime.data.state_file import fsync_file
 from slime.errors import RunFailed, UserError
 
@@ -162,7 +162,7 @@ class Database:
         with self._lock, self._readable_errors():
             found = self._pragma("user_version")
             if found < FORMAT:
-                added = TO_LOOK_AT if found < 2 else ""
+                added = (TO_LOOK_AT if found < 2 else "") + REFERRED
                 self._connection.executescript(f"BEGIN;{added}PRAGMA user_version={FORMAT};COMMIT;")
 
     def _is_ours(self) -> bool:

@@ -15,19 +15,30 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime.data.journal.commits import Change, Commits
 from slime.data.journal.database import Database
-from slime.data.journal.keeping import Content, content_of, forget_evaluations_after, keep_evaluation, retire
+from slime.data.journal.keeping import (
+    Content,
+    content_of,
+    forget_evaluations_after,
+    keep_evaluation,
+    refer,
+    release,
+    retire,
+)
 from slime.data.journal.recovery import (
     Recovered,
     give_up_useless,
     has_content,
     is_empty,
+    name_of,
     read_groups,
+    read_samples,
     replay_from,
     unusable_rows,
     usable_from,
@@ -273,11 +284,31 @@ class Journal:
             row = connection.execute("SELECT position FROM positions WHERE rollout_id = ?", (rollout_id,)).fetchone()
         return None if row is None else json.loads(row[0])
 
-    def checkpointed(self, rollout_id: int) -> None:
-        """A checkpoint of `rollout_id` is durable: prune what can be needed no more, and make the rest durable too."""
+    def refer(self, rollout_id: int, row_ids: Iterable[int]) -> None:
+        """The state saved with `rollout_id` refers to these samples: they stay while that checkpoint is kept."""
+        with self._database.transaction() as connection:
+            refer(connection, rollout_id, row_ids)
+
+    def name(self) -> str:
+        """A name that no other journal has."""
+        with self._database.transaction() as connection:
+            connection.execute("INSERT OR IGNORE INTO meta VALUES ('name', ?)", (uuid.uuid4().hex,))
+            return name_of(connection) or ""
+
+    def samples(self, row_ids: Sequence[int]) -> dict[int, Sample]:
+        """The samples of rows, by row id; those that are not there are left out."""
+        with self._database.reading() as connection:
+            return read_samples(connection, self._rows, row_ids)
+
+    def checkpointed(self, rollout_id: int, *, kept: Collection[int] = ()) -> None:
+        """A checkpoint of `rollout_id` is durable: prune what can be needed no more, and make the rest durable too.
+
+        What was in the buffer of a checkpoint of the rollouts `kept` stays, to go on from that one.
+        """
         with self._database.transaction() as connection:
             replay_from(connection, rollout_id + 1, forget_later=False)
             if not self._keep:
+                release(connection, kept)
                 retire(connection, rollout_id, self._keep_bytes)
                 connection.execute("DELETE FROM positions WHERE rollout_id < ?", (rollout_id,))
                 _set_meta(connection, "horizon", str(rollout_id + 1))

@@ -1,21 +1,24 @@
 """What stays in the journal to be looked at: samples of the last rollouts, and completions of the last evaluations.
 
 Invariants: nothing here is ever trained on again, and nothing that may be is ever removed here: only groups that a
-checkpoint covers, and dropped ones. What is kept has at most so many bytes, whole rollouts and evaluations, the oldest
-of which go first; only one that alone has more than that is cut. The cost of a call is that of what it adds and
-removes, not of what is there.
+checkpoint covers, and dropped ones, but none that was in the buffer of a checkpoint that is still there. What is kept
+has at most so many bytes (those aside), whole rollouts and evaluations, the oldest of which go first; only one that
+alone has more than that is cut. The cost of a call is that of what it adds and removes, not of what is there.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 from slime.data.journal.rows import COLUMNS
 from slime.data.journal.schema import NOT_CONSUMED
 
+_REFERRED = "EXISTS (SELECT 1 FROM referred WHERE group_id = groups.id)"
+_RELEASED = f"""SELECT id FROM groups WHERE id = ? AND state = 'consumed' AND NOT {_REFERRED}
+AND rollout_id NOT IN (SELECT rollout_id FROM kept) AND rollout_id NOT IN (SELECT rollout_id FROM rollouts)"""
 _BYTES = "LENGTH(payload) + LENGTH(CAST(prompt AS BLOB)) + LENGTH(CAST(response AS BLOB)) + 100"
 _OF_GROUPS = f"""SELECT groups.id, COALESCE(SUM({_BYTES}), 0)
 FROM groups LEFT JOIN samples ON group_id = groups.id WHERE rollout_id = ? GROUP BY groups.id"""
@@ -51,7 +54,8 @@ def has_evaluations(connection: sqlite3.Connection) -> bool:
 
 def retire(connection: sqlite3.Connection, rollout_id: int, bound: int) -> None:
     """Dropped groups and what rollouts up to `rollout_id` consumed go, but for the last rollouts within `bound`."""
-    _remove_groups(connection, connection.execute("SELECT id FROM groups WHERE state = 'dropped'").fetchall())
+    dropped = connection.execute(f"SELECT id FROM groups WHERE state = 'dropped' AND NOT {_REFERRED}").fetchall()
+    _remove_groups(connection, dropped)
     covered = connection.execute("SELECT rollout_id FROM rollouts WHERE rollout_id <= ?", (rollout_id,)).fetchall()
     total = _total(connection, _ROLLOUTS)
     for (rollout,) in covered:
@@ -65,6 +69,34 @@ def retire(connection: sqlite3.Connection, rollout_id: int, bound: int) -> None:
         left = _cut(connection, oldest, bound if oldest == last else 0)
         total += left - size
     _set_total(connection, _ROLLOUTS, total)
+
+
+def refer(connection: sqlite3.Connection, checkpoint: int, row_ids: Iterable[int]) -> None:
+    """The data position of a checkpoint names these samples: their groups stay as long as it does."""
+    connection.execute("DELETE FROM referred WHERE checkpoint = ?", (checkpoint,))
+    connection.executemany(
+        "INSERT OR IGNORE INTO referred SELECT ?, group_id FROM samples WHERE id = ?",
+        [(checkpoint, row_id) for row_id in row_ids],
+    )
+
+
+def release(connection: sqlite3.Connection, kept: Collection[int]) -> None:
+    """Checkpoints other than `kept` are gone: nobody asks for the groups that only they refer to."""
+    for checkpoint in _referring(connection):
+        if checkpoint not in kept:
+            groups = connection.execute("SELECT group_id FROM referred WHERE checkpoint = ?", (checkpoint,)).fetchall()
+            connection.execute("DELETE FROM referred WHERE checkpoint = ?", (checkpoint,))
+            free = [found for group in groups if (found := connection.execute(_RELEASED, group).fetchone())]
+            _remove_groups(connection, free)
+
+
+def _referring(connection: sqlite3.Connection) -> list[int]:
+    """The checkpoints that refer to anything, found by jumping from one to the next."""
+    found: list[int] = []
+    query = "SELECT MIN(checkpoint) FROM referred WHERE checkpoint > ?"
+    while (following := connection.execute(query, (found[-1] if found else -2,)).fetchone()[0]) is not None:
+        found.append(int(following))
+    return found
 
 
 def keep_evaluation(
@@ -105,7 +137,8 @@ def _cut(connection: sqlite3.Connection, rollout: int, room: int) -> int:
             gone.append((group_id,))
         else:
             left += size
-    _remove_groups(connection, gone)
+    is_referred = "SELECT 1 FROM referred WHERE group_id = ?"
+    _remove_groups(connection, [group for group in gone if connection.execute(is_referred, group).fetchone() is None])
     if left:
         connection.execute("UPDATE kept SET bytes = ? WHERE rollout_id = ?", (left, rollout))
     else:

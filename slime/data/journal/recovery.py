@@ -8,7 +8,7 @@ out and is in no batch goes back to the data source, in the order in which it wa
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,25 @@ def read_groups(connection: sqlite3.Connection, rows: RowCodec, where: str, valu
         values,
     )
     return regrouped(_leaves(found, rows))
+
+
+def read_samples(connection: sqlite3.Connection, rows: RowCodec, row_ids: Sequence[int]) -> dict[int, Sample]:
+    """The samples of rows that are there and can be used, by row id."""
+    query = f"SELECT {', '.join(COLUMNS)} FROM samples WHERE id = ?"
+    found: dict[int, Sample] = {}
+    for row_id in row_ids:
+        columns = connection.execute(query, (row_id,)).fetchone()
+        if columns is not None:
+            sample = rows.sample_or_failure(row_id, columns, check=True)
+            if not (sample.failure or "").startswith(UNUSABLE):
+                found[row_id] = sample
+    return found
+
+
+def name_of(connection: sqlite3.Connection) -> str | None:
+    """The name of a journal; None as long as nobody has asked for it."""
+    row = connection.execute("SELECT value FROM meta WHERE key = 'name'").fetchone()
+    return None if row is None else str(row[0])
 
 
 def _leaves(found: Iterator[tuple[Any, ...]], rows: RowCodec) -> Iterator[tuple[int, Leaf]]:

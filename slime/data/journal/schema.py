@@ -6,7 +6,7 @@ with every change here or in the payload; the table `identity` is written once, 
 
 from __future__ import annotations
 
-FORMAT = 3
+FORMAT = 4
 APPLICATION_ID = 0x736C6D65  # "slme": tells a journal from any other SQLite database
 
 OPEN = ("pending", "partial", "finished")
@@ -87,4 +87,14 @@ CREATE VIEW evaluated AS
 
 # Format 3 has another status of samples, `generated`, and the same tables.
 
-SCHEMA = RECORD + TO_LOOK_AT
+REFERRED = """
+CREATE TABLE referred (
+    checkpoint INTEGER NOT NULL,
+    group_id INTEGER NOT NULL,
+    PRIMARY KEY (checkpoint, group_id)
+) WITHOUT ROWID;
+CREATE INDEX referred_by_group ON referred (group_id);
+"""
+"""What format 4 added: the groups in the buffer when a checkpoint was saved, which its data position refers to."""
+
+SCHEMA = RECORD + TO_LOOK_AT + REFERRED

@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from slime.data.journal.buffered import JournaledGroups
 from slime.data.journal.identity import run_identity
 from slime.data.journal.journal import Journal
 from slime.data.journal.rows import flattened
@@ -38,7 +40,7 @@ def open_journal(config: Any, path: Path) -> Journal:
 class JournaledSource:
     """Any data source; what is not said here is asked of (and set in) the source itself."""
 
-    _OWN = frozenset({"source", "journal", "_lock", "_returned"})
+    _OWN = frozenset({"source", "journal", "_lock", "_returned", "_groups"})
 
     def __init__(self, source: Any, journal: Journal) -> None:
         self.source = source
@@ -46,6 +48,9 @@ class JournaledSource:
         self._lock = threading.RLock()
         self._returned: list[Group] = []
         """Groups of an earlier life, for a source that takes none back."""
+        self._groups: JournaledGroups | None = None
+        if isinstance(source, RolloutDataSourceWithBuffer):
+            self._groups = source.records = JournaledGroups(journal, source.args.load)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["source"], name)
@@ -77,8 +82,13 @@ class JournaledSource:
             self.source.add_samples(samples)
 
     def save(self, rollout_id: int) -> None:
-        """Save the source's position, and remember where that was."""
+        """Save the source's position, and remember where that was.
+
+        The samples in its buffer are not written again: what is saved refers to their rows.
+        """
         with self._lock:
+            if self._groups is not None:
+                self.journal.refer(rollout_id, _row_ids(_buffered(self.source)))
             self.source.save(rollout_id)
             position = self._position()
             if position is not None:
@@ -125,7 +135,8 @@ class JournaledSource:
         if position is not None and isinstance(self.source, UserSource):
             self.source.go_on(position, start - 1, self.journal.position_at(start - 1))
             return
-        self.source.load(start - 1)  # for what a subclass saves besides
+        with nullcontext() if self._groups is None else self._groups.not_wanted():
+            self.source.load(start - 1)  # for what a subclass saves besides
         if position is not None:
             self.source.load_state_dict(position, origin=str(self.journal.path))
 
@@ -147,3 +158,7 @@ def _samples(groups: list[Group]) -> Iterator[Sample]:
     for group in groups:
         for leaf in flattened(group):
             yield leaf.sample
+
+
+def _row_ids(groups: list[Group]) -> list[int]:
+    return [sample.journal_id for sample in _samples(groups) if sample.journal_id is not None]

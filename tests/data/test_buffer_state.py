@@ -1,0 +1,258 @@
+"""Buffered groups in a saved data position: recorded once, in the journal, and found there again."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config
+from slime.data.buffer_state import buffer_from_state
+from slime.data.journal import JournaledSource
+from slime.data.sample import Sample
+from slime.data.source import RolloutDataSourceWithBuffer
+from slime.errors import UserError
+from tests.data.journal_samples import finish, open_journal
+
+ROWS = [{"input": f"question {number}", "label": number, "metadata": {"row": number}} for number in range(9)]
+SENTENCE = (
+    "{path}: {count} buffered prompts start over, because the journal with their responses is not here or has gone on"
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path, model_folder: Path, write_jsonl: Callable[..., str]) -> Config:
+    save = str(tmp_path / "checkpoints")
+    return Config(
+        hf_checkpoint=str(model_folder),
+        prompt_data=write_jsonl(ROWS),
+        label_key="label",
+        metadata_key="metadata",
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        save=save,
+        load=save,
+    )
+
+
+def started(config: Config, folder: Path, start: int = 0) -> JournaledSource:
+    source = JournaledSource(RolloutDataSourceWithBuffer(config), open_journal(folder))
+    source.resume(start)
+    return source
+
+
+def saved(config: Config, folder: Path) -> tuple[JournaledSource, list[Any]]:
+    """A source whose checkpoint of rollout 0 has in its buffer: a finished group with a fan-out, a partial, a new one."""
+    source = started(config, folder)
+    trained, done, partial, new = source.get_samples(4)
+    trained = [finish(sample) for sample in trained]
+    done[0] = [finish(copy.deepcopy(done[0]), 0.25, tokens=40), finish(copy.deepcopy(done[0]), 0.75)]
+    finish(done[1], 1.0, tokens=30)
+    finish(partial[0], None, tokens=20)
+    source.add_samples([done, partial, new])
+    source.journal.assign(0, [trained], {})
+    source.journal.consumed(0)
+    source.save(0)
+    source.journal.checkpointed(0, kept={0})
+    return source, copy.deepcopy([done, partial, new])
+
+
+def later(source: JournaledSource, groups: list[Any], kept: set[int]) -> None:
+    """Groups are trained on in rollout 1, which is saved too."""
+    source.journal.assign(1, groups, {})
+    source.journal.consumed(1)
+    source.save(1)
+    source.journal.checkpointed(1, kept=kept)
+
+
+def unnumbered(groups: list[Any]) -> list[Any]:
+    """The same groups without the ids that a journal gave their samples."""
+    groups = copy.deepcopy(groups)
+    for group in groups:
+        for member in group:
+            for sample in member if isinstance(member, list) else [member]:
+                sample.journal_id = None
+    return groups
+
+
+def state_of(config: Config, rollout_id: int = 0) -> dict[str, Any]:
+    path = Path(str(config.save)) / "rollout" / f"data_state_{rollout_id}.json"
+    state: dict[str, Any] = json.loads(path.read_text())
+    return state
+
+
+def prompts_of(groups: list[Any]) -> list[Any]:
+    return [
+        (group[0].group_index, group[0].prompt, group[0].label, group[0].metadata, [one.index for one in group])
+        for group in groups
+    ]
+
+
+def test_the_state_has_no_response_of_what_the_journal_has(config: Config, tmp_path: Path) -> None:
+    source, (done, partial, new) = saved(config, tmp_path / "run")
+    state = state_of(config)
+    assert state["buffer_journal"] == source.journal.name()
+    assert state["buffer"][2][1] == {
+        "recorded": {"id": new[1].journal_id, "response_length": 0, "weights": []},
+        "prompt": {
+            "group_index": 3,
+            "index": 7,
+            "prompt": "question 3",
+            "label": 3,
+            "metadata": {"row": 3},
+        },
+    }
+    assert [entry["recorded"] for entry in (*state["buffer"][0][0], state["buffer"][1][0])] == [
+        {"id": done[0][0].journal_id, "response_length": 40, "weights": ["0"]},
+        {"id": done[0][1].journal_id, "response_length": 3, "weights": ["0"]},
+        {"id": partial[0].journal_id, "response_length": 20, "weights": ["0"]},
+    ]
+    for word in ("tokens", "log_probs", "loss_mask", '"abc"', "-0.5"):
+        assert word not in json.dumps(state["buffer"])
+
+
+def test_a_restart_has_the_same_groups(config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source, groups = saved(config, tmp_path / "run")
+    source.journal.close()
+    again = started(config, tmp_path / "run", 1)
+    assert again.source.buffer == groups
+    assert again.get_samples(4)[3][0].prompt == "question 4"
+    assert not caplog.records
+
+
+def test_a_restart_finds_what_went_on_since_the_checkpoint(
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, groups = saved(config, tmp_path / "run")
+    _, partial, _ = source.get_samples(3)
+    source.journal.produced(partial[0], finish(partial[0], 1.0, version="1"))
+    source.journal.close()
+    again = started(config, tmp_path / "run", 1)
+    assert again.source.buffer == [groups[0], partial, groups[2]]
+    assert not caplog.records
+
+
+def test_an_older_checkpoint_has_the_same_groups_that_were_trained_on_since(
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, groups = saved(config, tmp_path / "run")
+    trained, dropped, _ = source.get_samples(3)
+    source.journal.drop([dropped])
+    later(source, [trained], kept={0, 1})  # no byte is kept to be looked at
+    source.journal.close()
+    caplog.clear()
+    again = started(config, tmp_path / "run", 1)
+    assert unnumbered(again.source.buffer) == unnumbered(groups)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the samples of an earlier run do not fit to rollout 1: they are now in {tmp_path / 'run/journal-1.sqlite'}"
+    ]
+    again.journal.close()
+    once_more = started(config, tmp_path / "run", 1)  # they are in the new journal now
+    assert unnumbered(once_more.source.buffer) == unnumbered(groups)
+
+
+def test_groups_of_a_checkpoint_that_is_gone_go_too(config: Config, tmp_path: Path) -> None:
+    source, _ = saved(config, tmp_path / "run")
+    trained, dropped, _ = source.get_samples(3)
+    source.journal.drop([dropped])
+    later(source, [trained], kept={0, 1})
+    query = "SELECT group_index, state FROM groups ORDER BY group_index"
+    with source.journal._database.reading() as connection:
+        assert connection.execute(query).fetchall() == [(1, "consumed"), (2, "dropped"), (3, "pending")]
+    source.journal.assign(2, source.get_samples(1), {})
+    source.save(2)
+    source.journal.checkpointed(2, kept={1, 2})
+    with source.journal._database.reading() as connection:
+        assert connection.execute(query).fetchall() == [(3, "pending")]
+        assert connection.execute("SELECT COUNT(*) FROM samples").fetchall() == [(2,)]
+
+
+def test_what_went_on_since_starts_over_from_an_older_checkpoint(
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, groups = saved(config, tmp_path / "run")
+    done, partial, _ = source.get_samples(3)
+    source.journal.produced(partial[0], finish(partial[0], 1.0, version="1"))
+    later(source, [done, partial], kept={0, 1})
+    source.journal.close()
+    again = started(config, tmp_path / "run", 1)
+    assert unnumbered(again.source.buffer[::2]) == unnumbered(groups[::2])
+    (_, over, _) = again.source.buffer
+    assert (over[0].status, over[0].tokens, over[0].response_length) == (Sample.Status.PENDING, [], 0)
+    assert prompts_of([over]) == prompts_of([partial])
+    path = Path(str(config.save)) / "rollout/data_state_0.json"
+    assert caplog.records[-1].getMessage() == SENTENCE.format(path=path, count=1)
+
+
+@pytest.mark.parametrize("is_journaled", [True, False])
+def test_without_the_journal_prompts_start_over(
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_journaled: bool
+) -> None:
+    source, groups = saved(config, tmp_path / "run")
+    source.journal.close()
+    loaded = started(config, tmp_path / "elsewhere", 1).source if is_journaled else RolloutDataSourceWithBuffer(config)
+    if not is_journaled:
+        loaded.load(0)
+    path = Path(str(config.save)) / "rollout/data_state_0.json"
+    assert [record.getMessage() for record in caplog.records] == [SENTENCE.format(path=path, count=2)]
+    done, partial, new = groups
+    assert prompts_of(loaded.buffer) == prompts_of([[done[0][0], done[1]], partial, new])
+    fresh = RolloutDataSourceWithBuffer(config).get_samples(4)[1:]
+    assert unnumbered(loaded.buffer) == fresh
+    assert loaded.get_samples(4)[3][0].prompt == "question 4"
+
+
+def test_the_journal_may_lie_beside_the_checkpoint(
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, groups = saved(config, tmp_path / "run")
+    source.journal.close()
+    (tmp_path / "checkpoints/journal-7.sqlite").write_text("something else")
+    shutil.copy(tmp_path / "run/journal.sqlite", tmp_path / "checkpoints/journal.sqlite")
+    with caplog.at_level(logging.WARNING):
+        again = started(config, tmp_path / "elsewhere", 1)
+    assert unnumbered(again.source.buffer) == unnumbered(groups)
+    assert not caplog.records
+
+
+def test_samples_of_no_journal_are_written_whole(config: Config, tmp_path: Path) -> None:
+    plain = RolloutDataSourceWithBuffer(config)
+    (group,) = plain.get_samples(1)
+    finish(group[0])
+    plain.add_samples([group])
+    plain.save(0)
+    assert state_of(config)["buffer"][0][0]["tokens"] == [9, 100, 101, 102]
+    assert "buffer_journal" not in state_of(config)
+
+    again = started(config, tmp_path / "run", 1)  # as a state of an earlier version
+    assert unnumbered(again.source.buffer) == [group]
+    again.source.buffer.append([finish(Sample(index=99, prompt="from nowhere"))])
+    again.save(1)
+    (recorded, whole) = state_of(config, 1)["buffer"]
+    assert ("recorded" in recorded[0], whole[0]["tokens"]) == (True, [9, 100, 101, 102])
+
+
+def test_a_prompt_of_tokens_is_kept_to_start_over(config: Config, tmp_path: Path) -> None:
+    source = started(config, tmp_path / "run")
+    (group,) = source.get_samples(1)
+    group[0].prompt, group[0].tokens = "", [5, 6, 7]
+    finish(group[0], None)
+    source.add_samples([group])
+    source.save(0)
+    source.journal.close()
+    over = started(config, tmp_path / "elsewhere", 1).source.buffer[0][0]
+    assert (over.tokens, over.response_length, over.response) == ([5, 6, 7], 0, "")
+
+
+@pytest.mark.parametrize("entry", [[], 7, {"recorded": {}, "prompt": {}}, {"recorded": None, "prompt": None}])
+def test_damaged_references_are_refused(entry: Any, config: Config, tmp_path: Path) -> None:
+    records = started(config, tmp_path / "run").source.records
+    state = {"buffer": [[entry]] if entry else 7, "buffer_journal": "x"}
+    with pytest.raises(UserError, match=r"^place: its buffered groups are unreadable"):
+        buffer_from_state(state, records, "place")
