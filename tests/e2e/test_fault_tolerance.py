@@ -58,7 +58,7 @@ def train(folder: Path, out: Path, reward: Any, **flags: Any) -> Any:
         "hf_checkpoint": str(folder), "prompt_data": str(prompts), "num_rollout": ROLLOUTS, "rollout_batch_size": PROMPTS,
         "n_samples_per_prompt": SAMPLES, "rollout_max_response_len": 120, "use_dynamic_batch_size": True,
         "max_tokens_per_gpu": 8192, "lr": 1e-3, "rollout_num_gpus": 2, "use_fault_tolerance": True,
-        "rollout_health_check_interval": 0.3, "rollout_health_check_timeout": 15.0, "progress": "none",
+        "rollout_health_check_interval": 0.3, "rollout_health_check_timeout": 8.0, "progress": "none",
         "output_dir": str(out / "run"),
     }  # fmt: skip
     return slime.run(reward=reward, **(settings | flags))

@@ -26,7 +26,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(value=plain)
 def test_a_body_means_what_pythons_reader_says(value: Any) -> None:
     body = json.dumps(value).encode()
@@ -69,7 +69,7 @@ def test_what_is_no_json_is_a_value_error(body: bytes) -> None:
         parse_json(body)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     payload=st.dictionaries(st.text(), plain, max_size=3),
     ids=st.none() | st.lists(st.integers() | st.integers(0, 200_000)),

@@ -41,7 +41,7 @@ def two_engines(
             rollout_backend="embedded", engine_max_total_tokens=40_000,
         )
     )  # fmt: skip
-    settings = {"interval_s": 0.2, "timeout_s": 15.0, "first_wait_s": 0.0, "max_restarts": 3} | watch
+    settings = {"interval_s": 0.2, "timeout_s": 8.0, "first_wait_s": 0.0, "max_restarts": 3} | watch
     loop = LoopThread("test")
     with EngineFleet(config, device="cpu", run_dir=run_dir, model_path=folder) as fleet:
 
