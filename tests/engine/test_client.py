@@ -365,6 +365,20 @@ def test_a_key_leaves_an_engine_that_is_far_busier():
     asyncio.run(main())
 
 
+def test_a_pool_that_was_given_up_asks_no_dead_engine_twice():
+    async def main():
+        pool = EnginePool([f"http://127.0.0.1:{free_port()}" for _ in range(2)])
+        pool.give_up("it died too often")
+        for left in (1, 0):
+            result, error = await pool.generate_kept({}, "key")
+            assert (result, type(error), len(pool.up)) == (None, EngineUnreachable, left)
+        with pytest.raises(EngineProtocolError, match="was given up: it died too often"):
+            await pool.generate_kept({}, "key")
+        await pool.aclose()
+
+    asyncio.run(main())
+
+
 def test_requests_of_an_engine_that_is_gone_go_to_another_one():
     async def main():
         server = answering()

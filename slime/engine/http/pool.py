@@ -156,7 +156,7 @@ class EnginePool:
     def set_down(self, url: str) -> None:
         """No more requests for this engine; those it has end now."""
         self._member(url).down.set()
-        if all(member.down.is_set() for member in self._members):
+        if self._given_up is None and all(member.down.is_set() for member in self._members):
             self._any_up.clear()
 
     def set_up(self, url: str) -> None:
@@ -167,7 +167,7 @@ class EnginePool:
         self._any_up.set()
 
     def give_up(self, reason: str) -> None:
-        """Nobody waits for engines any more."""
+        """Nobody brings engines back any more: those that answer go on, and whoever finds no other one is told."""
         self._given_up = reason
         self._any_up.set()
 
@@ -245,6 +245,8 @@ class EnginePool:
 
     def _suspect(self, member: _Member) -> None:
         member.suspect_until = asyncio.get_running_loop().time() + self._suspect_s
+        if self._given_up is not None:
+            member.down.set()
 
 
 class _Load:
