@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from slime.data.journal import Journal, JournaledSource, JournalFailed
+from slime.data.journal.commits import Commits
 from slime.data.journal.database import Database
 from slime.data.sample import Sample
 from slime.driver import Run
@@ -104,6 +105,23 @@ def test_a_transaction_that_fails_is_raised_where_it_is_awaited(tmp_path: Path) 
         connection.execute("PRAGMA query_only=OFF")
     asyncio.run(journal.record(group[0], group[0]))
     assert seen(journal)[0][1] == "completed"
+
+
+def test_what_fails_after_its_transaction_fails_alone(tmp_path: Path) -> None:
+    def raising() -> None:
+        raise ValueError("too late")
+
+    async def write() -> list[Any]:
+        commits = Commits(journal._database)
+        writes = [commits.write(lambda after=after: lambda connection: after) for after in (raising, None)]
+        both = await asyncio.gather(*writes, return_exceptions=True)
+        await asyncio.wait_for(commits.write(lambda: lambda connection: None), 30)  # the thread goes on
+        commits.close()
+        return both
+
+    journal = open_journal(tmp_path)
+    failed, fine = asyncio.run(write())
+    assert (repr(failed), fine) == ("ValueError('too late')", None)
 
 
 def test_what_comes_later_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,10 @@ class Commits:
                 one.end(error)
             return
         for (one, _), after in zip(ready, done, strict=True):
-            if after is not None:
-                after()
-            one.end()
+            try:
+                if after is not None:
+                    after()
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
+                one.end(error)
+            else:
+                one.end()
