@@ -9,7 +9,7 @@ ROUTER_VENV := .venv-router
 WORKERS ?= auto
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-fast test-learning test-crash test-fuzz test-sglang lint format example-smollm2 benchmark clean help
+.PHONY: quickstart test test-fast test-learning test-migration test-crash test-fuzz test-sglang lint format example-smollm2 benchmark clean help
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 20
@@ -17,14 +17,17 @@ help:            ## this list
 quickstart: $(VENV)/.installed   ## train a tiny model on arithmetic, whole system, a few minutes on a CPU (ARGS="--device cuda")
 	$(RUN) examples/quickstart/run.py $(ARGS)
 
-test: $(VENV)/.installed-dev lint   ## lint, and all tests but the learning ones
-	$(RUN) -m pytest $(PARALLEL) -m 'not slow'
+test: $(VENV)/.installed-dev lint   ## lint, and all tests but the learning and migration ones
+	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not migration'
 
 test-fast: $(VENV)/.installed-dev   ## the tests that start no run, no engine and no trainer: two minutes, for the inner loop
 	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not processes'
 
 test-learning: $(VENV)/.installed-dev   ## every estimator learns a little: short whole runs
 	$(RUN) -m pytest $(PARALLEL) --dist load -m slow
+
+test-migration: $(VENV)/.installed-dev   ## plugins, scripts and commands that were written for upstream slime, in whole runs
+	$(RUN) -m pytest $(PARALLEL) -m migration tests/migration
 
 test-crash: $(VENV)/.installed-dev   ## twenty processes of one run are killed at random moments, in every mode (SLIME_CRASH_SEED=2 for others)
 	SLIME_CRASH_KILLS=20 $(RUN) -m pytest --cold --timeout 3000 tests/e2e/test_crashes.py

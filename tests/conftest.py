@@ -13,7 +13,7 @@ import pytest
 from tests.warm.popen import COLD, Starter, install
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two workers share two cores
-LONGEST_FIRST = ("e2e", "train", "plugins", "weights", "engine_contract", "engine", "waits")
+LONGEST_FIRST = ("e2e", "migration", "train", "plugins", "weights", "engine_contract", "engine", "waits")
 """Folders whose files take long; begun first, so that the workers end at about the same time."""
 PROCESSES = (
     "e2e", "engine_contract", "learning", "warm",
@@ -24,6 +24,8 @@ PROCESSES = (
     "weights/test_real_engine.py",
 )  # fmt: skip
 """Folders and files that start runs, engines or trainers: not part of `make test-fast`."""
+TABLE_WALKS = ("test_names.py", "test_flags.py", "test_page.py")
+"""Files of `tests/migration` that only look; the others run what was written for upstream (`make test-migration`)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +47,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(here)
         if path.parts[0] in PROCESSES or path.as_posix() in PROCESSES:
             item.add_marker("processes")
+        if path.parts[0] == "migration" and path.name not in TABLE_WALKS:
+            item.add_marker("processes")
+            item.add_marker("migration")
 
 
 @pytest.fixture(autouse=True)

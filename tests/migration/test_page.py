@@ -1,0 +1,13 @@
+"""docs/migration.md says what the tables say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.migration.page import page
+
+PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "run: python -m tests.migration.page > docs/migration.md"
