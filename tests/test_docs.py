@@ -17,7 +17,7 @@ from slime.config import Config
 from slime.config.config import FLAG_SPECS
 from slime.config.help import FILE_FLAGS
 from slime.config.megatron_flags import MEGATRON_FLAGS
-from slime.config.not_yet import NOT_YET
+from slime.config.not_yet import REFUSED
 from slime.config.parser import parse_args
 from slime.config.plugin_checks import check_plugins
 from slime.data.sample import Sample
@@ -36,7 +36,7 @@ HAND_WRITTEN = [page for page in PAGES if page.name not in ("flags.md", "migrati
 OF_TRAIN = {spec.flag for spec in FLAG_SPECS.values()} | {name for name, _, _ in FILE_FLAGS}
 SWITCHES = {spec.flag for spec in FLAG_SPECS.values() if spec.kind == "bool"}
 CARRIED = ("--sglang-", "--router-")
-KNOWN_ELSEWHERE = {f"--{name}" for name in (*MEGATRON_FLAGS, *NOT_YET)}
+KNOWN_ELSEWHERE = {f"--{name}" for name in (*MEGATRON_FLAGS, *REFUSED)}
 PAGES_BY_NAME = pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
 
 

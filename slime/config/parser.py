@@ -19,7 +19,7 @@ from slime.config.files import read_config_file
 from slime.config.foreign_flags import foreign_hint, foreign_setting
 from slime.config.help import FILE_FLAGS, format_help
 from slime.config.megatron_flags import FLOAT, INT, MEGATRON_FLAGS, NUMBER, SWITCH, TEXTS
-from slime.config.not_yet import NOT_YET, refusal
+from slime.config.not_yet import REFUSED, refusal
 from slime.config.resolve import resolve
 from slime.config.spec import FlagSpec
 from slime.config.suggest import nearest
@@ -177,7 +177,7 @@ def unknown_flag(name: str, own_flags: Iterable[str] = ()) -> str:
     if hint is not None:
         return hint
     known = [*_BY_FLAG, *_FILE_FLAGS, *own_flags]
-    match = nearest(name, known) or nearest(name, [*MEGATRON_FLAGS, *NOT_YET])
+    match = nearest(name, known) or nearest(name, [*MEGATRON_FLAGS, *REFUSED])
     return f"unknown flag --{name}" + (f": did you mean --{match}?" if match else " (slime flags lists all)")
 
 

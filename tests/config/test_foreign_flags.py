@@ -12,7 +12,7 @@ from slime.config import Config
 from slime.config.config import FLAG_SPECS
 from slime.config.foreign_flags import FOREIGN_FLAGS
 from slime.config.megatron_flags import MEGATRON_FLAGS
-from slime.config.not_yet import NOT_YET, REFUSED
+from slime.config.not_yet import REFUSED
 from slime.config.parser import parse_flags
 from slime.errors import UserError
 
@@ -79,7 +79,8 @@ def test_a_config_file_gets_the_same_hint(tmp_path: Path) -> None:
 def test_python_gets_the_same_hints_as_keywords() -> None:
     for keyword, sentence in {
         "learning_rate": "learning_rate is a name of TRL: here it is lr",
-        "use_routing_replay": "use_routing_replay is a slime flag that this version does not have yet",
+        "use_routing_replay": "use_routing_replay is not taken: the experts that a router chose are not recorded, so they cannot be "
+        "replayed: drop the flag",
         "lora_r": "lora_r: LoRA is not in this version: all weights are trained, or only those that "
         "only_train_params_name_list names",
     }.items():
@@ -95,5 +96,5 @@ def test_every_remedy_names_flags_that_exist_and_none_is_ours() -> None:
         for flag in re.findall(r"--[a-z][a-z0-9-]*", remedy):
             assert flag in FLAGS or flag == "--sglang-mem-fraction-static", (name, flag)
         assert f"--{name}" not in FLAGS
-        assert name not in {*MEGATRON_FLAGS, *NOT_YET, *REFUSED}, name
+        assert name not in {*MEGATRON_FLAGS, *REFUSED}, name
     assert len(FOREIGN_FLAGS) > 100

@@ -1,0 +1,112 @@
+"""Every flag of slime 0.3.1 through the real parser: accepted and read under its name, or refused with its reason."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, parse_flags
+from slime.config.config import FLAG_SPECS
+from slime.config.megatron_flags import MEGATRON_FLAGS
+from slime.config.not_yet import REFUSED
+from slime.errors import UserError
+
+FLAGS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("flags.toml").read_text())["flag"]
+VERDICTS = ("same", "better", "other", "absent")
+KEYS = {"name", "kind", "default", "example", "verdict", "note", "default_here"}
+ACCEPTED = [row for row in FLAGS if row["verdict"] != "absent"]
+ABSENT = [row for row in FLAGS if row["verdict"] == "absent"]
+NONE = "none"
+"""How the table writes that our default is None; upstream's is left out then."""
+
+by_name = pytest.mark.parametrize
+
+
+def words(row: dict[str, Any], tmp_path: Path) -> list[str]:
+    """The flag as somebody types it. A file that is read while parsing exists."""
+    example = row.get("example", "")
+    if row["name"] == "custom-config-path":
+        example = str(tmp_path / "own.yaml")
+        Path(example).write_text("own: 1\n")
+    values = [example] if row["kind"] in ("str", "json") else shlex.split(example)
+    return [f"--{row['name']}", *(values if row["kind"] != "flag" else ())]
+
+
+def expected(row: dict[str, Any]) -> Any:
+    """The example as a value of the row's kind."""
+    example = row.get("example", "")
+    pieces = shlex.split(example) if row["kind"] not in ("str", "json") else []
+    return {
+        "flag": lambda: not row["name"].startswith("no-") or attribute(row["name"]) == row["name"].replace("-", "_"),
+        "int": lambda: int(example),
+        "float": lambda: float(example),
+        "number": lambda: float(example),
+        "str": lambda: example,
+        "json": lambda: json.loads(example),
+        "strs": lambda: pieces,
+        "append": lambda: pieces,
+        "ints": lambda: [int(piece) for piece in pieces],
+        "pairs": lambda: list(zip(pieces[::2], pieces[1::2], strict=True)),
+    }[row["kind"]]()
+
+
+def attribute(name: str) -> str:
+    """What a flag sets: --no-<switch> turns a switch off, unless it is a name of its own."""
+    own = name.replace("-", "_")
+    positive = own.removeprefix("no_")
+    return positive if own not in FLAG_SPECS and name not in MEGATRON_FLAGS and positive in FLAG_SPECS else own
+
+
+def names(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["name"] for row in rows]
+
+
+@by_name("row", ACCEPTED, ids=names(ACCEPTED))
+def test_accepted_and_read_under_its_name(row: dict[str, Any], tmp_path: Path) -> None:
+    given = parse_flags(words(row, tmp_path))
+    if row["name"] == "custom-config-path":
+        assert given.own == 1  # type: ignore[attr-defined]
+        return
+    assert getattr(given, attribute(row["name"])) == expected(row)
+
+
+@by_name("row", ACCEPTED, ids=names(ACCEPTED))
+def test_the_default_is_upstreams_or_the_table_says_why_not(row: dict[str, Any]) -> None:
+    name = attribute(row["name"])
+    if name not in FLAG_SPECS:  # carried: an attribute where it was given
+        assert "default_here" not in row
+        return
+    ours = getattr(Config(), name)
+    if "default_here" in row:
+        assert ours == (None if row["default_here"] == NONE else row["default_here"])
+        assert ours != row.get("default"), "the default is upstream's: drop default_here"
+        assert row["note"]
+    else:
+        assert ours == row.get("default")
+
+
+@by_name("row", ABSENT, ids=names(ABSENT))
+def test_refused_with_the_reason_of_the_table(row: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_flags(words(row, tmp_path))
+    sentence = str(caught.value)
+    assert sentence.startswith(f"--{row['name']} ")
+    assert row["note"] in sentence
+    assert "unknown" not in sentence
+    assert "yet" not in sentence
+
+
+def test_the_table_is_whole() -> None:
+    rows = names(FLAGS)
+    assert len(rows) == len(set(rows))
+    for row in FLAGS:
+        assert row.keys() <= KEYS, row
+        assert row["verdict"] in VERDICTS, row
+        assert row.get("note") or row["verdict"] == "same", row
+    assert set(names(ABSENT)) == REFUSED.keys()
+    assert not MEGATRON_FLAGS.keys() - set(rows)
