@@ -28,6 +28,14 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lambd: f
     return advantages, advantages + values
 
 
+def gae_of_rows(rewards_BT: Tensor, values_BT: Tensor, *, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, T] of rows of equal length in which every token is an action."""
+    following = torch.cat([values_BT[:, 1:], torch.zeros_like(values_BT[:, :1])], dim=1)
+    delta = rewards_BT + gamma * following - values_BT
+    advantages = discounted_returns(delta.t(), gamma * lambd).t()
+    return advantages, advantages + values_BT
+
+
 def ppo_advantages(
     rewards: Sequence[float],
     values: Sequence[Tensor],

@@ -15,13 +15,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slime.algorithms.ratio import MAX_LOG_RATIO, finite_ratio
+from slime.algorithms.ratio import MAX_LOG_RATIO
 
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
 
-def approximate_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, log_ratio: Tensor | None = None) -> Tensor:
-    """Per token; with `log_ratio` = log pi - log pi_old weighed by it, and the gradient flows through both factors."""
+def approximate_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, ratio: Tensor | None = None) -> Tensor:
+    """Per token; with `ratio` = pi / pi_old (finite) weighed by it, and the gradient flows through both factors."""
     difference = log_probs - ref_log_probs
     match kind:
         case "k1":
@@ -32,8 +32,8 @@ def approximate_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, log_r
             kl = _k3(difference)
         case _:
             raise ValueError(f"unknown KL estimator {kind!r}: choose one of {', '.join(KL_TYPES)}")
-    if log_ratio is not None:
-        kl = kl * finite_ratio(log_ratio)
+    if ratio is not None:
+        kl = kl * ratio
     return kl.clamp(-10.0, 10.0) if kind == "low_var_kl" else kl
 
 

@@ -1,8 +1,9 @@
-"""Log-probs and entropy of target tokens straight from hidden states.
+"""Log-probs and entropy of target tokens straight from hidden states, or from logits where somebody has them.
 
-Invariant: the [T, V] matrix of logits never exists. Rows go through in chunks, forward keeps two numbers per row (the
-log-normaliser and, when asked for, the entropy), backward computes each chunk's logits again. Logits and everything
-derived from them are float32; the matrix products read the parameter dtype and accumulate in float32.
+Invariant: the [T, V] matrix of logits never exists unless it was handed in. Rows go through in chunks, forward keeps
+two numbers per row (the log-normaliser and, when asked for, the entropy), backward computes each chunk's logits again.
+Logits and everything derived from them are float32; the matrix products read the parameter dtype and accumulate in
+float32.
 
     u = scale * (hidden @ weight.T + bias);  v = softcap * tanh(u / softcap);  z = v / temperature
     log p(y) = z_y - logsumexp(z);           H = logsumexp(z) - sum_j p_j z_j
@@ -206,3 +207,53 @@ def linear_log_probs(
     transform = LogitTransform(scale=scale, softcap=softcap, temperature=temperature)
     rows = rows_per_chunk(weight.shape[0], hidden.device, chunk_rows)
     return _LinearLogProbs.apply(hidden, weight, bias, targets, transform, rows, with_entropy)
+
+
+class _LogProbsOfLogits(torch.autograd.Function):
+    """Keeps the logits it was given and two numbers a row; nothing else of their size outlives a chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, rows: int, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        normaliser = torch.empty(len(logits), dtype=dtype, device=logits.device)
+        entropy = torch.empty_like(normaliser) if with_entropy else None
+        for begin in range(0, len(logits), rows):
+            span = slice(begin, begin + rows)
+            z = logits[span].to(dtype, copy=True)
+            if entropy is None:
+                normaliser[span] = _normaliser_(z)
+            else:
+                normaliser[span], entropy[span] = _normaliser_and_entropy(z)
+        picked = logits.gather(1, targets[:, None]).squeeze(1).to(dtype)
+        ctx.save_for_backward(logits, targets, normaliser, entropy)
+        ctx.rows = rows
+        return picked - normaliser, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_log_probs, grad_entropy = grads
+        logits, targets, normaliser, entropy = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for begin in range(0, len(logits), ctx.rows):
+            span = slice(begin, begin + ctx.rows)
+            grad_logits[span] = _grad_of_chunk(
+                logits[span].to(normaliser.dtype, copy=True),
+                targets[span],
+                normaliser[span],
+                grad_log_probs[span] if grad_log_probs is not None else None,
+                (grad_entropy[span], entropy[span]) if grad_entropy is not None else None,
+                LogitTransform(scale=1.0, softcap=None, temperature=1.0),
+                out_dtype=normaliser.dtype,
+            )
+        return grad_logits, None, None, None
+
+
+def log_probs_of_logits(
+    logits: Tensor, targets: Tensor, *, chunk_rows: int = -1, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [T] of `targets` [T] under softmax(logits [T, V]), and its entropy [T] when asked for."""
+    rows = rows_per_chunk(logits.shape[1], logits.device, chunk_rows)
+    return _LogProbsOfLogits.apply(logits, targets, rows, with_entropy)

@@ -19,6 +19,7 @@ from slime.algorithms.importance import ImportanceWeights, importance_weights, u
 from slime.algorithms.kl import approximate_kl
 from slime.algorithms.opsm import off_policy_sequence_mask
 from slime.algorithms.policy_loss import clipped_policy_loss
+from slime.algorithms.ratio import finite_ratio
 from slime.algorithms.reduce import weighted_sum
 from slime.algorithms.rejection import rejection_mask
 from slime.config import Config
@@ -110,8 +111,8 @@ class PolicyObjective:
     def _kl(self, micro: MicroBatch, log_probs: Tensor, token_log_ratio: Tensor, weights: Tensor) -> Tensor:
         s = self.settings
         with torch.set_grad_enabled(s.kl_loss_coef != 0.0):
-            log_ratio = token_log_ratio if s.unbiased_kl else None
-            kl = approximate_kl(log_probs, micro.columns["ref_log_probs"], s.kl_loss_type, log_ratio=log_ratio)
+            ratio = finite_ratio(token_log_ratio) if s.unbiased_kl else None
+            kl = approximate_kl(log_probs, micro.columns["ref_log_probs"], s.kl_loss_type, ratio=ratio)
             return weighted_sum(kl, weights)
 
     # corrections

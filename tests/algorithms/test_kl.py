@@ -40,8 +40,8 @@ def test_values_and_gradients(batch: Ragged, kind: str) -> None:
 @given(ragged(), st.sampled_from(KL_TYPES))
 def test_unbiased_gradient_flows_through_both_factors(batch: Ragged, kind: str) -> None:
     log_probs, reference, old = leaf(batch.numbers(0, 2.0)), batch.numbers(1, 2.0), batch.numbers(2, 2.0)
-    log_ratio = log_probs - torch.tensor(old)
-    weighed = approximate_kl(log_probs, torch.tensor(reference), kind, log_ratio=log_ratio)
+    ratios = (log_probs - torch.tensor(old)).exp()
+    weighed = approximate_kl(log_probs, torch.tensor(reference), kind, ratio=ratios)
     weighed.sum().backward()
     value, slope = ESTIMATORS["k3" if kind == "low_var_kl" else kind]
     for t, log_prob in enumerate(log_probs.tolist()):
@@ -55,9 +55,9 @@ def test_unbiased_gradient_flows_through_both_factors(batch: Ragged, kind: str) 
 
 def test_the_clamp_bounds_what_the_weight_has_made_of_the_kl() -> None:
     """A difference of -3 has k3 = e^3 - 4 = 16.1; a ratio of 1/2 makes it 8.0, a ratio of 2 makes it 32.2."""
-    log_probs, halved, doubled = torch.tensor([-4.0]), torch.tensor([math.log(0.5)]), torch.tensor([math.log(2.0)])
-    for log_ratio, expected in ((halved, (math.exp(3) - 4) / 2), (doubled, 10.0), (None, 10.0)):
-        kl = approximate_kl(log_probs, torch.tensor([-1.0]), "low_var_kl", log_ratio=log_ratio)
+    log_probs, halved, doubled = torch.tensor([-4.0]), torch.tensor([0.5]), torch.tensor([2.0])
+    for ratio, expected in ((halved, (math.exp(3) - 4) / 2), (doubled, 10.0), (None, 10.0)):
+        kl = approximate_kl(log_probs, torch.tensor([-1.0]), "low_var_kl", ratio=ratio)
         assert kl.item() == pytest.approx(expected, rel=1e-6)
 
 
@@ -67,7 +67,7 @@ def test_the_weighed_estimate_has_the_gradient_of_the_kl() -> None:
     log_p = torch.log_softmax(logits, 0)
     (wanted,) = torch.autograd.grad((log_p.exp() * (log_p - reference)).sum(), logits, retain_graph=True)
     for kind in ("k1", "k3"):
-        estimate = approximate_kl(log_p, reference, kind, log_ratio=log_p - log_p.detach())
+        estimate = approximate_kl(log_p, reference, kind, ratio=(log_p - log_p.detach()).exp())
         (got,) = torch.autograd.grad((log_p.detach().exp() * estimate).sum(), logits, retain_graph=True)
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 

@@ -35,7 +35,7 @@ def test_precision_is_kept(dtype, mask) -> None:
         *cispo_loss(x, y, x, eps_clip=1.0, eps_clip_high=0.2),
         sequence_log_ratio(x, y, mask, lengths),
         off_policy_sequence_mask(x, y, x, mask, lengths, delta=0.1),
-        *(approximate_kl(x, y, kind, log_ratio=x - y) for kind in KL_TYPES),
+        *(approximate_kl(x, y, kind, ratio=(x - y).exp()) for kind in KL_TYPES),
         weights.weights,
         weights.ratio,
         weights.out_of_bounds,
