@@ -26,8 +26,8 @@ _TOKENIZER_FILES = (
 )
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model folder (or hub name); a `UserError` when it has none."""
+def load_tokenizer(path: str, trust_remote_code: bool = False, **options: Any) -> Any:
+    """The tokenizer of a model folder (or hub name); a `UserError` when it has none. `options` are transformers'."""
     folder = Path(path)
     if folder.is_dir():
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -39,7 +39,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path}: its tokenizer does not load ({reason})") from error

@@ -12,7 +12,7 @@ from slime.data.turn_mask import mask_turns
 class MultiTurnLossMaskGenerator:
     """Tokens and loss mask of conversations. The chat template decides, whatever `tokenizer_type` says."""
 
-    def __init__(self, tokenizer: Any, tokenizer_type: str = "auto") -> None:
+    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
         self.tokenizer = tokenizer
         self.tokenizer_type = tokenizer_type
 

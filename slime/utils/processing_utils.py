@@ -7,17 +7,22 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from slime.data.tokenizer import load_tokenizer
+from slime.data import tokenizer
 
 __all__ = ["build_processor_kwargs", "encode_image_for_rollout_engine", "load_processor", "load_tokenizer"]
 
 
-def load_processor(path: str, trust_remote_code: bool = False) -> Any | None:
-    """The processor of a multimodal model folder; None for a text model."""
+def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
+    """The tokenizer of a model folder or hub name; further arguments are those of transformers."""
+    return tokenizer.load_tokenizer(name_or_path, **kwargs)
+
+
+def load_processor(name_or_path: str, **kwargs: Any) -> Any | None:
+    """The processor of a multimodal model folder; None for a text model. Further arguments are transformers'."""
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
     try:
-        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
     except (OSError, ValueError):  # what transformers raises for a folder without one
         return None
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor

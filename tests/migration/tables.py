@@ -5,8 +5,9 @@ Invariant: every row has a verdict, and every row that is not `same` says how or
 
 from __future__ import annotations
 
+import re
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,7 +59,7 @@ class Flag:
     name: str
     kind: str
     verdict: str
-    group: str
+    group: str = ""
     default: Any = None
     example: Any = None
     note: str = ""
@@ -77,7 +78,15 @@ def read_behaviours() -> list[Behaviour]:
 
 
 def read_flags() -> list[Flag]:
-    return _rows("flags.toml", "flag", Flag) if (HERE / "flags.toml").exists() else []
+    """The flags, each with the comment above it in the file for a group."""
+    rows = _rows("flags.toml", "flag", Flag)
+    groups, group = {}, ""
+    for line in (HERE / "flags.toml").read_text().splitlines():
+        if heading := re.fullmatch(r"\s+# (.+)", line):
+            group = heading[1]
+        elif row := re.match(r'\s+\{ name = "([^"]+)"', line):
+            groups[row[1]] = group
+    return [replace(row, group=groups[row.name]) for row in rows]
 
 
 def mistakes(row: Name | Behaviour | Flag) -> list[str]:

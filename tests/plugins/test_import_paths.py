@@ -9,7 +9,7 @@ import pytest
 
 from slime.rollout.base_types import RolloutFnEvalOutput, leaves
 from slime.rollout.sglang_rollout import eval_rollout, generate_rollout_async
-from slime.utils.processing_utils import build_processor_kwargs, load_processor
+from slime.utils.processing_utils import build_processor_kwargs, load_processor, load_tokenizer
 
 NAMES = {
     "slime.utils.types": "Sample RolloutBatch",
@@ -84,6 +84,13 @@ def test_an_evaluation_on_the_running_loop(engine, make_runtime, tmp_path):
     output, back = runtime.run(eval_rollout(runtime.args, 0))
     assert isinstance(output, RolloutFnEvalOutput)
     assert (len(output.data["sums"]["samples"]), back) == (1, [])
+
+
+def test_tokenizers_and_processors_take_the_arguments_of_transformers(model_folder):
+    left = load_tokenizer(model_folder, trust_remote_code=True, padding_side="left")
+    assert left.padding_side == "left"
+    assert load_tokenizer(name_or_path=model_folder)("12+34")["input_ids"] == left("12+34")["input_ids"]
+    assert load_processor(model_folder, trust_remote_code=True) is None
 
 
 def test_processors(model_folder):
