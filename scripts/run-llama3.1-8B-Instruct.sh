@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# GRPO with Llama-3.1-8B-Instruct: eight GPUs, shared by training and rollout
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+
+use_model llama3.1-8B-Instruct Llama-3.1-8B-Instruct
+grpo_on_math
+CLUSTER_ARGS=(--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate)
+layout 2 1 1 1 9216
+SGLANG_ARGS=(--rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.7)
+run train.py "$@"
