@@ -162,7 +162,9 @@ def test_what_is_missing_is_named(place: Path) -> None:
     )
     half = script("run-qwen3-4B-base-sft", HF_CHECKPOINT="/models/it", SAVE_DIR="/runs/it")
     assert half.returncode == 2
-    assert half.stderr.startswith("error: PROMPT_DATA is missing, the conversations to train on: set it, or set BASE_DIR")
+    assert half.stderr.startswith(
+        "error: PROMPT_DATA is missing, the conversations to train on: set it, or set BASE_DIR"
+    )
 
 
 def test_reporting_is_asked_for_by_the_environment(place: Path) -> None:
