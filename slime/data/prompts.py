@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -33,7 +33,8 @@ class PromptDataset:
     """Prompts from a JSONL or Parquet file, `path@[a:b]` included.
 
     `max_prompt_len` drops longer prompts; `max_context` is the model's limit, and a prompt that leaves no room for a
-    response within it is an error unless `max_prompt_len` has dropped it.
+    response within it is an error unless `max_prompt_len` has dropped it. `origin_samples` are in file order, `samples`
+    in the order of the epoch that `shuffle` was last told of; whoever puts others there has these.
     """
 
     def __init__(
@@ -52,8 +53,11 @@ class PromptDataset:
         max_context: int | None = None,
         num_workers: int = 0,
         streaming: bool = False,
+        seed: int = 42,
     ) -> None:
         self.path = path
+        self.seed = seed
+        self.epoch_id = -1
         self.max_prompt_len = max_prompt_len
         self.max_context = max_context
         self.streaming = streaming
@@ -70,21 +74,33 @@ class PromptDataset:
             shortest_limit=min(limits, default=None),
         )
         self._rows = open_rows(path, columns=self._builder.columns)
-        self._kept: list[Sample] = []
         self._position_of_row: np.ndarray | None = None
+        self.origin_samples: Sequence[Sample]
         if streaming:
             self._builder.build(Located(self._rows.where(0), self._rows[0]))
+            self.origin_samples = Streamed(self, np.arange(len(self._rows)))
         else:
-            self._read_whole(num_workers)
+            self.origin_samples = self._read_whole(num_workers)
+        self.samples = self.origin_samples
 
     def __len__(self) -> int:
-        return len(self._rows) if self.streaming else len(self._kept)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
         """The prototype at `index`: shared when read whole, so copy it before changing it."""
-        if not self.streaming:
-            return self._kept[index]
-        built = self._builder.build_all([Located(self._rows.where(index), self._rows[index])])[0]
+        return self.samples[index]
+
+    def shuffle(self, new_epoch_id: int) -> None:
+        """Put `samples` into the order of an epoch, once: what was put there since then stays until the next one."""
+        if self.epoch_id == new_epoch_id:
+            return
+        order = self.epoch_order(self.seed, new_epoch_id, True)
+        self.samples = Streamed(self, order) if self.streaming else [self.origin_samples[index] for index in order]
+        self.epoch_id = new_epoch_id
+
+    def read_row(self, row: int) -> Sample:
+        """The prototype of a row of the file, read now."""
+        built = self._builder.build_all([Located(self._rows.where(row), self._rows[row])])[0]
         if not self._fits(built):
             raise PromptTooLong(
                 f"{built.where}: the prompt has {built.prompt_tokens} tokens, more than {self.max_prompt_len}"
@@ -110,15 +126,16 @@ class PromptDataset:
 
     def identity(self) -> dict[str, Any]:
         """What a saved position in this dataset depends on."""
-        return {"path": self.path, "length": len(self), "file_bytes": file_bytes(self.path)}
+        return {"path": self.path, "length": len(self.origin_samples), "file_bytes": file_bytes(self.path)}
 
-    def _read_whole(self, num_workers: int) -> None:
+    def _read_whole(self, num_workers: int) -> list[Sample]:
+        kept: list[Sample] = []
         positions = np.full(len(self._rows), -1, dtype=np.int64)
         for row, built in enumerate(self._build_all(num_workers)):
             if self._fits(built):
-                positions[row] = len(self._kept)
-                self._kept.append(built.sample)
-        dropped = len(positions) - len(self._kept)
+                positions[row] = len(kept)
+                kept.append(built.sample)
+        dropped = len(positions) - len(kept)
         if dropped == len(positions):
             raise UserError(
                 f"prompt data {self.path}: all {dropped} prompts are longer than {self.max_prompt_len} tokens; "
@@ -127,6 +144,7 @@ class PromptDataset:
         if dropped:
             self._position_of_row = positions
             log_dropped(dropped, len(positions), self.max_prompt_len)
+        return kept
 
     def _build_all(self, num_workers: int) -> Iterator[Built]:
         chunks = _chunks(self._rows)
@@ -153,6 +171,48 @@ class PromptDataset:
                 f"context of {self.max_context}; shorten it, or drop such prompts with --rollout-max-prompt-len"
             )
         return True
+
+
+class Streamed(Sequence[Sample]):
+    """Prototypes of a streamed file in some order, each read when it is asked for."""
+
+    def __init__(self, dataset: PromptDataset, order: np.ndarray) -> None:
+        self._dataset = dataset
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Streamed: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | Streamed:
+        if isinstance(index, slice):
+            return Streamed(self._dataset, self._order[index])
+        return self._dataset.read_row(int(self._order[index]))
+
+
+def short_enough(samples: Sequence[Sample], tokenizer: Any, max_prompt_len: int | None) -> list[Sample]:
+    """The samples whose prompts have at most so many tokens, in their order; how many go is logged."""
+    builder = PrototypeBuilder(tokenizer=tokenizer, input_key="", shortest_limit=max_prompt_len)
+    counts = builder.prompt_tokens(samples)
+    kept = [
+        sample
+        for sample, count in zip(samples, counts, strict=True)
+        if count is None or max_prompt_len is None or count <= max_prompt_len
+    ]
+    if len(kept) < len(samples):
+        log_dropped(len(samples) - len(kept), len(samples), max_prompt_len)
+    return kept
+
+
+def refuse_multimodal(keys: Mapping[str, str] | None) -> None:
+    """Prompts are text: a `UserError` for columns of anything else."""
+    if keys:
+        raise UserError(f"multimodal_keys {dict(keys)}: prompts are text in this version; leave multimodal_keys out")
 
 
 def log_dropped(dropped: int, total: int, limit: int | None) -> None:

@@ -70,7 +70,7 @@ class PrototypeBuilder:
     def build_all(self, rows: Sequence[Located]) -> list[Built]:
         """Prototypes in the order of the rows, prompts counted together."""
         samples = [self.build(located) for located in rows]
-        counts = self._count_tokens(rows, samples)
+        counts = self.prompt_tokens(samples, [located.where for located in rows])
         return [
             Built(located.where, sample, count) for located, sample, count in zip(rows, samples, counts, strict=True)
         ]
@@ -118,13 +118,14 @@ class PrototypeBuilder:
     def _has_template(self) -> bool:
         return self.tokenizer is not None and bool(self.tokenizer.chat_template)
 
-    def _count_tokens(self, rows: Sequence[Located], samples: Sequence[Sample]) -> list[int | None]:
+    def prompt_tokens(self, samples: Sequence[Sample], places: Sequence[str] | None = None) -> list[int | None]:
+        """How many tokens each prompt has; None for those that are surely within the limit, or are no text here."""
         counts: list[int | None] = [None] * len(samples)
         if self.shortest_limit is None or self.tokenizer is None:
             return counts
         texts: dict[int, str] = {}
         for position, sample in enumerate(samples):
-            text = self._text(sample, rows[position].where)
+            text = self._text(sample, f"prompt {position}" if places is None else places[position])
             if text is not None and not _surely_shorter(text, self.shortest_limit):
                 texts[position] = text
         if texts:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import copy
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from slime.data.buffer_state import Records, buffer_from_state, buffer_state
 from slime.data.jsonable import from_json, to_json
@@ -20,6 +19,7 @@ from slime.data.labels import use_of_labels
 from slime.data.prompts import PromptDataset, PromptTooLong, log_dropped
 from slime.data.rows import split_slice
 from slime.data.sample import Sample
+from slime.data.source_args import completed
 from slime.data.state_file import latest_state_path, read_state, state_path, write_state
 from slime.data.tokenizer import load_tokenizer, model_context_length
 from slime.errors import UserError
@@ -32,22 +32,50 @@ Group = list[Sample] | list[Sample | list[Sample]]
 BufferFilter = Callable[[Any, int | None, list[Group], int], list[Group]]
 
 
-class RolloutDataSource:
-    """Hands out prompt groups from `--prompt-data`, epoch after epoch."""
+class DataSource(ABC):
+    """What a run asks of a data source; `--data-source-path` takes any class with `get_samples`, too."""
+
+    @abstractmethod
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """The next groups."""
+
+    @abstractmethod
+    def add_samples(self, samples: list[Group]) -> None:
+        """Take groups back."""
+
+    @abstractmethod
+    def save(self, rollout_id: int) -> None:
+        """Save the position after a rollout."""
+
+    @abstractmethod
+    def load(self, rollout_id: int | None = None) -> None:
+        """Go on from a saved position."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Prompts per epoch."""
+
+
+class RolloutDataSource(DataSource):
+    """Hands out prompt groups from `--prompt-data`, epoch after epoch.
+
+    What is handed out next is `dataset.samples[sample_offset]`: subclasses may put another dataset there, or other
+    samples into it.
+    """
+
+    rollout_id: int | None = None
+    """The rollout that asks for samples; set by whoever calls the rollout function."""
+    _dropped_in_epoch = 0
 
     def __init__(self, args: Any) -> None:
-        self.args = args
-        self.rollout_id: int | None = None
-        """The rollout that asks for samples; set by whoever calls the rollout function."""
+        self.args = args = completed(args)
         self.epoch_id = 0
         self.sample_offset = 0
         self.sample_group_index = 0
         self.sample_index = 0
         self.metadata: dict[str, Any] = {}
-        self.dataset = None if args.disable_rollout_global_dataset else _open_dataset(args)
-        self._order = np.empty(0, dtype=np.int64)
-        self._order_epoch: int | None = None
-        self._dropped_in_epoch = 0
+        self.dataset: Any = None if args.disable_rollout_global_dataset else _open_dataset(args)
+        self._follow_epoch()
 
     def __len__(self) -> int:
         """Prompts per epoch; 0 without a dataset."""
@@ -93,7 +121,7 @@ class RolloutDataSource:
             "sample_group_index": self.sample_group_index,
             "sample_index": self.sample_index,
             "metadata": to_json(self.metadata, "data source metadata"),
-            "dataset": None if self.dataset is None else self.dataset.identity(),
+            "dataset": self._dataset_identity(),
             "order": {"rollout_seed": self.args.rollout_seed, "rollout_shuffle": self.args.rollout_shuffle},
         }
 
@@ -114,10 +142,37 @@ class RolloutDataSource:
             self.metadata = dict(from_json(state["metadata"]))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{origin}: is no position of this kind of data source ({error!r})") from error
-        self._order_epoch = None
+        self._follow_epoch()
+
+    def numbered(self, groups: Any) -> list[Group]:
+        """What `get_samples` of a subclass returned, if it is groups; samples without numbers get the next ones."""
+        if not isinstance(groups, list) or not all(map(is_group, groups)):
+            raise UserError(
+                f"{type(self).__name__}.get_samples must return a list of groups, each a list of Sample, not "
+                f"{groups!r:.80}"
+            )
+        for group in groups:
+            samples = [sample for member in group for sample in ([member] if isinstance(member, Sample) else member)]
+            if samples[0].group_index is None:
+                for sample in samples:
+                    sample.group_index = self.sample_group_index
+                self.sample_group_index += 1
+            for sample in samples:
+                if sample.index is None:
+                    sample.index = self.sample_index
+                    self.sample_index += 1
+        return groups
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        """Add to what is saved with the position."""
+        self.metadata.update(metadata)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """What is saved with the position."""
+        return self.metadata
 
     def _next_group(self) -> Group:
-        prototype = Sample() if self.dataset is None else self._next_prototype(self.dataset)
+        prototype = Sample() if self.dataset is None else self._next_prototype()
         group = []
         for _ in range(self.args.n_samples_per_prompt):
             sample = copy.deepcopy(prototype)
@@ -128,36 +183,43 @@ class RolloutDataSource:
         self.sample_group_index += 1
         return group
 
-    def _next_prototype(self, dataset: PromptDataset) -> Sample:
-        for _ in range(2 * len(dataset)):
-            if self.sample_offset >= len(self._current_order(dataset)):
-                self._start_next_epoch(dataset)
-            index = int(self._current_order(dataset)[self.sample_offset])
+    def _next_prototype(self) -> Sample:
+        for _ in range(2 * len(self.dataset)):
+            if self.sample_offset >= len(self.dataset.samples):
+                self._start_next_epoch()
             self.sample_offset += 1
             try:
-                return dataset[index]
+                prototype: Sample = self.dataset.samples[self.sample_offset - 1]
+                return prototype
             except PromptTooLong:
                 self._dropped_in_epoch += 1
+        if not isinstance(self.dataset, PromptDataset) or not len(self.dataset):
+            raise UserError(f"{type(self).__name__}: its dataset has no samples to hand out")
         raise UserError(
-            f"prompt data {dataset.path}: every prompt is longer than {dataset.max_prompt_len} tokens; "
+            f"prompt data {self.dataset.path}: every prompt is longer than {self.dataset.max_prompt_len} tokens; "
             "raise --rollout-max-prompt-len"
         )
 
-    def _current_order(self, dataset: PromptDataset) -> np.ndarray:
-        if self._order_epoch != self.epoch_id:
-            self._order = dataset.epoch_order(self.args.rollout_seed, self.epoch_id, self.args.rollout_shuffle)
-            self._order_epoch = self.epoch_id
-        return self._order
-
-    def _start_next_epoch(self, dataset: PromptDataset) -> None:
+    def _start_next_epoch(self) -> None:
         if self._dropped_in_epoch:
-            log_dropped(self._dropped_in_epoch, len(dataset), dataset.max_prompt_len)
+            log_dropped(self._dropped_in_epoch, len(self.dataset), self.dataset.max_prompt_len)
         self._dropped_in_epoch = 0
         self.epoch_id += 1
         self.sample_offset = 0
+        self._follow_epoch()
+
+    def _follow_epoch(self) -> None:
+        """Have the dataset in the order of the epoch."""
+        if self.dataset is not None and self.args.rollout_shuffle:
+            self.dataset.shuffle(self.epoch_id)
+
+    def _dataset_identity(self) -> dict[str, Any] | None:
+        if self.dataset is None or isinstance(self.dataset, PromptDataset):
+            return None if self.dataset is None else self.dataset.identity()
+        return {"path": str(self.args.prompt_data), "length": len(self.dataset), "file_bytes": None}
 
     def _check_same_dataset(self, saved: dict[str, Any] | None, origin: str) -> None:
-        current = None if self.dataset is None else self.dataset.identity()
+        current = self._dataset_identity()
         if (saved is None) != (current is None):
             raise UserError(
                 f"{origin}: was saved {'without' if saved is None else 'with'} a prompt dataset, unlike this run"
@@ -187,22 +249,22 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         super().__init__(args)
         self.buffer: list[Group] = []
         self.buffer_filter: BufferFilter = _method_or_default(self)
-        if args.buffer_filter_path is not None:
+        if self.args.buffer_filter_path is not None:
             self.buffer_filter = load_function(
-                args.buffer_filter_path,
+                self.args.buffer_filter_path,
                 what="--buffer-filter-path",
                 params=("args", "rollout_id", "buffer", "num_samples"),
             )
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """The next groups, buffered ones first."""
-        buffered = self._take_from_buffer(num_samples)
+        buffered = self._get_samples_from_buffer(num_samples)
         return buffered + super().get_samples(num_samples - len(buffered))
 
     def add_samples(self, samples: list[Group]) -> None:
         """Put groups back; they are served again before new prompts."""
         for group in samples:
-            if not isinstance(group, list) or not group or not all(is_member(member) for member in group):
+            if not is_group(group):
                 raise TypeError(
                     "add_samples takes a list of groups, each a non-empty list of Sample, or of lists of them"
                 )
@@ -231,7 +293,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         super().load_state_dict(state, origin=origin)
         self.buffer = buffer_from_state(state, self.records, origin)
 
-    def _take_from_buffer(self, num_samples: int) -> list[Group]:
+    def _get_samples_from_buffer(self, num_samples: int) -> list[Group]:
+        """Groups that the filter chooses from the buffer, at most so many."""
         if not self.buffer or num_samples <= 0:
             return []
         groups = self.buffer_filter(self.args, self.rollout_id, self.buffer, num_samples)
@@ -248,6 +311,11 @@ def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_sample
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken
+
+
+def is_group(group: Any) -> bool:
+    """Whether something is all that belongs to one prompt."""
+    return isinstance(group, list) and bool(group) and all(map(is_member, group))
 
 
 def is_member(member: Any) -> bool:
@@ -280,6 +348,8 @@ def _method_or_default(source: RolloutDataSource) -> BufferFilter:
 def _open_dataset(args: Any) -> PromptDataset:
     if args.prompt_data is None:
         raise UserError("no prompts to roll out; name a .jsonl or .parquet file with --prompt-data")
+    if args.hf_checkpoint is None:
+        raise UserError("prompts are read with a model's tokenizer; name its folder with --hf-checkpoint")
     max_prompt_len = args.rollout_max_prompt_len
     if max_prompt_len is None and args.rollout_max_context_len is not None:
         max_prompt_len = args.rollout_max_context_len - 1
@@ -297,6 +367,7 @@ def _open_dataset(args: Any) -> PromptDataset:
         max_context=model_context_length(args.hf_checkpoint),
         num_workers=args.num_data_workers,
         streaming=args.streaming_data,
+        seed=args.rollout_seed,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.data.jsonable import from_json, to_json
 from slime.data.sample import Sample
-from slime.data.source import Group, RolloutDataSource, is_member, remove_chosen
+from slime.data.source import Group, RolloutDataSource, is_group, remove_chosen
 from slime.errors import UserError
 from slime.plugins import load_plugin, takes_nothing
 
@@ -178,7 +178,7 @@ class UserSource:
 
     def _group(self, item: Any) -> Group:
         group = [copy.deepcopy(item) for _ in range(self.args.n_samples_per_prompt)] if _is_sample(item) else item
-        if not isinstance(group, list) or not group or not all(map(is_member, group)):
+        if not is_group(group):
             raise UserError(
                 f"{FLAG} {self.args.data_source_path}: get_samples must return groups (lists of Sample) or samples, "
                 f"not {item!r:.80}"

@@ -1,5 +1,5 @@
 """The data sources under the path that slime plugins import them from."""
 
-from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
+from slime.data.source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
 
-__all__ = ["RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first"]
+__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first"]

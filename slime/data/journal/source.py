@@ -69,10 +69,14 @@ class JournaledSource:
         with self._lock:
             groups = self._returned[:num_samples]
             if len(groups) < num_samples:
-                groups += self.source.get_samples(num_samples - len(groups))
+                groups += self._new(num_samples - len(groups))
             self.journal.hand_out(groups, self._position())
             del self._returned[:num_samples]
             return groups
+
+    def _new(self, num_samples: int) -> list[Group]:
+        groups: list[Group] = self.source.get_samples(num_samples)
+        return self.source.numbered(groups) if isinstance(self.source, RolloutDataSource) else groups
 
     def add_samples(self, samples: list[Group]) -> None:
         """Put groups back, recorded as far as they have come."""

@@ -1,0 +1,58 @@
+"""Prompt files under the path that slime plugins import them from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from slime.data.prompts import PromptDataset, refuse_multimodal, short_enough
+from slime.data.rows import Row, open_rows
+from slime.data.sample import Sample
+
+__all__ = ["Dataset", "filter_long_prompt", "read_file"]
+
+
+class Dataset(PromptDataset):
+    """The prompts of a file, read whole; `samples` follow `shuffle(epoch)`, `origin_samples` the file."""
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: Any,
+        processor: Any,
+        max_length: int | None,
+        *,
+        prompt_key: str = "text",
+        multimodal_keys: dict[str, str] | None = None,
+        label_key: str | None = None,
+        tool_key: str | None = None,
+        metadata_key: str = "metadata",
+        seed: int = 42,
+        apply_chat_template: bool = False,
+        apply_chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        refuse_multimodal(multimodal_keys)
+        super().__init__(
+            path,
+            tokenizer=tokenizer,
+            input_key=prompt_key,
+            label_key=label_key,
+            tool_key=tool_key,
+            metadata_key=metadata_key,
+            apply_chat_template=apply_chat_template,
+            apply_chat_template_kwargs=apply_chat_template_kwargs,
+            max_prompt_len=max_length,
+            seed=seed,
+        )
+
+
+def read_file(path: str) -> Iterator[Row]:
+    """The rows of a .jsonl or .parquet file, `path@[a:b]` included."""
+    yield from open_rows(path, columns=set())
+
+
+def filter_long_prompt(
+    origin_samples: Sequence[Sample], tokenizer: Any, processor: Any, max_length: int | None
+) -> list[Sample]:
+    """Those of at most `max_length` tokens, in their order; messages are measured as the template renders them."""
+    return short_enough(origin_samples, tokenizer, max_length)

@@ -1,0 +1,171 @@
+"""Data sources and datasets the way slime plugins build on them: from a plain namespace, by subclassing, by hand."""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config.config import FLAG_SPECS
+from slime.data.journal import Journal, JournaledSource
+from slime.data.sample import Sample
+from slime.data.source_args import DEFAULTS
+from slime.errors import UserError
+from slime.rollout.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.utils.data import Dataset, filter_long_prompt, read_file
+from tests.migration.plugins.curriculum import EasyFirst, Walker
+
+ROWS = [{"input": f"question {number}", "label": str((number * 5) % 7)} for number in range(7)]
+
+
+@pytest.fixture
+def args(write_jsonl: Callable[..., str], model_folder: Path, tmp_path: Path) -> Namespace:
+    """What somebody writes in a notebook."""
+    return Namespace(
+        hf_checkpoint=str(model_folder),
+        prompt_data=write_jsonl(ROWS),
+        label_key="label",
+        rollout_global_dataset=True,
+        n_samples_per_prompt=2,
+        save=str(tmp_path / "run"),
+        load=str(tmp_path / "run"),
+    )
+
+
+def labels(groups: Any) -> list[str]:
+    return [group[0].label for group in groups]
+
+
+def test_a_plain_namespace_is_enough(args: Namespace) -> None:
+    source = RolloutDataSourceWithBuffer(args)
+    assert isinstance(source, DataSource)
+    assert labels(source.get_samples(2)) == ["0", "5"]
+    assert [sample.label for sample in source.dataset.origin_samples] == [row["label"] for row in ROWS]
+    args.n_samples_per_prompt = 3
+    assert len(source.get_samples(1)[0]) == 3
+    source.args.n_samples_per_prompt = 1
+    assert args.n_samples_per_prompt == 1
+    with pytest.raises(AttributeError, match="no such_flag"):
+        _ = source.args.such_flag
+    empty = RolloutDataSource(Namespace(rollout_global_dataset=False, n_samples_per_prompt=2))
+    assert (empty.dataset, len(empty)) == (None, 0)
+    assert [sample.prompt for sample in empty.get_samples(1)[0]] == ["", ""]
+
+
+def test_what_a_namespace_leaves_out_has_the_defaults_of_the_flags() -> None:
+    assert {name: FLAG_SPECS[name].default for name in DEFAULTS} == DEFAULTS
+
+
+def test_data_source_is_abstract() -> None:
+    class Half(DataSource):
+        def get_samples(self, num_samples: int) -> list[Any]:
+            return []
+
+    with pytest.raises(TypeError, match="abstract"):
+        Half()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_walk_written_out_is_the_walk_of_the_base_class(args: Namespace, shuffle: bool) -> None:
+    args.rollout_shuffle = shuffle
+    ours, theirs = RolloutDataSource(args), Walker(args)
+    for count in (3, 3, 4, 7, 1):
+        assert theirs.get_samples(count) == ours.get_samples(count)
+    ours.save(0)
+    resumed = Walker(args)
+    resumed.load(0)
+    assert resumed.get_samples(5) == theirs.get_samples(5)
+
+
+def test_samples_put_into_the_dataset_are_handed_out_until_the_epoch_ends(args: Namespace) -> None:
+    source = EasyFirst(args)
+    assert labels(source.get_samples(9)) == ["0", "1", "2", "3", "4", "5", "6", "0", "1"]
+    args.rollout_shuffle = True
+    shuffled = EasyFirst(args)
+    assert labels(shuffled.get_samples(7)) == ["0", "1", "2", "3", "4", "5", "6"]
+    assert labels(shuffled.get_samples(7)) == labels([[sample] for sample in shuffled.dataset.samples])
+    assert labels([[sample] for sample in shuffled.dataset.samples]) != ["0", "1", "2", "3", "4", "5", "6"]
+
+
+def test_another_dataset_may_take_the_place_of_the_file(args: Namespace) -> None:
+    class Mine:
+        def __init__(self) -> None:
+            self.samples = [Sample(prompt=f"p{number}") for number in range(3)]
+
+        def __len__(self) -> int:
+            return len(self.samples)
+
+        def shuffle(self, new_epoch_id: int) -> None:
+            random.Random(new_epoch_id).shuffle(self.samples)
+
+    source = RolloutDataSource(args)
+    source.dataset = Mine()
+    assert [group[0].prompt for group in source.get_samples(4)] == ["p0", "p1", "p2", "p0"]
+    state = source.state_dict()
+    source.load_state_dict(state)
+    source.dataset.samples = []
+    with pytest.raises(UserError, match="RolloutDataSource: its dataset has no samples to hand out"):
+        source.get_samples(1)
+
+
+def test_a_method_for_the_buffer_is_found_by_its_name(args: Namespace) -> None:
+    class NewestFirst(RolloutDataSourceWithBuffer):
+        def _get_samples_from_buffer(self, num_samples: int) -> list[Any]:
+            return [self.buffer.pop() for _ in range(min(num_samples, len(self.buffer)))]
+
+    source = NewestFirst(args)
+    source.add_samples(source.get_samples(3))
+    assert labels(source.get_samples(4)) == ["3", "5", "0", "1"]
+
+
+def test_what_a_subclass_hands_out_is_looked_at_and_numbered(args: Namespace, tmp_path: Path) -> None:
+    class Odd(RolloutDataSourceWithBuffer):
+        answer: Any = None
+
+        def get_samples(self, num_samples: int) -> list[Any]:
+            return self.answer  # type: ignore[no-any-return]
+
+    source = Odd(args)
+    journaled = JournaledSource(source, Journal.open(tmp_path / "journal.sqlite", {}, keep=True))
+    source.answer = [[Sample(prompt="a"), Sample(prompt="a")], [Sample(prompt="b")]]
+    handed_out = journaled.get_samples(2)
+    assert [[(sample.group_index, sample.index) for sample in group] for group in handed_out] == [
+        [(0, 0), (0, 1)],
+        [(1, 2)],
+    ]
+    assert (source.sample_group_index, source.sample_index) == (2, 3)
+    source.answer = [Sample(prompt="a")]
+    with pytest.raises(UserError, match=r"Odd\.get_samples must return a list of groups"):
+        journaled.get_samples(1)
+    journaled.journal.close()
+
+
+def test_dataset_by_hand(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
+    rows = [{"text": "é" * number, "answer": number, "tools": [{"name": "t"}]} for number in range(1, 8)]
+    path = write_jsonl(rows)
+    dataset = Dataset(path, byte_tokenizer, None, 10, label_key="answer", tool_key="tools", seed=3)
+    assert [sample.label for sample in dataset.samples] == [1, 2, 3, 4, 5]
+    assert dataset[0].metadata == {"tools": [{"name": "t"}]}
+    dataset.shuffle(1)
+    first = list(dataset.samples)
+    assert sorted(sample.label for sample in first) == [1, 2, 3, 4, 5]
+    assert [sample.label for sample in dataset.origin_samples] == [1, 2, 3, 4, 5]
+    assert (len(dataset), dataset[0]) == (5, first[0])
+    dataset.shuffle(1)
+    assert dataset.samples == first
+    dataset.shuffle(2)
+    assert dataset.samples != first
+    with pytest.raises(UserError, match=r"multimodal_keys .* prompts are text"):
+        Dataset(path, byte_tokenizer, None, None, multimodal_keys={"image": "images"})
+
+
+def test_rows_and_lengths_by_hand(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
+    path = write_jsonl([{"n": number} for number in range(5)])
+    assert list(read_file(f"{path}@[1:-1]")) == [{"n": 1}, {"n": 2}, {"n": 3}]
+    samples = [Sample(prompt=text) for text in ("éééé", "é", "ééé")]
+    assert filter_long_prompt(samples, byte_tokenizer, None, 6) == samples[1:]
+    assert filter_long_prompt(samples, byte_tokenizer, None, None) == samples

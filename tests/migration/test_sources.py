@@ -1,0 +1,92 @@
+"""Data sources, rollout files and teachers written for upstream slime, each in whole runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.data.sample import Sample
+from slime.rollout.dump import read_dump
+from tests.e2e.conftest import grpo_flags
+from tests.e2e.runs import TRAIN, Done, run
+from tests.tiny_models import make_model_folder
+
+PLUGINS = Path(__file__).parent / "plugins"
+REWARDS = """\
+async def token_sum(args, sample, **kwargs):
+    return sum(sample.tokens) % 7 / 7
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's working folder: a model, sums as prompts, and the plugin files beside them."""
+    folder = tmp_path_factory.mktemp("upstream")
+    make_model_folder(folder / "model")
+    sums = [
+        {"messages": [{"role": "user", "content": f"what is {i}+{i + 1}?"}], "label": str((5 * i) % 12)}
+        for i in range(12)
+    ]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    (folder / "rewards.py").write_text(REWARDS)
+    for file in PLUGINS.glob("*.py"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def flags_without(*left_out: str) -> list[str]:
+    """The flags of a small run, but for these and their values."""
+    replaced = {"plugins.py:token_sum": "rewards.token_sum"}
+    flags = [replaced.get(word, word) for word in grpo_flags()]
+    gone = ("--rollout-sample-hook-path", *left_out)
+    return [
+        word
+        for i, word in enumerate(flags)
+        if word not in gone and not (flags[i - 1] in gone and not word.startswith("--"))
+    ]
+
+
+def trained(place: Path, *words: str, left_out: tuple[str, ...] = (), program: tuple[str, ...] = TRAIN) -> Done:
+    done = run([*program, *flags_without(*left_out), *words], place)
+    assert done.code == 0, done.err
+    return done
+
+
+def batch(place: Path, out: str, rollout_id: int) -> list[Sample]:
+    """The samples of a rollout, in the order in which they were trained on."""
+    return [sample for group in read_dump(place / out / f"{rollout_id}.jsonl") for sample in group]
+
+
+def group_states(place: Path, out: str) -> dict[str, int]:
+    """How many groups of the journal are in which state."""
+    with closing(sqlite3.connect(place / out / "journal.sqlite")) as journal:
+        return dict(journal.execute("SELECT state, count(*) FROM groups GROUP BY state"))
+
+
+def to(out: str, *, steps: int = 1) -> list[str]:
+    dump = f"{out}/{{rollout_id}}.jsonl"
+    return ["--num-rollout", str(steps), "--output-dir", out, "--save-debug-rollout-data", dump]
+
+
+def test_a_subclassed_data_source_goes_on_where_its_run_was_stopped(place: Path) -> None:
+    words = ["--data-source-path", "curriculum.EasyFirst", "--save", "easy", "--load", "easy"]
+    trained(place, *words, *to("easy"), left_out=("--rollout-shuffle",))
+    trained(place, *words, *to("easy", steps=2), left_out=("--rollout-shuffle",))
+    seen: list[Any] = [
+        [(sample.label, sample.metadata["level"]) for sample in batch(place, "easy", rollout_id)[::4]]
+        for rollout_id in (0, 1)
+    ]
+    assert seen == [[(str(n), n) for n in range(4)], [(str(n), n) for n in range(4, 8)]]
+    assert group_states(place, "easy") == {"consumed": 8}
+
+
+def test_a_data_source_on_the_bare_base_class(place: Path) -> None:
+    words = ["--data-source-path", "curriculum.Counting", *to("counting")]
+    trained(place, *words, left_out=("--prompt-data", "--apply-chat-template", "--rollout-shuffle"))
+    assert [sample.prompt for sample in batch(place, "counting", 0)[::4]] == [f"count from {n}" for n in range(4)]
