@@ -99,8 +99,8 @@ class Config(
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain JSON values, in the order of the groups."""
-        plain = {spec.name: _plain(getattr(self, spec.name)) for spec in FLAG_SPECS.values()}
+        """All fields but secrets as plain JSON values, in the order of the groups."""
+        plain = {spec.name: _plain(getattr(self, spec.name)) for spec in FLAG_SPECS.values() if not spec.info.secret}
         return {**plain, "carried": _plain(self.carried)}
 
     @classmethod

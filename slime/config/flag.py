@@ -32,6 +32,10 @@ class Flag:
     derived: str | None = None
     """How the value comes about when it is not given."""
     required: bool = False
+    secret: bool = False
+    """Kept by the process that was told: in no dict, file, log or message to another process."""
+    no_effect: str | None = None
+    """Why another value than the default changes nothing here: a run that is given one says so."""
 
 
 def flag(
@@ -46,12 +50,16 @@ def flag(
     repeat: bool = False,
     derived: str | None = None,
     required: bool = False,
+    secret: bool = False,
+    no_effect: str | None = None,
 ) -> Any:
     """Declare one configuration field that is also one command-line flag."""
-    info = Flag(help, choices, later, metavar, check, aliases, repeat, derived, required)
+    info = Flag(help, choices, later, metavar, check, aliases, repeat, derived, required, secret, no_effect)
     metadata = {METADATA_KEY: info}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    if secret:  # two configs that differ in nothing else are the same run
+        return dataclasses.field(default=default, metadata=metadata, repr=False, compare=False)
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -8,7 +8,8 @@ Event files that others wrote into the folder stay.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ COLUMNS = ("prompt", "response", "label", "reward")
 
 _OWN_EVENTS = ".slime"
 """How the names of our event files end."""
+_WANDB_KEY = "WANDB_API_KEY"
 _NOT_A_METRIC = {"kind", "step", "rollout_id", "time"}
 _MARKDOWN = r"\`*_{}[]()#+-.!|<>&~$:"
 
@@ -70,23 +72,28 @@ class WandbTracker:
             raise UserError(
                 "--use-wandb needs the package wandb, which is not installed: pip install 'slime[wandb]' or drop it"
             ) from error
-        if config.wandb_host:
-            wandb.login(host=config.wandb_host)
         place = Path(config.wandb_dir or os.environ.get("WANDB_DIR") or folder)
         place.mkdir(parents=True, exist_ok=True)  # W&B writes to a temporary folder when there is none
         self._table = wandb.Table
-        self._run = wandb.init(
-            project=config.wandb_project or "slime",
-            entity=config.wandb_team,
-            group=config.wandb_group,
-            name=config.run_name,
-            dir=str(place),
-            mode=config.wandb_mode,
-            id=config.wandb_run_id,
-            resume="allow",
-            config=config.to_dict(),
-        )
+        with _api_key(config.wandb_key):
+            if config.wandb_host:
+                wandb.login(host=config.wandb_host)
+            self._run = wandb.init(
+                project=config.wandb_project or "slime",
+                entity=config.wandb_team,
+                group=config.wandb_group,
+                name=config.run_name,
+                dir=str(place),
+                mode=config.wandb_mode,
+                id=config.wandb_run_id,
+                resume="allow",
+                config=config.to_dict(),
+            )
         self._declared: set[str] = set()
+        self._samples, self._per_update = 1, 1
+        if config.wandb_always_use_train_step:
+            self._samples = config.rollout_batch_size * config.n_samples_per_prompt
+            self._per_update = config.global_batch_size
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._log(numbers_of(record), record)
@@ -109,7 +116,23 @@ class WandbTracker:
         for name in sorted(bare - self._declared):
             self._run.define_metric(name, step_metric=f"{record['kind']}/step")
         self._declared |= axes | bare
-        self._run.log({**values, **{f"{axis}/step": record["step"] for axis in axes}})
+        step = record["step"] if record["kind"] == "train" else record["step"] * self._samples // self._per_update
+        self._run.log({**values, **{f"{axis}/step": step for axis in axes}})
+
+
+@contextmanager
+def _api_key(key: str | None) -> Iterator[None]:
+    """W&B finds `key` where it looks for one, while it starts; `wandb.login(key=)` would write it to a file."""
+    before = os.environ.get(_WANDB_KEY)
+    if key is not None:
+        os.environ[_WANDB_KEY] = key
+    try:
+        yield
+    finally:
+        if key is not None:
+            os.environ.pop(_WANDB_KEY)
+            if before is not None:
+                os.environ[_WANDB_KEY] = before
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:

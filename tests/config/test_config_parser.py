@@ -87,9 +87,7 @@ def test_repeated_flags_add_up_or_the_last_one_wins() -> None:
             ["--mtp-num-layers", "1"],
             "--mtp-num-layers is not taken: layers that predict several tokens are not trained",
         ),
-        (["--wandb-key", "s"], "WANDB_API_KEY"),
         (["--num-gpus-per-node", "4"], "--num-gpus-per-node is not taken: a run has one machine"),
-        (["--disable-wandb-random-suffix"], "never get a random suffix"),
         (
             ["--lr-decay-style", "WSD"],
             "--lr-decay-style WSD exists in slime, but this version does not have it yet: use constant or linear or cosine",

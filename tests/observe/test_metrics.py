@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -190,9 +191,14 @@ class WandbDouble(SimpleNamespace):
         self.inits: list[dict[str, Any]] = []
         self.axes: dict[str, str | None] = {}
         self.logged: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+
+    def login(self, host: str) -> None:
+        self.keys.append(os.environ.get("WANDB_API_KEY"))
 
     def init(self, **options: Any) -> WandbDouble:
         self.inits.append(options)
+        self.keys.append(os.environ.get("WANDB_API_KEY"))
         return self
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
@@ -247,6 +253,33 @@ def test_wandb_gets_a_table_of_completions(tmp_path: Path, wandb: WandbDouble) -
         "data": [["2+2?", "4", "4", 1.0], ["2+2?", "5", "4", "{}"]],
         "allow_mixed_types": True,
     }
+
+
+@pytest.mark.parametrize("before", [None, "of-somebody-else"])
+def test_wandb_gets_the_key_and_nobody_else_does(
+    tmp_path: Path, wandb: WandbDouble, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    if before is None:
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    else:
+        monkeypatch.setenv("WANDB_API_KEY", before)
+    config = CONFIG.replace(use_wandb=True, wandb_key="s3cret", wandb_host="http://w")
+    MetricsLog(tmp_path, config).close()
+    assert wandb.keys == ["s3cret", "s3cret"], "at login and init"
+    assert os.environ.get("WANDB_API_KEY") == before
+    assert "s3cret" not in repr(wandb.inits) + repr(config) + repr(config.to_dict())
+    assert config.wandb_key == "s3cret"
+    assert Config.from_dict(config.to_dict()) == config
+
+
+def test_wandb_can_count_optimizer_steps_everywhere(tmp_path: Path, wandb: WandbDouble) -> None:
+    sizes = {"rollout_batch_size": 3, "n_samples_per_prompt": 4, "global_batch_size": 8}
+    with MetricsLog(tmp_path, CONFIG.replace(use_wandb=True, wandb_always_use_train_step=True, **sizes)) as log:
+        log.log({"train/loss": 0.5}, 7, "train", rollout_id=5)
+        for rollout_id in (0, 1, 5):
+            log.log({"rollout/raw_reward": 0.5}, rollout_id, "rollout", rollout_id=rollout_id)
+        log.log({"eval/sums": 0.5}, 2, "eval", rollout_id=1)
+    assert [next(v for k, v in logged.items() if k.endswith("/step")) for logged in wandb.logged] == [7, 0, 1, 7, 3]
 
 
 @pytest.mark.parametrize(("given", "environment"), [(None, None), ("mine", None), (None, "theirs"), ("mine", "theirs")])

@@ -17,6 +17,11 @@ class LoggingFlags:
     tb_project_name: str | None = flag(None, "TensorBoard project: a folder level")
     tb_experiment_name: str | None = flag(None, "TensorBoard experiment: a folder level")
     use_wandb: bool = flag(False, "log to Weights & Biases (API key in WANDB_API_KEY)")
+    wandb_key: str | None = flag(
+        None,
+        "W&B API key; no file of the run has it, but a command line is seen by others: better in WANDB_API_KEY",
+        secret=True,
+    )
     wandb_mode: str | None = flag(None, "W&B mode", choices=("online", "offline", "disabled"))
     wandb_dir: str | None = flag(None, "W&B folder", metavar="DIR", derived="the run folder")
     wandb_host: str | None = flag(None, "W&B server", metavar="URL")
@@ -24,6 +29,10 @@ class LoggingFlags:
     wandb_project: str | None = flag(None, "W&B project")
     wandb_group: str | None = flag(None, "W&B group")
     wandb_run_id: str | None = flag(None, "W&B run to continue")
+    wandb_always_use_train_step: bool = flag(False, "W&B counts optimizer steps on every axis, not rollout steps")
+    disable_wandb_random_suffix: bool = flag(
+        False, "as upstream has it", no_effect="names in W&B never get a random suffix"
+    )
     log_passrate: bool = flag(False, "report pass@k of the training rollouts")
     log_multi_turn: bool = flag(False, "report lengths with and without observations, and turns")
     log_reward_category: str | None = flag(None, "entry of dict rewards whose values are counted", metavar="KEY")
