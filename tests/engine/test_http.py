@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
+from slime.engine.fleet.states import ask_load
 from tests.engine.conftest import EngineProcess
 from tests.tiny_models import make_model_folder
 
@@ -263,6 +264,19 @@ def test_unknown_path_and_mode(engine: EngineProcess) -> None:
     assert engine.post("/pause_generation", {"mode": "soon"})[0] == 400
     assert engine.post("/abort_request", {})[0] == 400
     assert engine.get("/health_generate")[0] == 200
+
+
+def test_an_only_engine_is_its_own_worker_and_says_its_load(engine: EngineProcess) -> None:
+    assert engine.get("/workers") == (200, {"workers": [{"id": "0", "url": f"http://127.0.0.1:{engine.port}"}]})
+    before = ask_load(f"http://127.0.0.1:{engine.port}")
+    engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 3, "ignore_eos": True})
+    after = ask_load(f"http://127.0.0.1:{engine.port}")
+    assert before is not None
+    assert after is not None
+    assert (after.running, after.queued) == (0, 0)
+    assert (after.generated or 0) - (before.generated or 0) == 3
+    (rank,) = engine.get("/v1/loads?include=core")[1]["loads"]
+    assert (rank["num_running_reqs"], rank["num_waiting_reqs"], rank["num_total_reqs"]) == (0, 0, 0)
 
 
 def test_a_client_that_vanishes_is_aborted(engine: EngineProcess) -> None:

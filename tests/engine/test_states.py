@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime.engine.fleet.states import EngineStates, Load, ask_load, sglang_load
+from slime.engine.fleet.states import EngineStates, Load, ask_load, load_in
 from slime.engine.fleet.supervisor import Supervisor, Watch
 
 
@@ -63,9 +63,11 @@ def test_speed_is_what_was_generated_between_two_looks() -> None:
 
 def test_sglang_answers_by_rank_in_either_dialect() -> None:
     newer = {"loads": [{"num_running_reqs": 3, "num_waiting_reqs": 1, "gen_throughput": 50.0}, {"num_running_reqs": 2}]}
-    assert sglang_load(newer) == Load(5, 1, tokens_per_s=50.0)
-    assert sglang_load([{"num_reqs": 5, "num_waiting_reqs": 2}]) == Load(3, 2)
-    assert sglang_load("what?") == Load()
+    assert load_in(newer) == Load(5, 1, tokens_per_s=50.0)
+    assert load_in([{"num_reqs": 5, "num_waiting_reqs": 2}]) == Load(3, 2)
+    embedded = {"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 0, "generated_tokens": 70}]}
+    assert load_in(embedded) == Load(1, 0, generated=70)
+    assert load_in("what?") == Load()
 
 
 def test_nobody_there_is_no_load() -> None:

@@ -17,7 +17,7 @@ from slime.engine.http.plain_http import NoAnswer, ask
 INTERVAL_S = 2.0
 _TIMEOUT_S = 5.0
 _LOAD_ROUTES = ("/v1/loads?include=core", "/get_load")
-"""SGLang's, newer and older."""
+"""SGLang's, newer and older; the embedded engine has the newer one."""
 
 
 @dataclass(frozen=True)
@@ -117,17 +117,13 @@ def ask_load(url: str, api_key: str | None = None) -> Load | None:
         for route in _LOAD_ROUTES:
             status, answer = ask("GET", url + route, timeout_s=_TIMEOUT_S, api_key=api_key)
             if status == 200:
-                return sglang_load(answer)
-        status, answer = ask("GET", f"{url}/server_info", timeout_s=_TIMEOUT_S, api_key=api_key)
+                return load_in(answer)
     except NoAnswer:
         return None
-    if status != 200 or not isinstance(answer, dict) or "num_running_reqs" not in answer:
-        return Load()
-    totals = answer.get("totals") or {}
-    return Load(answer["num_running_reqs"], answer["num_waiting_reqs"], totals.get("generated_tokens"))
+    return Load()
 
 
-def sglang_load(answer: Any) -> Load:
+def load_in(answer: Any) -> Load:
     """The answer of `/v1/loads` or `/get_load`, one entry per data-parallel rank."""
     entries = answer.get("loads", []) if isinstance(answer, dict) else answer
     ranks = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
@@ -138,5 +134,6 @@ def sglang_load(answer: Any) -> Load:
         else max(0, int(rank.get("num_reqs") or 0) - int(rank.get("num_waiting_reqs") or 0))
         for rank in ranks
     )
+    counts = [int(rank["generated_tokens"]) for rank in ranks if rank.get("generated_tokens") is not None]
     speeds = [float(rank["gen_throughput"]) for rank in ranks if rank.get("gen_throughput") is not None]
-    return Load(running, queued, tokens_per_s=sum(speeds) if speeds else None)
+    return Load(running, queued, sum(counts) if counts else None, sum(speeds) if speeds else None)

@@ -58,6 +58,8 @@ class EngineServer:
             router.add_get(path, self.server_info)
         for path in ("/get_model_info", "/model_info"):
             router.add_get(path, self.model_info)
+        router.add_get("/v1/loads", self.loads)
+        router.add_get("/workers", self.workers)
         for method in ("GET", "POST"):
             router.add_route(method, "/flush_cache", self.flush_cache)
             router.add_route(method, "/get_weight_version", self.get_weight_version)
@@ -174,6 +176,18 @@ class EngineServer:
         if self._engine.facts is not None:
             info |= await self._engine.call(self.core.info)
         return json_answer(info)
+
+    async def loads(self, request: web.Request) -> web.Response:
+        """Requests at this engine in the form of SGLang, which has one entry for each data-parallel rank."""
+        info = await self._engine.call(self.core.info)
+        running, waiting = info["num_running_reqs"], info["num_waiting_reqs"]
+        rank = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting,
+                "num_total_reqs": running + waiting, "generated_tokens": info["totals"]["generated_tokens"]}  # fmt: skip
+        return json_answer({"loads": [rank]})
+
+    async def workers(self, request: web.Request) -> web.Response:
+        """An only engine has no router before it: whoever asks the router for its workers finds this one."""
+        return json_answer({"workers": [{"id": "0", "url": f"{request.scheme}://{request.host}"}]})
 
     async def model_info(self, request: web.Request) -> web.Response:
         path = self.core.options.model_path
