@@ -181,8 +181,8 @@ class EngineServer:
         """Requests at this engine in the form of SGLang, which has one entry for each data-parallel rank."""
         info = await self._engine.call(self.core.info)
         running, waiting = info["num_running_reqs"], info["num_waiting_reqs"]
-        rank = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting,
-                "num_total_reqs": running + waiting, "generated_tokens": info["totals"]["generated_tokens"]}  # fmt: skip
+        rank = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}
+        rank |= {"num_total_reqs": running + waiting, "generated_tokens": info["totals"]["generated_tokens"]}
         return json_answer({"loads": [rank]})
 
     async def workers(self, request: web.Request) -> web.Response:
