@@ -34,7 +34,7 @@ from slime.config import Config, resolve, save_config
 from slime.config.asynchronous import is_async
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slime.config.start import continues_itself, model_folders, resumes_at
+from slime.config.start import continues_itself, model_folders, resumes_at, start_in_words
 from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.state_file import saved_rollouts
 from slime.data.tokenizer import load_tokenizer
@@ -158,8 +158,10 @@ class Run:
         self._watch(stack)
         save_config(config, run_dir.config)
         self.runtime.journal = journal
-        if self.start:
+        if self.start and config.load is not None:
             self.progress.message(f"resuming from {config.load} at step {self.start + 1}")
+        elif self.trainers is not None:
+            self.progress.message(f"the actor starts from {start_in_words(config)}")
         self.replayed = self._resume_data()
         self.metrics = MetricsLog(run_dir, config, start_rollout_id=self.start)
         stack.callback(self.metrics.close)

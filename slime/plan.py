@@ -13,12 +13,13 @@ from pathlib import Path
 
 from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dtype_note
 from slime.config import Config
-from slime.config.algorithm import compares_siblings, serves_teacher
+from slime.config.algorithm import compares_siblings, needs_reference, serves_teacher
 from slime.config.asynchronous import loop_in_words
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.rollout import SFT_ROLLOUT_FUNCTION
 from slime.config.megatron_flags import MEGATRON_FLAGS
+from slime.config.start import reference_in_words, start_in_words, start_notes
 from slime.engine.fleet.backend import EXTERNAL, choose_backend
 from slime.engine.fleet.engines import check_engines, count_engines
 from slime.engine.fleet.external import ExternalEngines
@@ -217,6 +218,10 @@ def _model_rows(config: Config, shape: ModelShape) -> tuple[tuple[str, str], ...
     count = shape.num_parameters
     size = "size unknown" if count is None else f"{_short_number(count)} parameters"
     rows = [("folder", config.hf_checkpoint), ("kind", f"{shape.model_type}, {size}")]
+    if not config.debug_rollout_only:
+        rows.append(("starts from", start_in_words(config)))
+        if needs_reference(config):
+            rows.append(("reference", reference_in_words(config)))
     if shape.num_layers and shape.hidden_size:
         experts = f", {shape.num_experts} experts" if shape.num_experts else ""
         rows.append(
@@ -325,14 +330,11 @@ def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
         rows.append(("model folders", f"{config.save_hf}, {every}"))
     if config.save_debug_rollout_data is not None:
         rows.append(("rollout dumps", config.save_debug_rollout_data))
-    if config.load is not None:
-        found = Path(config.load).is_dir() and any(Path(config.load).iterdir())
-        rows.append(("continues from", config.load if found else f"{config.load} (empty: a fresh start)"))
     return tuple(rows)
 
 
 def _notes(config: Config, backend: str) -> list[str]:
-    notes = []
+    notes = list(start_notes(config))
     if (other := Path.cwd() / _OWN_PACKAGE.name).joinpath("__init__.py").is_file() and other.resolve() != _OWN_PACKAGE:
         notes.append(f"this folder has a {other.name} of its own ({other}); the run is that of {_OWN_PACKAGE}")
     if evaluates(config) and not needs_engines(config):

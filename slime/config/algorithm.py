@@ -126,11 +126,8 @@ def _kl(config: Config) -> Iterator[str]:
         )
     if config.use_unbiased_kl and not config.use_kl_loss:
         yield "--use-unbiased-kl weighs the KL loss: add --use-kl-loss"
-    if not needs_reference(config):
-        if config.ref_load is not None:
-            yield "--ref-load names a reference model that nothing uses: add --use-kl-loss or drop it"
-        if config.ref_update_interval is not None:
-            yield "--ref-update-interval has no reference model to update: add --use-kl-loss or drop it"
+    if not needs_reference(config) and config.ref_update_interval is not None:
+        yield "--ref-update-interval has no reference model to update: add --use-kl-loss or drop it"
 
 
 def _estimator(config: Config) -> Iterator[str]:

@@ -18,8 +18,8 @@ from pathlib import Path
 from slime.config.config import Config
 from slime.config.eval_datasets import eval_datasets
 from slime.config.files import RESOLVED
+from slime.config.megatron_folder import LATEST
 from slime.config.rollout_paths import RolloutPath
-from slime.config.start import LATEST
 from slime.errors import UserError
 from slime.owned import is_checkpoint, is_dump, is_marked, not_from_a_run
 

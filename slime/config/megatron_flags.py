@@ -51,7 +51,7 @@ MEGATRON_FLAGS: dict[str, str] = {
         linear-conv-kernel-dim dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk
         recompute-num-layers train-iters train-samples lr-warmup-samples lr-decay-samples
         profile-step-start profile-step-end log-interval tensorboard-queue-size empty-unused-memory-level
-        num-workers manual-gc-interval ckpt-step
+        num-workers manual-gc-interval
         """,
     ),
     **_kind(

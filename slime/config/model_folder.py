@@ -8,14 +8,37 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from slime.config.megatron_folder import LATEST, refuse_megatron
 from slime.config.shape_flags import read_model_config
 from slime.config.weight_files import check_weights
 from slime.errors import UserError
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_CHECKPOINTS = ("latest_checkpointed_iteration.txt", "meta.json")
+_CHECKPOINTS = (LATEST, "meta.json")
+_SHAPE = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "num_experts",
+    "n_routed_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "tie_word_embeddings",
+    "rope_theta",
+    "rms_norm_eps",
+    "hidden_act",
+)
+"""What two configs must agree on for the weights of one to compute the same as the other's model."""
 
 
 def check_model_folder(folder: str, flag: str, *, weights: bool = True) -> None:
@@ -30,11 +53,32 @@ def check_model_folder(folder: str, flag: str, *, weights: bool = True) -> None:
     if (path / "adapter_config.json").exists():
         raise UserError(f"{flag} {folder} holds a LoRA adapter{_base_of(path)}: {_MERGE}")
     if not (path / "config.json").exists():
+        refuse_megatron(folder, flag)
         raise UserError(f"model folder {folder} has no config.json: {_without_config(path, flag)}")
     if "model_type" not in read_model_config(path / "config.json"):
         raise UserError(f"{path / 'config.json'} has no model_type: it does not describe a Hugging Face model")
     if weights:
         check_weights(path, flag)
+
+
+def check_same_shape(folder: Path, flag: str, hf_checkpoint: str, *, only: Sequence[str] = _SHAPE) -> None:
+    """Raise a `UserError` where the weights of `folder` would make another model than `--hf-checkpoint` describes."""
+    theirs, ours = _facts(folder), _facts(Path(hf_checkpoint))
+    for name in only:
+        if name in theirs and name in ours and theirs[name] != ours[name]:
+            raise UserError(
+                f"{flag} {folder} has {name} {theirs[name]}, but --hf-checkpoint {hf_checkpoint}, whose config and "
+                f"tokenizer the engines have, has {ours[name]}: give two folders of the same model"
+            )
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """config.json, with the rotary base where earlier versions of transformers put it; what is null is left out."""
+    facts = read_model_config(folder / "config.json")
+    rope = facts.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        facts = {**facts, "rope_theta": rope["rope_theta"]}
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 _GGUF = "a format for inference: take the folder of the model that it was made from, with config.json and safetensors"

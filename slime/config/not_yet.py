@@ -31,7 +31,6 @@ REFUSED: dict[str, str] = {
     "multimodal-keys": "images and videos are not in this version, prompts are text",
     "log-probs-max-tokens-per-gpu": "the log-prob pass takes the micro-batches of training, of --max-tokens-per-gpu",
     "eval-max-context-len": "give --eval-max-response-len and --eval-max-prompt-len",
-    "ref-ckpt-step": "name the folder of that step with --ref-load",
     "opd-teacher-ckpt-step": "name the folder of that step with --opd-teacher-load",
     "async-save": "checkpoints are written while the trainers wait: drop the flag",
     "use-stateless-adam": "Adam keeps its moments: --reset-optimizer-states forgets them before each rollout",

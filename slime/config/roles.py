@@ -29,6 +29,8 @@ def critic_flags(config: Config) -> Config:
         value = getattr(config, name)
         if value is not None:
             changes[own] = value
+    if "hf_checkpoint" in changes:
+        changes.setdefault("ref_load", None)  # a model of its own, which it starts from
     load = config.critic_load
     if load is not None and not Path(load).is_dir():
         load = None  # the first start of a run that will resume from there

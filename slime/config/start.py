@@ -1,60 +1,79 @@
-"""Where the weights of a run come from: `--load`, read by what lies in it, else `--hf-checkpoint`.
+"""Where the weights of a run come from: a checkpoint or model at `--load`, else `--ref-load`, else `--hf-checkpoint`.
 
 Invariant: every folder that a run reads weights from is looked at before anything starts, as the kind of folder that
-it is: a model folder, or a checkpoint with whole files.
+it is: a model folder, or a checkpoint with whole files. Config and tokenizer are always those of `--hf-checkpoint`, so
+the policy's weights are of a model of that shape.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.config.algorithm import has_critic
+from slime.config.algorithm import has_critic, needs_reference
 from slime.config.config import Config
-from slime.config.model_folder import check_model_folder
+from slime.config.megatron_folder import LATEST, read_latest, refuse_megatron
+from slime.config.model_folder import check_model_folder, check_same_shape
 from slime.config.roles import critic_flags
 from slime.config.weight_files import read_header
 from slime.errors import UserError
 
-LATEST = "latest_checkpointed_iteration.txt"
 _META = "meta.json"
-_MEGATRON = ("*.distcp", "mp_rank_*", "common.pt")
 
 
 @dataclass(frozen=True)
 class Start:
-    """A checkpoint, another model folder, or (both None) `--hf-checkpoint`."""
+    """A checkpoint, another model folder, or (both None) `--hf-checkpoint`; `flag` names it."""
 
     checkpoint: Path | None = None
     hf_folder: Path | None = None
+    flag: str = "--hf-checkpoint"
+
+    @property
+    def resumes(self) -> bool:
+        """Whether optimizer, counters and random state go on too; a reference gives nothing but its weights."""
+        return self.checkpoint is not None and self.flag != "--ref-load"
 
 
-def find_start(config: Config) -> Start:
-    """Read `--load`: a folder of checkpoints, one checkpoint, a Hugging Face folder, or a run still to be begun."""
+def find_start(config: Config, flag: str = "--load") -> Start:
+    """Where the policy starts: from what lies at `--load`, and if that is nothing yet as its reference does."""
     if config.load is None:
+        return find_reference(config)
+    found = _read_folder(config.load, flag, config.ckpt_step)
+    return find_reference(config) if found is None else found
+
+
+def find_reference(config: Config) -> Start:
+    """Where the reference comes from, which a policy without checkpoint starts from too."""
+    if config.ref_load is None:
         return Start()
-    folder = Path(config.load)
-    latest = folder / LATEST
-    if latest.is_file():
-        text = latest.read_text().strip()
-        chosen = folder / f"iter_{int(text):07d}" if text.isdigit() else None
-        if chosen is not None and _is_megatron(chosen):
-            raise UserError(
-                f"--load {folder} holds a Megatron checkpoint, which this version does not read: convert it to a "
-                "Hugging Face folder"
-            )
+    found = _read_folder(config.ref_load, "--ref-load", config.ref_ckpt_step, converted_from=config.hf_checkpoint)
+    return Start(hf_folder=Path(config.ref_load), flag="--ref-load") if found is None else found
+
+
+def _read_folder(folder: str, flag: str, step: int | None, *, converted_from: str | None = None) -> Start | None:
+    """A folder of checkpoints, one checkpoint, or a Hugging Face folder; None when there is nothing of the kind."""
+    path = Path(folder)
+    refuse_megatron(folder, flag, hf_checkpoint=converted_from, step=step)
+    text = read_latest(path)
+    if text is not None:
+        number = step if step is not None else int(text) if text.isdecimal() else None
+        chosen = None if number is None else path / f"iter_{number:07d}"
         if chosen is None or not (chosen / _META).is_file():
-            raise UserError(f"{latest} names iteration {text!r}, which is not there: choose another --load")
-        return Start(checkpoint=chosen)
-    if (folder / _META).is_file():
-        return Start(checkpoint=folder)
-    if (folder / "config.json").is_file():
-        return Start(hf_folder=folder)
-    if config.save is not None and folder.absolute() == Path(config.save).absolute():
-        return Start()
-    raise UserError(f"--load {folder} holds neither a checkpoint ({LATEST}) nor a Hugging Face model (config.json)")
+            named = f"{flag} {folder} has no iteration {step}"
+            if step is None:
+                named = f"{path / LATEST} names iteration {text!r}, which is not there"
+            raise UserError(f"{named}: choose another {flag if step is None else 'one'}")
+        return Start(checkpoint=chosen, flag=flag)
+    if step is not None and path.is_dir():
+        raise UserError(f"{flag} {folder} is no folder of checkpoints to pick iteration {step} from: drop the step")
+    if (path / _META).is_file():
+        return Start(checkpoint=path, flag=flag)
+    if (path / "config.json").is_file():
+        return Start(hf_folder=path, flag=flag)
+    return None
 
 
 def find_critic_start(config: Config) -> Start:
@@ -64,47 +83,91 @@ def find_critic_start(config: Config) -> Start:
     """
     critic = critic_flags(config)
     if critic.load is None:
-        return Start()
-    policy = find_start(config).checkpoint
+        return find_reference(critic)
+    start = find_start(config)
+    policy = start.checkpoint if start.resumes else None
     if policy is not None and (Path(critic.load) / policy.name / _META).is_file():
-        return Start(checkpoint=Path(critic.load) / policy.name)
-    start = find_start(critic)
-    if policy is None and start.checkpoint is not None and continues_itself(critic):
-        return Start()
+        return Start(checkpoint=Path(critic.load) / policy.name, flag="--critic-load")
+    start = find_start(critic, "--critic-load")
+    if policy is None and start.resumes and continues_itself(critic):
+        return find_reference(critic)
     return start
+
+
+def reads_reference(config: Config) -> bool:
+    """Whether anything is read from `--ref-load`: a reference is needed, or the policy starts from there."""
+    if config.ref_load is None or config.debug_rollout_only:
+        return False
+    return needs_reference(config) or _found_nothing(config) or (has_critic(config) and _critic_reads(config))
+
+
+def _critic_reads(config: Config) -> bool:
+    critic = critic_flags(config)
+    return critic.ref_load is not None and _found_nothing(critic)
+
+
+def _found_nothing(config: Config) -> bool:
+    return config.load is None or _read_folder(config.load, "--load", config.ckpt_step) is None
+
+
+def start_in_words(config: Config) -> str:
+    """Which folder the policy starts from, with the flag that names it."""
+    start = find_start(config)
+    if start.checkpoint is None:
+        return f"{start.flag} {start.hf_folder or config.hf_checkpoint}"
+    return f"{start.flag} {start.checkpoint}" + ("" if start.resumes else ", weights only")
+
+
+def reference_in_words(config: Config) -> str:
+    """Which folder the reference is read from, with the flag that names it."""
+    reference = find_reference(config)
+    return f"{reference.flag} {reference.checkpoint or reference.hf_folder or config.hf_checkpoint}"
+
+
+def start_notes(config: Config) -> Iterator[str]:
+    """What somebody who gave `--load` or `--ref-load` may not expect."""
+    if config.debug_rollout_only:
+        return
+    if config.load is not None and not continues_itself(config) and _found_nothing(config):
+        yield f"--load {config.load} has no checkpoint: the actor starts from {start_in_words(config)}"
+    if config.ref_load is not None and not reads_reference(config):
+        yield (
+            f"--ref-load {config.ref_load} is not read: the actor starts from {start_in_words(config)}, and without "
+            "--use-kl-loss there is no reference"
+        )
 
 
 def model_folders(config: Config) -> dict[str, str]:
     """Every model folder that a run loads, under the flag that names it; one that two flags name only once."""
     found = {"--hf-checkpoint": config.hf_checkpoint}
-    given = {"--opd-teacher-load": config.opd_teacher_load, "--ref-load": config.ref_load}
+    given = {"--opd-teacher-load": config.opd_teacher_load}
+    if reads_reference(config):
+        given["--ref-load"] = _hf_folder(find_reference(config))
     if not config.debug_rollout_only:
-        given["--load"] = _hf_folder(config)
+        given["--load"] = _hf_folder(find_start(config)) if config.load is not None else None
     if has_critic(config):
         critic = critic_flags(config)
-        given |= {"--critic-hf-checkpoint": critic.hf_checkpoint, "--critic-load": _hf_folder(critic)}
+        given["--critic-hf-checkpoint"] = critic.hf_checkpoint
+        given["--critic-load"] = _hf_folder(find_critic_start(config)) if critic.load is not None else None
     for flag, folder in given.items():
         if folder is not None and folder not in found.values():
             found[flag] = folder
     return found
 
 
-def _hf_folder(config: Config) -> str | None:
-    if config.load is None or not Path(config.load).is_dir():
-        return None
-    folder = find_start(config).hf_folder
-    return None if folder is None else str(folder)
+def _hf_folder(start: Start) -> str | None:
+    return None if start.hf_folder is None else str(start.hf_folder)
 
 
 def resumes_at(config: Config) -> int:
     """The first rollout that a run with this `--load` has still to do; 0 when nothing was trained there."""
-    checkpoint = find_start(config).checkpoint
-    if checkpoint is None:
+    start = find_start(config)
+    if start.checkpoint is None or not start.resumes:
         return 0
     try:
-        return int(json.loads((checkpoint / _META).read_text())["next_rollout_id"])
+        return int(json.loads((start.checkpoint / _META).read_text())["next_rollout_id"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error
+        raise UserError(f"{start.checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error
 
 
 def continues_itself(config: Config) -> bool:
@@ -118,12 +181,37 @@ def check_weight_sources(config: Config) -> None:
     """Raise a `UserError` for the first folder that the engines or trainers of this run could not load."""
     served_elsewhere = config.rollout_external_engine_addrs or config.carried.get("sglang_load_format") == "dummy"
     only_described = config.debug_rollout_only and bool(served_elsewhere)
+    for step, flag, folder in (
+        (config.ckpt_step, "--load", config.load),
+        (config.ref_ckpt_step, "--ref-load", config.ref_load),
+    ):
+        if step is not None and folder is None:
+            named = "--ckpt-step" if flag == "--load" else "--ref-ckpt-step"
+            raise UserError(f"{named} {step} picks a checkpoint of {flag}: give it, or drop {named}")
     for flag, folder in model_folders(config).items():
         check_model_folder(folder, flag, weights=not only_described)
-    _check_start(config, "--load", lambda: find_start(config))
+    if config.debug_rollout_only:
+        return
+    _check_start(config, find_start(config))
+    if reads_reference(config):
+        _check_reference(config)
     if has_critic(config):
         _check_critic_load(config)
-        _check_start(critic_flags(config), "--critic-load", lambda: find_critic_start(config))
+        _check_start(critic_flags(config), find_critic_start(config))
+
+
+def _check_reference(config: Config) -> None:
+    """A checkpoint is whole; a folder that the policy does not start from may be of another shape, not vocabulary."""
+    reference = find_reference(config)
+    if reference.checkpoint is not None:
+        check_checkpoint(reference.checkpoint, "--ref-load")
+        if has_critic(config) and _critic_reads(config):
+            raise UserError(
+                f"--ref-load {config.ref_load} is a checkpoint of a policy, which a critic cannot start from: give "
+                "--critic-hf-checkpoint"
+            )
+    elif reference.hf_folder is not None:
+        check_same_shape(reference.hf_folder, "--ref-load", config.hf_checkpoint, only=("vocab_size",))
 
 
 def _check_critic_load(config: Config) -> None:
@@ -135,16 +223,13 @@ def _check_critic_load(config: Config) -> None:
         raise UserError(f"--critic-load: there is no folder {load}")
 
 
-def _check_start(config: Config, flag: str, find: Callable[[], Start]) -> None:
-    if config.load is None or config.debug_rollout_only:
-        return
-    if not Path(config.load).is_dir():
-        if config.save is not None and Path(config.load).absolute() == Path(config.save).absolute():
-            return  # the first start of a run that resumes from its own checkpoints
-        raise UserError(f"{flag}: there is no folder {config.load}")
-    start = find()
+def _check_start(config: Config, start: Start) -> None:
+    if config.load is not None and Path(config.load).is_file():
+        raise UserError(f"--load {config.load} is a file, but a folder is needed")
     if start.checkpoint is not None:
-        check_checkpoint(start.checkpoint, flag)
+        check_checkpoint(start.checkpoint, start.flag)
+    elif start.hf_folder is not None:
+        check_same_shape(start.hf_folder, start.flag, config.hf_checkpoint)
 
 
 def check_checkpoint(checkpoint: Path, flag: str) -> None:
@@ -154,7 +239,3 @@ def check_checkpoint(checkpoint: Path, flag: str) -> None:
         raise UserError(f"{flag}: checkpoint {checkpoint} has no weights (model-*.safetensors): choose another one")
     for file in files:
         read_header(file, flag)
-
-
-def _is_megatron(folder: Path) -> bool:
-    return folder.is_dir() and any(any(folder.glob(pattern)) for pattern in _MEGATRON)

@@ -16,7 +16,7 @@ from torch import Tensor
 from slime.config import Config
 from slime.config.algorithm import needs_reference
 from slime.config.asynchronous import versions_behind
-from slime.config.start import find_start
+from slime.config.start import Start, find_reference, find_start
 from slime.errors import UserError
 from slime.train.backends.frozen import FrozenModel
 from slime.train.backends.fsdp import FSDPBackend
@@ -37,22 +37,20 @@ from slime.train.timers import Timers
 
 
 class Actor:
-    """Made where `--load` says, else from `--hf-checkpoint`."""
+    """Made where `--load` says, else from `--ref-load`, else from `--hf-checkpoint`."""
 
     def __init__(self, config: Config, ranks: Ranks, *, compute_dtype: torch.dtype) -> None:
         self.config = config
         self.ranks = ranks
         start = find_start(config)
-        folder = config.hf_checkpoint
-        assert folder is not None
-        module = load_policy(config, str(start.hf_folder or folder), torch.float32)
+        module = self._load(start, torch.float32)
         self.backend = FSDPBackend(config, ranks, module, compute_dtype=compute_dtype)
         self.frozen: dict[str, FrozenModel] = {}
-        for name, source in self._frozen_folders(str(start.hf_folder or folder)).items():
-            self.frozen[name] = FrozenModel(load_policy(config, source, compute_dtype), ranks)
+        for name, source in self._frozen_sources(start).items():
+            self.frozen[name] = FrozenModel(self._load(source, compute_dtype), ranks)
         self.learning_rate = LearningRate.from_config(config, without=config.num_critic_only_steps)
         self.state = TrainState()
-        if start.checkpoint is not None:
+        if start.resumes and start.checkpoint is not None:
             checkpoint = CheckpointFolder(start.checkpoint)
             self.state = checkpoint.load(self.backend, config)
             if config.ref_update_interval is not None:
@@ -67,16 +65,23 @@ class Actor:
         self._objective = PolicyObjective(config) if config.loss_type == "policy_loss" else None
         self._custom = CustomObjective(config) if config.loss_type == "custom_loss" else None
 
-    def _frozen_folders(self, start: str) -> dict[str, str]:
-        config, folders = self.config, {}
+    def _load(self, source: Start, dtype: torch.dtype) -> PolicyModel:
+        """A model that is not sharded yet; what a checkpoint continues is put into it later, whole."""
+        module = load_policy(self.config, str(source.hf_folder or self.config.hf_checkpoint), dtype)
+        if source.checkpoint is not None and not source.resumes:
+            CheckpointFolder(source.checkpoint).put_weights_into(module.model, self.config)
+        return module
+
+    def _frozen_sources(self, start: Start) -> dict[str, Start]:
+        config, sources = self.config, {}
         if needs_reference(config):
-            folders["ref"] = config.ref_load or config.hf_checkpoint or start
+            sources["ref"] = find_reference(config)
         if config.use_opd and config.opd_type == "trainer":
             assert config.opd_teacher_load is not None, "checked when the flags were"
-            folders["teacher"] = config.opd_teacher_load
+            sources["teacher"] = Start(hf_folder=Path(config.opd_teacher_load), flag="--opd-teacher-load")
         if config.keep_old_actor:
-            folders["old_actor"] = start
-        return folders
+            sources["old_actor"] = start
+        return sources
 
     @property
     def policy(self) -> PolicyModel:

@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -30,9 +30,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slime.config import Config
-from slime.config.start import LATEST
+from slime.config.megatron_folder import LATEST
 from slime.data.state_file import state_path
 from slime.errors import UserError
 from slime.models.saving import replace_folder
@@ -40,6 +41,7 @@ from slime.models.shards import ShardWriter, fsync_path
 from slime.models.taken import FolderTaken
 from slime.owned import is_checkpoint
 from slime.train.backends.frozen import FrozenModel
+from slime.train.backends.fsdp import persistent_buffers
 from slime.train.backends.protocol import NamedTensor, TrainBackend
 from slime.train.distributed import Ranks
 from slime.train.not_written import written_together
@@ -105,12 +107,7 @@ class CheckpointFolder:
 
     def load(self, backend: TrainBackend, config: Config) -> TrainState:
         """Overwrite weights, optimizer and random state; refuses a checkpoint of another model."""
-        try:
-            meta = json.loads((self.path / "meta.json").read_text())
-        except (OSError, ValueError) as cause:
-            raise UserError(f"{self.path}/meta.json cannot be read ({cause}): the checkpoint is damaged") from cause
-        if meta.get("format") != FORMAT:
-            raise UserError(f"checkpoint {self.path} has format {meta.get('format')!r}; this version reads {FORMAT}")
+        meta = self._meta()
         check_same_model(self.path, meta["model"], describe_model(backend), config)
         try:
             self._load_parameters(backend)
@@ -124,6 +121,18 @@ class CheckpointFolder:
         updates = meta.get("updates", meta["step"])  # earlier versions counted steps of the critic alone in
         return TrainState(step=meta["step"], next_rollout_id=meta["next_rollout_id"], updates=updates)
 
+    @torch.no_grad()
+    def put_weights_into(self, model: PreTrainedModel, config: Config) -> None:
+        """Overwrite the weights of a model that is not sharded yet; refuses a checkpoint of another one."""
+        targets = dict([*model.named_parameters(), *persistent_buffers(model)])
+        shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}
+        check_same_model(self.path, self._meta()["model"], describe_shapes(model.config, shapes), config, "--ref-load")
+        try:
+            for name, tensor in self._read("model"):
+                targets[name].copy_(tensor)
+        except (SafetensorError, OSError) as cause:
+            raise UserError(f"checkpoint {self.path} is damaged ({cause}): choose another iteration") from cause
+
     def load_reference(self, reference: FrozenModel) -> None:
         """The reference as it had moved; a checkpoint of a run whose reference stood still has none."""
         found = False
@@ -132,6 +141,15 @@ class CheckpointFolder:
             found = True
         if not found:
             logger.warning("checkpoint %s has no reference: it starts from --ref-load or --hf-checkpoint", self.path)
+
+    def _meta(self) -> dict[str, Any]:
+        try:
+            meta: dict[str, Any] = json.loads((self.path / "meta.json").read_text())
+        except (OSError, ValueError) as cause:
+            raise UserError(f"{self.path}/meta.json cannot be read ({cause}): the checkpoint is damaged") from cause
+        if meta.get("format") != FORMAT:
+            raise UserError(f"checkpoint {self.path} has format {meta.get('format')!r}; this version reads {FORMAT}")
+        return meta
 
     def _load_parameters(self, backend: TrainBackend) -> None:
         missing = set(backend.parameter_shapes())
@@ -180,21 +198,26 @@ def publish(written: Sequence[Path], ranks: Ranks, *, keep_count: int | None) ->
 
 
 def describe_model(backend: TrainBackend) -> dict[str, Any]:
-    shapes = backend.parameter_shapes()
+    return describe_shapes(backend.model_config, backend.parameter_shapes())
+
+
+def describe_shapes(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     return {
-        "model_type": backend.model_config.model_type,
+        "model_type": config.model_type,
         "parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
         "shapes": {name: list(shape) for name, shape in sorted(shapes.items())},
     }
 
 
-def check_same_model(path: Path, saved: dict[str, Any], current: dict[str, Any], config: Config) -> None:
+def check_same_model(
+    path: Path, saved: dict[str, Any], current: dict[str, Any], config: Config, flag: str = "--load"
+) -> None:
     if saved == current:
         return
     names = sorted(set(saved["shapes"]) | set(current["shapes"]))
     name = next((n for n in names if saved["shapes"].get(n) != current["shapes"].get(n)), "model_type")
     raise UserError(
-        f"--load {path} holds a {saved['model_type']} model of {saved['parameters']:,} parameters, but --hf-checkpoint "
+        f"{flag} {path} holds a {saved['model_type']} model of {saved['parameters']:,} parameters, but --hf-checkpoint "
         f"{config.hf_checkpoint} is a {current['model_type']} model of {current['parameters']:,} (first difference: "
         f"{name} {saved['shapes'].get(name)} against {current['shapes'].get(name)}): load one of the same model"
     )

@@ -36,7 +36,7 @@ class Critic:
         self.backend = FSDPBackend(self.config, ranks, module, compute_dtype=compute_dtype)
         self.learning_rate = LearningRate.from_config(self.config)
         self.state = TrainState()
-        if start.checkpoint is not None:
+        if start.resumes and start.checkpoint is not None:
             self.state = CheckpointFolder(start.checkpoint).load(self.backend, self.config)
 
     @torch.no_grad()

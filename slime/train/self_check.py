@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from slime.config import Config
 from slime.config.asynchronous import is_async, versions_behind
+from slime.config.start import find_reference, find_start
 from slime.errors import RunFailed
 
 KL_BEFORE_UPDATE = 1e-8
@@ -36,8 +37,7 @@ def _bounded(config: Config, steps: Sequence[Mapping[str, float]]) -> Iterator[t
     of_older_weights = config.keep_old_actor and versions_behind(config) > 0
     if "train/ppo_kl" in first and not config.use_rollout_logprobs and not of_older_weights:
         yield "train/ppo_kl before the first update", first["train/ppo_kl"], KL_BEFORE_UPDATE
-    own_reference = config.load is None and config.ref_load in (None, config.hf_checkpoint)
-    if "train/kl_loss" in first and first["train/step"] == 0 and own_reference:
+    if "train/kl_loss" in first and first["train/step"] == 0 and find_start(config) == find_reference(config):
         yield "train/kl_loss before the first update", first["train/kl_loss"], KL_BEFORE_UPDATE
     if is_async(config) or config.partial_rollout:
         return  # what older weights sampled is not what these would

@@ -61,7 +61,6 @@ def test_rejection_looks_where_the_weights_do_unless_told() -> None:
         ({"advantage_estimator": "cispo", "eps_clip_c": 3.0}, "cispo does not have"),
         ({"kl_loss_coef": 0.1}, "needs --use-kl-loss"),
         ({"use_unbiased_kl": True}, "add --use-kl-loss"),
-        ({"ref_load": "x"}, "nothing uses"),
         ({"ref_update_interval": 3}, "no reference model to update"),
         ({"tis_clip_low": 3.0}, "is larger than --tis-clip 2.0"),
         ({"custom_tis_function_path": "m.f"}, "is not called without"),

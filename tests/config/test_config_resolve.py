@@ -113,7 +113,7 @@ def test_wrong_batch_arithmetic_shows_the_numbers(valid: dict[str, Any]) -> None
         ({"rollout_max_response_len": None}, "--rollout-max-response-len is missing"),
         ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
         ({"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1 needs --use-kl-loss"),
-        ({"ref_load": "/x"}, "--ref-load names a reference model that nothing uses"),
+        ({"ref_load": "/nowhere"}, "there is no model folder /nowhere: --ref-load takes"),
         ({"use_kl_loss": True, "ref_load": "/nowhere"}, "there is no model folder /nowhere: --ref-load takes"),
         ({"eval_interval": 2}, "--eval-interval 2 has nothing to evaluate: give --eval-prompt-data NAME PATH"),
         ({"eval_prompt_data": [("a", "x"), ("a", "y")]}, "two datasets named a"),
@@ -136,7 +136,7 @@ def test_wrong_batch_arithmetic_shows_the_numbers(valid: dict[str, Any]) -> None
         ({"hf_checkpoint": __file__}, "is a file: it takes a model folder"),
         ({"prompt_data": "/nowhere.jsonl@[0:5]"}, "--prompt-data: there is no file /nowhere.jsonl"),
         ({"prompt_data": "/tmp"}, "--prompt-data: /tmp is a folder"),
-        ({"load": "/nowhere"}, "--load: there is no folder /nowhere"),
+        ({"load": __file__}, "is a file, but a folder is needed"),
         ({"output_dir": __file__}, "is a file, but a folder is needed"),
         ({"save": f"{__file__}/a/b"}, f"cannot be made: {__file__} is a file"),
         ({"custom_rm_path": "no_such_module_x.rm"}, "--custom-rm-path no_such_module_x.rm: module"),
@@ -156,12 +156,6 @@ def test_broken_model_folders(valid: dict[str, Any], model_dir: Path) -> None:
     assert "does not hold a JSON object" in refused(valid)
     config.unlink()
     assert refused(valid).startswith(f"model folder {model_dir} has no config.json")
-
-
-def test_load_may_be_missing_only_when_it_is_save(valid: dict[str, Any], tmp_path: Path) -> None:
-    folder = str(tmp_path / "ckpt")
-    assert resolve(Config(**valid, save=folder, load=folder)).load == folder
-    assert "there is no folder" in refused(valid, save=str(tmp_path / "other"), load=folder)
 
 
 def test_slices_and_paths_are_accepted(valid: dict[str, Any], prompts: Path, model_dir: Path) -> None:

@@ -53,14 +53,14 @@ MISTAKES = {
     "unknown architecture": (["--hf-checkpoint", "martian"], "unknown model_type 'martian'"),
     "reference of an unknown architecture": (
         ["--use-kl-loss", "--ref-load", "martian"],
-        "martian has unknown model_type 'martian'",
+        "--ref-load martian has model_type martian, but --hf-checkpoint model",
     ),
     "tokenizer of another model": (["--hf-checkpoint", "narrow"], "narrow has ids up to "),
     "no such module": (["--custom-rm-path", "nowhere.reward"], "--custom-rm-path nowhere.reward"),
     "failing module": (["--custom-rm-path", "raises.py:reward"], "nothing_of_this_name"),
     "no such function": (["--custom-rm-path", "plugins.py:token_sun"], "did you mean token_sum?"),
     "wrong signature": (["--custom-rm-path", "plugins.py:no_parameters"], "called with (args, sample)"),
-    "no such checkpoint": (["--load", "nowhere"], "--load: there is no folder nowhere"),
+    "no such reference": (["--ref-load", "nowhere"], "there is no model folder nowhere: --ref-load takes"),
 }
 
 

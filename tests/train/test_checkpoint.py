@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime.config import Config
-from slime.config.start import LATEST, Start, find_start
+from slime.config.start import LATEST, Start, find_reference, find_start
 from slime.errors import UserError
 from slime.train.checkpoint import _remove_old
 
@@ -27,19 +27,21 @@ def test_latest_file_decides(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000012"
     folder.mkdir()
     (folder / "meta.json").write_text("{}")
-    assert find_start(config(load=str(tmp_path))) == Start(checkpoint=folder)
-    assert find_start(config(load=str(folder))) == Start(checkpoint=folder)
+    assert find_start(config(load=str(tmp_path))) == Start(checkpoint=folder, flag="--load")
+    assert find_start(config(load=str(folder))) == Start(checkpoint=folder, flag="--load")
 
 
 def test_a_model_folder_gives_weights_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert find_start(config(load=str(tmp_path))) == Start(hf_folder=tmp_path)
+    assert find_start(config(load=str(tmp_path))) == Start(hf_folder=tmp_path, flag="--load")
 
 
-def test_an_empty_folder_is_a_fresh_start_only_when_it_is_also_the_save_folder(tmp_path: Path) -> None:
-    assert find_start(config(load=str(tmp_path), save=str(tmp_path))) == Start()
-    with pytest.raises(UserError, match="neither a checkpoint"):
-        find_start(config(load=str(tmp_path)))
+@pytest.mark.parametrize("load", ["", "nowhere"])
+def test_where_nothing_was_saved_the_start_is_a_fresh_one(tmp_path: Path, load: str) -> None:
+    folder = str(tmp_path / load)
+    assert find_start(config(load=folder)) == find_start(config(load=folder, save=folder)) == Start()
+    reference = Start(hf_folder=Path("ref"), flag="--ref-load")
+    assert find_start(config(load=folder, ref_load="ref")) == find_reference(config(ref_load="ref")) == reference
 
 
 def make_checkpoint(folder: Path) -> None:

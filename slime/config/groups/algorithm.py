@@ -72,7 +72,14 @@ class AlgorithmFlags:
         "function (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) that returns the reducer of "
         "the policy loss",
     )
-    ref_load: str | None = flag(None, "reference model folder", metavar="DIR", derived="--hf-checkpoint")
+    ref_load: str | None = flag(
+        None,
+        "model folder (or checkpoint folder of a run) of the reference; the actor starts from it too where --load has "
+        "nothing",
+        metavar="DIR",
+        derived="--hf-checkpoint",
+    )
+    ref_ckpt_step: int | None = flag(None, "which checkpoint of --ref-load, not the latest", check=at_least(0))
     ref_update_interval: int | None = flag(
         None, "copy the policy into the reference every so many rollouts", check=at_least(1)
     )

@@ -11,8 +11,12 @@ class CheckpointFlags:
 
     save: str | None = flag(None, "folder for checkpoints", metavar="DIR")
     load: str | None = flag(
-        None, "checkpoint folder to continue from; the same as --save makes a run resumable", metavar="DIR"
+        None,
+        "checkpoint folder to continue from (nothing there yet: a fresh start), or a model folder; the same as --save "
+        "makes a run resumable",
+        metavar="DIR",
     )
+    ckpt_step: int | None = flag(None, "which checkpoint of --load, not the latest", check=at_least(0))
     save_interval: int | None = flag(None, "save every so many rollout steps, and at the end", check=at_least(1))
     save_hf: str | None = flag(
         None, "also save a Hugging Face folder; {rollout_id} in the name is filled in", metavar="DIR"

@@ -1,0 +1,195 @@
+"""Which folder the actor and its reference start from, and what is said about folders that cannot be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, resolve
+from slime.config.megatron_folder import LATEST
+from slime.config.start import find_critic_start, find_reference, find_start, model_folders
+from slime.errors import UserError
+from slime.plan import Plan, make_plan
+from tests.config.conftest import TINY_QWEN3
+from tests.model_files import add_weights, write_safetensors
+
+
+def refused(valid: dict[str, Any], **changes: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        resolve(Config(**{**valid, **changes}))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def planned(valid: dict[str, Any], **changes: Any) -> Plan:
+    return make_plan(resolve(Config(**{**valid, "label_key": "label", **changes})), device="cpu", gpu_count=0)
+
+
+def rows(plan: Plan) -> dict[str, str]:
+    return dict(dict(plan.sections)["Model"])
+
+
+def torch_dist(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp", "common.pt", "metadata.json"):
+        (folder / name).write_bytes(b"")
+    return folder
+
+
+def torch_format(folder: Path) -> Path:
+    (folder / "mp_rank_00_000").mkdir(parents=True)
+    (folder / "mp_rank_00_000" / "model_optim_rng.pt").write_bytes(b"")
+    return folder
+
+
+def empty(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+def tracked(folder: Path, name: str, make: Callable[[Path], Path]) -> Path:
+    make(folder / name)
+    (folder / LATEST).write_text(name.removeprefix("iter_").lstrip("0") or "0")
+    return folder
+
+
+def checkpoint(folder: Path, number: int = 3) -> Path:
+    """A folder with a checkpoint of ours."""
+    one = folder / f"iter_{number:07d}"
+    one.mkdir(parents=True)
+    (one / "meta.json").write_text(json.dumps({"format": 1, "next_rollout_id": number + 1, "model": {}}))
+    write_safetensors(one / "model-00001.safetensors")
+    (folder / LATEST).write_text(str(number))
+    return folder
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A second model folder of the same shape."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY_QWEN3))
+    return add_weights(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (lambda path: tracked(path, "release", torch_dist), "torch_dist, release"),
+        (lambda path: tracked(path, "iter_0000100", torch_dist), "torch_dist, iter_0000100"),
+        (lambda path: tracked(path, "iter_0000100", torch_format), "torch, iter_0000100"),
+        (lambda path: tracked(path, "release", empty), "release"),
+        (torch_dist, "torch_dist, megatron"),
+        (torch_format, "torch, megatron"),
+    ],
+)
+def test_megatron_checkpoints_are_told_by_what_lies_in_them(
+    valid: dict[str, Any], tmp_path: Path, make: Callable[[Path], Path], shown: str
+) -> None:
+    folder = make(tmp_path / "megatron")
+    what = (
+        f"{folder} is a Megatron checkpoint ({shown}), which only the Megatron backend reads and this version lacks: "
+    )
+    assert refused(valid, load=str(folder)) == f"--load {what}convert it to a Hugging Face folder and give that"
+    assert refused(valid, ref_load=str(folder)) == (
+        f"--ref-load {what}drop --ref-load if it was converted from --hf-checkpoint {valid['hf_checkpoint']}, else give "
+        "the Hugging Face folder of its weights"
+    )
+    for flag, others in (
+        ("hf_checkpoint", {}),
+        ("opd_teacher_load", {"use_opd": True, "opd_type": "trainer"}),
+        ("critic_load", {"advantage_estimator": "ppo"}),
+    ):
+        assert refused(valid, **others, **{flag: str(folder)}).startswith(f"--{flag.replace('_', '-')} {what}")
+
+
+def test_what_upstreams_scripts_give_is_read_only_where_it_matters(valid: dict[str, Any], tmp_path: Path) -> None:
+    """`--hf-checkpoint HF --ref-load HF_torch_dist --load X --save X`, before and after the first checkpoint."""
+    script = {
+        "ref_load": str(tracked(tmp_path / "HF_torch_dist", "release", torch_dist)),
+        "load": str(tmp_path / "X"),
+        "save": str(tmp_path / "X"),
+    }
+    assert "--ref-load" in refused(valid, **script)
+    checkpoint(tmp_path / "X")
+    plan = planned(valid, **script)
+    assert rows(plan)["starts from"] == f"--load {tmp_path / 'X' / 'iter_0000003'}"
+    (note,) = [note for note in plan.notes if "--ref-load" in note]
+    assert note.startswith(f"--ref-load {script['ref_load']} is not read: the actor starts from --load ")
+    assert "is a Megatron checkpoint" in refused(valid, **script, use_kl_loss=True)
+    resolve(Config(**{**valid, **script, "debug_rollout_only": True, "load": None, "save": None}))
+
+
+def test_the_actor_starts_from_the_reference_where_load_has_nothing(
+    valid: dict[str, Any], other: Path, tmp_path: Path
+) -> None:
+    model, nowhere = valid["hf_checkpoint"], str(tmp_path / "nowhere")
+    assert rows(planned(valid))["starts from"] == f"--hf-checkpoint {model}"
+    plan = planned(valid, ref_load=str(other))  # without a KL, too
+    assert rows(plan)["starts from"] == f"--ref-load {other}"
+    assert "reference" not in rows(plan)
+    assert not [note for note in plan.notes if "load" in note and "--save" not in note]
+    plan = planned(valid, ref_load=str(other), use_kl_loss=True, load=nowhere)
+    assert rows(plan)["starts from"] == f"--ref-load {other}"
+    assert rows(plan)["reference"] == f"--ref-load {other}"
+    assert f"--load {nowhere} has no checkpoint: the actor starts from --ref-load {other}" in plan.notes
+    plan = planned(valid, ref_load=str(other), use_kl_loss=True, load=str(checkpoint(tmp_path / "saved")))
+    assert rows(plan)["starts from"] == f"--load {tmp_path / 'saved' / 'iter_0000003'}"
+    assert rows(plan)["reference"] == f"--ref-load {other}"
+    plan = planned(valid, ref_load=str(other), load=model)
+    assert rows(plan)["starts from"] == f"--load {model}"
+
+
+def test_the_critic_starts_where_the_policy_does_unless_it_has_a_model(valid: dict[str, Any], other: Path) -> None:
+    ppo = Config(**valid, advantage_estimator="ppo", ref_load=str(other))
+    assert find_critic_start(resolve(ppo)).hf_folder == other
+    own = resolve(ppo.replace(critic_hf_checkpoint=valid["hf_checkpoint"]))
+    assert find_critic_start(own).hf_folder is None
+    assert model_folders(own) == {"--hf-checkpoint": valid["hf_checkpoint"], "--ref-load": str(other)}
+
+
+@pytest.mark.parametrize("flag", ["load", "ref_load"])
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [({"num_hidden_layers": 3}, "num_hidden_layers 3"), ({"rope_parameters": {"rope_theta": 5e6}}, "rope_theta 5")],
+)
+def test_weights_of_another_shape_are_refused(
+    valid: dict[str, Any], model_dir: Path, other: Path, flag: str, change: dict[str, Any], shown: str
+) -> None:
+    (model_dir / "config.json").write_text(json.dumps({**TINY_QWEN3, "rope_theta": 1e6}))
+    (other / "config.json").write_text(json.dumps({**TINY_QWEN3, **change}))
+    found = refused(valid, **{flag: str(other)})
+    assert found.startswith(f"--{flag.replace('_', '-')} {other} has {shown}")
+    assert found.endswith(": give two folders of the same model")
+
+
+def test_a_reference_alone_may_have_another_shape_but_not_another_vocabulary(
+    valid: dict[str, Any], other: Path
+) -> None:
+    flags = {"use_kl_loss": True, "ref_load": str(other), "load": valid["hf_checkpoint"]}
+    (other / "config.json").write_text(json.dumps({**TINY_QWEN3, "num_hidden_layers": 3}))
+    resolve(Config(**valid, **flags))
+    (other / "config.json").write_text(json.dumps({**TINY_QWEN3, "vocab_size": 130}))
+    assert refused(valid, **flags).startswith(f"--ref-load {other} has vocab_size 130, but ")
+
+
+def test_steps_pick_a_checkpoint(valid: dict[str, Any], other: Path, tmp_path: Path) -> None:
+    saved = checkpoint(checkpoint(tmp_path / "saved", 3), 5)
+    config = resolve(Config(**valid, load=str(saved), ckpt_step=3, ref_load=str(saved), ref_ckpt_step=5))
+    assert find_start(config).checkpoint == saved / "iter_0000003"
+    assert find_start(config).resumes
+    assert find_reference(config).checkpoint == saved / "iter_0000005"
+    fresh = resolve(Config(**valid, ref_load=str(saved), ref_ckpt_step=3))
+    assert find_start(fresh).checkpoint == saved / "iter_0000003"
+    assert not find_start(fresh).resumes
+    assert refused(valid, load=str(saved), ckpt_step=4).startswith(f"--load {saved} has no iteration 4")
+    assert "no folder of checkpoints to pick iteration 3 from" in refused(valid, ref_load=str(other), ref_ckpt_step=3)
+    assert refused(valid, ref_ckpt_step=3) == (
+        "--ref-ckpt-step 3 picks a checkpoint of --ref-load: give it, or drop --ref-ckpt-step"
+    )
+    ppo = refused(valid, ref_load=str(saved), advantage_estimator="ppo")
+    assert ppo.endswith("which a critic cannot start from: give --critic-hf-checkpoint")

@@ -1,0 +1,54 @@
+"""Runs that start as upstream's scripts do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import TRAIN, records, run
+from tests.tiny_models import make_model_folder
+
+REWARD = """
+async def token_sum(args, sample, **kwargs):
+    return float(sum(sample.tokens[-sample.response_length:]) % 7)
+"""
+FLAGS = [
+    *("--hf-checkpoint", "model", "--prompt-data", "sums.jsonl", "--input-key", "prompt", "--label-key", "label"),
+    *("--apply-chat-template", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "1"),
+    *("--custom-rm-path", "rewards.token_sum", "--use-kl-loss", "--kl-loss-coef", "0.1", "--device", "cpu"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("start")
+    make_model_folder(place / "model")
+    make_model_folder(place / "tuned", seed=3)
+    rows = [{"prompt": [{"role": "user", "content": f"what is {i}+{i}?"}], "label": str(2 * i)} for i in range(4)]
+    (place / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "rewards.py").write_text(REWARD)
+    return place
+
+
+def test_the_actor_starts_from_ref_load_and_the_engines_sample_with_its_weights(folder: Path) -> None:
+    """--ci-test holds trainer and engine to the same log-probs, and the first KL to 0."""
+    flags = [
+        *FLAGS,
+        "--rollout-max-response-len",
+        "8",
+        "--ref-load",
+        "tuned",
+        "--load",
+        "X",
+        "--save",
+        "X",
+        "--ci-test",
+    ]
+    done = run([*TRAIN, *flags], folder)
+    assert done.code == 0, done.err
+    assert "the actor starts from --ref-load tuned" in done.out
+    (step,) = records(folder / "X", "train")
+    assert step["train/kl_loss"] == pytest.approx(0, abs=1e-8)
+    assert step["train/train_rollout_logprob_abs_diff"] < 1e-3

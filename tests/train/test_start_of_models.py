@@ -1,0 +1,64 @@
+"""The weights that actor and reference have when a run begins, by what its flags name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime.errors import UserError
+from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import build_model, make_samples
+
+Weights = dict[str, torch.Tensor]
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "micro_batch_size": 3}
+
+
+@pytest.fixture(scope="module")
+def other(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights of the same model."""
+    folder = tmp_path_factory.mktemp("other")
+    build_model("qwen3", seed=5).save_pretrained(folder)
+    return folder
+
+
+def start(run: InProcess) -> tuple[Weights, Weights]:
+    return run.weights, dict(run.trainer.actor.frozen["ref"].full_parameters())
+
+
+def same(one: Weights, two: Weights) -> bool:
+    assert one.keys() == two.keys()
+    return all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_actor_and_reference_start_from_the_reference_folder_and_a_resumed_run_keeps_it(
+    model_folder: Callable[[str], Path], other: Path, tmp_path: Path
+) -> None:
+    model, saved = model_folder("qwen3"), str(tmp_path / "saved")
+    theirs = {name: tensor.detach() for name, tensor in build_model("qwen3", seed=5).named_parameters()}
+    flags = {**KL, "ref_load": str(other), "load": saved, "save": saved}
+    first = InProcess(config_for(model, tmp_path, **flags))
+    assert [same(found, theirs) for found in start(first)] == [True, True]
+    metrics = first.train(0, make_samples(3, 3))["metrics"][0]
+    assert metrics["train/kl_loss"] == pytest.approx(0, abs=1e-8)
+    first.trainer.save(0)
+    trained = first.weights
+    assert not same(trained, theirs)
+
+    resumed = InProcess(config_for(model, tmp_path, **flags))
+    actor, reference = start(resumed)
+    assert (resumed.start, same(actor, trained), same(reference, theirs)) == (1, True, True)
+
+    # the checkpoint of a run as the reference of another, which begins at 0 with a fresh optimizer
+    second = InProcess(config_for(model, tmp_path, **KL, ref_load=saved))
+    assert (second.start, [same(found, trained) for found in start(second)]) == (0, [True, True])
+    assert not list(second.trainer.actor.backend.full_optimizer_state())
+
+
+def test_a_checkpoint_of_another_model_is_no_reference(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    run = InProcess(config_for(model_folder("llama"), tmp_path, save=str(tmp_path / "llama")))
+    run.trainer.save(0)
+    with pytest.raises(UserError, match=r"--ref-load .*iter_0000000 holds a llama model of .*: load one of the same"):
+        InProcess(config_for(model_folder("qwen3"), tmp_path, ref_load=str(tmp_path / "llama")))
