@@ -2,9 +2,8 @@
 
     --custom-generate-function-path examples/plugins/multi_turn_generate.py --max-turns 3
 
-What was sampled is trained on, what is put in between is not. Each call gets a seed of its own, or it would draw with
-the same random numbers as the first. With --partial-rollout, `post` stands still between two rollouts and goes on where
-it was; without, an answer that was cut off when the batch was full ends the sample.
+What was sampled is trained on, what is put in between is not. With --partial-rollout, `post` stands still between two
+rollouts and goes on where it was; without, an answer that was cut off when the batch was full ends the sample.
 """
 
 from slime.rollout.sglang_rollout import GenerateState
@@ -21,8 +20,8 @@ async def multi_turn_generate(args, sample, sampling_params, evaluation=False):
             note = " Are you sure? "
             note_ids = tokenizer.encode(note, add_special_tokens=False)
             sample.append_response_tokens(args, tokens=note_ids, trainable=False, text=note)
-        params = {**sampling_params, "sampling_seed": sampling_params["sampling_seed"] + turn}
-        answer = await post(url, {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True})
+        request = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
+        answer = await post(url, request)
         sampled = answer["meta_info"]["output_token_logprobs"]
         sample.append_response_tokens(
             args,

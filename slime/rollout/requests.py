@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from slime.config import Config
@@ -23,6 +24,7 @@ from slime.engine.http.protocol import (
     is_single_request,
     joined_answers,
     note_first_version,
+    sampling_seed,
     was_aborted,
 )
 from slime.rollout.gate import Ticket, evaluating, ticket_here
@@ -38,12 +40,44 @@ MOST_RESUMES = 16
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
+_draws: ContextVar[_Draws | None] = ContextVar("draws", default=None)
+
+
 class PromptTooLong(Exception):
     """The prompt leaves no room for a response."""
 
 
 class AbortedTooOften(Exception):
     """The engine kept aborting a request that nobody here had given up."""
+
+
+class _Draws:
+    """The seed that a sample's sampling parameters carry, and how many requests have been made with it."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._requests = 0
+
+    def next_seed(self) -> int:
+        self._requests += 1
+        return self.seed if self._requests == 1 else sampling_seed(self.seed, "request", self._requests)
+
+
+def draw_with(seed: int) -> None:
+    """From here on the running task, and those it starts, generate one sample, whose parameters carry this seed."""
+    _draws.set(_Draws(seed))
+
+
+def _drawn_apart(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of one more request: whoever passes on the seed it was given draws other numbers each time.
+
+    So the turns of a conversation, and agents that are asked at once, do not repeat each other's choices. A seed of the
+    caller's own stays.
+    """
+    draws = _draws.get()
+    if draws is None or params.get("sampling_seed") != draws.seed:
+        return dict(params)
+    return {**params, "sampling_seed": draws.next_seed()}
 
 
 async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -54,6 +88,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
     """
     runtime = runtime_for(args)
     ticket = ticket_here()
+    sampling_params = _drawn_apart(sampling_params)
     if not sample.total_length:
         sample.tokens = prompt_token_ids(runtime.tokenizer, sample)
     aborts = 0
@@ -187,6 +222,8 @@ class WholeAnswer:
     def __init__(self, state: GenerateState, payload: Mapping[str, Any]) -> None:
         self._state = state
         self._payload = payload
+        if isinstance(params := payload.get("sampling_params"), dict):
+            self._payload = {**payload, "sampling_params": _drawn_apart(params)}
         self._ticket = ticket_here()
         self._so_far: dict[str, Any] | None = None
 

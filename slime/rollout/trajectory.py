@@ -26,7 +26,7 @@ from slime.errors import UserError
 from slime.rollout.failures import contained, mark_failed, start_over
 from slime.rollout.gate import SampleClock, as_evaluation, ticket_here
 from slime.rollout.landing import Origin
-from slime.rollout.requests import MOST_RESUMES, AbortedTooOften, generate
+from slime.rollout.requests import MOST_RESUMES, AbortedTooOften, draw_with, generate
 from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
 from slime.rollout.state import note_generated
@@ -165,12 +165,16 @@ async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
 
 
 def _own_params(args: Config, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> dict[str, Any]:
-    """A copy for one sample, with a seed that depends only on the run's seed and the sample's index."""
+    """A copy for one sample, with a seed that depends only on the run's seed and the sample's index.
+
+    Requests that are made with it draw apart from one another.
+    """
     params = copy.deepcopy(sampling_params)  # a function may write into its lists
     if sample.index is not None:
         params.setdefault(
             "sampling_seed", sampling_seed(args.rollout_seed, "eval" if evaluation else "train", sample.index)
         )
+        draw_with(params["sampling_seed"])
     return params
 
 

@@ -106,7 +106,7 @@ def test_several_turns(answers, prompts, engine, tokenizer):
     assert tokenizer.decode(sample.tokens) == f"1+1=7</s>{note}7</s>"
     assert sample.loss_mask == [1, 1] + [0] * len(note) + [1, 1]
     first, second = (request["sampling_params"]["sampling_seed"] for request in engine.requests)
-    assert second == first + 1
+    assert second != first  # or the second turn would draw with the numbers of the first
 
 
 def test_fan_out(answers, prompts, tokenizer):

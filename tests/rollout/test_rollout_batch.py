@@ -58,6 +58,35 @@ def test_every_sample_has_its_own_seed_and_a_second_run_the_same_ones(engine, ma
     assert len(set(seeds[0])) == 4
 
 
+ASKS_FOUR_TIMES = """
+import asyncio
+from slime.rollout.sglang_rollout import generate
+from slime.utils.http_utils import post
+
+async def f(args, sample, sampling_params):
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    request = {"input_ids": [1, 2], "sampling_params": sampling_params, "return_logprob": True}
+    await asyncio.gather(post(url, request), post(url, request))
+    await post(url, {**request, "sampling_params": {**sampling_params, "sampling_seed": 5}})
+    return await generate(args, sample, sampling_params)
+"""
+
+
+def test_requests_with_the_same_parameters_draw_apart_and_alike_in_a_second_run(
+    engine, make_runtime, prompts, write_plugin
+):
+    seeds = []
+    for _ in range(2):
+        engine.requests.clear()
+        path = write_plugin(ASKS_FOUR_TIMES, "asks")
+        runtime = make_runtime([engine.url], rm_type="random", custom_generate_function_path=path)
+        rollout(runtime, prompts(["a"], n=2))
+        seeds.append(sorted(request["sampling_params"]["sampling_seed"] for request in engine.requests))
+    assert seeds[0] == seeds[1]
+    assert seeds[0].count(5) == 2
+    assert len(set(seeds[0])) == 7
+
+
 def test_groups_stay_on_one_engine(make_engine, make_runtime, prompts):
     engines = [make_engine(), make_engine()]
     runtime = make_runtime(
