@@ -18,7 +18,7 @@ from slime.config.asynchronous import loop_in_words
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.rollout import SFT_ROLLOUT_FUNCTION
-from slime.config.megatron_flags import MEGATRON_FLAGS
+from slime.config.no_effect import flag_list, flags_without_effect
 from slime.config.start import reference_in_words, start_in_words, start_notes
 from slime.engine.fleet.backend import EXTERNAL, choose_backend
 from slime.engine.fleet.engines import check_engines, count_engines
@@ -358,14 +358,11 @@ def _notes(config: Config, backend: str) -> list[str]:
             f"has advantage 0, so nothing is learned{unless}; sample 4 or more, or use ppo or reinforce_plus_plus"
         )
     notes += _nucleus_notes(config)
-    used = ("recompute_granularity",)
-    megatron = [name for name in config.carried if name.replace("_", "-") in MEGATRON_FLAGS and name not in used]
-    if megatron:
-        notes.append(f"Megatron flags without effect on the FSDP trainer: {_flags(megatron)}")
+    notes += flags_without_effect(config)
     sglang = [name for name in config.carried if name.startswith(("sglang_", "router_"))]
     if sglang and backend in ("embedded", "external"):
         those = "the embedded engine" if backend == "embedded" else "engines that run already"
-        notes.append(f"SGLang flags without effect on {those}: {_flags(sglang)}")
+        notes.append(f"SGLang flags without effect on {those}: {flag_list(sglang)}")
     return notes
 
 
@@ -379,10 +376,6 @@ def _nucleus_notes(config: Config) -> list[str]:
         f"{' and '.join(given)}: tokens are sampled from a part of the vocabulary, but training takes their "
         "log-probs over all of it, so the gradient is biased; leave it out to train on-policy"
     ]
-
-
-def _flags(names: list[str]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _gib(size: int) -> str:

@@ -28,6 +28,7 @@ from slime.config.groups.model import ModelFlags
 from slime.config.groups.optimizer import OptimizerFlags
 from slime.config.groups.reward import RewardFlags
 from slime.config.groups.rollout import RolloutFlags
+from slime.config.groups.upstream import UpstreamFlags
 from slime.config.groups.weights import WeightFlags
 from slime.config.not_yet import refusal
 from slime.config.spec import FlagSpec, specs_of_group
@@ -53,6 +54,7 @@ GROUPS: tuple[type, ...] = (
     WeightFlags,
     LoggingFlags,
     DebugFlags,
+    UpstreamFlags,
 )
 
 
@@ -75,6 +77,7 @@ class Config(
     WeightFlags,
     LoggingFlags,
     DebugFlags,
+    UpstreamFlags,
 ):
     """Everything a run is told. Plugins receive it as `args` and read `args.<flag_name>`."""
 

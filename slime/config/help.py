@@ -42,8 +42,13 @@ def format_help(width: int | None = None) -> str:
 
 
 def description(spec: FlagSpec) -> str:
-    """Help and default in one line."""
-    return f"{spec.info.help} ({default_text(spec)})" if default_text(spec) else spec.info.help
+    """Meaning and default in one line."""
+    return f"{meaning(spec)} ({default_text(spec)})" if default_text(spec) else meaning(spec)
+
+
+def meaning(spec: FlagSpec) -> str:
+    """What the flag is for, and why it has no effect if it has none."""
+    return spec.info.help if spec.info.no_effect is None else f"{spec.info.help}; without effect: {spec.info.no_effect}"
 
 
 def default_text(spec: FlagSpec) -> str:

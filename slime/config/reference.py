@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime.config.config import FLAG_SPECS
-from slime.config.help import FILE_FLAGS, default_text
+from slime.config.help import FILE_FLAGS, default_text, meaning
 from slime.config.spec import FlagSpec
 
 _INTRO = """\
@@ -39,7 +39,7 @@ def _is_last_of_group(spec: FlagSpec) -> bool:
 
 def _row(spec: FlagSpec) -> str:
     default = default_text(spec).removeprefix("default: ")
-    cells = (f"`{spec.flag}`", _cell(spec.metavar) or "switch", _cell(default), _cell(spec.info.help))
+    cells = (f"`{spec.flag}`", _cell(spec.metavar) or "switch", _cell(default), _cell(meaning(spec)))
     return "| " + " | ".join(cells) + " |"
 
 

@@ -130,6 +130,8 @@ def _derive_rest(config: Config) -> Config:
         changes["over_sampling_batch_size"] = config.rollout_batch_size
     if config.output_dir is None:
         changes["output_dir"] = config.save or str(Path("outputs") / time.strftime("%Y%m%d-%H%M%S"))
+    if config.offload:
+        changes |= {"offload_rollout": True, "offload_train": True}
     if "recompute_granularity" in config.carried:
         changes["recompute_activations"] = True  # Megatron's way to ask for the same
     return config.replace(**changes)

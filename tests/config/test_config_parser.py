@@ -82,12 +82,7 @@ def test_repeated_flags_add_up_or_the_last_one_wins() -> None:
         (["--apply-chat-template-kwargs", "{a}"], "is not JSON"),
         (["--apply-chat-template-kwargs", "[1]"], "must be a JSON object"),
         (["--release-train"], "--release-train is not taken: trainers live as long as the run"),
-        (["--async-save"], "--async-save is not taken: checkpoints are written while the trainers wait"),
-        (
-            ["--mtp-num-layers", "1"],
-            "--mtp-num-layers is not taken: layers that predict several tokens are not trained",
-        ),
-        (["--num-gpus-per-node", "4"], "--num-gpus-per-node is not taken: a run has one machine"),
+        (["--enable-mtp-training"], "--enable-mtp-training is not taken: layers that predict several tokens at once"),
         (
             ["--lr-decay-style", "WSD"],
             "--lr-decay-style WSD exists in slime, but this version does not have it yet: use constant or linear or cosine",

@@ -25,6 +25,7 @@ class ClusterFlags:
     )
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one inference engine", check=at_least(1))
     colocate: bool = flag(False, "engines and trainers share the same GPUs; on when --rollout-num-gpus is not given")
+    offload: bool = flag(False, "--offload-rollout and --offload-train together")
     offload_rollout: bool = flag(
         False,
         "engines give their memory back while the trainers work; CUDA graphs are captured anew each time",

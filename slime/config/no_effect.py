@@ -1,0 +1,44 @@
+"""Which of the flags that were given change nothing in this run, and why.
+
+Invariant: a flag that is named here cannot change the result. One that can is used or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slime.config.config import FLAG_SPECS, Config
+from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.config.groups.upstream import BUFFER_FLAGS
+from slime.config.megatron_flags import MEGATRON_FLAGS
+from slime.config.spec import flag_name
+
+_USED = ("recompute_granularity",)
+
+
+def flags_without_effect(config: Config) -> list[str]:
+    """A sentence for each reason that flags have no effect for."""
+    reasons: dict[str, list[str]] = {}
+    own_function = config.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+    for spec in FLAG_SPECS.values():
+        value = getattr(config, spec.name)
+        if spec.info.no_effect is None or value == spec.default or value is False:
+            continue
+        if not (own_function and spec.name in BUFFER_FLAGS):
+            shown = spec.flag if spec.kind == "bool" else f"{spec.flag} {_words(value)}"
+            reasons.setdefault(spec.info.no_effect, []).append(shown)
+    sentences = [f"{', '.join(shown)} has no effect: {why}" for why, shown in reasons.items()]
+    megatron = [name for name in config.carried if name.replace("_", "-") in MEGATRON_FLAGS and name not in _USED]
+    if megatron:
+        sentences.append(f"Megatron flags without effect on the FSDP trainer: {flag_list(megatron)}")
+    return sentences
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def flag_list(names: Sequence[str]) -> str:
+    """The names of fields as flags, for a sentence."""
+    return ", ".join(flag_name(name) for name in names)

@@ -1,0 +1,60 @@
+"""What a script says that changes nothing here is named with the reason, and nothing else is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime.config import Config, parse_flags, resolve
+from slime.config.config import FLAG_SPECS
+from slime.config.no_effect import flags_without_effect
+
+
+def notes(*words: str) -> list[str]:
+    return flags_without_effect(parse_flags(words))
+
+
+def test_every_flag_without_effect_is_named_with_its_reason() -> None:
+    assert flags_without_effect(Config()) == []
+    other: dict[str, Any] = {"bool": True, "int": 7, "float": 0.5, "str": "x", "strs": ["x", "y"]}
+    for spec in FLAG_SPECS.values():
+        if spec.info.no_effect is not None:
+            value = next((choice for choice in spec.info.choices if choice != spec.default), other[spec.kind])
+            (sentence,) = flags_without_effect(Config(**{spec.name: value}))
+            assert sentence.startswith(spec.flag), sentence
+            assert sentence.endswith(f"has no effect: {spec.info.no_effect}"), sentence
+
+
+def test_flags_of_one_reason_share_a_sentence() -> None:
+    assert notes("--record-memory-history", "--memory-snapshot-dir", "/tmp", "--train-backend", "megatron") == [
+        "--train-backend megatron has no effect: FSDP trains, with the same losses",
+        "--record-memory-history, --memory-snapshot-dir /tmp has no effect: memory is not recorded",
+    ]
+
+
+@pytest.mark.parametrize("words", ["--train-backend fsdp", "--no-offload-train", "--data-pad-size-multiplier 128"])
+def test_what_is_done_anyway_needs_no_sentence(words: str) -> None:
+    assert notes(*words.split()) == []
+
+
+def test_a_buffer_server_is_the_matter_of_the_rollout_function() -> None:
+    buffer = ("--rollout-buffer-url", "http://b:8889", "--rollout-task-type", "code")
+    assert notes(*buffer) == [
+        "--rollout-buffer-url http://b:8889, --rollout-task-type code has no effect: only a rollout function of your "
+        "own reads it"
+    ]
+    assert notes(*buffer, "--rollout-function-path", "mine.generate_rollout") == []
+
+
+def test_offload_is_that_of_the_engines(valid: dict[str, Any]) -> None:
+    config = resolve(Config(**valid, offload=True))
+    assert config.offload_rollout
+    assert flags_without_effect(config) == ["--offload-train has no effect: trainers keep their memory"]
+    assert not resolve(Config(**valid)).offload_rollout
+
+
+def test_megatrons_flags_are_one_sentence() -> None:
+    assert notes("--sequence-parallel", "--moe-permute-fusion") == [
+        "Megatron flags without effect on the FSDP trainer: --sequence-parallel, --moe-permute-fusion"
+    ]
