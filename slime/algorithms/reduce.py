@@ -11,6 +11,8 @@ Constant: weight = mask / length / number of rollouts, with one length for all (
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,24 @@ def per_token_weights(mask: Tensor, num_tokens: int) -> Tensor:
 
 def constant_weights(mask: Tensor, length: int, num_rollouts: int) -> Tensor:
     return _floating(mask) / max(length, 1) / max(num_rollouts, 1)
+
+
+def sample_mean_weights(masks: Sequence[Tensor], mask_sums: Sequence[Tensor] | Tensor | None = None) -> Tensor:
+    """[R]: what makes a weighted sum the sum over samples of each one's masked mean.
+
+    `mask_sums` are the denominators where a sample's own count is not meant: those of whole rollouts.
+    """
+    counts = [mask.sum() for mask in masks] if mask_sums is None else list(mask_sums)
+    parts = [_floating(mask) / count.clamp_min(1) for mask, count in zip(masks, counts, strict=True)]
+    return torch.cat(parts)
+
+
+def weights_of(reducer: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+    """[R]: the weights of a reducer that is a weighted sum; they are its gradient."""
+    with torch.enable_grad():
+        probe = torch.zeros_like(like, requires_grad=True)
+        (weights,) = torch.autograd.grad(reducer(probe), probe)
+    return weights
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

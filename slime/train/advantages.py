@@ -20,11 +20,11 @@ from slime.algorithms.whitening import whiten, whitening_sums
 from slime.config import Config
 from slime.errors import UserError
 from slime.plugins import load_function
-from slime.train.distributed import Ranks
+from slime.train.distributed import Summing
 from slime.train.rollout_data import RolloutData, check_columns
 
 
-def set_advantages(config: Config, data: RolloutData, ranks: Ranks) -> None:
+def set_advantages(config: Config, data: RolloutData, ranks: Summing) -> None:
     """Fill in `advantages` and `returns` (and `kl`, `opd_reverse_kl` where they take part)."""
     if config.kl_coef != 0:
         pairs = zip(_old_log_probs(config, data), data["ref_log_probs"], strict=True)
@@ -76,7 +76,7 @@ def _old_log_probs(config: Config, data: RolloutData) -> list[Tensor]:
     return columns
 
 
-def _whitened(advantages: list[Tensor], masks: list[Tensor], ranks: Ranks) -> list[Tensor]:
+def _whitened(advantages: list[Tensor], masks: list[Tensor], ranks: Summing) -> list[Tensor]:
     sums = torch.zeros(3, dtype=torch.float64)
     for values, mask in zip(advantages, masks, strict=True):
         sums += whitening_sums(values, mask)

@@ -11,10 +11,34 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+class Summing(Protocol):
+    """Whoever adds up small tensors over ranks."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor: ...
+
+
+class ProcessRanks:
+    """The ranks of the process group that this process is in; it alone where there is none."""
+
+    @property
+    def device(self) -> torch.device:
+        on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        if dist.is_initialized():
+            dist.all_reduce(values, op=dist.ReduceOp.SUM)
+        return values
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.plugins import load_function
 from slime.train.micro_batch import MicroBatch
-from slime.train.rollout_data import RolloutData, batch_for_plugins
+from slime.train.plugin_batch import batch_for_plugins
+from slime.train.rollout_data import RolloutData
 
 Metrics = dict[str, Tensor]
 LOSS_PARAMS = ("args", "batch", "logits", "sum_of_sample_mean")

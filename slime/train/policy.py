@@ -55,7 +55,7 @@ class PolicyModel(PackedModel):
         projection = output_projection(self.model)
         hidden = self.hidden_states(row)
         if as_logits:
-            return self._logits(projection(hidden))[None], hidden.new_zeros(1)
+            return self._logits(projection(hidden[None])), hidden.new_zeros(1)  # no view: losses may change it in place
         log_probs, entropy = linear_log_probs(
             hidden.index_select(0, row.predict_index),
             projection.weight,

@@ -81,29 +81,6 @@ def distribute(data: RolloutData, micro_batches: Iterable[MicroBatch]) -> None:
                 micro.take(name, data[name])
 
 
-def batch_for_plugins(data: RolloutData, micro: MicroBatch) -> dict[str, Any]:
-    """The part of the data that is in a micro-batch, every key of it, in the order of the row.
-
-    Besides: `tokens` [1, T] as the model sees them, `unconcat_tokens` by sample.
-    """
-    batch: dict[str, Any] = {}
-    count = len(data["response_lengths"])
-    for name, values in data.items():
-        if isinstance(values, list) and len(values) == count:
-            batch[name] = [_on(values[position], micro) for position in micro.positions]
-        elif isinstance(values, Tensor) and values.shape[:1] == (count,):
-            batch[name] = values[micro.positions].to(micro.mask.device)
-        else:
-            batch[name] = values
-    batch["unconcat_tokens"] = batch["tokens"]
-    batch["tokens"] = micro.row.tokens
-    return batch
-
-
-def _on(value: Any, micro: MicroBatch) -> Any:
-    return value.to(micro.mask.device) if isinstance(value, Tensor) else value
-
-
 def check_columns(data: RolloutData, names: Iterable[str], path: str) -> None:
     """A hook has set per-token lists of the right shape."""
     for name in names:

@@ -1,0 +1,1 @@
+"""Import paths of upstream slime's training backend that plugins use; the trainer itself is `slime.train`."""

@@ -1,0 +1,1 @@
+"""Helpers of custom losses under the paths that slime plugins import them from. No Megatron is needed."""

@@ -1,0 +1,87 @@
+"""Context parallelism as custom losses see it: one rank holds every sequence whole, so parts are wholes.
+
+The layout for several ranks is in `slime.algorithms.context_parallel`; rank and size are the two numbers below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from slime.algorithms import context_parallel as layout
+from slime.algorithms.context_parallel import Span
+from slime.algorithms.reduce import sample_mean_weights, weighted_sum
+from slime.errors import UserError
+
+CP_RANK, CP_SIZE = 0, 1
+Values = TypeVar("Values", Tensor, list[float])
+
+
+def get_logits_and_tokens_offset_with_cp(
+    total_length: int, response_length: int, qkv_format: str = "thd", max_seq_len: int | None = None
+) -> tuple[int, tuple[Span, Span], tuple[Span, Span], tuple[Span, Span]]:
+    """(length of a chunk, this rank's two chunks, their logits of the response, the tokens those predict)."""
+    _packed(qkv_format)
+    length, chunks = layout.chunk_spans(total_length, rank=CP_RANK, size=CP_SIZE)
+    logits = layout.logit_spans(total_length, response_length, rank=CP_RANK, size=CP_SIZE)
+    return length, chunks, logits, layout.shifted(logits)
+
+
+def get_sum_of_sample_mean(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    calculate_per_token_loss: bool = False,
+    qkv_format: str = "thd",
+    max_seq_lens: Sequence[int] | None = None,
+    *,
+    rollout_mask_sums: Sequence[Tensor] | Tensor | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """A function of one value for each response token: the sum over samples of masked means, or the masked sum.
+
+    `rollout_mask_sums` (a batch has them) are the denominators where the samples of one rollout share theirs.
+    """
+    _packed(qkv_format)
+    if calculate_per_token_loss:
+        weights = torch.cat([mask.float() for mask in loss_masks])
+    else:
+        weights = sample_mean_weights(loss_masks, rollout_mask_sums)
+    return lambda values: weighted_sum(values, weights)
+
+
+def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
+    """The values of the whole response from this rank's part of them: with one rank, nothing is to be summed."""
+    return layout.whole_response(tensor, total_length, response_length, rank=CP_RANK, size=CP_SIZE)
+
+
+def slice_with_cp(
+    tokens: Tensor,
+    pad_value: float | Callable[[Tensor, int], Tensor],
+    qkv_format: str = "thd",
+    max_seq_len: int | None = None,
+) -> Tensor:
+    """This rank's part of a whole sequence."""
+    _packed(qkv_format)
+    return layout.own_chunks(tokens, pad_value, rank=CP_RANK, size=CP_SIZE)
+
+
+def slice_log_prob_with_cp(
+    log_prob: Values,
+    total_length: int,
+    response_length: int,
+    qkv_format: str = "thd",
+    max_token_len: int | None = None,
+) -> Values:
+    """This rank's part of one value for each response token."""
+    _packed(qkv_format)
+    if len(log_prob) != response_length:
+        raise UserError(f"slice_log_prob_with_cp: {len(log_prob)} values for a response of {response_length} tokens")
+    return layout.own_response(log_prob, total_length, response_length, rank=CP_RANK, size=CP_SIZE)
+
+
+def _packed(qkv_format: str) -> None:
+    if qkv_format != "thd":
+        raise UserError(f"qkv_format {qkv_format!r}: rows are packed here, which is 'thd'")

@@ -1,0 +1,58 @@
+"""Losses, corrections and launchers written for upstream slime, each in a whole run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import grpo_flags
+from tests.e2e.runs import TRAIN, records, run
+from tests.tiny_models import make_model_folder
+
+PLUGINS = Path(__file__).parent / "plugins"
+REWARD = """\
+async def reward_func(args, sample, **kwargs):
+    return sum(sample.tokens) % 7 / 7
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's working folder: a model, sums as prompts, a reward, and the plugin files beside them."""
+    folder = tmp_path_factory.mktemp("upstream")
+    make_model_folder(folder / "model")
+    sums = [
+        {"messages": [{"role": "user", "content": f"what is {i}+{i + 1}?"}], "label": str(2 * i + 1)} for i in range(12)
+    ]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    (folder / "rewards.py").write_text(REWARD)
+    for file in PLUGINS.iterdir():
+        if file.is_file():
+            shutil.copy(file, folder)
+    return folder
+
+
+def flags(*, num_rollout: int = 1) -> list[str]:
+    """Two updates on 16 samples a rollout."""
+    words = grpo_flags()
+    hook = words.index("--rollout-sample-hook-path")
+    del words[hook : hook + 2]
+    words[words.index("plugins.py:token_sum")] = "rewards.reward_func"
+    return [*words, "--num-rollout", str(num_rollout)]
+
+
+def test_a_loss_made_of_upstreams_helpers(place: Path) -> None:
+    custom = ["--loss-type", "custom_loss", "--custom-loss-function-path", "custom_loss.loss_function"]
+    done = run([*TRAIN, *flags(), *custom, "--output-dir", "loss"], place)
+    assert done.code == 0, done.err
+    steps = records(place / "loss", "train")
+    assert len(steps) == 2
+    for step in steps:
+        assert step["train/loss"] == pytest.approx(step["train/shipped_loss"], rel=1e-4, abs=1e-6)
+        assert step["train/my_samples"] == pytest.approx(1.0)  # 8 samples, of 8 rollouts
+        assert step["train/grad_norm"] > 0
+        assert step["train/kl_loss"] >= 0
+    assert steps[1]["train/kl_loss"] > 0  # the second update starts from moved weights

@@ -1,0 +1,257 @@
+"""`slime.backends.megatron_utils`: the numbers of the helpers, and a custom loss that equals the run's own."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime.algorithms import context_parallel as layout
+from slime.backends.megatron_utils.cp_utils import (
+    all_gather_with_cp,
+    get_logits_and_tokens_offset_with_cp,
+    get_sum_of_sample_mean,
+    slice_log_prob_with_cp,
+    slice_with_cp,
+)
+from slime.backends.megatron_utils.data import DataIterator, get_batch
+from slime.backends.megatron_utils.loss import (
+    compute_advantages_and_returns,
+    get_log_probs_and_entropy,
+    get_responses,
+    get_values,
+    icepop_function,
+    sft_loss_function,
+    value_loss_function,
+    vanilla_tis_function,
+)
+from slime.errors import UserError
+from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import build_model, make_samples
+
+LOSS = f"{Path(__file__).parents[1] / 'migration' / 'plugins' / 'custom_loss.py'}:loss_function"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    build_model("qwen3").save_pretrained(folder)
+    return folder
+
+
+# a custom loss of an upstream user against the run's own objective
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"advantage_estimator": "grpo", "eps_clip_c": 3.0},
+        {"advantage_estimator": "gspo", "eps_clip": 0.01},
+        {
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.3,
+            "kl_loss_type": "k3",
+            "entropy_coef": 0.1,
+            "rollout_temperature": 0.8,
+        },
+        {"calculate_per_token_loss": True},
+    ],
+    ids=["grpo", "gspo", "kl_entropy_temperature", "per_token"],
+)
+def test_the_loss_of_a_plugin_is_our_own_number(flags: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    """Two updates on one rollout, so that the second one's ratios are not 1."""
+    flags = flags | {"rollout_batch_size": 4, "num_steps_per_rollout": 2, "lr": 0.01}
+
+    def steps(**more: Any) -> list[dict[str, float]]:
+        run = InProcess(config_for(model, tmp_path, **flags, **more))
+        return run.train(0, make_samples(4, 3))["metrics"]
+
+    own = steps()
+    theirs = steps(loss_type="custom_loss", custom_loss_function_path=LOSS)
+    assert len(own) == len(theirs) == 2
+    for mine, found in zip(own, theirs, strict=True):
+        for name in ("train/loss", "train/pg_loss", "train/grad_norm", "train/pg_clipfrac"):
+            assert found[name] == pytest.approx(mine[name], rel=2e-4, abs=1e-6), name
+        assert found["train/shipped_loss"] == pytest.approx(mine["train/loss"], rel=2e-4, abs=1e-6)
+    assert max(abs(step["train/loss"]) for step in own) > 1e-3
+
+
+def test_sft_and_value_losses_by_hand() -> None:
+    batch = {
+        "unconcat_tokens": [torch.tensor([1, 2, 0]), torch.tensor([3, 1])],
+        "total_lengths": [3, 2],
+        "response_lengths": [2, 1],
+        "loss_masks": [torch.tensor([1.0, 1.0]), torch.tensor([1.0])],
+        "values": [torch.tensor([0.0, 0.5]), torch.tensor([1.0])],
+        "returns": [torch.tensor([1.0, 1.0]), torch.tensor([0.0])],
+    }
+    logits = torch.randn(1, 5, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    reducer = get_sum_of_sample_mean([3, 2], [2, 1], batch["loss_masks"])
+    args = Namespace(rollout_temperature=0.5, log_probs_chunk_size=-1, value_clip=0.2)
+    loss, metrics = sft_loss_function(args, batch, logits, reducer)
+    log_p = torch.log_softmax(logits[0], -1)
+    wanted = -(log_p[0, 2] + log_p[1, 0]) / 2 - log_p[3, 1]
+    torch.testing.assert_close(loss, wanted)
+    assert metrics["loss"].item() == pytest.approx(wanted.item())
+    (got,) = torch.autograd.grad(loss, logits)
+    assert got[0, 2].abs().sum() == got[0, 4].abs().sum() == 0.0  # the ends of sequences predict nothing
+    values = torch.tensor([[[0.3], [0.6], [9.0], [0.9], [9.0]]])
+    loss, metrics = value_loss_function(args, batch, values, reducer)
+    first = (max((0.3 - 1) ** 2, (0.2 - 1) ** 2) + max((0.6 - 1) ** 2, (0.6 - 1) ** 2)) / 2
+    assert loss.item() == pytest.approx(first + 0.9**2)
+    assert metrics["value_clipfrac"].item() == pytest.approx(0.5)
+
+
+def test_what_stands_where_in_the_logits() -> None:
+    logits = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(1))  # the last one is padding
+    call = {
+        "args": Namespace(rollout_temperature=0.5, log_probs_chunk_size=1),
+        "unconcat_tokens": [torch.tensor([1, 2, 0]), torch.tensor([3, 1])],
+        "total_lengths": [3, 2],
+        "response_lengths": [2, 1],
+    }
+    (first, tokens), (second, others) = get_responses(logits, **call)
+    torch.testing.assert_close(first, logits[0, 0:2] / 0.5)
+    torch.testing.assert_close(second, logits[0, 3:4] / 0.5)
+    assert (tokens.tolist(), others.tolist()) == ([2, 0], [1])
+    _, found = output = get_log_probs_and_entropy(logits, with_entropy=True, **call)
+    log_p = torch.log_softmax(logits[0] / 0.5, -1)
+    torch.testing.assert_close(found["log_probs"][0], torch.stack([log_p[0, 2], log_p[1, 0]]))
+    torch.testing.assert_close(found["entropy"][1], -(log_p.exp() * log_p).sum(-1)[3:4])
+    assert output["log_probs"] is found["log_probs"]  # as a dict, which older versions returned
+    assert "entropy" not in get_log_probs_and_entropy(logits, **call)[1]
+    _, values = get_values(torch.arange(5.0)[None, :, None], **call)
+    assert [part.tolist() for part in values["values"]] == [[0.0, 1.0], [3.0]]
+    with pytest.raises(UserError, match=r"logits of shape \[1, 4, 4\] do not belong to 5 tokens"):
+        get_log_probs_and_entropy(logits[:, :4], **call)
+
+
+def test_weights_for_the_engines_log_probs() -> None:
+    args = Namespace(tis_clip=1.5, tis_clip_low=0.5)
+    train, rollout = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.2, -3.0, -0.1])
+    call = {
+        "pg_loss": torch.tensor([1.0, 2.0, 3.0]),
+        "train_log_probs": list(train.split([2, 1])),
+        "rollout_log_probs": list(rollout.split([2, 1])),
+        "loss_masks": [torch.tensor([1, 1]), torch.tensor([1])],
+        "total_lengths": [4, 3],
+        "response_lengths": [2, 1],
+    }
+    ratio = (train - rollout).exp()
+    loss, masks, metrics = vanilla_tis_function(args, **call)
+    assert loss.tolist() == pytest.approx([ratio[0].item(), 2 * 1.5, 3 * 0.5])
+    assert masks is call["loss_masks"]
+    assert metrics["tis_clipfrac"].tolist() == [0.0, 1.0, 1.0]
+    torch.testing.assert_close(metrics["tis"], ratio)
+    loss, _, metrics = icepop_function(args, **call)
+    assert loss.tolist() == pytest.approx([ratio[0].item(), 0.0, 0.0])
+    torch.testing.assert_close(metrics["tis_abs"], (ratio - 1).abs())
+
+
+def test_advantages_of_a_users_own_columns(model: Path, tmp_path: Path) -> None:
+    config = config_for(model, tmp_path, advantage_estimator="reinforce_plus_plus", normalize_advantages=True)
+    data: dict[str, Any] = {
+        "rewards": [1.0, 0.0],
+        "response_lengths": [2, 1],
+        "total_lengths": [4, 3],
+        "loss_masks": [torch.ones(2), torch.ones(1)],
+    }
+    compute_advantages_and_returns(config, data)
+    advantages = torch.cat(data["advantages"])
+    assert advantages.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert advantages.std().item() == pytest.approx(1.0, abs=1e-5)
+
+
+# the parts of a sequence
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("total", "response"), [(9, 4), (12, 11), (5, 1), (7, 3)])
+def test_parts_of_all_ranks_make_the_whole(size: int, total: int, response: int) -> None:
+    values = torch.arange(1.0, response + 1)
+    ranks = [{"rank": rank, "size": size} for rank in range(size)]
+    parts = [layout.own_response(values, total, response, **where) for where in ranks]
+    assert sum(len(part) for part in parts) == response
+    whole = sum(layout.whole_response(p, total, response, **w) for p, w in zip(parts, ranks, strict=True))
+    assert torch.equal(whole, values)
+    assert [layout.own_response(values.tolist(), total, response, **w) for w in ranks] == [p.tolist() for p in parts]
+    tokens = torch.arange(total)
+    for where, part in zip(ranks, parts, strict=True):
+        spans = layout.logit_spans(total, response, **where)
+        targets = [tokens[begin:end] for begin, end in layout.shifted(spans)]
+        assert torch.cat(targets).tolist() == [total - response - 1 + int(value) for value in part]
+    padded = torch.cat([layout.own_chunks(tokens, -1, **where) for where in ranks])
+    assert sorted(token for token in padded.tolist() if token >= 0) == tokens.tolist()
+    assert {len(layout.own_chunks(tokens, -1, **where)) for where in ranks} == {len(padded) // size}
+
+
+def test_with_one_rank_parts_are_wholes() -> None:
+    length, chunks, logits, tokens = get_logits_and_tokens_offset_with_cp(9, 4)
+    assert (length, chunks) == (5, ((0, 5), (5, 10)))
+    assert (logits, tokens) == (((4, 5), (5, 8)), ((5, 6), (6, 9)))
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+    assert all_gather_with_cp(values, 9, 4) is values
+    assert slice_log_prob_with_cp(values, 9, 4) is values
+    assert slice_log_prob_with_cp([1.0, 2.0], 9, 2) == [1.0, 2.0]
+    assert slice_with_cp(torch.arange(9), 0).tolist() == list(range(9))
+    with pytest.raises(UserError, match="3 values for a response of 4 tokens"):
+        slice_log_prob_with_cp(values[:3], 9, 4)
+    with pytest.raises(UserError, match="rows are packed here"):
+        slice_with_cp(torch.arange(9), 0, "bshd")
+
+
+def test_means_of_samples() -> None:
+    masks = [torch.tensor([1, 0, 1]), torch.tensor([0]), torch.tensor([1, 1])]
+    values = torch.tensor([1.0, float("nan"), 4.0, 7.0, 3.0, 5.0])
+    assert get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks)(values).item() == pytest.approx(2.5 + 0 + 4)
+    assert get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks, True)(values).item() == pytest.approx(5 + 8)
+    shared = get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks, rollout_mask_sums=torch.tensor([4.0, 4.0, 2.0]))
+    assert shared(values).item() == pytest.approx(5 / 4 + 4)
+
+
+def test_batches_of_a_ranks_data() -> None:
+    data = {
+        "tokens": [torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([6, 7, 8, 9])],
+        "total_lengths": [3, 2, 4],
+        "response_lengths": [2, 1, 2],
+        "loss_masks": [torch.tensor([1, 0]), torch.tensor([1]), torch.tensor([1, 1])],
+    }
+    iterator = DataIterator(data, micro_batch_indices=[[0, 2], [1]])
+    keys = ["tokens", "loss_masks", "total_lengths", "response_lengths", "values"]
+    batch = get_batch(iterator, keys, pad_multiplier=8)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 6, 7, 8, 9, 0]]
+    assert batch["full_loss_masks"].tolist() == [[1, 0, 0, 0, 1, 1, 0, 0]]
+    assert batch["packed_seq_params"].cu_seqlens_q.tolist() == [0, 3, 7, 8]
+    assert batch["values"] is None
+    assert [tokens.tolist() for tokens in batch["unconcat_tokens"]] == [[1, 2, 3], [6, 7, 8, 9]]
+    assert get_batch(iterator, keys, pad_multiplier=2)["packed_seq_params"].cu_seqlens_kv.tolist() == [0, 2]
+    assert iterator.reset().get_next(["total_lengths"]) == {"total_lengths": [3, 4]}
+    by_two = DataIterator(data, micro_batch_size=2)
+    assert [by_two.get_next(["total_lengths"])["total_lengths"] for _ in range(2)] == [[3, 2], [4]]
+    with pytest.raises(UserError, match="name 'tokens' among the keys"):
+        get_batch(iterator, ["values"])
+
+
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
+def test_a_loss_may_change_the_logits_in_place(model: Path, tmp_path: Path) -> None:
+    plugin = tmp_path / "in_place.py"
+    plugin.write_text(
+        "from slime.backends.megatron_utils.loss import sft_loss_function\n\n\n"
+        "def plain(args, batch, logits, sum_of_sample_mean):\n"
+        "    return sft_loss_function(args, batch, logits / 0.7, sum_of_sample_mean)\n\n\n"
+        "def in_place(args, batch, logits, sum_of_sample_mean):\n"
+        "    logits.div_(0.7)\n"
+        "    return sft_loss_function(args, batch, logits, sum_of_sample_mean)\n"
+    )
+
+    def step(name: str) -> tuple[float, dict[str, torch.Tensor]]:
+        flags = {"loss_type": "custom_loss", "custom_loss_function_path": f"{plugin}:{name}"}
+        run = InProcess(config_for(model, tmp_path, **flags))
+        return run.train(0, make_samples(3, 3))["metrics"][0]["train/grad_norm"], run.weights
+
+    (norm, weights), (other_norm, others) = step("plain"), step("in_place")
+    assert other_norm == pytest.approx(norm, rel=1e-5)
+    assert all(torch.allclose(tensor, others[name], atol=1e-6) for name, tensor in weights.items())
