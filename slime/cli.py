@@ -20,6 +20,8 @@ usage: slime COMMAND ...
   samples      list, filter and export the samples of a run (slime samples --help)
   serve        start the embedded inference engine alone (slime serve --help), or with --rollout-backend or
                --rollout-num-gpus several engines and a router (the engine flags of train)
+  convert      write a checkpoint of a run, or a model folder in other numbers, as a Hugging Face folder
+               (slime convert --help)
   flags        list all flags of train, or those with all given words: slime flags batch size; --markdown makes the
                table of the documentation
   version      print the version
@@ -58,6 +60,7 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
         "plan": _plan,
         "serve": _serve,
         "samples": _samples,
+        "convert": _convert,
         "flags": _flags,
         "version": _version,
         "--version": _version,
@@ -121,6 +124,12 @@ def _samples(words: Sequence[str]) -> int:
     from slime.data.journal.command import samples_command
 
     return samples_command(words)
+
+
+def _convert(words: Sequence[str]) -> int:
+    from slime.convert import convert_command
+
+    return convert_command(words)
 
 
 def _flags(words: Sequence[str]) -> int:

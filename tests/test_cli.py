@@ -53,7 +53,7 @@ def _without_free_memory(plan: str) -> list[str]:
         ),
         (["plan"], "error: --hf-checkpoint is missing: give it the Hugging Face model folder"),
         (["tarin"], "error: unknown command tarin: did you mean train?"),
-        ([], "error: a command is missing: one of train, train-async, plan, serve, samples, flags, version"),
+        ([], "error: a command is missing: one of train, train-async, plan, serve, samples, convert, flags, version"),
         (
             ["flags", "lerning", "rate"],
             "error: no flag has 'lerning' in its name, help or group: did you mean learning?",

@@ -39,6 +39,13 @@ def test_no_dependency_is_asked_for_by_an_extra() -> None:
     assert [str(one) for one in requirements() if one.extras] == []
 
 
+def test_requirements_txt_is_the_dependencies_under_their_pins() -> None:
+    """`pip install -r requirements.txt && pip install -e .` installs what `make` does, and the second has no more to do."""
+    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    assert lines[0] == "-c constraints.txt"
+    assert lines[1:] == sorted(Requirement(word).name for word in PROJECT["dependencies"])
+
+
 def test_triton_is_the_one_that_torch_from_pypi_asks_for() -> None:
     """torch's wheels for Linux on PyPI name it exactly, the CPU builds do not: the pin has to fit both."""
     pinned = pins("constraints.txt")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,11 +33,17 @@ def copy_model_files(source_folder: str | Path, target: Path) -> None:
             shutil.copy2(file, target / file.name)
 
 
-def write_config_dtype(folder: Path, dtype: torch.dtype) -> None:
+def write_config_dtype(folder: Path, dtype: torch.dtype, quantization: dict[str, Any] | None = None) -> None:
+    """Say in config.json what the weights are in; a folder of plain numbers says nothing of quantisation."""
     path = folder / "config.json"
     facts = json.loads(path.read_text())
     facts.pop("torch_dtype", None)
     facts["dtype"] = str(dtype).removeprefix("torch.")
+    for place in (facts, facts.get("text_config")):
+        if isinstance(place, dict):
+            place.pop("quantization_config", None)
+    if quantization is not None:
+        facts["quantization_config"] = quantization
     path.write_text(json.dumps(facts, indent=2) + "\n")
 
 
@@ -56,8 +64,12 @@ def save_hf_folder(
     dtype: torch.dtype,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    quantization: Callable[[], dict[str, Any]] | None = None,
 ) -> Path:
-    """Save HF-named tensors (a mapping or a stream of pairs) with the small files of `source_folder` to `out`."""
+    """Save HF-named tensors (a mapping or a stream of pairs) with the small files of `source_folder` to `out`.
+
+    They are written in `dtype`; with `quantization`, which is asked for the config's entry at the end, as they are.
+    """
     target = Path(out).resolve()
     refuse_to_replace(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +78,8 @@ def save_hf_folder(
     staging.mkdir()
     try:
         copy_model_files(source_folder, staging)
-        write_config_dtype(staging, dtype)
-        _write_weights(state_dict, staging, dtype, max_shard_bytes)
+        _write_weights(state_dict, staging, dtype if quantization is None else None, max_shard_bytes)
+        write_config_dtype(staging, dtype, None if quantization is None else quantization())
         mark_written(staging)
         fsync_path(staging)
         refuse_to_replace(target)  # it took a while
@@ -78,7 +90,7 @@ def save_hf_folder(
     return target
 
 
-def _write_weights(state_dict: NamedTensors, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+def _write_weights(state_dict: NamedTensors, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
     writer = ShardWriter(folder, prefix="part", max_bytes=max_shard_bytes, dtype=dtype)
     for name, tensor in iter_named(state_dict):
         writer.add(name, tensor)

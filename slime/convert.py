@@ -1,0 +1,117 @@
+"""`slime convert FROM TO`: a checkpoint of a run, or a model folder in other numbers, as a Hugging Face folder.
+
+Invariant: at most one shard of tensors is in memory; what stands at TO is the old folder or the complete new one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from slime.config.megatron_folder import megatron_checkpoint
+from slime.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+FP8 = "fp8"
+DTYPES = ("bfloat16", "float16", "float32", FP8)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is written where; a folder that is there is replaced only with `force`, and only if slime wrote it."""
+
+    source: Path
+    target: Path
+    dtype: str = "bfloat16"
+    model_folder: Path | None = None
+    power_of_two_scales: bool = False
+    add_missing: bool = False
+    force: bool = False
+    trust_remote_code: bool = False
+
+    def run(self) -> Path:
+        """Write the folder; whatever cannot be converted is a `UserError` that leaves the target as it was."""
+        if not self.source.is_dir():
+            raise UserError(f"there is no folder {self.source} to convert")
+        if self.target.exists() and not self.force:
+            raise UserError(f"{self.target} is there already: choose another folder, or replace it with --force")
+        small_files, tensors = self._read()
+        return self._write(small_files, tensors)
+
+    def _read(self) -> tuple[Path, Iterator[tuple[str, torch.Tensor]]]:
+        """The folder with config and tokenizer, and every weight as plain numbers."""
+        kind = megatron_checkpoint(self.source)
+        if kind is not None:
+            raise UserError(
+                f"{self.source} is a Megatron checkpoint ({kind}), which only Megatron reads and this version lacks: "
+                "convert it where Megatron is installed"
+            )
+        from slime.train.to_folder import checkpoint_tensors, find_checkpoint, model_of_checkpoint
+
+        checkpoint = find_checkpoint(self.source)
+        if checkpoint is not None:
+            folder = self.model_folder or model_of_checkpoint(checkpoint)
+            return folder, checkpoint_tensors(
+                checkpoint, folder, add_missing=self.add_missing, trust_remote_code=self.trust_remote_code
+            )
+        if not (self.source / "config.json").is_file():
+            raise UserError(f"{self.source} is neither a checkpoint (meta.json) nor a model folder (config.json)")
+        from slime.models.weight_reader import plain_tensors
+
+        return self.source, plain_tensors(self.source)
+
+    def _write(self, small_files: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
+        import torch
+
+        from slime.models.block_fp8 import BlockQuantizer
+        from slime.models.saving import save_hf_folder
+
+        if self.dtype != FP8:
+            return save_hf_folder(tensors, small_files, self.target, getattr(torch, self.dtype))
+        quantizer = BlockQuantizer(power_of_two=self.power_of_two_scales)
+        stream = quantizer.stream(tensors, torch.bfloat16)
+        return save_hf_folder(stream, small_files, self.target, torch.bfloat16, quantization=quantizer.config)
+
+
+def convert_command(words: Sequence[str]) -> int:
+    """Run the command; what is wrong with its words is a `UserError`."""
+    options = _parser().parse_args(list(words))
+    conversion = Conversion(
+        source=Path(options.source),
+        target=Path(options.target),
+        dtype=options.dtype,
+        model_folder=None if options.hf_checkpoint is None else Path(options.hf_checkpoint),
+        power_of_two_scales=options.scale_fmt == "ue8m0",
+        add_missing=options.add_missing,
+        force=options.force,
+        trust_remote_code=options.trust_remote_code,
+    )
+    print(f"{conversion.run()} is written, in {options.dtype}")
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"slime convert: {message}; slime convert --help says what it takes")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="slime convert",
+        description="Write a checkpoint of a run, or a model folder (plain or in blocks of 8-bit floats), as a Hugging "
+        "Face folder in the numbers asked for.",
+    )
+    parser.add_argument("source", metavar="FROM", help="folder of --save, one iter_... in it, or a model folder")
+    parser.add_argument("target", metavar="TO", help="the folder to write")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="fp8: blocks of 128 x 128")
+    parser.add_argument("--scale-fmt", choices=("float32", "ue8m0"), default="float32", help="ue8m0: powers of 2")
+    parser.add_argument("--hf-checkpoint", metavar="DIR", help="the model folder of a checkpoint (default: its run's)")
+    parser.add_argument("--add-missing", action="store_true", help="copy weights that the checkpoint does not have")
+    parser.add_argument("--force", action="store_true", help="replace a folder that slime wrote at TO")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model folder's own code")
+    return parser

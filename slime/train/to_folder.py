@@ -1,0 +1,84 @@
+"""A checkpoint of a run as a Hugging Face folder, without starting a trainer.
+
+Invariant: every tensor has the name and the shape it has in the model folder that the run started from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from slime.config.start import LATEST
+from slime.errors import UserError
+from slime.models.loading import load_config
+from slime.models.weight_reader import WeightReader, weights_of
+from slime.train.backends.protocol import NamedTensor
+from slime.train.export import as_in_folder, by_layer
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that a folder is, or the newest one it holds; None for any other folder."""
+    if (folder / "meta.json").is_file():
+        return folder
+    latest = folder / LATEST
+    number = latest.read_text().strip() if latest.is_file() else ""
+    newest = folder / f"iter_{int(number):07d}" if number.isdecimal() else folder
+    return newest if (newest / "meta.json").is_file() else None
+
+
+def model_of_checkpoint(checkpoint: Path) -> Path:
+    """The model folder that the run of a checkpoint started from."""
+    try:
+        named = json.loads((checkpoint / "meta.json").read_text())["hf_checkpoint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint / 'meta.json'} cannot be read ({error}): the checkpoint is damaged") from error
+    folder = Path(str(named))
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"checkpoint {checkpoint} is of the model in {named}, which is not there: name its folder "
+            "with --hf-checkpoint"
+        )
+    return folder
+
+
+def checkpoint_tensors(
+    checkpoint: Path, model_folder: Path, *, add_missing: bool = False, trust_remote_code: bool = False
+) -> Iterator[NamedTensor]:
+    """The weights under their names in the model folder; with `add_missing` also those that were not trained."""
+    saved = WeightReader(checkpoint.glob("model-*.safetensors"))
+    if not saved.names:
+        raise UserError(f"checkpoint {checkpoint} has no weights (model-*.safetensors): choose another one")
+    original = weights_of(model_folder)
+    model = _empty_model(model_folder, trust_remote_code)
+    written = set()
+    for members in by_layer(saved):
+        for name, tensor in as_in_folder(model, members).items():
+            _check_name(name, tensor, original, checkpoint, model_folder)
+            written.add(name)
+            yield name, tensor
+    if add_missing:
+        yield from ((name, original[name]) for name in original.names if name not in written)
+
+
+def _empty_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    """The model without weights: it knows what transformers fused while loading."""
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def _check_name(name: str, tensor: torch.Tensor, original: WeightReader, checkpoint: Path, folder: Path) -> None:
+    tied = "lm_head.weight"  # some folders leave out what config.json ties to the embedding
+    if name not in original and name != tied:
+        raise UserError(
+            f"checkpoint {checkpoint} has {name}, which {folder} lacks: it is of another model, or a critic's"
+        )
+    if name in original and original.shape(name) != tuple(tensor.shape):
+        raise UserError(
+            f"{name} is {tuple(tensor.shape)} in checkpoint {checkpoint} but {original.shape(name)} in {folder}: "
+            "name the folder of the same model with --hf-checkpoint"
+        )

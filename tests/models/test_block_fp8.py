@@ -1,0 +1,161 @@
+"""Weights in blocks of 8-bit floats: there and back, against transformers' own reader, and what cannot be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+from slime.cli import main
+from slime.models.block_fp8 import FP8, LARGEST, dequantize_block, quantize_block
+from slime.models.weight_reader import weights_of
+from tests.tiny_models import make_model_folder
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(weights_of(folder))
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (128, 128), (130, 5), (1, 300)])
+def test_what_is_representable_comes_back_exactly(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(shape).to(FP8).float()
+    exact[:: max(shape[0] - 1, 1), ::128] = LARGEST  # so that every block's scale is one
+    for row in range(0, shape[0], 128):
+        exact[row, ::128] = LARGEST
+    stored, scale = quantize_block(exact)
+    assert scale.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    assert torch.equal(scale, torch.ones_like(scale))
+    assert torch.equal(dequantize_block(stored, scale), exact)
+
+
+def test_each_block_has_its_own_scale_and_zeros_stay() -> None:
+    weight = torch.zeros(256, 256)
+    weight[:128, :128] = 1e-6
+    weight[128:, :128] = 448 * 3
+    weight[128, 200] = -7
+    stored, scale = quantize_block(weight)
+    assert scale[0].tolist() == pytest.approx([1e-6 / 448, 1.0])
+    assert scale[1].tolist() == pytest.approx([3.0, 7 / 448])
+    back = dequantize_block(stored, scale)
+    assert torch.allclose(back, weight, rtol=1e-6)
+    assert torch.equal(back[:128, 128:], torch.zeros(128, 128))
+
+
+def test_rounding_is_at_most_half_a_step_of_the_format() -> None:
+    torch.manual_seed(1)
+    weight = torch.randn(300, 200)
+    for power_of_two in (False, True):
+        stored, scale = quantize_block(weight, power_of_two=power_of_two)
+        assert not power_of_two or torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
+        off = (dequantize_block(stored, scale) - weight).abs()
+        spread = scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+        assert bool((off <= torch.maximum(weight.abs() / 16, spread * 2**-10) * 1.0001).all())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "bf16"
+    make_model_folder(folder, "qwen3", hidden_size=128, intermediate_size=256, head_dim=32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quantized(model: Path) -> Path:
+    folder = model.parent / "fp8"
+    assert main(["convert", str(model), str(folder), "--dtype", "fp8"]) == 0
+    return folder
+
+
+def test_a_folder_says_what_is_quantised(model: Path, quantized: Path) -> None:
+    plain, found = tensors(model), tensors(quantized)
+    scaled = {name.removesuffix("_scale_inv") for name in found if name.endswith("_scale_inv")}
+    assert scaled == {name for name in plain if "_proj.weight" in name}
+    assert {found[name].dtype for name in scaled} == {FP8}
+    assert {found[f"{name}_scale_inv"].dtype for name in scaled} == {torch.float32}
+    assert {tensor.dtype for name, tensor in found.items() if name in plain and name not in scaled} == {torch.bfloat16}
+    config = json.loads((quantized / "config.json").read_text())
+    assert config["quantization_config"] == {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
+    }  # fmt: skip
+    assert (quantized / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+
+
+def test_back_in_bfloat16_the_weights_are_what_transformers_reads(model: Path, quantized: Path, tmp_path: Path) -> None:
+    assert main(["convert", str(quantized), str(tmp_path / "again"), "--dtype", "float32"]) == 0
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        quantized, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
+    expected = theirs.state_dict()
+    for name, tensor in ours.state_dict().items():
+        assert torch.allclose(tensor, expected[name].float(), rtol=1e-6), name
+    off = [(tensor - tensors(model)[name]).abs().max() for name, tensor in tensors(tmp_path / "again").items()]
+    assert 0 < max(off) < 0.1
+
+
+def test_a_second_pass_changes_nothing(quantized: Path, tmp_path: Path) -> None:
+    assert main(["convert", str(quantized), str(tmp_path / "plain"), "--dtype", "float32"]) == 0
+    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "fp8"), "--dtype", "fp8"]) == 0
+    before, after = tensors(quantized), tensors(tmp_path / "fp8")
+    assert before.keys() == after.keys()
+    assert all(torch.allclose(before[name].float(), after[name].float(), rtol=1e-6) for name in before)
+
+
+def test_a_scale_in_another_file_is_found(quantized: Path, tmp_path: Path) -> None:
+    split = tmp_path / "split"
+    split.mkdir()
+    (split / "config.json").write_bytes((quantized / "config.json").read_bytes())
+    whole = load_file(quantized / "model.safetensors")
+    for part, wanted in (("1", True), ("2", False)):
+        save_file(
+            {n: t for n, t in whole.items() if n.endswith("_scale_inv") is wanted}, split / f"model-{part}.safetensors"
+        )
+    for source, target in ((split, "a"), (quantized, "b")):
+        assert main(["convert", str(source), str(tmp_path / target)]) == 0
+    left, right = tensors(tmp_path / "a"), tensors(tmp_path / "b")
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_what_cannot_be_read_is_one_sentence(
+    quantized: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    weights = load_file(quantized / "model.safetensors")
+    config = json.loads((quantized / "config.json").read_text())
+
+    def sentence(facts: dict[str, object]) -> str:
+        (other / "config.json").write_text(json.dumps(facts))
+        assert main(["convert", str(other), str(tmp_path / "out")]) == 2
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    assert "has no *.safetensors weights" in sentence(config)
+    name = next(name for name in weights if name.endswith("_scale_inv"))
+    save_file({n: t for n, t in weights.items() if n != name}, other / "model.safetensors")
+    assert f"{name.removesuffix('_scale_inv')} in {other} is in 8-bit floats without a scale" in sentence(config)
+    gptq = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert "is quantised (gptq): only blocks of 8-bit floats can be converted" in sentence(gptq)
+    (other / "model.safetensors").write_bytes(b"not a tensor")
+    assert "is no safetensors file" in sentence(config)
+
+
+def test_nothing_of_others_is_replaced(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["convert", str(model), str(out)]) == 0
+    assert main(["convert", str(model), str(out)]) == 2
+    assert "is there already: choose another folder, or replace it with --force" in capsys.readouterr().err
+    assert main(["convert", str(model), str(out), "--dtype", "float32", "--force"]) == 0
+    assert {tensor.dtype for tensor in tensors(out).values()} == {torch.float32}
+    (out / "notes.txt").write_text("mine")
+    assert main(["convert", str(model), str(out), "--force"]) == 2
+    assert "notes.txt, which no run saved there" in capsys.readouterr().err
+    assert main(["convert", str(model), str(model), "--force"]) == 2

@@ -1,0 +1,144 @@
+"""tools/*.py: the flags that slime's documents name start our conversions; what is not here says what to do instead."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from slime.models.block_fp8 import FP8
+from slime.models.weight_reader import weights_of
+from tests.tiny_models import make_model_folder
+
+TOOLS = Path(__file__).parents[2] / "tools"
+Run = Callable[..., int]
+
+REFUSED = {
+    "convert_hf_to_int4": "4-bit weights are not in this version: write them with a GPTQ tool",
+    "convert_hf_to_int4_direct": "4-bit weights are not in this version: write them with a GPTQ tool",
+    "convert_k2_thinking_int4_to_bf16": "4-bit weights are not read in this version",
+    "trace_timeline_viewer": "there is no timeline of dumps in this version: slime samples RUN lists the samples",
+}
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a tool inside the test, as the interpreter runs a file; its exit code."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+
+    def run(name: str, *words: str) -> int:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(TOOLS / f"{name}.py"), run_name="__main__")
+        assert isinstance(left.value.code, int)
+        return left.value.code
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_fp8_and_back(tool: Run, model: Path, tmp_path: Path) -> None:
+    fp8, bf16 = tmp_path / "fp8", tmp_path / "bf16"
+    words = ["--strategy", "block", "--block-size", "128", "128", "--max-workers", "4", "--scale-fmt", "ue8m0"]
+    assert tool("convert_hf_to_fp8", "--model-dir", str(model), "--save-dir", str(fp8), *words) == 0
+    assert weights_of(fp8)["model.layers.0.mlp.up_proj.weight"].dtype == FP8
+    assert tool("fp8_cast_bf16", "--input-fp8-hf-path", str(fp8), "--output-bf16-hf-path", str(bf16)) == 0
+    before, after = weights_of(model), weights_of(bf16)
+    assert before.names == after.names
+    assert {after[name].dtype for name in after.names} == {torch.bfloat16}
+    assert all(torch.allclose(before[name], after[name].float(), rtol=0.07, atol=1e-3) for name in before.names)
+    assert tool("convert_hf_to_fp8", "--model-dir", str(model), "--save-dir", str(fp8), "--strategy", "channel") == 2
+
+
+def test_checkpoints_under_the_flags_of_both_tools(
+    tool: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model folder in the place of a checkpoint is read as well; checkpoints: tests/train/test_to_folder.py."""
+    shape = ["--num-layers", "2", "--swiglu"]
+    assert tool("convert_to_hf", "--load", str(model), "--output-dir", str(tmp_path / "a"), *shape) == 0
+    assert "flags without effect here, config.json says the same: --num-layers, --swiglu" in capsys.readouterr().err
+    for name in ("convert_torch_dist_to_hf", "convert_torch_dist_to_hf_parallel"):
+        words = ["--input-dir", str(model), "--output-dir", str(tmp_path / name), "--origin-hf-dir", str(model)]
+        assert tool(name, *words, "--chunk-size", "5", "--add-missing-from-origin-hf") == 0
+        assert weights_of(tmp_path / name).names == weights_of(model).names
+        assert "--chunk-size has no effect here" in capsys.readouterr().err
+        assert tool(name, *words, "--vocab-size", "320", "-f") == 2
+        assert "drop the flag" in capsys.readouterr().err
+
+
+def test_megatron_folders_need_megatron(tool: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dist" / "release").mkdir(parents=True)
+    (tmp_path / "dist" / "latest_checkpointed_iteration.txt").write_text("release")
+    (tmp_path / "dist" / "release" / "__0_0.distcp").touch()
+    words = ["--input-dir", str(tmp_path / "dist"), "--output-dir", str(tmp_path / "out")]
+    assert tool("convert_torch_dist_to_hf", *words) == 2
+    assert "is a Megatron checkpoint (torch_dist, release), which only Megatron reads" in capsys.readouterr().err
+
+
+def test_nothing_is_converted_to_torch_dist() -> None:
+    """As a user types it, model flags and all, in a process of its own."""
+    command = [sys.executable, str(TOOLS / "convert_hf_to_torch_dist.py"), "--swiglu", "--num-layers", "36"]
+    done = subprocess.run(
+        [*command, "--hf-checkpoint", "/models/Qwen3-4B", "--save", "/x"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: nothing has to be converted: train.py --hf-checkpoint /models/Qwen3-4B reads the folder as it is, and so "
+        "do --load and --ref-load; torch_dist folders are for Megatron, which this version lacks\n"
+    )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_here_says_so(name: str, tool: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool(name, "--input-dir", "x") == 2
+    assert capsys.readouterr().err.startswith(f"error: {REFUSED[name]}")
+
+
+class _Fleet(BaseHTTPRequestHandler):
+    """A router and its engine in one, that writes down what it is asked."""
+
+    asked: list[tuple[str, bytes]]
+
+    def _answer(self, code: int, body: str) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def do_GET(self) -> None:
+        host, port = self.server.server_address[:2]
+        self._answer(200, f'{{"workers": [{{"url": "http://{host!s}:{port}"}}]}}')
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.asked.append((self.path, body))
+        self._answer(404 if self.path == "/stop_profile" else 200, "")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_every_engine_is_told_to_profile(tool: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    _Fleet.asked = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Fleet) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert tool("profile_rollout", "--router-url", url, "--num-steps", "3", "--with-stack") == 0
+        assert _Fleet.asked == [
+            ("/start_profile", b'{"num_steps": 3, "activities": ["CPU", "GPU"], "with_stack": true}')
+        ]
+        assert tool("profile_rollout", "--router-url", url, "--action", "stop") == 2
+        assert "the embedded engine has no profiler, SGLang's servers do" in capsys.readouterr().err
+        server.shutdown()
+    assert tool("profile_rollout", "--router-url", url) == 2
+    assert "cannot be reached" in capsys.readouterr().err
