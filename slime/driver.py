@@ -34,6 +34,7 @@ from slime.config import Config, resolve, save_config
 from slime.config.asynchronous import is_async
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.config.plugin_args import plugin_args
 from slime.config.start import continues_itself, model_folders, resumes_at, start_in_words
 from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.state_file import saved_rollouts
@@ -318,14 +319,14 @@ class Run:
             return
         self.progress.status("rollout", "evaluating")
         with self.parts.engines_at_work():
-            output = call_rollout_fn(self._eval_fn, self.runtime.args, step, self.data_source, evaluation=True)
+            output = call_rollout_fn(self._eval_fn, self.runtime.plugin_args, step, self.data_source, evaluation=True)
         assert isinstance(output, RolloutFnEvalOutput)
         metrics = eval_metrics(self.runtime.args, output.data) if output.metrics is None else dict(output.metrics)
         save_evaluation(self.config, step, output.data)
         completions = evaluated_samples(output.data)
         if self.journal is not None:
             self.journal.keep_evaluation(step, completions)
-        if self._log_eval(step, self.runtime.args, output.data, dict(metrics)) is not True:
+        if self._log_eval(step, self.runtime.plugin_args, output.data, dict(metrics)) is not True:
             rollout_id = max(step - 1, 0)
             self.metrics.log(metrics, step, "eval", rollout_id=rollout_id)
             for name, samples in completions.items():
@@ -413,7 +414,7 @@ def _num_rollout(config: Config, data_source: Any) -> int:
 def _data_source(config: Config) -> Any:
     if config.load_debug_rollout_data is not None:
         return DumpedRollouts(config)
-    return make_data_source(config)
+    return make_data_source(config, plugin_args(config))
 
 
 def _eval_prompts(config: Config) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from slime.config.spec import FlagSpec, specs_of_group
 from slime.config.suggest import did_you_mean
 from slime.config.values import coerce
 from slime.errors import UserError
+from slime.plugins.args import Overlay
 
 GROUPS: tuple[type, ...] = (
     ModelFlags,
@@ -79,10 +80,13 @@ class Config(
     DebugFlags,
     UpstreamFlags,
 ):
-    """Everything a run is told. Plugins receive it as `args` and read `args.<flag_name>`."""
+    """Everything a run is told. Plugins get a writable view of it as `args` and read `args.<flag_name>`."""
 
     carried: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Flags handed through to others: sglang_*, router_*, Megatron's, and the user's own."""
+
+    overlay: Overlay = dataclasses.field(default_factory=Overlay, compare=False, repr=False)
+    """What plugins see and write (`slime.config.plugin_args`): shared by all copies, read by no part of the run."""
 
     if not TYPE_CHECKING:  # for the type checker an attribute that is no field stays an error
 

@@ -55,6 +55,17 @@ class EvalDataset:
     custom_generate_function_path: str | None = None
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def cache_key(self) -> tuple[Any, ...]:
+        """What the prompts depend on."""
+        template = (self.apply_chat_template, repr(self.apply_chat_template_kwargs))
+        return (self.name, self.path, self.input_key, self.label_key, self.tool_key, self.metadata_key, *template)
+
+    def inject_metadata(self, sample_metadata: dict[str, Any] | None) -> dict[str, Any]:
+        """A prompt's metadata with this dataset's entries over it."""
+        own = {} if self.rm_type is None else {"rm_type": self.rm_type}
+        return {**(sample_metadata or {}), **own, **self.metadata_overrides}
+
     def sampling_params(self, base: dict[str, Any]) -> dict[str, Any]:
         """The rollout's sampling parameters with this dataset's values over them."""
         own = {

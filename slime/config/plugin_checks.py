@@ -11,6 +11,7 @@ from slime.config.eval_datasets import eval_datasets
 from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.config.plugin_args import plugin_args
 from slime.config.spec import flag_name
 from slime.errors import UserError
 from slime.plugins import CONTRACTS, computed_with, constructor_values, load_plugin
@@ -33,7 +34,7 @@ def check_plugins(config: Config) -> None:
                 continue
             found = load_plugin(path, contract.flag)
             if isinstance(found, type) and not contract.is_class:
-                constructor_values(found, config, f"{contract.flag} {path}")
+                constructor_values(found, config, plugin_args(config), f"{contract.flag} {path}")
             _check_needs(found, config, f"{contract.flag} {path}")
     for dataset in eval_datasets(config):
         for flag, path in (

@@ -16,6 +16,7 @@ from slime.config.batch import derive_batch_sizes
 from slime.config.checks import check_files, check_flags_fit, check_trackers
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.config.plugin_args import with_own_overlay
 from slime.config.plugin_checks import check_plugins
 from slime.config.roles import critic_flags, role_overrides
 from slime.config.shape_flags import check_shape_flags
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 def resolve(config: Config) -> Config:
     """The config a run works with; raises UserError when the flags do not make a run."""
-    config = _checked_values(config)
+    config = with_own_overlay(_checked_values(config))
     config = config.replace(**role_overrides(config, "actor"))
     config = derive(config)
     check_flags_fit(config)

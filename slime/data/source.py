@@ -247,6 +247,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
+        self.plugin_args = args
+        """What the filter is called with."""
         self.buffer: list[Group] = []
         self.buffer_filter: BufferFilter = _method_or_default(self)
         if self.args.buffer_filter_path is not None:
@@ -297,7 +299,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Groups that the filter chooses from the buffer, at most so many."""
         if not self.buffer or num_samples <= 0:
             return []
-        groups = self.buffer_filter(self.args, self.rollout_id, self.buffer, num_samples)
+        groups = self.buffer_filter(self.plugin_args, self.rollout_id, self.buffer, num_samples)
         if len(groups) > num_samples:
             raise UserError(
                 f"--buffer-filter-path {self.args.buffer_filter_path}: returned {len(groups)} groups when asked for at "

@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.data.jsonable import from_json, to_json
 from slime.data.sample import Sample
-from slime.data.source import Group, RolloutDataSource, is_group, remove_chosen
+from slime.data.source import Group, RolloutDataSource, RolloutDataSourceWithBuffer, is_group, remove_chosen
 from slime.errors import UserError
 from slime.plugins import load_plugin, takes_nothing
 
@@ -22,11 +22,19 @@ logger = logging.getLogger(__name__)
 FLAG = "--data-source-path"
 
 
-def make_data_source(args: Any) -> Any:
-    """The data source of a run: our own ones as they are, any other one made whole."""
+def make_data_source(args: Any, plugin_args: Any = None) -> Any:
+    """The data source of a run: our own ones as they are, any other one made whole.
+
+    `args` is what the run goes by, `plugin_args` what the user's classes and filters get.
+    """
+    plugin_args = args if plugin_args is None else plugin_args
     factory = load_plugin(args.data_source_path, FLAG)
-    source = factory() if takes_nothing(factory) else factory(args)
-    return source if isinstance(source, RolloutDataSource) else UserSource(source, args)
+    is_own = factory in (RolloutDataSource, RolloutDataSourceWithBuffer)
+    given = copy.copy(plugin_args) if is_own else plugin_args  # what plugins write later does not reach our own
+    source = factory() if takes_nothing(factory) else factory(given)
+    if isinstance(source, RolloutDataSourceWithBuffer):
+        source.plugin_args = plugin_args
+    return source if isinstance(source, RolloutDataSource) else UserSource(source, args, plugin_args)
 
 
 class UserSource:
@@ -35,11 +43,12 @@ class UserSource:
     `get_samples(n)` may return groups or single samples; a single one stands for `n_samples_per_prompt` of its kind.
     """
 
-    def __init__(self, source: Any, args: Any) -> None:
+    def __init__(self, source: Any, args: Any, plugin_args: Any = None) -> None:
         if not _has(source, "get_samples"):
             raise UserError(f"{FLAG} {args.data_source_path} made a {type(source).__name__} without get_samples")
         self.source = source
         self.args = args
+        self._plugin_args = args if plugin_args is None else plugin_args
         self._returned: list[Group] = []
         self._handed_out = 0
         self._next_group_index = 0
@@ -166,7 +175,7 @@ class UserSource:
         taken, self._returned = self._returned[:num_samples], self._returned[num_samples:]
         wanted = num_samples - len(taken)
         if wanted and _has(self.source, "buffer_filter") and _has(self.source, "buffer") and self.source.buffer:
-            chosen = list(self.source.buffer_filter(self.args, self.source.buffer, wanted))
+            chosen = list(self.source.buffer_filter(self._plugin_args, self.source.buffer, wanted))
             if len(chosen) > wanted:
                 raise UserError(
                     f"{FLAG} {self.args.data_source_path}: buffer_filter returned {len(chosen)} groups when asked for "

@@ -252,8 +252,8 @@ def takes_nothing(found: Callable[..., Any]) -> bool:
         return False
 
 
-def constructor_values(found: type, args: Any, what: str) -> dict[str, Any]:
-    """Arguments of a user's class by name: `args` is the config, any other name an entry of it.
+def constructor_values(found: type, flags: Any, args: Any, what: str) -> dict[str, Any]:
+    """Arguments of a user's class by name: `args` is what plugins get, any other name a flag or an entry of it.
 
     A flag that was not given does not replace the class's own default.
     """
@@ -261,13 +261,14 @@ def constructor_values(found: type, args: Any, what: str) -> dict[str, Any]:
     for name, parameter in inspect.signature(found).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
+        is_needed = parameter.default is parameter.empty
         if name in ("args", "config"):
             values[name] = args
-        elif hasattr(args, name):
-            value = getattr(args, name)
-            if value is not None or parameter.default is parameter.empty:
+        elif hasattr(flags, name) or (is_needed and hasattr(args, name)):
+            value = getattr(flags if hasattr(flags, name) else args, name)
+            if value is not None or is_needed:
                 values[name] = value
-        elif parameter.default is parameter.empty:
+        elif is_needed:
             raise UserError(
                 f"{what} is made with {name}, which is no flag: put {name}: ... into a YAML file and name that with "
                 "--custom-config-path"

@@ -65,11 +65,11 @@ def add_missing_tokens(sample: Sample, tokenizer: Callable[[], Any]) -> None:
         sample.status = Sample.Status.COMPLETED
 
 
-def as_reward(found: Callable[..., Any], args: Any, what: str) -> Callable[..., Any]:
+def as_reward(found: Callable[..., Any], flags: Any, args: Any, what: str) -> Callable[..., Any]:
     """A reward function; a class is made into an object here, once."""
     if not isinstance(found, type):
         return found
-    return ComputeReward(found(**constructor_values(found, args, what)).compute_reward)
+    return ComputeReward(found(**constructor_values(found, flags, args, what)).compute_reward)
 
 
 class ComputeReward:

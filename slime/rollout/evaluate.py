@@ -37,6 +37,7 @@ class EvalPrompts:
 async def evaluate(args: Config, rollout_id: int) -> RolloutFnEvalOutput:
     """Evaluate on all datasets of ``--eval-prompt-data`` and ``--eval-config``."""
     runtime = runtime_for(args)
+    args = runtime.args
     runtime.state.evaluation_id = rollout_id
     if not runtime.eval_datasets:
         runtime.eval_datasets.update(read_eval_datasets(args, runtime.tokenizer))
@@ -57,7 +58,9 @@ async def _evaluate_dataset(runtime: RolloutRuntime, what: EvalPrompts) -> dict[
     args, dataset, prompts = runtime.args, what.dataset, what.prompts
     params = dataset.sampling_params(runtime.state.sampling_params)
     groups = [_group(args, dataset, prompts[i], i) for i in range(len(prompts))]
-    finished = await gather_or_cancel(generate_and_rm_group(args, group, params, evaluation=True) for group in groups)
+    finished = await gather_or_cancel(
+        generate_and_rm_group(runtime.plugin_args, group, params, evaluation=True) for group in groups
+    )
     samples = sorted(leaves(finished), key=lambda sample: -1 if sample.index is None else sample.index)
     refuse_all_failed(samples, f"evaluation on {dataset.name}")
     scored = [sample for sample in samples if sample.reward is not None]

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 from slime.config import Config
 from slime.config.asynchronous import is_async
 from slime.config.groups.asynchronous import ONE_STEP
+from slime.config.plugin_args import plugin_args
 from slime.data.sample import Sample
 from slime.data.tokenizer import model_vocab_size
 from slime.errors import UserError
@@ -79,7 +80,9 @@ class RolloutMaker:
 
         def call() -> RolloutFnTrainOutput:
             with self._pulse.during(self._args.rollout_batch_size * self._args.n_samples_per_prompt):
-                output = call_rollout_fn(self._rollout_fn, self._args, rollout_id, self._data_source, evaluation=False)
+                output = call_rollout_fn(
+                    self._rollout_fn, plugin_args(self._args), rollout_id, self._data_source, evaluation=False
+                )
             assert isinstance(output, RolloutFnTrainOutput)
             return output
 
@@ -122,7 +125,7 @@ class RolloutMaker:
     def _finished(self, rollout_id: int, groups: list[Any], metrics: dict[str, Any], seconds: float) -> Generated:
         save_rollout(self._args, rollout_id, groups)
         samples = list(leaves(groups))
-        is_logged = self._log(rollout_id, self._args, samples, dict(metrics), seconds) is True
+        is_logged = self._log(rollout_id, plugin_args(self._args), samples, dict(metrics), seconds) is True
         return Generated(groups, metrics, is_logged)
 
 

@@ -134,7 +134,7 @@ class GroupJudge:
         alive = [sample for sample in samples if sample.status is not Sample.Status.FAILED]
         if self._filter is not None and not alive:
             return DynamicFilterOutput(keep=False, reason="failed")
-        return call_dynamic_filter(self._filter, self._args, alive)
+        return call_dynamic_filter(self._filter, self._runtime.plugin_args, alive)
 
     def _refuse_endless_dropping(self) -> None:
         batch = self._args.rollout_batch_size
@@ -159,11 +159,11 @@ def call_plugins(runtime: RolloutRuntime, groups: list[Group], everything: list[
         sample_filter = runtime.function(
             args.rollout_sample_filter_path, flag="--rollout-sample-filter-path", params=("args", "groups")
         )
-        sample_filter(args, groups)
+        sample_filter(runtime.plugin_args, groups)
     if args.rollout_all_samples_process_path is not None:
         process = runtime.function(
             args.rollout_all_samples_process_path,
             flag="--rollout-all-samples-process-path",
             params=("args", "all_groups", "data_source"),
         )
-        process(args, everything, data_source)
+        process(runtime.plugin_args, everything, data_source)

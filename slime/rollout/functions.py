@@ -22,8 +22,8 @@ def generate_rollout(
     """One training rollout, or with `evaluation` one pass over the evaluation datasets."""
     runtime = runtime_for(args)
     if evaluation:
-        return runtime.run(evaluate(runtime.args, rollout_id), whom=f"evaluation {rollout_id}")
-    return runtime.run(generate_batch(runtime.args, rollout_id, data_source), whom=f"rollout {rollout_id}")
+        return runtime.run(evaluate(args, rollout_id), whom=f"evaluation {rollout_id}")
+    return runtime.run(generate_batch(args, rollout_id, data_source), whom=f"rollout {rollout_id}")
 
 
 async def generate_rollout_async(
@@ -34,14 +34,14 @@ async def generate_rollout_async(
     `data_source` is a data source, which gets its groups back at once, or only its `get_samples` method.
     """
     if not callable(data_source):
-        return await generate_batch(runtime_for(args).args, rollout_id, data_source), []
+        return await generate_batch(args, rollout_id, data_source), []
     source = _GetSamples(data_source)
-    return await generate_batch(runtime_for(args).args, rollout_id, source), source.put_back
+    return await generate_batch(args, rollout_id, source), source.put_back
 
 
 async def eval_rollout(args: Config, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:
     """One pass over the evaluation datasets on the running loop; nothing to put back."""
-    return await evaluate(runtime_for(args).args, rollout_id), []
+    return await evaluate(args, rollout_id), []
 
 
 class _GetSamples:

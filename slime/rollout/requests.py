@@ -87,13 +87,13 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
     aborted: then the partial sample is returned as ABORTED. Inside a group that waits at the gate it is resumed there.
     """
     runtime = runtime_for(args)
-    ticket = ticket_here()
+    config, ticket = runtime.args, ticket_here()
     sampling_params = _drawn_apart(sampling_params)
     if not sample.total_length:
         sample.tokens = prompt_token_ids(runtime.tokenizer, sample)
     aborts = 0
     while aborts < MOST_RESUMES:
-        budget = new_token_budget(args, sample, sampling_params)
+        budget = new_token_budget(config, sample, sampling_params)
         if budget == 0:
             sample.status = Sample.Status.TRUNCATED
             return sample

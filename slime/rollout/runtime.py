@@ -1,14 +1,15 @@
 """Everything rollout needs while a run lasts, in one object with one owner.
 
-Rollout functions and plugins receive only `args`, so they find their runtime through it: `bind(args, runtime)` records
-which runtime belongs to which config *object* (by identity: a copy of a config is another run's), `runtime_for(args)`
-looks it up, `unbind` ends it. `RolloutRuntime` binds itself on creation and unbinds in `close`. This registry is the
-only process-wide state of the room and holds nothing once all runtimes are closed.
+Rollout functions and plugins receive only `args`, so they find their runtime through it: `args` has a mark, which all
+copies of it share, and `runtime_for(args)` looks up whose it is. `RolloutRuntime` registers itself on creation and
+leaves in `close`. This registry is the only process-wide state of the room and holds nothing once all runtimes are
+closed. A copy of `args` in which flags were changed finds the same runtime, but calls with it go by its values.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
@@ -17,18 +18,20 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from slime.config import Config
+from slime.config.plugin_args import changed_by, plugin_args, tell_plugins, with_own_overlay
 from slime.data.tokenizer import load_tokenizer, model_vocab_size
 from slime.engine.http.key import engine_key
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
 from slime.engine.sglang.router import RoutedPool
 from slime.plugins import load_function, load_plugin
+from slime.plugins.args import run_mark
 from slime.rollout.adapters import as_generate
 from slime.rollout.failures import FailureLog
 from slime.rollout.gate import ticket_here
 from slime.rollout.loop import LoopThread
 from slime.rollout.report.pulse import Pulse
-from slime.rollout.rewards.hub import RewardHub
+from slime.rollout.rewards.hub import RewardHub, RewardSettings
 from slime.rollout.state import Dispatch, GenerateState
 
 T = TypeVar("T")
@@ -40,12 +43,12 @@ GENERATE_FLAG = "--custom-generate-function-path"
 class RolloutRuntime:
     """Engine pool, tokenizer, reward hub, plugins, concurrency limit and the event loop they live in.
 
-    `args` is the config to hand to rollout functions: the given one plus `sglang_router_ip` and `sglang_router_port`,
-    which point at `router_url` if the engines have a router, else at the only engine, or at a router of our own when
+    `args` is the config that rollout goes by: the given one plus `sglang_router_ip` and `sglang_router_port`, which
+    point at `router_url` if the engines have a router, else at the only engine, or at a router of our own when
     there are several. With no engine (supervised training) those two are absent and `pool` refuses to be used.
     `router_only` engines take no requests of their own. `model_urls` are the addresses of every model that is served:
     `sglang_model_routers` has one for each. `dispatch` is what makes a finished group of a dispatched one
-    (`slime.rollout.trajectory.generate_and_rm_group`).
+    (`slime.rollout.trajectory.generate_and_rm_group`). `plugin_args` is what functions of the user are called with.
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class RolloutRuntime:
         router_only: bool = False,
         model_urls: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
+        if _registry.find(config.overlay.mark) is not None:
+            config = with_own_overlay(config)
         self.config = config
         self._reward = reward
         self.engine_urls = list(engine_urls)
@@ -72,11 +77,16 @@ class RolloutRuntime:
         self._other_pools: list[EnginePool] = []
         self._routers: list[Router] = []
         self._functions: dict[tuple[str, str], Callable[..., Any]] = {}
+        self._hubs: dict[RewardSettings, RewardHub] = {}
+        self._model = _Model(config)
         try:
-            self.args = config.replace(carried={**config.carried, **self._router_addresses()})
+            addresses = self._router_addresses()
         except BaseException:
             self.loop_thread.close()
             raise
+        self.args = config.replace(carried={**config.carried, **addresses})
+        tell_plugins(self.args, carried=self.args.carried, **addresses)
+        self.plugin_args: Any = plugin_args(self.args)
         self.semaphore = asyncio.Semaphore(config.sglang_server_concurrency * max(1, len(self.engine_urls)))
         self.state = GenerateState(
             self.args,
@@ -86,8 +96,7 @@ class RolloutRuntime:
             engine_urls=self.engine_urls,
         )
         self.eval_datasets: dict[str, Any] = {}
-        bind(self.args, self)
-        bind(config, self)
+        _registry.bind(config.overlay.mark, self)
 
     @property
     def pool(self) -> EnginePool:
@@ -96,27 +105,37 @@ class RolloutRuntime:
             raise RuntimeError("this run has no engines, but its rollout function wants to generate")
         return self._pool
 
-    @cached_property
+    @property
     def tokenizer(self) -> Any:
         """The tokenizer of ``--hf-checkpoint``, loaded on first use."""
-        assert self.config.hf_checkpoint is not None, "resolve() makes sure that --hf-checkpoint is given"
-        return load_tokenizer(self.config.hf_checkpoint, trust_remote_code=self.config.trust_remote_code)
+        return self._model.tokenizer
 
-    @cached_property
+    @property
     def special_token_ids(self) -> frozenset[int]:
         """The tokens that are no text: the end of a sequence, of a turn, padding."""
-        return frozenset(self.tokenizer.all_special_ids)
+        return self._model.special_token_ids
 
-    @cached_property
+    @property
     def vocab_size(self) -> int | None:
         """How many token ids the model knows; None when its config does not say."""
-        assert self.config.hf_checkpoint is not None, "resolve() makes sure that --hf-checkpoint is given"
-        return model_vocab_size(self.config.hf_checkpoint)
+        return self._model.vocab_size
 
-    @cached_property
+    @property
     def hub(self) -> RewardHub:
         """The reward functions, created on first use."""
-        return RewardHub(self.args, self._reward)
+        settings = RewardSettings.of(self.args)
+        if settings not in self._hubs:
+            self._hubs[settings] = RewardHub(self.args, self._reward, args=self.plugin_args)
+        return self._hubs[settings]
+
+    def seen_by(self, args: object) -> RolloutRuntime:
+        """This runtime for a call with `args`: itself, or one that differs only in what a copy of `args` says."""
+        if args is self.plugin_args or args is self.args or args is self.config:
+            return self
+        twin = copy.copy(self)
+        twin.plugin_args = self.plugin_args if isinstance(args, Config) else args
+        twin.args = args if isinstance(args, Config) else changed_by(self.args, args)
+        return twin
 
     def function(self, path: str, *, flag: str, params: Sequence[str]) -> Callable[..., Any]:
         """A plugin function by its path, loaded once; a generate function in the form that takes one sample."""
@@ -136,9 +155,7 @@ class RolloutRuntime:
         """Close connections, reward workers, router and loop; a second call does nothing."""
         if self.loop_thread.loop.is_closed():
             return
-        for args in (self.args, self.config):
-            if _registry.find(args) is self:
-                unbind(args)
+        _registry.unbind(self.config.overlay.mark)
         try:
             self.run(self._aclose(), CLOSE_TIMEOUT_S)
         finally:
@@ -166,8 +183,8 @@ class RolloutRuntime:
             await router.aclose()
         for pool in self._other_pools:
             await pool.aclose()
-        if "hub" in self.__dict__:
-            await self.hub.aclose()
+        for hub in self._hubs.values():
+            await hub.aclose()
         if self._pool is not None:
             await self._pool.aclose()
 
@@ -197,48 +214,66 @@ class RolloutRuntime:
         return address.hostname, address.port
 
 
+class _Model:
+    """What the model folder says about text, read on first use."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self._config.hf_checkpoint, trust_remote_code=self._config.trust_remote_code)
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.all_special_ids)
+
+    @cached_property
+    def vocab_size(self) -> int | None:
+        return model_vocab_size(self._config.hf_checkpoint)
+
+
 class _Registry:
-    """Which runtime belongs to which args object; keeps the object alive so that its identity stays its own."""
+    """Which runtime belongs to which mark, in the order they were made."""
 
     def __init__(self) -> None:
-        self._bound: dict[int, tuple[object, RolloutRuntime]] = {}
+        self._bound: dict[str, RolloutRuntime] = {}
 
-    def bind(self, args: object, runtime: RolloutRuntime) -> None:
-        self._bound[id(args)] = (args, runtime)
+    def bind(self, mark: str, runtime: RolloutRuntime) -> None:
+        self._bound[mark] = runtime
 
-    def unbind(self, args: object) -> None:
-        self._bound.pop(id(args), None)
+    def unbind(self, mark: str) -> None:
+        self._bound.pop(mark, None)
 
-    def find(self, args: object) -> RolloutRuntime | None:
-        entry = self._bound.get(id(args))
-        return None if entry is None else entry[1]
+    def find(self, mark: str | None) -> RolloutRuntime | None:
+        return None if mark is None else self._bound.get(mark)
 
     def newest_first(self) -> list[RolloutRuntime]:
-        return [runtime for _, runtime in reversed(self._bound.values())]
+        return list(reversed(self._bound.values()))
 
 
 _registry = _Registry()
 
 
-def bind(args: object, runtime: RolloutRuntime) -> None:
-    """Let `runtime_for(args)` find this runtime."""
-    _registry.bind(args, runtime)
-
-
-def unbind(args: object) -> None:
-    """Forget the runtime of `args`; unknown ones are ignored."""
-    _registry.unbind(args)
-
-
 def runtime_for(args: object) -> RolloutRuntime:
-    """The runtime bound to this very config object."""
-    runtime = _registry.find(args)
+    """The runtime that these args, or what they were copied from, belong to; going by what these args say.
+
+    A namespace that the user wrote has no mark: it means the rollout that is running.
+    """
+    runtime = find_runtime(args)
     if runtime is None:
         raise LookupError(
-            "no rollout runtime is bound to these args: use the args object that the rollout function was given "
-            "(not a copy), or create RolloutRuntime(args, engine_urls, dispatch=...) and use its .args"
+            "no rollout is running for these args: call this from a plugin of a run, or create "
+            "RolloutRuntime(config, engine_urls, dispatch=...) and use its .plugin_args"
         )
     return runtime
+
+
+def find_runtime(args: object) -> RolloutRuntime | None:
+    """The same; None where no rollout is running."""
+    mark = args.overlay.mark if isinstance(args, Config) else run_mark(args)
+    runtime = newest_runtime() if mark is None else _registry.find(mark)
+    return None if runtime is None else runtime.seen_by(args)
 
 
 def newest_runtime() -> RolloutRuntime | None:

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.config import Config
+from slime.config.plugin_args import plugin_args
 from slime.data.sample import Sample
 from slime.engine.http.protocol import rollout_sampling_params
 from slime.rollout.gate import Gate, Ticket, evaluating, ticket_here
@@ -65,7 +66,8 @@ class GenerateState:
         tokenizer: Callable[[], Any],
         engine_urls: Sequence[str],
     ) -> None:
-        self.args = args
+        self._config = args
+        self.args = plugin_args(args)
         self.semaphore = semaphore
         self._dispatch = dispatch
         self._tokenizer = tokenizer
@@ -99,7 +101,7 @@ class GenerateState:
     @cached_property
     def typed_hub(self) -> RewardHub:
         """Rewards by ``rm_type`` alone, for evaluation datasets that name one; created on first use."""
-        return RewardHub(self.args.replace(custom_rm_path=None))
+        return RewardHub(self._config.replace(custom_rm_path=None), args=self.args)
 
     def reset(self, rollout_id: int | None = None) -> None:
         """Forget the previous rollout, but for the groups it held."""
@@ -125,7 +127,7 @@ class GenerateState:
             context.run(_generated.set, place)
         tasks = [
             asyncio.create_task(
-                self._dispatch(self.args, group, copy.deepcopy(self.sampling_params)),
+                self._dispatch(self._config, group, copy.deepcopy(self.sampling_params)),
                 context=context,
             )
             for group, context in zip(samples, contexts, strict=True)
@@ -151,13 +153,13 @@ class GenerateState:
     def _addresses(self) -> set[tuple[str | None, int | None]]:
         addresses = {(url.hostname, url.port) for url in map(urlsplit, self._engine_urls)}
         if addresses:
-            addresses.add((self.args.carried["sglang_router_ip"], self.args.carried["sglang_router_port"]))
+            addresses.add((self._config.carried["sglang_router_ip"], self._config.carried["sglang_router_port"]))
         return addresses
 
     @contextmanager
     def dp_rank_context(self) -> Iterator[int]:
         """The least used data-parallel rank of an engine (``--sglang-dp-size``, default 1)."""
-        ranks = range(int(self.args.carried.get("sglang_dp_size", 1)))
+        ranks = range(int(self._config.carried.get("sglang_dp_size", 1)))
         rank = min(ranks, key=lambda r: self._dp_users[r])
         self._dp_users[rank] += 1
         try:

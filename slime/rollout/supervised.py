@@ -32,7 +32,8 @@ def generate_rollout(args: Config, rollout_id: int, data_source: Any, evaluation
             "slime.rollout.sglang_rollout.generate_rollout"
         )
     started = time.monotonic()
-    tokenizer = runtime_for(args).tokenizer
+    runtime = runtime_for(args)
+    args, tokenizer = runtime.args, runtime.tokenizer
     groups: list[Any] = data_source.get_samples(args.rollout_batch_size)
     for group in groups:
         for sample in group:

@@ -52,15 +52,16 @@ async def generate_and_rm_group(
     A group reward is asked for only when the whole group is there, not when part of it was aborted.
     """
     runtime = runtime_for(args)
+    config = runtime.args
     for sample in leaves(group):
         if sample.session_id is None:
             sample.session_id = str(uuid.uuid4())
     with as_evaluation() if evaluation else nullcontext():
         results: Group = await gather_or_cancel(
-            _generated_member(args, member, sampling_params, evaluation) for member in group
+            _generated_member(runtime, member, sampling_params, evaluation) for member in group
         )
     samples = list(leaves(results))
-    if args.group_rm and not any(sample.status is Sample.Status.ABORTED for sample in samples):
+    if config.group_rm and not any(sample.status is Sample.Status.ABORTED for sample in samples):
         with acting_as(f"group {samples[0].group_index}"):
             await score_together(runtime, samples)
         for member, result in zip(group, results, strict=True):
@@ -72,14 +73,14 @@ async def generate_and_rm_group(
 
 
 async def _generated_member(
-    args: Config, member: Produced, sampling_params: dict[str, Any], evaluation: bool
+    runtime: RolloutRuntime, member: Produced, sampling_params: dict[str, Any], evaluation: bool
 ) -> Produced:
     if not isinstance(member, Sample):
         return member
-    params = _own_params(args, member, sampling_params, evaluation)
-    runtime, before = runtime_for(args), member.response_length
+    params = _own_params(runtime.args, member, sampling_params, evaluation)
+    before = member.response_length
     with acting_as(f"sample {member.index} of group {member.group_index}"):
-        produced = await generate_and_rm(args, member, params, evaluation)
+        produced = await _generate_and_rm(runtime, member, params, evaluation)
     if not any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
         tokens = sum(sample.response_length for sample in leaves([produced]))
         (runtime.eval_pulse if evaluation else runtime.pulse).finished(tokens - before)
@@ -94,8 +95,14 @@ async def generate_and_rm(
     args: Config, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Produced:
     """Generate one sample, run the hooks, and score it (group rewards come later, from the group)."""
-    runtime = runtime_for(args)
-    origin, clock = Origin(sample), SampleClock(args.rollout_sample_timeout)
+    return await _generate_and_rm(runtime_for(args), sample, sampling_params, evaluation)
+
+
+async def _generate_and_rm(
+    runtime: RolloutRuntime, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Produced:
+    config = runtime.args
+    origin, clock = Origin(sample), SampleClock(config.rollout_sample_timeout)
     produced: Produced = sample
     if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
         if sample.status is Sample.Status.FAILED:
@@ -104,7 +111,7 @@ async def generate_and_rm(
             if runtime.state.aborted:
                 sample.status = Sample.Status.ABORTED
                 return sample
-            if args.mask_offpolicy_in_partial_rollout and sample.status is Sample.Status.ABORTED:
+            if config.mask_offpolicy_in_partial_rollout and sample.status is Sample.Status.ABORTED:
                 sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
             with (runtime.eval_pulse if evaluation else runtime.pulse).sample():
                 produced = await _generated(runtime, origin, clock, sample, sampling_params, evaluation)
@@ -214,12 +221,12 @@ async def _call_generate(
     runtime: RolloutRuntime, path: str | None, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Any:
     if path is None:
-        return await generate(runtime.args, sample, sampling_params)
+        return await generate(runtime.plugin_args, sample, sampling_params)
     custom = runtime.function(
         path, flag="--custom-generate-function-path", params=("args", "sample", "sampling_params")
     )
     extra = {"evaluation": evaluation} if accepts(custom, "evaluation") else {}
-    return await contained(lambda: custom(runtime.args, sample, sampling_params, **extra), path)
+    return await contained(lambda: custom(runtime.plugin_args, sample, sampling_params, **extra), path)
 
 
 def _is_landing(runtime: RolloutRuntime) -> bool:
@@ -261,7 +268,7 @@ async def _hook_one(
             hook = runtime.function(path, flag="--rollout-sample-hook-path", params=("args", "sample"))
             wanted = {name: value for name, value in offered.items() if accepts(hook, name)}
             async with clock.running(path):
-                result = await contained(partial(hook, runtime.args, sample, **wanted), path)
+                result = await contained(partial(hook, runtime.plugin_args, sample, **wanted), path)
             if result is not None and not isinstance(result, Sample):
                 raise TypeError(f"a sample hook must return a Sample or None, not {type(result).__name__}")
             sample = sample if result is None else result
@@ -314,7 +321,7 @@ async def score_one(runtime: RolloutRuntime, sample: Sample) -> None:
         sample.reward = 0.0
         return
     try:
-        sample.reward = await runtime.hub.score(sample)
+        sample.reward = await runtime.hub.score(sample, runtime.plugin_args)
         _refuse_abort(sample)
     except UserError:
         raise
@@ -330,7 +337,7 @@ async def score_together(runtime: RolloutRuntime, samples: Sequence[Sample]) -> 
     unscored = [sample for sample in samples if _wants_reward(sample)]
     if not unscored:
         return
-    outcomes = await runtime.hub.outcomes(unscored)
+    outcomes = await runtime.hub.outcomes(unscored, runtime.plugin_args)
     for outcome in outcomes:
         if isinstance(outcome, UserError):
             raise outcome

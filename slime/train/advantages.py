@@ -18,6 +18,7 @@ from slime.algorithms.reinforce_plus_plus import (
 )
 from slime.algorithms.whitening import whiten, whitening_sums
 from slime.config import Config
+from slime.config.plugin_args import plugin_args
 from slime.errors import UserError
 from slime.plugins import load_function
 from slime.train.distributed import Summing
@@ -31,7 +32,8 @@ def set_advantages(config: Config, data: RolloutData, ranks: Summing) -> None:
         data["kl"] = [approximate_kl(own, reference, config.kl_loss_type) for own, reference in pairs]
     path = config.custom_advantage_function_path
     if path is not None:
-        load_function(path, what="--custom-advantage-function-path", params=("args", "rollout_data"))(config, data)
+        custom = load_function(path, what="--custom-advantage-function-path", params=("args", "rollout_data"))
+        custom(plugin_args(config), data)
         check_columns(data, ("advantages", "returns"), path)
     else:
         _estimate(config, data)

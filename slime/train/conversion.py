@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from slime.config import Config
+from slime.config.plugin_args import plugin_args
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.plugins import load_function
@@ -26,7 +27,7 @@ def converted_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     path = config.custom_convert_samples_to_train_data_path
     assert path is not None
     hook = load_function(path, what=FLAG, params=("args", "samples"))
-    made = hook(config, list(samples))
+    made = hook(plugin_args(config), list(samples))
     if not isinstance(made, Mapping):
         raise UserError(f"{path} returned a {type(made).__name__}: {FLAG} must return a dict of lists")
     for name in REQUIRED:

@@ -11,6 +11,7 @@ from torch import Tensor
 from slime.algorithms.reduce import weighted_sum
 from slime.algorithms.value_loss import clipped_value_loss
 from slime.config import Config
+from slime.config.plugin_args import plugin_args
 from slime.errors import UserError
 from slime.plugins import load_function
 from slime.train.micro_batch import MicroBatch
@@ -58,7 +59,9 @@ class CustomObjective:
         def sum_of_sample_mean(values: Tensor) -> Tensor:
             return weighted_sum(values, micro.weights) / micro.scale
 
-        loss, metrics = self._function(self._config, batch_for_plugins(data, micro), logits, sum_of_sample_mean)
+        loss, metrics = self._function(
+            plugin_args(self._config), batch_for_plugins(data, micro), logits, sum_of_sample_mean
+        )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
             raise UserError(f"{self._path} must return (scalar loss tensor, dict of metrics)")
         scaled = {name: torch.as_tensor(value).detach().to(loss) * micro.scale for name, value in metrics.items()}

@@ -23,6 +23,7 @@ from slime.algorithms.ratio import finite_ratio
 from slime.algorithms.reduce import weighted_sum
 from slime.algorithms.rejection import rejection_mask
 from slime.config import Config
+from slime.config.plugin_args import plugin_args
 from slime.errors import UserError
 from slime.plugins import load_function
 from slime.train.distributed import Ranks
@@ -166,7 +167,7 @@ class PolicyObjective:
     ) -> tuple[Tensor, Tensor, Metrics]:
         masks = list(micro.mask.split(micro.lengths))
         token_loss, new_masks, found = function(
-            self._config,
+            plugin_args(self._config),
             pg_loss=token_loss,
             train_log_probs=list(train.split(micro.lengths)),
             rollout_log_probs=list(rollout.split(micro.lengths)),

@@ -14,6 +14,7 @@ from slime.algorithms.rewards import normalize_group_rewards
 from slime.algorithms.rloo import leave_one_out_rewards
 from slime.config import Config
 from slime.config.algorithm import GROUP_CENTRED
+from slime.config.plugin_args import plugin_args
 from slime.data.bad_sample import keep_bad_sample
 from slime.data.sample import Sample
 from slime.errors import UserError
@@ -79,7 +80,7 @@ def _custom(
     config: Config, path: str, samples: Sequence[Sample], excluded: Sequence[bool]
 ) -> tuple[list[float], list[float]]:
     hook = load_function(path, what="--custom-reward-post-process-path", params=("args", "samples"))
-    raw, rewards = hook(config, list(samples))
+    raw, rewards = hook(plugin_args(config), list(samples))
     if len(raw) != len(samples) or len(rewards) != len(samples):
         raise UserError(f"{path} returned {len(raw)} and {len(rewards)} rewards for {len(samples)} samples")
     for sample, reward, skip in zip(samples, rewards, excluded, strict=True):

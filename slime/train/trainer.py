@@ -19,6 +19,7 @@ from slime.algorithms.reduce import weighted_sum
 from slime.cluster.precision import resolve_dtype, resolve_rollout_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic
+from slime.config.plugin_args import plugin_args, tell_plugins
 from slime.errors import UserError
 from slime.models.loading import save_hf_folder
 from slime.models.shape import count_parameters
@@ -59,6 +60,8 @@ class Trainer:
         """Load the models, resume where `--load` says; the first rollout id to train on."""
         config = self.config
         self.ranks = ranks
+        local_rank = ranks.rank % (config.actor_num_gpus_per_node or 1)
+        tell_plugins(config, rank=ranks.rank, local_rank=local_rank, world_size=ranks.world_size)
         self.timers = Timers(self.ranks.device)
         self.sender = WeightSender(config, dtype=self.rollout_dtype)
         _seed_everything(config.seed + self.ranks.rank)
@@ -185,7 +188,7 @@ class Trainer:
         path = config.rollout_data_postprocess_path
         if path is not None:
             load_function(path, what=POSTPROCESS, params=("args", "rollout_id", "rollout_data"))(
-                config, rollout_id, data
+                plugin_args(config), rollout_id, data
             )
         check_columns_finite(data, self.ranks, rollout_id=rollout_id, run_dir=config.output_dir or ".")
         distribute(data, flat)

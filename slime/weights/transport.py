@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from slime.config import Config
+from slime.config.plugin_args import plugin_args
 from slime.engine.http.client import EngineClient, PauseMode
 from slime.errors import UserError
 from slime.plugins import load_function
@@ -144,7 +145,7 @@ def _post_write_hook(config: Config, clients: Sequence[EngineClient]) -> Callabl
     hook = load_function(path, what=POST_WRITE, params=("args", "version_dir", "rollout_engines"))
 
     def call(version_dir: Path) -> None:
-        hook(config, str(version_dir), list(clients))
+        hook(plugin_args(config), str(version_dir), list(clients))
 
     return call
 

@@ -74,6 +74,6 @@ def test_a_flag_that_was_not_given_leaves_a_class_its_default() -> None:
         def __init__(self, args: Any, max_turns: int = 4, seed: int = 0, rm_url: str | None = "here") -> None: ...
 
     config = Config(rollout_batch_size=1, seed=7)
-    assert constructor_values(Judge, config, "Judge") == {"args": config, "seed": 7}
+    assert constructor_values(Judge, config, config, "Judge") == {"args": config, "seed": 7}
     given = config.replace(max_turns=9)
-    assert constructor_values(Judge, given, "Judge") == {"args": given, "seed": 7, "max_turns": 9}
+    assert constructor_values(Judge, given, given, "Judge") == {"args": given, "seed": 7, "max_turns": 9}

@@ -1,6 +1,7 @@
 """Whole training rollouts: groups, plugins, rewards, and failures as outcomes."""
 
 import asyncio
+import copy
 import json
 import logging
 
@@ -334,8 +335,10 @@ def test_generate_state_is_one_object_per_args(engine, make_runtime):
     assert GenerateState(first.args) is GenerateState(first.args) is GenerateState(first.config)
     assert GenerateState(first.args) is not GenerateState(second.args)
     assert GenerateState(first.args).tokenizer is first.tokenizer
-    with pytest.raises(LookupError, match="not a copy"):
-        GenerateState(first.args.replace())
+    assert GenerateState(copy.deepcopy(first.plugin_args)) is first.state
+    first.close()
+    with pytest.raises(LookupError, match="no rollout is running for these args"):
+        GenerateState(first.plugin_args)
 
 
 def test_bare_results_of_rollout_functions_are_wrapped():

@@ -22,14 +22,18 @@ import inspect
 import math
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from threading import Lock
 from typing import Any
 
+from slime.config import Config
 from slime.config.groups.reward import LABEL_FREE_RM_TYPES, RM_TYPES
+from slime.config.plugin_args import plugin_args
 from slime.data.sample import Reward, Sample
 from slime.errors import UserError
 from slime.plugins import load_plugin, takes_samples
+from slime.plugins.args import run_mark
 from slime.rollout.adapters import as_reward
 from slime.rollout.failures import contained
 from slime.rollout.loop import DaemonThreads, Job
@@ -57,24 +61,51 @@ class RewardTimeout(RewardError):
     """A reward function did not answer within --reward-timeout."""
 
 
+@dataclass(frozen=True)
+class RewardSettings:
+    """The flags that rewards depend on; those that a namespace of the user's lacks have their defaults."""
+
+    rm_type: str | None = None
+    rm_url: str | None = None
+    custom_rm_path: str | None = None
+    group_rm: bool = False
+    reward_key: str | None = None
+    eval_reward_key: str | None = None
+    reward_timeout: float = 600.0
+    reward_workers: int | None = None
+
+    @classmethod
+    def of(cls, args: Any) -> RewardSettings:
+        """As a config, or any other object with some of these attributes, says."""
+        values: dict[str, Any] = {one.name: getattr(args, one.name, one.default) for one in fields(cls)}
+        return cls(**values)
+
+
 class RewardHub:
     """Scores samples as `--rm-type` and `--custom-rm-path` say; owns the processes its verifiers use."""
 
-    def __init__(self, config: Any, function: Callable[..., Any] | None = None) -> None:
-        """`function` takes the place of --custom-rm-path; it comes from callers that have it as an object."""
-        self.config = config
+    def __init__(self, flags: Any, function: Callable[..., Any] | None = None, *, args: Any = None) -> None:
+        """`function` takes the place of --custom-rm-path; it comes from callers that have it as an object.
+
+        `flags` is a config or a namespace; `args` is what functions are called with, unless a call brings its own.
+        """
+        self._flags = flags
+        self.settings = settings = RewardSettings.of(flags)
+        self.args = _for_plugins(flags) if args is None else args
         self._verifier = MathVerifier(
-            workers=config.reward_workers or default_workers(), deadline_s=min(JUDGED_WITHIN_S, config.reward_timeout)
+            workers=settings.reward_workers or default_workers(),
+            deadline_s=min(JUDGED_WITHIN_S, settings.reward_timeout),
         )
         self._functions: dict[str, Callable[..., Any]] = {}
         self._threads = DaemonThreads("reward")
         weakref.finalize(self, self._threads.close)
         self._given_name = GIVEN if function is None else f"{GIVEN} {_name_of(function)}"
         if function is not None:
-            self._functions[GIVEN] = as_reward(function, config, GIVEN)
+            self._functions[GIVEN] = as_reward(function, flags, self.args, GIVEN)
 
-    async def score(self, sample: Sample) -> Reward:
+    async def score(self, sample: Sample, args: Any = None) -> Reward:
         """The reward of one sample."""
+        args = self.args if args is None else args
         path = self._custom_path(sample)
         if path is None:
             rm_type = self._rm_type(sample)
@@ -87,20 +118,21 @@ class RewardHub:
             return self._checked(verdict, who, sample, wrong=RewardError)
         function = self._function(path)
         if self._in_list(sample, function):
-            return (await self._call_with_list(path, function, [sample]))[0]
-        return self._checked(await self._call(path, function, sample), self._who(path), sample)
+            return (await self._call_with_list(path, function, args, [sample]))[0]
+        return self._checked(await self._call(path, function, args, sample), self._who(path), sample)
 
-    async def score_group(self, samples: Sequence[Sample]) -> list[Reward]:
+    async def score_group(self, samples: Sequence[Sample], args: Any = None) -> list[Reward]:
         """The rewards of several samples, in their order; all are judged before the first error, if any, is raised."""
         rewards: list[Reward] = []
-        for outcome in await self.outcomes(samples):
+        for outcome in await self.outcomes(samples, args):
             if isinstance(outcome, Exception):
                 raise outcome
             rewards.append(outcome)
         return rewards
 
-    async def outcomes(self, samples: Sequence[Sample]) -> list[Reward | Exception]:
+    async def outcomes(self, samples: Sequence[Sample], args: Any = None) -> list[Reward | Exception]:
         """For each sample its reward, or why it has none; samples with one custom list function are judged together."""
+        args = self.args if args is None else args
         together: dict[str, list[int]] = {}
         alone: list[int] = []
         for position, sample in enumerate(samples):
@@ -109,9 +141,9 @@ class RewardHub:
                 together.setdefault(path, []).append(position)
             else:
                 alone.append(position)
-        calls = [self._score_as_list(samples[position]) for position in alone]
+        calls = [self._score_as_list(samples[position], args) for position in alone]
         calls += [
-            self._call_with_list(path, self._function(path), [samples[position] for position in positions])
+            self._call_with_list(path, self._function(path), args, [samples[position] for position in positions])
             for path, positions in together.items()
         ]
         results = await asyncio.gather(*calls, return_exceptions=True)
@@ -137,22 +169,24 @@ class RewardHub:
         self._verifier.close()
 
     def _custom_path(self, sample: Sample) -> str | None:
-        return sample.custom_rm_path or (GIVEN if GIVEN in self._functions else self.config.custom_rm_path)
+        return sample.custom_rm_path or (GIVEN if GIVEN in self._functions else self.settings.custom_rm_path)
 
     def _function(self, path: str) -> Callable[..., Any]:
         if path not in self._functions:
-            self._functions[path] = as_reward(load_plugin(path, FLAG), self.config, f"{FLAG} {path}")
+            self._functions[path] = as_reward(load_plugin(path, FLAG), self._flags, self.args, f"{FLAG} {path}")
         return self._functions[path]
 
     def _in_list(self, sample: Sample, function: Callable[..., Any]) -> bool:
         """Whether the function gets lists; --group-rm speaks of the flag's function, not of a sample's own."""
-        return takes_samples(function) or (self.config.group_rm and sample.custom_rm_path is None)
+        return takes_samples(function) or (self.settings.group_rm and sample.custom_rm_path is None)
 
-    async def _score_as_list(self, sample: Sample) -> list[Reward]:
-        return [await self.score(sample)]
+    async def _score_as_list(self, sample: Sample, args: Any) -> list[Reward]:
+        return [await self.score(sample, args)]
 
-    async def _call_with_list(self, path: str, function: Callable[..., Any], samples: list[Sample]) -> list[Reward]:
-        rewards = await self._call(path, function, samples)
+    async def _call_with_list(
+        self, path: str, function: Callable[..., Any], args: Any, samples: list[Sample]
+    ) -> list[Reward]:
+        rewards = await self._call(path, function, args, samples)
         if isinstance(rewards, (str, dict)) or not hasattr(rewards, "__len__") or len(rewards) != len(samples):
             raise UserError(
                 f"{self._who(path)} got {len(samples)} samples and must return a list of as many rewards, but it "
@@ -161,16 +195,16 @@ class RewardHub:
         who = self._who(path)
         return [self._checked(reward, who, sample) for reward, sample in zip(rewards, samples, strict=True)]
 
-    async def _call(self, path: str, function: Callable[..., Any], subject: Sample | list[Sample]) -> Any:
+    async def _call(self, path: str, function: Callable[..., Any], args: Any, subject: Sample | list[Sample]) -> Any:
         """Await an async function; run a plain one in a thread, where it may take its time."""
         who = self._who(path)
         if inspect.iscoroutinefunction(function):
-            return await self._within_deadline(contained(partial(function, self.config, subject), who), who)
-        return await contained(partial(self._call_plain, who, function, subject), who)
+            return await self._within_deadline(contained(partial(function, args, subject), who), who)
+        return await contained(partial(self._call_plain, who, partial(function, args, subject)), who)
 
-    async def _call_plain(self, who: str, function: Callable[..., Any], subject: Sample | list[Sample]) -> Any:
+    async def _call_plain(self, who: str, verdict: Callable[[], Any]) -> Any:
         begun = asyncio.get_running_loop().create_future()
-        call = partial(contextvars.copy_context().run, function, self.config, subject)
+        call = partial(contextvars.copy_context().run, verdict)
         job = self._threads.submit(call, on_begin=partial(_set_from_thread, begun))
         try:
             result = await self._answer(job, begun, who)
@@ -185,7 +219,7 @@ class RewardHub:
         return self._given_name if path == GIVEN else f"the reward function {path}"
 
     async def _within_deadline(self, verdict: Awaitable[Any], who: str) -> Any:
-        limit_s = self.config.reward_timeout
+        limit_s = self.settings.reward_timeout
         late = partial(_too_late, who)
         return await wait_for(verdict, who, "to answer", timeout_s=limit_s, flag=TIMEOUT_FLAG, failure=late)
 
@@ -197,7 +231,7 @@ class RewardHub:
             while not begun.done() and not future.done():
                 await asyncio.wait((begun, future), timeout=_LOOK_UP_S, return_when=asyncio.FIRST_COMPLETED)
                 self._threads.grow()
-        with waiting(who, "to answer", timeout_s=self.config.reward_timeout, flag=TIMEOUT_FLAG) as wait:
+        with waiting(who, "to answer", timeout_s=self.settings.reward_timeout, flag=TIMEOUT_FLAG) as wait:
             await asyncio.wait((future,), timeout=wait.remaining())
             if future.done():
                 return future.result()
@@ -209,13 +243,13 @@ class RewardHub:
         """The reward as a float, or as the dict it is, whose entries that flags name are numbers."""
         if not isinstance(reward, dict):
             return _finite(reward, "the reward", who, sample, wrong)
-        for key in (self.config.reward_key, self.config.eval_reward_key):
+        for key in (self.settings.reward_key, self.settings.eval_reward_key):
             if key is not None and key in reward:
                 _finite(reward[key], f"the reward's {key}", who, sample, wrong)
         return reward
 
     def _rm_type(self, sample: Sample) -> str:
-        rm_type = str(sample.metadata.get("rm_type") or self.config.rm_type or "").strip()
+        rm_type = str(sample.metadata.get("rm_type") or self.settings.rm_type or "").strip()
         if not rm_type:
             raise UserError(
                 "samples have no reward; name a verifier with --rm-type or a function with --custom-rm-path"
@@ -245,24 +279,27 @@ class RewardHub:
                 return gpqa_reward(response, sample.label, sample.metadata)
             case "random":
                 return random_reward()
-        if not self.config.rm_url:
+        if not self.settings.rm_url:
             raise UserError("--rm-type remote_rm needs the reward server's address in --rm-url")
-        return await RemoteReward(self.config.rm_url).score(sample, response)
+        return await RemoteReward(self.settings.rm_url).score(sample, response)
 
 
 class HubCache:
-    """One hub per config object, for callers that have only `args`. A hub keeps its config alive, so an id means one
-    config; hubs beyond the few used last are dropped, and end their processes when nobody uses them any more."""
+    """One hub for all `args` of a run that say the same about rewards, for callers that have nothing else. A namespace
+    of no run has its own: the hub keeps it alive, so an id means one namespace. Hubs beyond the few used last are
+    dropped, and end their processes when nobody uses them any more."""
 
     def __init__(self) -> None:
-        self._hubs: dict[int, RewardHub] = {}
+        self._hubs: dict[tuple[RewardSettings, str | int], RewardHub] = {}
         self._lock = Lock()
 
     def get(self, args: Any) -> RewardHub:
-        """The hub of this config object."""
+        """The hub for what these args say."""
+        mark = args.overlay.mark if isinstance(args, Config) else run_mark(args)
+        key = (RewardSettings.of(args), id(args) if mark is None else mark)
         with self._lock:
-            hub = self._hubs.pop(id(args), None) or RewardHub(args)
-            self._hubs[id(args)] = hub
+            hub = self._hubs.pop(key, None) or RewardHub(args)
+            self._hubs[key] = hub
             while len(self._hubs) > _KEPT_HUBS:
                 del self._hubs[next(iter(self._hubs))]
             return hub
@@ -273,12 +310,17 @@ _hubs = HubCache()
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
     """Score one sample, for plugins that have only `args`."""
-    return await _hubs.get(args).score(sample)
+    return await _hubs.get(args).score(sample, _for_plugins(args))
 
 
 async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
     """Score several samples, for plugins that have only `args`."""
-    return await _hubs.get(args).score_group(samples)
+    return await _hubs.get(args).score_group(samples, _for_plugins(args))
+
+
+def _for_plugins(args: Any) -> Any:
+    """What functions are called with: the writable view of a config, any other object as it is."""
+    return plugin_args(args) if isinstance(args, Config) else args
 
 
 def _see_error(future: asyncio.Future[Any]) -> None:

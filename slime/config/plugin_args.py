@@ -1,0 +1,148 @@
+"""What `args` says to plugins: every flag under upstream's name, and the values upstream derives from them.
+
+Invariant: a name means here what it means in upstream slime, and has upstream's default where the flag was not given
+or does not exist here. Values of the run go before defaults. The trainers are data parallel only, so every other kind
+of parallelism has the size 1, whatever a script says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slime.config.algorithm import has_critic
+from slime.config.config import FLAG_SPECS, Config
+from slime.config.eval_datasets import eval_datasets
+from slime.config.megatron_flags import MEGATRON_FLAGS, SWITCH
+from slime.config.shape_flags import read_model_config
+from slime.config.upstream_defaults import MEGATRON_DEFAULTS, UPSTREAM_DEFAULTS
+from slime.config.values import coerce
+from slime.plugins.args import Overlay, PluginArgs, is_same
+
+_MODEL_FACTS: dict[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "ffn_hidden_size": ("intermediate_size", "ffn_dim", "n_inner"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "num_query_groups": ("num_key_value_heads",),
+    "kv_channels": ("head_dim",),
+    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
+    "moe_ffn_hidden_size": ("moe_intermediate_size",),
+    "moe_router_topk": ("num_experts_per_tok",),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings",),
+    "rotary_base": ("rope_theta",),
+    "norm_epsilon": ("rms_norm_eps", "layer_norm_eps"),
+}
+"""Megatron's names of what config.json says: what the model is built from."""
+
+_ONLY_DATA_PARALLEL = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "rank": 0,
+    "local_rank": 0,
+}
+
+
+def plugin_args(config: Config) -> PluginArgs:
+    """The `args` of plugins: one namespace for all copies of a config, which the run never reads."""
+    return config.overlay.show(config, lambda: upstream_view(config))
+
+
+def tell_plugins(config: Config, **facts: Any) -> None:
+    """Say what became known only after the flags: a rank, an address."""
+    plugin_args(config)
+    config.overlay.tell(facts)
+
+
+def with_own_overlay(config: Config) -> Config:
+    """The config for a run of its own: nothing that plugins of another run wrote is seen."""
+    return config.replace(overlay=Overlay())
+
+
+def changed_by(config: Config, args: object) -> Config:
+    """The config as a copy of its `args` says it: flags that were changed there since, checked for their types."""
+    base, values = plugin_args(config)._overlay.base, vars(args)
+    changes = {
+        name: _checked(name, values[name])
+        for name in FLAG_SPECS
+        if name in values and not is_same(values[name], base.get(name))
+    }
+    return config.replace(**changes) if changes else config
+
+
+def _checked(name: str, value: Any) -> Any:
+    return None if value is None else coerce(FLAG_SPECS[name], value, f"args.{name}")
+
+
+def upstream_view(config: Config) -> dict[str, Any]:
+    """All names and values: defaults first, then what the model, the flags and the run say, each over the former."""
+    view = {
+        **{flag.replace("-", "_"): False if kind == SWITCH else None for flag, kind in MEGATRON_FLAGS.items()},
+        **MEGATRON_DEFAULTS,
+        **UPSTREAM_DEFAULTS,
+        **config.carried,
+        **_model_facts(config),
+        **{name: None if spec.info.secret else getattr(config, name) for name, spec in FLAG_SPECS.items()},
+        **_derived(config),
+        "carried": config.carried,
+    }
+    fallbacks = {
+        "eval_max_context_len": config.rollout_max_context_len,
+        "log_probs_max_tokens_per_gpu": config.max_tokens_per_gpu,
+        "train_iters": _train_iters(config),
+        "padded_vocab_size": view["vocab_size"],
+        "offload_train": False,
+    }
+    view |= {name: value for name, value in fallbacks.items() if view.get(name) is None}
+    view["wandb_random_suffix"] = not view.get("disable_wandb_random_suffix")
+    return view
+
+
+def _derived(config: Config) -> dict[str, Any]:
+    trainers = (config.actor_num_nodes or 1) * (config.actor_num_gpus_per_node or 1)
+    return {
+        **_ONLY_DATA_PARALLEL,
+        "world_size": trainers,
+        "data_parallel_size": trainers,
+        "actor_num_gpus": trainers,
+        "rollout_num_engines": num_engines(config),
+        "rollout_external": bool(config.rollout_external_engine_addrs),
+        "use_critic": has_critic(config),
+        "rollout_global_dataset": not config.disable_rollout_global_dataset,
+        "rewards_normalization": not config.disable_rewards_normalization,
+        "grpo_std_normalization": not config.disable_grpo_std_normalization and config.n_samples_per_prompt != 1,
+        "compute_advantages_and_returns": not config.disable_compute_advantages_and_returns,
+        "eval_prompt_data": [word for pair in config.eval_prompt_data or () for word in pair] or None,
+        "eval_datasets": eval_datasets(config),
+        "rollout_skip_special_tokens": bool(config.rollout_skip_special_tokens),
+    }
+
+
+def num_engines(config: Config) -> int:
+    """How many engines a run has."""
+    if config.rollout_external_engine_addrs:
+        return len(config.rollout_external_engine_addrs)
+    return max(1, (config.rollout_num_gpus or 1) // (config.rollout_num_gpus_per_engine or 1))
+
+
+def _train_iters(config: Config) -> int | None:
+    if config.num_rollout is None or not config.global_batch_size:
+        return None
+    return config.num_rollout * config.rollout_batch_size * config.n_samples_per_prompt // config.global_batch_size
+
+
+def _model_facts(config: Config) -> dict[str, Any]:
+    """The shape of the model, as far as its folder says; what it does not say may be a carried flag."""
+    file = Path(config.hf_checkpoint or "") / "config.json"
+    model = read_model_config(file) if file.is_file() else {}
+    found = {
+        name: next((key for key in keys if model.get(key) is not None), None) for name, keys in _MODEL_FACTS.items()
+    }
+    known = {name: model[key] for name, key in found.items() if key is not None}
+    given = {name: config.carried.get(name, MEGATRON_DEFAULTS.get(name)) for name in _MODEL_FACTS}
+    return {**given, **known}
