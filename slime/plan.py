@@ -271,17 +271,25 @@ def _length_rows(config: Config, steps: int | None) -> tuple[tuple[str, str], ..
         each = f"(prompts / {config.rollout_batch_size})" if prompts is None else steps_per_epoch(config, prompts)
         length = f"{config.num_epoch} x {each} rollout steps"
     horizon = config.lr_decay_iters or steps or "all"
+    if config.lr_decay_samples is not None:
+        horizon = f"{config.lr_decay_samples / config.global_batch_size:g}"
     rate = f"{config.lr:g} constant"
     if config.lr_decay_style != "constant":
         rate = f"{config.lr:g} to {config.min_lr:g}, {config.lr_decay_style} over {horizon} optimizer steps"
-    if config.lr_warmup_iters:
-        rate += f", after {config.lr_warmup_iters} steps of warm-up"
+    rate += _warmup_in_words(config)
     rows = [("run", length), ("loop", loop_in_words(config)), ("learning rate", rate)]
     if config.eval_interval is not None and needs_engines(config):
         names = ", ".join(dataset.name for dataset in eval_datasets(config))
         before = "" if config.skip_eval_before_train else "before training and "
         rows.append(("evaluation", f"{before}every {config.eval_interval} rollout steps on {names}"))
     return tuple(rows)
+
+
+def _warmup_in_words(config: Config) -> str:
+    if config.lr_warmup_fraction:
+        return f", after a warm-up over {config.lr_warmup_fraction:g} of the steps"
+    warmup = config.lr_warmup_iters + config.lr_warmup_samples / config.global_batch_size
+    return f", after {warmup:g} steps of warm-up" if warmup else ""
 
 
 def _optimizer_steps(config: Config) -> int | None:

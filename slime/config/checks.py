@@ -91,10 +91,34 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield "--rm-type remote_rm needs --rm-url, the address of the reward service"
     if config.freeze_params_name_list and config.only_train_params_name_list:
         yield "--freeze-params-name-list and --only-train-params-name-list exclude each other: keep one"
+    yield from _schedule(config)
+
+
+def _schedule(config: Config) -> Iterator[str]:
     if config.lr_decay_style != "constant" and config.min_lr > config.lr:
         yield f"--min-lr {config.min_lr} is larger than --lr {config.lr}: a decay goes down"
     if config.lr_decay_iters is not None and config.lr_warmup_iters >= config.lr_decay_iters:
         yield f"--lr-warmup-iters {config.lr_warmup_iters} must be less than --lr-decay-iters {config.lr_decay_iters}"
+    if config.lr_decay_iters is not None and config.lr_decay_samples is not None:
+        yield "--lr-decay-iters and --lr-decay-samples are two lengths of one decay: keep one"
+    warmups = (config.lr_warmup_iters, config.lr_warmup_samples, config.lr_warmup_fraction)
+    if sum(map(bool, warmups)) > 1:
+        yield "--lr-warmup-iters, --lr-warmup-samples and --lr-warmup-fraction are lengths of one warm-up: keep one"
+    if config.lr_warmup_init > config.lr:
+        yield f"--lr-warmup-init {config.lr_warmup_init} is larger than --lr {config.lr}: a warm-up goes up"
+    if config.lr_decay_style == "WSD" and config.lr_wsd_decay_iters is None:
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of the decay at its end"
+    if config.lr_decay_style != "WSD" and config.lr_wsd_decay_iters is not None:
+        yield f"--lr-wsd-decay-iters is part of --lr-decay-style WSD, not of {config.lr_decay_style}: keep one"
+    first, last = config.start_weight_decay, config.end_weight_decay
+    if config.weight_decay_incr_style == "constant" and (first, last) != (None, None):
+        yield (
+            "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine: with "
+            "constant give --weight-decay alone"
+        )
+    if config.weight_decay_incr_style != "constant" and None in (first, last):
+        style = config.weight_decay_incr_style
+        yield f"--weight-decay-incr-style {style} needs both --start-weight-decay and --end-weight-decay"
 
 
 def _evaluation(config: Config) -> Iterator[str]:

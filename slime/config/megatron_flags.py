@@ -49,7 +49,7 @@ MEGATRON_FLAGS: dict[str, str] = {
         q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
         linear-num-key-heads linear-num-value-heads linear-key-head-dim linear-value-head-dim
         linear-conv-kernel-dim dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk
-        recompute-num-layers train-iters train-samples lr-warmup-samples lr-decay-samples
+        recompute-num-layers train-iters train-samples
         profile-step-start profile-step-end log-interval tensorboard-queue-size empty-unused-memory-level
         num-workers manual-gc-interval
         """,
@@ -61,7 +61,6 @@ MEGATRON_FLAGS: dict[str, str] = {
         rotary-scaling-factor rope-scaling-factor mscale mscale-all-dim beta-fast beta-slow
         moe-aux-loss-coeff moe-z-loss-coeff moe-router-topk-scaling-factor moe-router-bias-update-rate
         moe-expert-capacity-factor moe-input-jitter-eps optimizer-offload-fraction
-        start-weight-decay end-weight-decay lr-warmup-fraction lr-warmup-init
         loss-scale initial-loss-scale min-loss-scale sgd-momentum
         """,
     ),
@@ -73,8 +72,8 @@ MEGATRON_FLAGS: dict[str, str] = {
         recompute-granularity recompute-method fp8-format fp8-recipe fp8-amax-compute-algo
         moe-layer-freq linear-attention-freq moe-token-dispatcher-type moe-router-load-balancing-type
         moe-router-score-function moe-router-dtype moe-token-drop-policy
-        main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype weight-decay-incr-style
-        lr-wsd-decay-style ckpt-format tokenizer-type tokenizer-model tensorboard-dir dist-ckpt-strictness
+        main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
+        ckpt-format tokenizer-type tokenizer-model tensorboard-dir dist-ckpt-strictness
         pipeline-model-parallel-layout experimental-attention-variant
         """,
     ),

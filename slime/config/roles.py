@@ -31,6 +31,8 @@ def critic_flags(config: Config) -> Config:
             changes[own] = value
     if "hf_checkpoint" in changes:
         changes.setdefault("ref_load", None)  # a model of its own, which it starts from
+    if config.critic_lr_warmup_iters is not None:
+        changes |= {"lr_warmup_fraction": None, "lr_warmup_samples": 0}
     load = config.critic_load
     if load is not None and not Path(load).is_dir():
         load = None  # the first start of a run that will resume from there

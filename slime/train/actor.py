@@ -28,9 +28,9 @@ from slime.train.loading import load_policy
 from slime.train.micro_batch import MicroBatch
 from slime.train.objectives import CustomObjective, supervised_loss
 from slime.train.old_policy import OldPolicy, token_versions, versions_in
-from slime.train.optimizer import LearningRate
 from slime.train.policy import PolicyModel
 from slime.train.policy_objective import ABS_DIFF, PolicyObjective, largest_gap, set_importance_scale
+from slime.train.rates import RateSchedule
 from slime.train.rollout_data import RolloutData, collect
 from slime.train.step import NotFinite, Outcome, train_step
 from slime.train.timers import Timers
@@ -48,7 +48,7 @@ class Actor:
         self.frozen: dict[str, FrozenModel] = {}
         for name, source in self._frozen_sources(start).items():
             self.frozen[name] = FrozenModel(self._load(source, compute_dtype), ranks)
-        self.learning_rate = LearningRate.from_config(config, without=config.num_critic_only_steps)
+        self.rates = RateSchedule.from_config(config, without=config.num_critic_only_steps)
         self.state = TrainState()
         if start.resumes and start.checkpoint is not None:
             checkpoint = CheckpointFolder(start.checkpoint)
@@ -156,14 +156,14 @@ class Actor:
         """One optimizer step."""
         if self._objective is not None:
             set_importance_scale(self._objective.settings.correction, micro_batches, self.ranks)
-        rate = self.learning_rate.at(self.state.updates)
+        rates = self.rates.at(self.state.updates)
         try:
-            metrics = train_step(self.backend, micro_batches, lambda micro: self._measure(data, micro), rate)
+            metrics = train_step(self.backend, micro_batches, lambda micro: self._measure(data, micro), rates)
         except NotFinite as found:
             raise UserError(self._explain(found, rollout_id, data, micro_batches)) from found
         self.state.updates += 1
         named = {f"train/{name}": value for name, value in metrics.items()}
-        return named | {"train/lr-pg_0": rate} | self.idle_step()
+        return named | {"train/lr-pg_0": rates.learning_rate} | self.idle_step()
 
     def idle_step(self) -> dict[str, float]:
         """Count a step, also one that only the critic made; the learning rate does not move by those."""

@@ -20,7 +20,7 @@ from slime.train.finite import blame_one
 from slime.train.loading import load_critic
 from slime.train.micro_batch import MicroBatch
 from slime.train.objectives import value_loss
-from slime.train.optimizer import LearningRate
+from slime.train.rates import RateSchedule
 from slime.train.rollout_data import RolloutData
 from slime.train.step import NotFinite, Outcome, train_step
 
@@ -34,7 +34,7 @@ class Critic:
         assert self.config.hf_checkpoint is not None
         module = load_critic(self.config, str(start.hf_folder or self.config.hf_checkpoint))
         self.backend = FSDPBackend(self.config, ranks, module, compute_dtype=compute_dtype)
-        self.learning_rate = LearningRate.from_config(self.config)
+        self.rates = RateSchedule.from_config(self.config)
         self.state = TrainState()
         if start.resumes and start.checkpoint is not None:
             self.state = CheckpointFolder(start.checkpoint).load(self.backend, self.config)
@@ -63,9 +63,9 @@ class Critic:
         )
 
     def _step(self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        rate = self.learning_rate.at(self.state.updates)
+        rates = self.rates.at(self.state.updates)
         try:
-            metrics: dict[str, Any] = train_step(self.backend, micro_batches, self._objective, rate)
+            metrics: dict[str, Any] = train_step(self.backend, micro_batches, self._objective, rates)
         except NotFinite as found:
             values = self.values(micro_batches)  # the same forward once more; all ranks take part
             what = f"values that make the critic's loss {found.loss} (gradient norm {found.grad_norm})"
@@ -74,7 +74,8 @@ class Critic:
             raise UserError(sentence or _unexplained(found, rollout_id)) from found
         self.state.step += 1
         self.state.updates += 1
-        return {f"train/critic-{name}": value for name, value in metrics.items()} | {"train/critic-lr-pg_0": rate}
+        named = {f"train/critic-{name}": value for name, value in metrics.items()}
+        return named | {"train/critic-lr-pg_0": rates.learning_rate}
 
     def _objective(self, micro: MicroBatch) -> Outcome:
         values = self.backend.module(micro.row)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slime.train.backends.protocol import TrainBackend
 from slime.train.micro_batch import MicroBatch
+from slime.train.rates import Rates
 
 
 class NotFinite(Exception):
@@ -41,7 +42,7 @@ Objective = Callable[[MicroBatch], Outcome]
 
 
 def train_step(
-    backend: TrainBackend, micro_batches: Sequence[MicroBatch], objective: Objective, learning_rate: float
+    backend: TrainBackend, micro_batches: Sequence[MicroBatch], objective: Objective, rates: Rates
 ) -> dict[str, float]:
     """Forward and backward over all micro-batches of this rank, then one clipped update; metrics of the whole step."""
     sums: dict[str, Tensor] = {}
@@ -59,7 +60,7 @@ def train_step(
     if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
         backend.drop_gradients()
         raise NotFinite(metrics["loss"], metrics["grad_norm"])
-    backend.update(learning_rate)
+    backend.update(rates)
     return metrics
 
 

@@ -83,10 +83,7 @@ def test_repeated_flags_add_up_or_the_last_one_wins() -> None:
         (["--apply-chat-template-kwargs", "[1]"], "must be a JSON object"),
         (["--release-train"], "--release-train is not taken: trainers live as long as the run"),
         (["--enable-mtp-training"], "--enable-mtp-training is not taken: layers that predict several tokens at once"),
-        (
-            ["--lr-decay-style", "WSD"],
-            "--lr-decay-style WSD exists in slime, but this version does not have it yet: use constant or linear or cosine",
-        ),
+        (["--optimizer", "sgd"], "--optimizer sgd exists in slime, but this version does not have it yet: use adam"),
         (["--num-layers", "x"], "--num-layers must be a whole number, not 'x'"),
         (["--num-layers"], "--num-layers needs a value"),
         (["--swiglu", "1"], "unexpected argument '1' after --swiglu"),

@@ -128,6 +128,13 @@ def test_wrong_batch_arithmetic_shows_the_numbers(valid: dict[str, Any]) -> None
         ({"freeze_params_name_list": ["a"], "only_train_params_name_list": ["b"]}, "exclude each other"),
         ({"lr_decay_style": "cosine", "min_lr": 1.0}, "--min-lr 1.0 is larger than --lr 1e-06"),
         ({"lr_decay_iters": 5, "lr_warmup_iters": 5}, "--lr-warmup-iters 5 must be less than --lr-decay-iters 5"),
+        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "are lengths of one warm-up: keep one"),
+        ({"lr_decay_samples": 8, "lr_decay_iters": 5}, "are two lengths of one decay: keep one"),
+        ({"lr_warmup_init": 1.0}, "--lr-warmup-init 1.0 is larger than --lr 1e-06: a warm-up goes up"),
+        ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+        ({"lr_wsd_decay_iters": 5}, "--lr-wsd-decay-iters is part of --lr-decay-style WSD, not of constant"),
+        ({"start_weight_decay": 0.1}, "need --weight-decay-incr-style linear or cosine"),
+        ({"weight_decay_incr_style": "linear"}, "linear needs both --start-weight-decay and --end-weight-decay"),
         (
             {"num_rollout": None, "num_epoch": 1, "disable_rollout_global_dataset": True},
             "--num-epoch needs prompt data",

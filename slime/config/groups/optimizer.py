@@ -15,14 +15,35 @@ class OptimizerFlags:
     lr_decay_style: str = flag(
         "constant",
         "shape of the decay",
-        choices=("constant", "linear", "cosine"),
-        later=("inverse-square-root", "WSD"),
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up", check=at_least(0))
+    lr_warmup_fraction: float | None = flag(
+        None, "part of --lr-decay-iters that is warm-up", check=between(0, 1, high_open=True)
+    )
+    lr_warmup_samples: int = flag(0, "warm-up in rollouts: steps times --global-batch-size", check=at_least(0))
+    lr_warmup_init: float = flag(0.0, "learning rate of the first step of a warm-up", check=at_least(0))
     lr_decay_iters: int | None = flag(
-        None, "optimizer steps until --min-lr", check=at_least(1), derived="all steps of the run"
+        None,
+        "optimizer steps until --min-lr, those of the warm-up included",
+        check=at_least(1),
+        derived="all steps of the run",
+    )
+    lr_decay_samples: int | None = flag(None, "the same in rollouts", check=at_least(1))
+    lr_wsd_decay_iters: int | None = flag(
+        None, "WSD: optimizer steps of the decay at the end of --lr-decay-iters", check=at_least(1)
+    )
+    lr_wsd_decay_style: str = flag(
+        "exponential", "WSD: shape of that decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
     weight_decay: float = flag(0.0, "decoupled weight decay", check=at_least(0))
+    start_weight_decay: float | None = flag(
+        None, "weight decay at the begin", check=at_least(0), derived="--weight-decay"
+    )
+    end_weight_decay: float | None = flag(None, "weight decay at the end", check=at_least(0), derived="--weight-decay")
+    weight_decay_incr_style: str = flag(
+        "constant", "from --start-weight-decay to --end-weight-decay", choices=("constant", "linear", "cosine")
+    )
     adam_beta1: float = flag(0.9, "decay of the first moment", check=between(0, 1, high_open=True))
     adam_beta2: float = flag(0.95, "decay of the second moment", check=between(0, 1, high_open=True))
     adam_eps: float = flag(1e-8, "added to the denominator", check=above(0))

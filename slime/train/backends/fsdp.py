@@ -18,8 +18,9 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.train.backends.protocol import NamedTensor
 from slime.train.distributed import Ranks
-from slime.train.optimizer import choose_trainable, make_adamw
+from slime.train.optimizer import choose_trainable, make_adamw, set_rates
 from slime.train.policy import PackedModel
+from slime.train.rates import Rates
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COMPILE_MIN_PARAMETERS = 100_000_000  # below, half a minute of compiling costs more than it saves
@@ -53,9 +54,8 @@ class FSDPBackend:
             nn.utils.clip_grads_with_norm_(self.module.parameters(), self.clip_grad, norm)
         return norm
 
-    def update(self, learning_rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+    def update(self, rates: Rates) -> None:
+        set_rates(self.optimizer, rates)
         self.optimizer.step()
         self.drop_gradients()
 

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from slime.train.distributed import Ranks
 from slime.train.policy import PackedModel
+from slime.train.rates import Rates
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -29,7 +30,7 @@ class TrainBackend(Protocol):
     def clip_gradients(self) -> torch.Tensor:
         """The global gradient norm before clipping, as a scalar tensor on the device."""
 
-    def update(self, learning_rate: float) -> None:
+    def update(self, rates: Rates) -> None:
         """Apply the optimizer and drop the gradients."""
 
     def drop_gradients(self) -> None:

@@ -1,0 +1,151 @@
+"""The learning rate and the weight decay of each update.
+
+Invariant: both are pure functions of the number of finished updates of the model, so a resumed run continues with the
+same ones, and steps that only a critic made use nothing of the policy's warm-up. They are those of Megatron's scheduler
+after as many steps of `--global-batch-size` rollouts: the first update of a warm-up has `--lr-warmup-init`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from slime.config import Config
+from slime.errors import UserError
+
+
+class Rates(NamedTuple):
+    """What an update is made with."""
+
+    learning_rate: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Linear warm-up from `first` over `warmup` updates, then `style` from `peak` to `floor` until `horizon`.
+
+    `anneal` is the length of the decay at the end of a WSD schedule, `anneal_style` its shape.
+    """
+
+    peak: float
+    floor: float
+    style: str
+    warmup: float
+    horizon: float | None
+    first: float = 0.0
+    anneal: float = 0.0
+    anneal_style: str = "exponential"
+
+    def __post_init__(self) -> None:
+        if self.style != "constant" and self.horizon is None:
+            raise UserError(
+                f"--lr-decay-style {self.style} needs an end: give --lr-decay-iters, or --num-rollout to derive it from"
+            )
+
+    @classmethod
+    def from_config(cls, config: Config, *, without: int = 0) -> LearningRate:
+        """The horizon is that of the run, less the rollouts at its begin in which this model is not updated."""
+        batch = config.global_batch_size or 1
+        horizon: float | None = config.lr_decay_iters
+        if config.lr_decay_samples is not None:
+            horizon = config.lr_decay_samples / batch
+        if horizon is None:
+            horizon = _updates(config, without=without)
+        warmup = config.lr_warmup_iters + config.lr_warmup_samples / batch
+        if config.lr_warmup_fraction is not None:
+            if horizon is None:
+                raise UserError("--lr-warmup-fraction is a part of --lr-decay-iters: give it, or --num-rollout")
+            warmup = config.lr_warmup_fraction * horizon
+        return cls(
+            config.lr,
+            config.min_lr,
+            config.lr_decay_style,
+            warmup,
+            horizon,
+            first=config.lr_warmup_init,
+            anneal=config.lr_wsd_decay_iters or 0,
+            anneal_style=config.lr_wsd_decay_style,
+        )
+
+    def at(self, step: int) -> float:
+        """The rate of the update that follows `step` finished ones."""
+        if self.warmup > 0 and step <= self.warmup:
+            return self.first + (self.peak - self.first) * step / self.warmup
+        if self.style == "constant" or self.horizon is None:
+            return self.peak
+        if step > self.horizon:
+            return self.floor
+        if self.style == "inverse-square-root":
+            return max(self.floor, self.peak * math.sqrt(max(self.warmup, 1) / max(step, 1)))
+        return self.floor + (self.peak - self.floor) * self._remaining(step, self.horizon)
+
+    def _remaining(self, step: int, horizon: float) -> float:
+        """The part of the way from floor to peak that is left after `step` updates."""
+        if self.style != "WSD":
+            return _decayed(self.style, _part(step - self.warmup, horizon - self.warmup))
+        begin = horizon - self.anneal
+        return 1.0 if step <= begin else _decayed(self.anneal_style, _part(step - begin, self.anneal))
+
+
+@dataclass(frozen=True)
+class WeightDecay:
+    """From `first` to `last` over the updates of the run."""
+
+    first: float
+    last: float
+    style: str
+    horizon: float | None
+
+    @classmethod
+    def from_config(cls, config: Config, *, without: int = 0) -> WeightDecay:
+        first = config.weight_decay if config.start_weight_decay is None else config.start_weight_decay
+        last = config.weight_decay if config.end_weight_decay is None else config.end_weight_decay
+        horizon = _updates(config, without=without)
+        if horizon is None and config.weight_decay_incr_style != "constant":
+            raise UserError(f"--weight-decay-incr-style {config.weight_decay_incr_style} needs an end: --num-rollout")
+        return cls(first, last, config.weight_decay_incr_style, horizon)
+
+    def at(self, step: int) -> float:
+        """The decay of the update that follows `step` finished ones."""
+        if self.style == "constant" or self.horizon is None or step > self.horizon:
+            return self.last
+        return self.first + (self.last - self.first) * (1.0 - _decayed(self.style, _part(step, self.horizon)))
+
+
+@dataclass(frozen=True)
+class RateSchedule:
+    """Both together, for one model."""
+
+    learning_rate: LearningRate
+    weight_decay: WeightDecay
+
+    @classmethod
+    def from_config(cls, config: Config, *, without: int = 0) -> RateSchedule:
+        return cls(LearningRate.from_config(config, without=without), WeightDecay.from_config(config, without=without))
+
+    def at(self, step: int) -> Rates:
+        return Rates(self.learning_rate.at(step), self.weight_decay.at(step))
+
+
+def _updates(config: Config, *, without: int) -> float | None:
+    """Updates of the whole run, or None when only the length of the data can tell."""
+    if config.num_rollout is None:
+        return None
+    return max(config.num_rollout - without, 0) * (config.num_steps_per_rollout or 1)
+
+
+def _part(done: float, whole: float) -> float:
+    return min(done / whole, 1.0) if whole > 0 else 1.0
+
+
+def _decayed(style: str, part: float) -> float:
+    """What is left of 1 after `part` of a decay to 0."""
+    if style == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * part))
+    if style == "exponential":
+        return 2.0 * 0.5**part - 1.0
+    if style == "minus_sqrt":
+        return 1.0 - math.sqrt(part)
+    return 1.0 - part
