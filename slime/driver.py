@@ -8,10 +8,11 @@ The modes differ only in the feed that rollouts come from (`slime.rollout.feed`)
 taken from a generation that never stops.
 
 Invariants: training on rollout r makes weight version r + 1 (version 0 are the weights the run starts with); without
-asynchrony rollout r is sampled with version r exactly. Every sample is in the journal from the moment its prompt is
-handed out; rollouts that the last checkpoint does not cover are trained on again as they were, so a resumed run goes on
-as if it had never stopped. Whatever ends the run, no process of it is left behind. The debug modes run one half of the
-loop: without trainers nothing is trained, published or saved; without engines nothing is evaluated.
+asynchrony rollout r is sampled with version r exactly, or with the last published one (`--update-weights-interval`).
+Every sample is in the journal from the moment its prompt is handed out; rollouts that the last checkpoint does not
+cover are trained on again as they were, so a resumed run goes on as if it had never stopped. Whatever ends the run, no
+process of it is left behind. The debug modes run one half of the loop: without trainers nothing is trained, published
+or saved; without engines nothing is evaluated.
 """
 
 from __future__ import annotations

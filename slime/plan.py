@@ -17,7 +17,8 @@ from slime.config.algorithm import compares_siblings, needs_reference, serves_te
 from slime.config.asynchronous import loop_in_words
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
-from slime.config.groups.rollout import SFT_ROLLOUT_FUNCTION
+from slime.config.groups.asynchronous import ONE_STEP
+from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN, SFT_ROLLOUT_FUNCTION
 from slime.config.no_effect import flag_list, flags_without_effect
 from slime.config.start import reference_in_words, start_in_words, start_notes
 from slime.engine.fleet.backend import EXTERNAL, choose_backend
@@ -278,7 +279,7 @@ def _length_rows(config: Config, steps: int | None) -> tuple[tuple[str, str], ..
         rate = f"{config.lr:g} to {config.min_lr:g}, {config.lr_decay_style} over {horizon} optimizer steps"
     rate += _warmup_in_words(config)
     rows = [("run", length), ("loop", loop_in_words(config)), ("learning rate", rate)]
-    if config.eval_interval is not None and needs_engines(config):
+    if config.eval_interval is not None and evaluates(config) and needs_engines(config):
         names = ", ".join(dataset.name for dataset in eval_datasets(config))
         before = "" if config.skip_eval_before_train else "before training and "
         rows.append(("evaluation", f"{before}every {config.eval_interval} rollout steps on {names}"))
@@ -350,6 +351,13 @@ def _notes(config: Config, backend: str) -> list[str]:
     elif evaluates(config) and config.eval_interval is None:
         flag = "--eval-prompt-data" if config.eval_prompt_data else "--eval-config"
         notes.append(f"{flag} without --eval-interval: there is no periodic evaluation")
+    elif config.eval_interval is not None and not evaluates(config):
+        notes.append(f"--eval-interval {config.eval_interval} without --eval-prompt-data: there is nothing to evaluate")
+    if config.async_buffer_size > 1 and config.async_mode != ONE_STEP:
+        notes.append(f"--async-buffer-size {config.async_buffer_size} has no effect: it is for --async-mode one-step")
+    if config.rollout_max_response_len is None and needs_engines(config) and config.loss_type != "sft_loss":
+        limit = f"{DEFAULT_RESPONSE_LEN} tokens, SGLang's default"
+        notes.append(f"no --rollout-max-response-len: responses end after {limit}")
     if config.debug_rollout_only:
         notes.append(f"--debug-rollout-only: engines serve {config.hf_checkpoint} throughout, nothing is trained")
     elif config.save is None and config.num_rollout != 0:

@@ -11,6 +11,7 @@ from slime.cluster.precision import resolve_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
 from slime.config.asynchronous import versions_behind
+from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
 from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 _LOGIT_ROWS = 2048
@@ -88,7 +89,8 @@ def longest_sample(config: Config) -> int:
     """Tokens of prompt and response together, as far as the flags bound them."""
     if config.rollout_max_context_len is not None:
         return config.rollout_max_context_len
-    bounds = [config.rollout_max_prompt_len, config.rollout_max_response_len]
+    sampled = None if config.loss_type == "sft_loss" else DEFAULT_RESPONSE_LEN
+    bounds = [config.rollout_max_prompt_len, config.rollout_max_response_len or sampled]
     return sum(bound for bound in bounds if bound is not None) or _SFT_GUESS
 
 

@@ -65,6 +65,18 @@ def test_datasets_of_a_file_are_named(flags: dict[str, Any], tmp_path: Path) -> 
     assert "--eval-config without --eval-interval" in sft.render()
 
 
+def test_what_was_left_out_is_a_note(flags: dict[str, Any]) -> None:
+    """Evaluation data for an interval, and the limit of a response."""
+    bare = {name: value for name, value in flags.items() if name != "rollout_max_response_len"}
+    notes = plan_of(bare, eval_interval=2, async_buffer_size=4).notes
+    assert "--async-buffer-size 4 has no effect: it is for --async-mode one-step" in notes
+    assert not [note for note in plan_of(flags, async_buffer_size=4, async_mode="one-step").notes if "buffer" in note]
+    assert "--eval-interval 2 without --eval-prompt-data: there is nothing to evaluate" in notes
+    assert "no --rollout-max-response-len: responses end after 128 tokens, SGLang's default" in notes
+    assert not [note for note in plan_of(flags).notes if "max-response-len" in note or "eval" in note]
+    assert not [note for note in plan_of(bare, loss_type="sft_loss").notes if "max-response-len" in note]
+
+
 class AnEngine(BaseHTTPRequestHandler):
     """Answers what an engine is asked about itself; the server's `model` is what it serves."""
 

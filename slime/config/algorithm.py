@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.config.asynchronous import is_async
+from slime.config.asynchronous import may_be_older
 from slime.config.config import Config
 
 NONZERO_STD_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
@@ -85,8 +85,9 @@ def _corrections(config: Config) -> dict[str, Any]:
         "rs_upper_bound": config.tis_clip,
     }
     if config.use_tis is None:
-        older = is_async(config) or config.partial_rollout
-        given["use_tis"] = older and config.loss_type == "policy_loss" and not config.use_rollout_logprobs
+        given["use_tis"] = (
+            may_be_older(config) and config.loss_type == "policy_loss" and not config.use_rollout_logprobs
+        )
     return {name: value for name, value in given.items() if getattr(config, name) is None}
 
 
@@ -149,7 +150,9 @@ def _estimator(config: Config) -> Iterator[str]:
         yield "--eps-clip-c bounds a loss that cispo does not have: drop it"
     if estimator == "cispo" and config.eps_clip < 1:
         _log.warning("cispo with --eps-clip %s also clips ratios from below; its paper does not: 1.0", config.eps_clip)
-    if config.overlong_buffer_len > (config.rollout_max_response_len or 0):
+    if config.overlong_buffer_len and config.rollout_max_response_len is None:
+        yield f"--overlong-buffer-len {config.overlong_buffer_len} counts from --rollout-max-response-len: give it"
+    elif config.overlong_buffer_len > (config.rollout_max_response_len or 0):
         yield (
             f"--overlong-buffer-len {config.overlong_buffer_len} is longer than --rollout-max-response-len "
             f"{config.rollout_max_response_len}"

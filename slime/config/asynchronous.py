@@ -18,21 +18,31 @@ def is_async(config: Config) -> bool:
     return config.async_mode in (ONE_STEP, FULL) and config.max_weight_staleness != 0
 
 
+def may_be_older(config: Config) -> bool:
+    """Whether a token that is trained on may come from older weights than those that are trained."""
+    return is_async(config) or config.partial_rollout or config.update_weights_interval > 1
+
+
 def versions_behind(config: Config) -> int:
     """How many steps old the weights can be that sampled a token, as far as the flags bound it."""
+    unpublished = config.update_weights_interval - 1
     if config.async_mode == ONE_STEP and is_async(config):
-        return config.async_buffer_size + config.update_weights_interval - 1
-    if is_async(config) or config.partial_rollout:
+        return config.async_buffer_size + unpublished
+    if is_async(config):
         return DEFAULT_STALENESS if config.max_weight_staleness is None else config.max_weight_staleness
-    return 0
+    if config.partial_rollout:
+        older = DEFAULT_STALENESS if config.max_weight_staleness is None else config.max_weight_staleness
+        return max(older, unpublished)
+    return unpublished
 
 
 def loop_in_words(config: Config) -> str:
     """The mode of a resolved config as the plan says it."""
-    if not is_async(config):
-        return "synchronous: generate, then train"
     interval = config.update_weights_interval
     weights = "every step" if interval == 1 else f"every {interval} steps"
+    if not is_async(config):
+        older = "" if interval == 1 else f", new weights {weights}, samples up to {interval - 1} steps old"
+        return f"synchronous: generate, then train{older}"
     if config.async_mode == ONE_STEP:
         ready, oldest = config.async_buffer_size, versions_behind(config)
         return f"one step off: up to {ready} rollout(s) ready, new weights {weights}, samples up to {oldest} steps old"
@@ -62,13 +72,18 @@ def derive_async(config: Config) -> Config:
 
 def async_contradictions(config: Config) -> Iterator[str]:
     """Sentences about flags that exclude each other."""
-    mode = config.async_mode
-    if config.update_weights_interval > 1 and not is_async(config):
-        yield (
-            f"--update-weights-interval {config.update_weights_interval} is for asynchronous modes: the synchronous "
-            "loop updates the weights after every step; use --async-mode one-step or full"
-        )
+    mode, interval, staleness = config.async_mode, config.update_weights_interval, config.max_weight_staleness
     if not is_async(config):
+        if staleness is not None and staleness < interval - 1:
+            yield (
+                f"--max-weight-staleness {staleness} is less than the {interval - 1} steps that samples get old with "
+                f"--update-weights-interval {interval}: lower one or raise the other"
+            )
+        if interval > 1 and config.offload_rollout:
+            yield (
+                f"--offload-rollout takes the engines' weights away in every step, but --update-weights-interval "
+                f"{interval} sends them only every {interval}: drop one"
+            )
         return
     if config.colocate:
         yield (
@@ -93,7 +108,6 @@ def async_contradictions(config: Config) -> Iterator[str]:
         )
     if mode == FULL and config.loss_type == "sft_loss":
         yield "--async-mode full is about sampled responses: supervised training has none, use --async-mode one-step"
-    interval, staleness = config.update_weights_interval, config.max_weight_staleness
     if mode == FULL and staleness is not None and staleness < interval:
         yield (
             f"--max-weight-staleness {staleness} is less than --update-weights-interval {interval}: samples would be "

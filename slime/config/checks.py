@@ -13,11 +13,12 @@ from pathlib import Path
 
 from slime.config.algorithm import algorithm_contradictions
 from slime.config.asynchronous import async_contradictions
-from slime.config.config import Config
-from slime.config.eval_datasets import eval_datasets, evaluates
+from slime.config.config import FLAG_SPECS, Config
+from slime.config.eval_datasets import eval_datasets
 from slime.config.folders import check_folders
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.config.spec import FlagSpec
 from slime.config.start import check_weight_sources
 from slime.errors import UserError
 
@@ -25,6 +26,30 @@ DUMP_SUFFIXES = (".jsonl", ".pt")
 """Kinds of files that hold the samples of a rollout."""
 
 _SLICE = re.compile(r"(?P<path>.*)@\[-?\d*:-?\d*\]")
+
+
+def check_all_there(config: Config) -> None:
+    """What no run can do without is there, or all that is missing is named at once."""
+    missing = [f"{spec.flag} {spec.metavar}" for spec in FLAG_SPECS.values() if _is_missing(config, spec)]
+    if _lacks_prompts(config):
+        missing.append("--prompt-data PATH")
+    if _lacks_length(config):
+        missing.append("--num-rollout N (or --num-epoch N)")
+    if len(missing) > 1:
+        raise UserError(f"{', '.join(missing[:-1])} and {missing[-1]} are missing: give all of them")
+
+
+def _is_missing(config: Config, spec: FlagSpec) -> bool:
+    return spec.info.required and getattr(config, spec.name) is None
+
+
+def _lacks_prompts(config: Config) -> bool:
+    own_source = config.disable_rollout_global_dataset or config.data_source_path != DEFAULT_DATA_SOURCE
+    return config.prompt_data is None and not own_source and config.load_debug_rollout_data is None
+
+
+def _lacks_length(config: Config) -> bool:
+    return config.num_rollout is None and config.num_epoch is None and config.load_debug_rollout_data is None
 
 
 def check_flags_fit(config: Config) -> None:
@@ -40,17 +65,14 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from _placement(config)
     yield from async_contradictions(config)
     yield from _algorithm(config)
-    yield from _evaluation(config)
     yield from _saving(config)
 
 
 def _length_and_data(config: Config) -> Iterator[str]:
-    sft = config.loss_type == "sft_loss"
     replays = config.load_debug_rollout_data is not None
-    if config.num_rollout is None and config.num_epoch is None and not replays:
+    if _lacks_length(config):
         yield "the length of the run is missing: give --num-rollout (steps) or --num-epoch (passes over the prompts)"
-    own_source = config.disable_rollout_global_dataset or config.data_source_path != DEFAULT_DATA_SOURCE
-    if config.prompt_data is None and not own_source and not replays:
+    if _lacks_prompts(config):
         yield "--prompt-data is missing: name a .jsonl or .parquet file of prompts"
     if config.num_rollout is None and config.disable_rollout_global_dataset:
         yield "--num-epoch needs prompt data, but --disable-rollout-global-dataset turns it off: give --num-rollout"
@@ -68,8 +90,6 @@ def _length_and_data(config: Config) -> Iterator[str]:
         yield "--debug-train-only starts no engine to generate with: add --load-debug-rollout-data FILE"
     if config.balance_by_flops and not config.use_dynamic_batch_size:
         yield "--balance-by-flops shapes dynamic micro-batches: add --use-dynamic-batch-size --max-tokens-per-gpu"
-    if config.rollout_max_response_len is None and not sft:
-        yield "--rollout-max-response-len is missing: it bounds the tokens of one response"
     if config.use_dynamic_batch_size and config.max_tokens_per_gpu is None:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the tokens of one forward pass"
     context, prompt = config.rollout_max_context_len, config.rollout_max_prompt_len
@@ -121,20 +141,7 @@ def _schedule(config: Config) -> Iterator[str]:
         yield f"--weight-decay-incr-style {style} needs both --start-weight-decay and --end-weight-decay"
 
 
-def _evaluation(config: Config) -> Iterator[str]:
-    if config.eval_interval is not None and not evaluates(config):
-        yield (
-            f"--eval-interval {config.eval_interval} has nothing to evaluate: give --eval-prompt-data NAME PATH or "
-            "--eval-config FILE"
-        )
-    for dataset in eval_datasets(config):
-        if dataset.max_response_len is None:
-            yield "--eval-max-response-len is missing: it bounds the tokens of one evaluation response"
-
-
 def _saving(config: Config) -> Iterator[str]:
-    if config.save_interval is not None and config.save is None and config.save_hf is None:
-        yield f"--save-interval {config.save_interval} has nowhere to save: give --save DIR"
     if config.ckpt_keep is not None and config.save is None:
         yield f"--ckpt-keep {config.ckpt_keep} has no effect without --save DIR"
     if config.save_hf is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from slime.config.algorithm import derive_algorithm, has_critic
 from slime.config.asynchronous import derive_async, is_async
 from slime.config.batch import derive_batch_sizes
-from slime.config.checks import check_files, check_flags_fit, check_trackers
+from slime.config.checks import check_all_there, check_files, check_flags_fit, check_trackers
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
 from slime.config.plugin_args import with_own_overlay
@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 def resolve(config: Config) -> Config:
     """The config a run works with; raises UserError when the flags do not make a run."""
+    check_all_there(config)
     config = with_own_overlay(_checked_values(config))
     config = config.replace(**role_overrides(config, "actor"))
     config = derive(config)
@@ -78,6 +79,10 @@ def _checked_values(config: Config) -> Config:
 
 def _derive_modes(config: Config) -> Config:
     changes: dict[str, Any] = {}
+    run_dir = config.output_dir or config.save or str(Path("outputs") / time.strftime("%Y%m%d-%H%M%S"))
+    changes["output_dir"] = run_dir
+    if config.save_interval is not None and config.save is None and config.save_hf is None:
+        changes["save"] = run_dir
     if config.load_debug_rollout_data is not None:
         changes["debug_train_only"] = True
     if config.dump_details is not None:
@@ -129,8 +134,6 @@ def _derive_rest(config: Config) -> Config:
     changes: dict[str, Any] = {}
     if config.over_sampling_batch_size is None:
         changes["over_sampling_batch_size"] = config.rollout_batch_size
-    if config.output_dir is None:
-        changes["output_dir"] = config.save or str(Path("outputs") / time.strftime("%Y%m%d-%H%M%S"))
     if config.offload:
         changes |= {"offload_rollout": True, "offload_train": True}
     if "recompute_granularity" in config.carried:

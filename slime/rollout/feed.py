@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from slime.config import Config
-from slime.config.asynchronous import is_async
+from slime.config.asynchronous import is_async, may_be_older
 from slime.config.groups.asynchronous import ONE_STEP
 from slime.config.plugin_args import plugin_args
 from slime.data.sample import Sample
@@ -100,7 +100,7 @@ class RolloutMaker:
         seconds = time.monotonic() - began
         samples = self._usable(rollout_id, output.samples)
         made = rollout_metrics(self._args, samples, seconds) if output.metrics is None else dict(output.metrics)
-        if is_async(self._args) or self._args.partial_rollout:
+        if may_be_older(self._args):
             made |= staleness_metrics(samples, rollout_id)
         if self._journal is not None:
             self._journal.assign(rollout_id, output.samples, made)

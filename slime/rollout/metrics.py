@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from slime.config import Config
+from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
 from slime.data.sample import Sample
 from slime.errors import UserError
 
@@ -163,9 +164,8 @@ def _multi_turn_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
         "multi_turn/wo_obs_response_length/response_length_mean": fmean(own),
         "multi_turn/wo_obs_response_length/response_length_max": float(max(own)),
     }
-    if args.rollout_max_response_len is not None:
-        clipped = fmean(length >= args.rollout_max_response_len for length in raw)
-        metrics["multi_turn/raw_response_length/response_length_clip_ratio"] = clipped
+    limit = DEFAULT_RESPONSE_LEN if args.rollout_max_response_len is None else args.rollout_max_response_len
+    metrics["multi_turn/raw_response_length/response_length_clip_ratio"] = fmean(length >= limit for length in raw)
     rounds = [sample.metadata["round_number"] for sample in samples if "round_number" in sample.metadata]
     if rounds:
         metrics["multi_turn/multi_turn_metric/round_number_mean"] = fmean(rounds)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from slime.config import Config
-from slime.config.asynchronous import is_async, versions_behind
+from slime.config.asynchronous import may_be_older, versions_behind
 from slime.config.start import find_reference, find_start
 from slime.errors import RunFailed
 
@@ -39,7 +39,7 @@ def _bounded(config: Config, steps: Sequence[Mapping[str, float]]) -> Iterator[t
         yield "train/ppo_kl before the first update", first["train/ppo_kl"], KL_BEFORE_UPDATE
     if "train/kl_loss" in first and first["train/step"] == 0 and find_start(config) == find_reference(config):
         yield "train/kl_loss before the first update", first["train/kl_loss"], KL_BEFORE_UPDATE
-    if is_async(config) or config.partial_rollout:
+    if may_be_older(config):
         return  # what older weights sampled is not what these would
     for step in steps:
         gap = step.get("train/train_rollout_logprob_abs_diff")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, resolve
-from slime.config.asynchronous import is_async, loop_in_words
+from slime.config.asynchronous import is_async, loop_in_words, versions_behind
 from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.errors import UserError
@@ -37,6 +37,13 @@ def test_without_a_flag_the_loop_is_synchronous_and_shares_its_gpus(flags: dict[
     assert (config.async_mode, config.colocate, config.max_weight_staleness) == ("sync", True, None)
     assert not is_async(config)
     assert loop_in_words(config) == "synchronous: generate, then train"
+
+
+def test_the_synchronous_loop_may_send_weights_less_often(flags: dict[str, Any]) -> None:
+    config = resolve(Config(**flags, update_weights_interval=3))
+    assert (config.async_mode, is_async(config), versions_behind(config)) == ("sync", False, 2)
+    words = "synchronous: generate, then train, new weights every 3 steps, samples up to 2 steps old"
+    assert loop_in_words(config) == words
 
 
 @pytest.mark.parametrize("mode", ["one-step", "full"])
@@ -73,7 +80,11 @@ def test_a_staleness_of_zero_is_the_synchronous_loop(mode: str, flags: dict[str,
         ({"async_mode": "full", "colocate": True}, "--colocate makes engines and trainers take turns on the same GPUs"),
         ({"async_mode": "one-step", "colocate": True}, "give the engines their own with --rollout-num-gpus"),
         ({"async_mode": "one-step", "offload_rollout": True}, "--offload-rollout takes the engines' memory away"),
-        ({"update_weights_interval": 2}, "--update-weights-interval 2 is for asynchronous modes"),
+        ({"update_weights_interval": 3, "max_weight_staleness": 1}, "less than the 2 steps that samples get old"),
+        (
+            {"update_weights_interval": 2, "offload_rollout": True},
+            "--update-weights-interval 2 sends them only every 2",
+        ),
         ({"async_mode": "full", "debug_rollout_only": True}, "--debug-rollout-only leaves one half of the loop out"),
         (
             {"async_mode": "full", "max_weight_staleness": 1, "update_weights_interval": 2},
@@ -102,6 +113,7 @@ def test_contradictions_are_one_sentence(more: dict[str, Any], sentence: str, fl
         ({"async_mode": "full"}, True),
         ({"async_mode": "full", "max_weight_staleness": 0}, False),
         ({"partial_rollout": True}, True),
+        ({"update_weights_interval": 2}, True),
         ({"async_mode": "full", "use_tis": False}, False),
         ({"async_mode": "full", "use_rollout_logprobs": True}, False),
         ({"async_mode": "one-step", "loss_type": "sft_loss"}, False),

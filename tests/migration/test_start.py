@@ -52,3 +52,22 @@ def test_the_actor_starts_from_ref_load_and_the_engines_sample_with_its_weights(
     (step,) = records(folder / "X", "train")
     assert step["train/kl_loss"] == pytest.approx(0, abs=1e-8)
     assert step["train/train_rollout_logprob_abs_diff"] < 1e-3
+
+
+def test_weights_every_second_step_in_the_synchronous_loop(folder: Path) -> None:
+    """What the documents type: no limit of a response, an evaluation interval without data, checkpoints without a folder.
+
+    The old log-probs are those of the weights that sampled, so trainer and engine agree in the stale step too.
+    """
+    flags = [*FLAGS, "--num-rollout", "3", "--update-weights-interval", "2", "--keep-old-actor", "--lr", "1e-3"]
+    more = ["--eval-interval", "50", "--save-interval", "100", "--rollout-max-context-len", "40"]
+    done = run([*TRAIN, *flags, *more, "--output-dir", "seldom"], folder)
+    assert done.code == 0, done.err
+    assert "note: no --rollout-max-response-len: responses end after 128 tokens, SGLang's default" in done.out
+    assert "note: --eval-interval 50 without --eval-prompt-data: there is nothing to evaluate" in done.out
+    rollouts, steps = records(folder / "seldom", "rollout"), records(folder / "seldom", "train")
+    assert [record["rollout/staleness/max"] for record in rollouts] == [0.0, 1.0, 0.0]
+    assert [record["rollout/off_policy_token_frac"] for record in rollouts] == [0.0, 1.0, 0.0]
+    assert all(step["train/train_rollout_logprob_abs_diff"] < 1e-3 for step in steps)
+    assert abs(steps[1]["train/ppo_kl"]) > 1e-6
+    assert (folder / "seldom" / "iter_0000002").is_dir()

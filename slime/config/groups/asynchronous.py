@@ -20,7 +20,7 @@ class AsyncFlags:
         derived="sync; one-step for slime train-async and train_async.py",
     )
     update_weights_interval: int = flag(
-        1, "asynchronous modes: new weights go to the engines every so many rollout steps", check=at_least(1)
+        1, "new weights go to the engines every so many rollout steps", check=at_least(1)
     )
     async_buffer_size: int = flag(1, "one-step: rollouts that may lie ready before the trainers", check=at_least(1))
     max_weight_staleness: int | None = flag(

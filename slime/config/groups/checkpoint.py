@@ -9,7 +9,9 @@ from slime.config.flag import at_least, flag
 class CheckpointFlags:
     """Checkpoints"""
 
-    save: str | None = flag(None, "folder for checkpoints", metavar="DIR")
+    save: str | None = flag(
+        None, "folder for checkpoints", metavar="DIR", derived="the run folder where --save-interval is given"
+    )
     load: str | None = flag(
         None,
         "checkpoint folder to continue from (nothing there yet: a fresh start), or a model folder; the same as --save "

@@ -14,7 +14,8 @@ class CorrectionFlags:
     use_tis: bool = flag(
         None,
         "importance weights between the engine's and the trainer's log-probs",
-        derived="on where samples may be older than the weights: asynchronous modes, --partial-rollout",
+        derived="on where samples may be older than the weights: asynchronous modes, --partial-rollout, "
+        "--update-weights-interval above 1",
     )
     tis_clip: float = flag(2.0, "largest importance weight", check=above(0))
     tis_clip_low: float = flag(0.0, "smallest importance weight", check=at_least(0))

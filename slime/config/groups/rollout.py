@@ -9,6 +9,9 @@ from slime.config.flag import above, at_least, between, flag, minus_one_or_at_le
 DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 SFT_ROLLOUT_FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
 
+DEFAULT_RESPONSE_LEN = 128
+"""Where no limit is given, requests go out without one, and this is what SGLang takes then."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFlags:
@@ -25,7 +28,9 @@ class RolloutFlags:
     rollout_temperature: float = flag(1.0, "sampling temperature; also divides the logits in training", check=above(0))
     rollout_top_p: float = flag(1.0, "nucleus sampling", check=between(0, 1, low_open=True))
     rollout_top_k: int = flag(-1, "sample from the k likeliest tokens; -1: all", check=minus_one_or_at_least(1))
-    rollout_max_response_len: int | None = flag(None, "most new tokens of one response", check=at_least(1))
+    rollout_max_response_len: int | None = flag(
+        None, "most new tokens of one response", check=at_least(1), derived=f"{DEFAULT_RESPONSE_LEN}, as in SGLang"
+    )
     rollout_stop: list[str] | None = flag(None, "strings that end a response", metavar="TEXT")
     rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response", metavar="ID")
     rollout_skip_special_tokens: bool | None = flag(

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 
+from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
 from slime.engine.http.answers import token_columns
 from slime.engine.http.errors import EngineProtocolError
 
@@ -71,8 +72,8 @@ def rollout_sampling_params(flags: RolloutSamplingFlags) -> dict[str, Any]:
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
     }
-    if flags.rollout_max_response_len is not None:
-        params["max_new_tokens"] = flags.rollout_max_response_len
+    limit = flags.rollout_max_response_len
+    params["max_new_tokens"] = DEFAULT_RESPONSE_LEN if limit is None else limit
     return params
 
 
@@ -173,8 +174,6 @@ def error_message(body: str) -> str:
 
 # -- answers that were cut off -----------------------------------------------------------------------------------
 
-DEFAULT_MAX_NEW_TOKENS = 128
-"""What SGLang's dialect takes when a request names no limit."""
 _SUMMED = ("completion_tokens", "e2e_latency", "spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
 _JOINED = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 _TOP_P = (("top_p_token_ids", "top_p_token_offsets"), ("top_p_kept_token_ids", "top_p_kept_token_offsets"))
@@ -224,7 +223,7 @@ def continued_params(params: Mapping[str, Any], sampled: int) -> dict[str, Any]:
     """Sampling parameters for the rest of a response that has `sampled` tokens: smaller limits, another seed."""
     left = dict(params)
     limit = params.get("max_new_tokens")
-    left["max_new_tokens"] = max(0, (DEFAULT_MAX_NEW_TOKENS if limit is None else limit) - sampled)
+    left["max_new_tokens"] = max(0, (DEFAULT_RESPONSE_LEN if limit is None else limit) - sampled)
     if params.get("min_new_tokens"):
         left["min_new_tokens"] = min(left["max_new_tokens"], max(0, params["min_new_tokens"] - sampled))
     if sampled and params.get("sampling_seed") is not None:

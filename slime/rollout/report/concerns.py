@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from slime.config import Config
 from slime.config.algorithm import compares_siblings
+from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
 from slime.data.sample import Sample
 
 MOST_TRUNCATED = 0.9
@@ -111,8 +112,8 @@ def _no_gradient(config: Config, usable: Sequence[Sample]) -> str:
 
 
 def _truncated(config: Config, cut: Sequence[Sample], count: int) -> str:
-    limit = config.rollout_max_response_len
-    longer = "a larger limit" if limit is None else f"a larger --rollout-max-response-len (now {limit})"
+    limit = config.rollout_max_response_len or DEFAULT_RESPONSE_LEN
+    longer = f"a larger --rollout-max-response-len (now {limit})"
     return (
         f"{len(cut)} of {count} responses were cut off at the length limit; {quoted(cut[0], end=True)}; give them "
         f"{longer}, or if the answer was there already, --rollout-stop or the chat template "
