@@ -56,6 +56,7 @@ from slime.observe.summary import earlier_metrics, show_summary
 from slime.parts import Parts
 from slime.plan import make_plan, needs_engines
 from slime.plugins import load_function
+from slime.plugins.tracking import logged_to
 from slime.rescue import weights_rescued
 from slime.rollout.dump import DumpedRollouts, save_evaluation
 from slime.rollout.evaluate import read_eval_datasets
@@ -167,6 +168,7 @@ class Run:
         self.replayed = self._resume_data()
         self.metrics = MetricsLog(run_dir, config, start_rollout_id=self.start)
         stack.callback(self.metrics.close)
+        stack.enter_context(logged_to(self.log_for_plugin))
         self._concerns = Concerns(config, lambda: self.runtime.tokenizer.all_special_tokens)
         self._grad_norm: float | None = None  # the largest of the last rollout's steps
         self._eval_fn = _rollout_function(config.eval_function_path, "--eval-function-path")
@@ -265,6 +267,15 @@ class Run:
         for concern in self._concerns.about(rollout_id, list(leaves(rollout.samples)), self._grad_norm):
             self.progress.warn(concern)
 
+    def log_for_plugin(self, metrics: dict[str, Any], step_key: str) -> None:
+        """What a plugin logs by itself: a record of its own, whose step is among the metrics or the present rollout."""
+        now = self.start if self.trained is None else self.trained + 1
+        step = metrics.get(step_key)
+        step = int(step) if isinstance(step, int | float) else now
+        others = {name: value for name, value in metrics.items() if name != step_key}
+        rollout_id = min(max(step, now), now + 1) if step_key == "rollout/step" else now  # one may be made ahead
+        self.metrics.log(others, step, "plugin", rollout_id=rollout_id)
+
     def _evaluation_is_missing(self) -> bool:
         """Whether the run was killed between the checkpoint it resumes from and the evaluation after it."""
         if not self.start or not _due(self.start - 1, self.config.eval_interval, self.total):
@@ -291,6 +302,8 @@ class Run:
             self.parts.trained(rollout_id + 1)
         norms = (step.get("train/grad_norm") for step in trained.metrics)  # a step of the critic alone has none
         self._grad_norm = max((norm for norm in norms if norm is not None), default=None)
+        for metrics, step_key in trained.logged:
+            self.log_for_plugin(metrics, step_key)
         self.trained = rollout_id
         for metrics in trained.metrics:
             self.metrics.log(metrics, int(metrics["train/step"]), "train", rollout_id=rollout_id)

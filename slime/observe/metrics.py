@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ class MetricsLog:
         if config.use_wandb:
             self._trackers.append(WandbTracker(config, folder))
         self._file = self.path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()  # plugins log from threads of their own
 
     def log(
         self, metrics: Mapping[str, Any], step: int, kind: str = "rollout", *, rollout_id: int | None = None
@@ -73,12 +75,14 @@ class MetricsLog:
             for name, value in values.items()
         }
         if bad:
-            self.nonfinite += bad
             record["nonfinite_values"] = bad
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
-        for tracker in self._trackers:
-            tracker.write(record)
+        line = json.dumps(record, allow_nan=False) + "\n"
+        with self._lock:
+            self.nonfinite += bad
+            self._file.write(line)
+            self._file.flush()
+            for tracker in self._trackers:
+                tracker.write(record)
         return record
 
     def log_completions(

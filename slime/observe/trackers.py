@@ -116,7 +116,11 @@ class WandbTracker:
         for name in sorted(bare - self._declared):
             self._run.define_metric(name, step_metric=f"{record['kind']}/step")
         self._declared |= axes | bare
-        step = record["step"] if record["kind"] == "train" else record["step"] * self._samples // self._per_update
+        step = (
+            record["step"]
+            if record["kind"] in ("train", "plugin")
+            else record["step"] * self._samples // self._per_update
+        )
         self._run.log({**values, **{f"{axis}/step": step for axis in axes}})
 
 

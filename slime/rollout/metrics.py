@@ -188,13 +188,18 @@ def _perf_metrics(args: Config, samples: Sequence[Sample], rollout_time: float) 
     return metrics | (_spread("non_generation_time", times) if any(times) else {})
 
 
-def _spread(name: str, values: Sequence[float]) -> Metrics:
+def statistics_of(values: Sequence[float]) -> Metrics:
+    """mean, median, max and min of at least one value."""
     return {
-        f"{name}/mean": fmean(values),
-        f"{name}/median": float(median(values)),
-        f"{name}/max": float(max(values)),
-        f"{name}/min": float(min(values)),
+        "mean": fmean(values),
+        "median": float(median(values)),
+        "max": float(max(values)),
+        "min": float(min(values)),
     }
+
+
+def _spread(name: str, values: Sequence[float]) -> Metrics:
+    return {f"{name}/{statistic}": value for statistic, value in statistics_of(values).items()}
 
 
 def _failed(sample: Sample) -> bool:

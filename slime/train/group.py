@@ -12,7 +12,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,12 @@ class TrainerTimeout(WaitTimeout):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """`metrics`: one dict per optimizer step (none when no step was filled); `rollout_metrics`: means and timings."""
+    """`metrics`: one dict per optimizer step (none when no step was filled); `rollout_metrics`: means and timings;
+    `logged`: metrics that plugins logged by themselves on rank 0, with the names of their steps."""
 
     metrics: list[dict[str, float]]
     rollout_metrics: dict[str, float]
+    logged: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
 
 @dataclass
@@ -135,7 +137,7 @@ class TrainerGroup:
             write_train_dump(self.config.save_debug_train_data, rollout_id, [answer["dump"] for answer in answers])
         rollout_metrics["perf/data_preprocess_time"] += prepared
         rollout_metrics["perf/train_time"] += prepared
-        return TrainResult(metrics=answers[0]["metrics"], rollout_metrics=rollout_metrics)
+        return TrainResult(answers[0]["metrics"], rollout_metrics, logged=answers[0]["logged"])
 
     def _metrics_of(self, fresh: TrainBatch) -> dict[str, float]:
         metrics = batch_metrics(fresh, with_rewards=self.config.loss_type != "sft_loss")

@@ -24,6 +24,7 @@ from slime.errors import UserError
 from slime.models.loading import save_hf_folder
 from slime.models.shape import count_parameters
 from slime.plugins import load_function
+from slime.plugins.tracking import logged_to
 from slime.train.actor import Actor
 from slime.train.advantages import set_advantages
 from slime.train.backends.protocol import NamedTensor
@@ -78,7 +79,8 @@ class Trainer:
     def train(self, rollout_id: int, data: dict[str, Any]) -> dict[str, Any]:
         """All optimizer steps of one rollout; `data` is this rank's part as `group.rank_shares` cut it."""
         self.timers.clear()
-        with self.timers.measure("train"):
+        logged: list[tuple[dict[str, Any], str]] = []
+        with self.timers.measure("train"), logged_to(lambda metrics, step_key: logged.append((metrics, step_key))):
             with self.timers.measure("data_preprocess"):
                 batch = TrainBatch.from_message(data["batch"])
                 steps = self._micro_batches(batch, data["steps"])
@@ -89,7 +91,8 @@ class Trainer:
             metrics = self._optimize(rollout_id, columns, steps, [plan["num_rollouts"] for plan in data["steps"]])
             rollout_metrics = self._rollout_metrics(columns, flat)
         self.actor.finish_rollout(rollout_id)
-        answer = {"metrics": metrics, "rollout_metrics": rollout_metrics | self.timers.metrics(data["num_tokens"])}
+        rollout_metrics |= self.timers.metrics(data["num_tokens"])
+        answer = {"metrics": metrics, "rollout_metrics": rollout_metrics, "logged": logged}
         if self.config.save_debug_train_data is not None:
             answer["dump"] = dump_rows(columns, rank=self.ranks.rank)
         return answer

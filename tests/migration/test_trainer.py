@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from slime.rollout.dump import read_dump
 from tests.e2e.conftest import grpo_flags
 from tests.e2e.runs import TRAIN, records, run
 from tests.tiny_models import make_model_folder
@@ -56,3 +58,34 @@ def test_a_loss_made_of_upstreams_helpers(place: Path) -> None:
         assert step["train/grad_norm"] > 0
         assert step["train/kl_loss"] >= 0
     assert steps[1]["train/kl_loss"] > 0  # the second update starts from moved weights
+
+
+def test_metrics_and_traces_of_a_plugin_reach_the_run(place: Path) -> None:
+    mine = ["--custom-rm-path", "measured.reward_func", "--custom-rollout-log-function-path", "measured.log_rollout"]
+    mine += ["--rollout-data-postprocess-path", "measured.log_train_data", "--use-tensorboard"]
+    dumps = ["--save-debug-rollout-data", "measured/{rollout_id}.pt", "--output-dir", "measured"]
+    done = run([*TRAIN, *flags(), *mine, *dumps], place)
+    assert done.code == 0, done.err
+    (rollout,) = records(place / "measured", "rollout")
+    first, second = records(place / "measured", "plugin")
+    assert first["rollout/my_reward/mean"] == pytest.approx(rollout["rollout/raw_reward"])
+    assert first["rollout/count_is_measured"] == 1.0
+    assert second["mine/advantage_spread"] > 0
+    assert [(record["step"], record["rollout_id"]) for record in (first, second)] == [(0, 0), (0, 0)]
+    events = EventAccumulator(str(place / "measured" / "tensorboard"))
+    events.Reload()
+    shown = [event.value for event in events.Scalars("rollout/my_reward/mean")]
+    assert shown == pytest.approx([first["rollout/my_reward/mean"]])
+    samples = [sample for group in read_dump(place / "measured" / "0.pt") for sample in group]
+    assert len(samples) == 16
+    for sample in samples:
+        trace = sample.trace
+        assert (trace["version"], trace["sample_id"], trace["group_id"]) == (1, sample.index, sample.group_index)
+        assert [(event["type"], event["name"]) for event in trace["events"]] == [
+            ("span_start", "my_reward"),
+            ("span_start", "count_tokens"),
+            ("span_end", "count_tokens"),
+            ("event", "scored"),
+            ("span_end", "my_reward"),
+        ]
+        assert trace["events"][2]["attrs"] == {"reward": sample.reward}
