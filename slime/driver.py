@@ -65,7 +65,7 @@ from slime.rollout.metrics import eval_metrics
 from slime.rollout.report.completions import PER_DATASET, PER_ROLLOUT, completion_rows, evaluated_samples
 from slime.rollout.report.concerns import Concerns
 from slime.rollout.types import RolloutFnEvalOutput, call_rollout_fn, leaves
-from slime.train.self_check import check_numbers
+from slime.train.self_check import check_grad_norms, check_numbers
 from slime.waits import watch_signals
 
 logger = logging.getLogger(__name__)
@@ -309,6 +309,7 @@ class Run:
             self.metrics.log(metrics, int(metrics["train/step"]), "train", rollout_id=rollout_id)
         if self.config.ci_test and trained.metrics:
             check_numbers(self.config, rollout_id, trained.metrics)
+        check_grad_norms(self.config, rollout_id, trained.metrics)
         self.progress.status("trainer", "waiting")
         if self.journal is not None:
             self.journal.consumed(rollout_id)

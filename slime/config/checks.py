@@ -66,6 +66,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from async_contradictions(config)
     yield from _algorithm(config)
     yield from _saving(config)
+    yield from _environment(config)
 
 
 def _length_and_data(config: Config) -> Iterator[str]:
@@ -149,6 +150,12 @@ def _saving(config: Config) -> Iterator[str]:
             config.save_hf.format(rollout_id=0)
         except (KeyError, IndexError, ValueError):
             yield f"--save-hf {config.save_hf} may hold only the placeholder {{rollout_id}}"
+
+
+def _environment(config: Config) -> Iterator[str]:
+    for name, value in config.train_env_vars.items():
+        if not name or "=" in name or "\0" in name or not isinstance(value, str | int | float):
+            yield f"--train-env-vars: {name!r} with the value {value!r} is no environment variable: a name and a text"
 
 
 def _check_patterns(flag: str, patterns: Sequence[str] | None) -> None:

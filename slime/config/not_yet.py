@@ -9,24 +9,15 @@ _ROUTING = "the experts that a router chose are not recorded, so they cannot be 
 
 REFUSED: dict[str, str] = {
     "release-train": "trainers live as long as the run: --offload-rollout frees the engines' memory instead",
-    "train-env-vars": "set the variables for the whole run, trainers inherit its environment",
     "custom-model-provider-path": "models are built by transformers from the model folder: put the code into the "
     "folder and give --trust-remote-code",
-    "recompute-loss-function": "the loss keeps its activations: --log-probs-chunk-size bounds their memory",
-    "freeze-indexer": "name the indexer's parameters with --freeze-params-name-list",
     "multimodal-keys": "images and videos are not in this version, prompts are text",
-    "eval-max-context-len": "give --eval-max-response-len and --eval-max-prompt-len",
     "opd-teacher-ckpt-step": "name the folder of that step with --opd-teacher-load",
-    "use-stateless-adam": "Adam keeps its moments: --reset-optimizer-states forgets them before each rollout",
     "use-routing-replay": _ROUTING,
     "use-rollout-routing-replay": _ROUTING,
     "load-forge-rollout-data": "replay with --load-debug-rollout-data, which starts no engines",
     "enable-mtp-training": "layers that predict several tokens at once are not trained, and their loss would change "
     "the others: drop the flag",
-    "ci-disable-kl-checker": "--ci-test always compares the log-probs: drop one of the two",
-    "ci-train-rollout-logprob-abs-diff-threshold": "--ci-test has a threshold of its own: drop the flag",
-    "ci-save-grad-norm": "gradient norms are in metrics.jsonl as train/grad_norm: drop the flag",
-    "ci-load-grad-norm": "gradient norms are in metrics.jsonl as train/grad_norm: drop the flag",
     "custom-megatron-init-path": _MEGATRON_HOOK,
     "custom-megatron-before-log-prob-hook-path": _MEGATRON_HOOK,
     "custom-megatron-before-train-step-hook-path": _MEGATRON_HOOK,

@@ -25,6 +25,9 @@ from slime.errors import UserError
 
 _log = logging.getLogger(__name__)
 
+INDEXER = r"\.indexer\."
+"""In the names of the parameters that choose what sparse attention looks at."""
+
 
 def resolve(config: Config) -> Config:
     """The config a run works with; raises UserError when the flags do not make a run."""
@@ -114,6 +117,7 @@ def _derive_eval(config: Config) -> Config:
     prompt_len = config.rollout_max_prompt_len
     if prompt_len is None and config.rollout_max_context_len is not None:
         prompt_len = config.rollout_max_context_len - 1
+    eval_prompt_len = prompt_len if config.eval_max_context_len is None else config.eval_max_context_len - 1
     fallbacks = {
         "eval_function_path": DEFAULT_ROLLOUT_FUNCTION if samples_answers else config.rollout_function_path,
         "eval_input_key": config.input_key,
@@ -123,7 +127,8 @@ def _derive_eval(config: Config) -> Config:
         "eval_top_p": config.rollout_top_p,
         "eval_top_k": config.rollout_top_k,
         "eval_max_response_len": config.rollout_max_response_len,
-        "eval_max_prompt_len": prompt_len,
+        "eval_max_prompt_len": eval_prompt_len,
+        "eval_max_context_len": config.rollout_max_context_len,
         "eval_reward_key": config.reward_key,
     }
     missing = {name: value for name, value in fallbacks.items() if getattr(config, name) is None}
@@ -136,6 +141,8 @@ def _derive_rest(config: Config) -> Config:
         changes["over_sampling_batch_size"] = config.rollout_batch_size
     if config.offload:
         changes |= {"offload_rollout": True, "offload_train": True}
+    if config.freeze_indexer and INDEXER not in (config.freeze_params_name_list or ()):
+        changes["freeze_params_name_list"] = [*(config.freeze_params_name_list or ()), INDEXER]
     if "recompute_granularity" in config.carried:
         changes["recompute_activations"] = True  # Megatron's way to ask for the same
     return config.replace(**changes)

@@ -119,9 +119,8 @@ def _use_of_labels(args: Config, dataset: EvalDataset) -> LabelUse:
 
 
 def _max_prompt_len(args: Config, dataset: EvalDataset) -> int | None:
-    if dataset.max_prompt_len is not None or args.rollout_max_context_len is None:
-        return dataset.max_prompt_len
-    return args.rollout_max_context_len - 1
+    context = args.rollout_max_context_len if args.eval_max_context_len is None else args.eval_max_context_len
+    return dataset.max_prompt_len if dataset.max_prompt_len is not None or context is None else context - 1
 
 
 async def by_rm_type(args: Config, sample: Sample) -> Reward:

@@ -133,10 +133,12 @@ def _leave_out_stop_token(runtime: RolloutRuntime, sample: Sample, matched: Any)
 
 def new_token_budget(args: Config, sample: Sample, sampling_params: Mapping[str, Any]) -> int:
     """How many more tokens `sample` may get, by the response limit and the context; 0 when it is full."""
-    context = args.rollout_max_context_len
+    flag, context = "rollout_max_context_len", args.rollout_max_context_len
+    if evaluating.get() and args.eval_max_context_len is not None:
+        flag, context = "eval_max_context_len", args.eval_max_context_len
     prompt_length = sample.prompt_length
     if context is not None and prompt_length >= context:
-        raise PromptTooLong(f"the prompt has {prompt_length} tokens, the context (rollout_max_context_len) {context}")
+        raise PromptTooLong(f"the prompt has {prompt_length} tokens, the context ({flag}) {context}")
     budget = sampling_params["max_new_tokens"] - sample.response_length
     if context is not None:
         budget = min(budget, context - sample.total_length)

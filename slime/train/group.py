@@ -275,16 +275,13 @@ class TrainerGroup:
     def _launch(self, rank: int) -> _Rank:
         channel, child_socket = channel_pair()
         local_rank = rank % self.config.actor_num_gpus_per_node
-        env = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(local_rank),
-            "PYTHONUNBUFFERED": "1",
-        }
+        env = {"PYTHONUNBUFFERED": "1"}
         if not self.config.rollout_external_engine_addrs:  # which may be on other machines, and meet rank 0
             env |= loopback_sockets()
         if self.device == "cpu":
             env |= threads_per_process(self.world_size)
+        env |= {name: str(value) for name, value in self.config.train_env_vars.items()}
+        env |= {"RANK": str(rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(local_rank)}
         process = ChildProcess(
             f"trainer-{rank}",
             [*module_command("slime.train.worker"), "--fd", str(child_socket.fileno())],

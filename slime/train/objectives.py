@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.reduce import weighted_sum
 from slime.algorithms.value_loss import clipped_value_loss
@@ -59,9 +60,11 @@ class CustomObjective:
         def sum_of_sample_mean(values: Tensor) -> Tensor:
             return weighted_sum(values, micro.weights) / micro.scale
 
-        loss, metrics = self._function(
-            plugin_args(self._config), batch_for_plugins(data, micro), logits, sum_of_sample_mean
-        )
+        given = plugin_args(self._config), batch_for_plugins(data, micro), logits, sum_of_sample_mean
+        if self._config.recompute_loss_function:
+            loss, metrics = checkpoint(self._function, *given, use_reentrant=False)
+        else:
+            loss, metrics = self._function(*given)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
             raise UserError(f"{self._path} must return (scalar loss tensor, dict of metrics)")
         scaled = {name: torch.as_tensor(value).detach().to(loss) * micro.scale for name, value in metrics.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,17 +41,38 @@ def choose_trainable(module: nn.Module, *, freeze: Sequence[str] | None, only_tr
         raise UserError(f"{flag} leaves no parameter to train: check the patterns against the model's parameter names")
 
 
-def make_adamw(parameters: Iterable[nn.Parameter], config: Config) -> torch.optim.AdamW:
-    """AdamW with decoupled decay on matrices only (biases and norms are not decayed)."""
+def make_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> torch.optim.Optimizer:
+    """AdamW, or the one without memory; decoupled decay on matrices only (biases and norms are not decayed)."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay, DECAYED: True},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0, DECAYED: False},
     ]
+    groups = [group for group in groups if group["params"]]
+    if config.use_stateless_adam:
+        return StatelessAdam(groups, lr=config.lr, eps=config.adam_eps)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        groups,
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
         fused=True,
     )
+
+
+class StatelessAdam(torch.optim.Optimizer):
+    """Adam whose every step is its first: corrected for their start, both moments are those of one gradient.
+
+    So the betas cancel out, `p -= lr (g / (|g| + eps) + weight_decay p)`, and there is nothing to keep or to save.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+                    parameter.addcdiv_(parameter.grad, parameter.grad.abs() + group["eps"], value=-group["lr"])

@@ -8,15 +8,19 @@ that are trained on.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from slime.config import Config
 from slime.config.asynchronous import may_be_older, versions_behind
 from slime.config.start import find_reference, find_start
-from slime.errors import RunFailed
+from slime.errors import RunFailed, UserError
 
 KL_BEFORE_UPDATE = 1e-8
-LOG_PROB_GAP = 0.1
+GRAD_NORM_TOLERANCE = 0.01
+GRAD_NORMS = {"actor": "train/grad_norm", "critic": "train/critic-grad_norm"}
 
 
 class SelfCheckFailed(RunFailed):
@@ -35,13 +39,53 @@ def check_numbers(config: Config, rollout_id: int, steps: Sequence[Mapping[str, 
 def _bounded(config: Config, steps: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, float, float]]:
     first = steps[0]
     of_older_weights = config.keep_old_actor and versions_behind(config) > 0
-    if "train/ppo_kl" in first and not config.use_rollout_logprobs and not of_older_weights:
+    checks_kl = not config.ci_disable_kl_checker
+    if checks_kl and "train/ppo_kl" in first and not config.use_rollout_logprobs and not of_older_weights:
         yield "train/ppo_kl before the first update", first["train/ppo_kl"], KL_BEFORE_UPDATE
-    if "train/kl_loss" in first and first["train/step"] == 0 and find_start(config) == find_reference(config):
+    is_first = "train/kl_loss" in first and first["train/step"] == 0
+    if checks_kl and is_first and find_start(config) == find_reference(config):
         yield "train/kl_loss before the first update", first["train/kl_loss"], KL_BEFORE_UPDATE
     if may_be_older(config):
         return  # what older weights sampled is not what these would
     for step in steps:
         gap = step.get("train/train_rollout_logprob_abs_diff")
         if gap is not None:
-            yield "train/train_rollout_logprob_abs_diff", gap, LOG_PROB_GAP
+            yield "train/train_rollout_logprob_abs_diff", gap, config.ci_train_rollout_logprob_abs_diff_threshold
+
+
+def check_grad_norms(config: Config, rollout_id: int, steps: Sequence[Mapping[str, float]]) -> None:
+    """Write the gradient norms of a rollout's steps, or compare them with those that another run has written."""
+    for index, step in enumerate(steps):
+        for role, name in GRAD_NORMS.items():
+            if name not in step:
+                continue
+            written = _norm_file("--ci-save-grad-norm", config.ci_save_grad_norm, role, rollout_id, index)
+            if written is not None:
+                written.parent.mkdir(parents=True, exist_ok=True)
+                written.write_text(json.dumps(step[name]))
+            expected = _norm_file("--ci-load-grad-norm", config.ci_load_grad_norm, role, rollout_id, index)
+            if expected is not None:
+                _compare(expected, f"{name} of rollout {rollout_id}, step {index},", step[name])
+
+
+def _norm_file(flag: str, template: str | None, role: str, rollout_id: int, step: int) -> Path | None:
+    """Where a norm belongs; None for one that a name without its placeholder has no place for."""
+    if template is None or (rollout_id and "{rollout_id" not in template) or (step and "{step_id" not in template):
+        return None
+    if role != "actor" and "{role" not in template:
+        return None
+    try:
+        return Path(template.format(role=role, rollout_id=rollout_id, step_id=step))
+    except (KeyError, IndexError, ValueError) as error:
+        raise UserError(f"{flag} {template} may hold only {{role}}, {{rollout_id}} and {{step_id}}") from error
+
+
+def _compare(file: Path, what: str, norm: float) -> None:
+    try:
+        expected = float(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"--ci-load-grad-norm: {file} has no gradient norm ({error}): write it with --ci-save-grad-norm"
+        ) from error
+    if not math.isclose(norm, expected, rel_tol=GRAD_NORM_TOLERANCE, abs_tol=GRAD_NORM_TOLERANCE):
+        raise SelfCheckFailed(f"--ci-load-grad-norm: {what} is {norm:g}, but {expected:g} in {file}")

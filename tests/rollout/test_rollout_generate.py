@@ -1,11 +1,14 @@
 """The default generate: tokens, log-probs, limits, continuation, retries."""
 
+from contextlib import nullcontext
+
 import pytest
 from aiohttp import web
 
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineFailed, EngineRejected, EngineUnreachable
 from slime.engine.http.protocol import sampling_seed
+from slime.rollout.gate import as_evaluation
 from slime.rollout.requests import AbortedTooOften, PromptTooLong, generate
 
 
@@ -57,6 +60,16 @@ def test_the_context_limits_new_tokens(engine, make_runtime):
     sample = run_generate(runtime, Sample(prompt="abcd"))
     assert engine.requests[0]["sampling_params"]["max_new_tokens"] == 3
     assert len(sample.tokens) == 7
+
+
+def test_an_evaluation_has_a_context_of_its_own(engine, make_runtime):
+    engine.respond = lambda body: "0123456789"
+    runtime = make_runtime([engine.url], rollout_max_context_len=7, eval_max_context_len=6)
+    for evaluates, expected in ((False, 3), (True, 2)):
+        with as_evaluation() if evaluates else nullcontext():
+            sample = run_generate(runtime, Sample(prompt="abcd"))
+        assert engine.requests[-1]["sampling_params"]["max_new_tokens"] == expected
+        assert len(sample.tokens) == 4 + expected
 
 
 def test_a_prompt_without_room_for_a_response_is_refused(engine, make_runtime):

@@ -1,12 +1,20 @@
-"""Which parameters are trained."""
+"""Which parameters are trained, and Adam without memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+import torch
 from torch import nn
 
+from slime.config import Config, derive
 from slime.errors import UserError
-from slime.train.optimizer import choose_trainable
+from slime.train.optimizer import choose_trainable, make_optimizer, set_rates
+from slime.train.rates import Rates
+from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import make_samples
 
 
 def test_freezing_by_pattern() -> None:
@@ -15,3 +23,49 @@ def test_freezing_by_pattern() -> None:
     assert [p.requires_grad for p in module.parameters()] == [False, False, True, True]
     with pytest.raises(UserError, match="leaves no parameter to train"):
         choose_trainable(module, freeze=None, only_train=["third"])
+
+
+def test_freezing_the_indexer_is_freezing_by_pattern() -> None:
+    layer = nn.ModuleDict({"indexer": nn.ModuleDict({"wq": nn.Linear(2, 2)}), "q_proj": nn.Linear(2, 2)})
+    module = nn.ModuleDict({"self_attn": layer})
+    config = derive(
+        Config(hf_checkpoint="m", rollout_batch_size=1, freeze_indexer=True, freeze_params_name_list=["q_proj.bias"])
+    )
+    choose_trainable(module, freeze=config.freeze_params_name_list, only_train=None)
+    assert [name for name, p in module.named_parameters() if p.requires_grad] == ["self_attn.q_proj.weight"]
+    assert derive(config).freeze_params_name_list == config.freeze_params_name_list
+
+
+def test_adam_without_memory_is_a_new_adam_in_every_step() -> None:
+    """Against torch's AdamW, made anew before each update."""
+    config = Config(use_stateless_adam=True, lr=1e-2, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3)
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(4, 3), nn.Linear(4, 3)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = make_optimizer(ours.parameters(), config)
+    for step in range(4):
+        rates = Rates(1e-2 * (step + 1), 0.1)
+        set_rates(optimizer, rates)
+        fresh = make_optimizer(theirs.parameters(), config.replace(use_stateless_adam=False))
+        set_rates(fresh, rates)
+        inputs = torch.randn(5, 4)
+        for module, used in ((ours, optimizer), (theirs, fresh)):
+            module.zero_grad()
+            module(inputs).square().sum().backward()
+            used.step()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.allclose(mine, other, rtol=1e-6, atol=1e-7)
+    assert not optimizer.state
+
+
+def test_a_run_without_optimizer_state_saves_and_resumes(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    flags = {"use_stateless_adam": True, "save": str(tmp_path / "c"), "load": str(tmp_path / "c")}
+    first = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
+    first.train(0, make_samples(3, 3))
+    first.trainer.save(0)
+    assert not list((tmp_path / "c").rglob("optim-*.safetensors"))
+    second = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
+    assert second.start == 1
+    for run in (first, second):
+        run.train(1, make_samples(3, 3))
+    assert all(torch.equal(first.weights[name], tensor) for name, tensor in second.weights.items())

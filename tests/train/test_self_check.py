@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from slime.config import Config
+from slime.errors import UserError
 from slime.train.actor import Actor
 from slime.train.backends.fsdp import local_part
-from slime.train.self_check import SelfCheckFailed, check_numbers
+from slime.train.self_check import SelfCheckFailed, check_grad_norms, check_numbers
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
@@ -48,6 +49,39 @@ def test_a_wrong_number_is_named(name: str, value: float, sentence: str) -> None
 def test_the_gap_to_the_engine_is_checked_in_every_step() -> None:
     with pytest.raises(SelfCheckFailed, match=r"logprob_abs_diff is 0\.5"):
         check_numbers(CONFIG, 0, [GOOD, {**GOOD, "train/train_rollout_logprob_abs_diff": 0.5}])
+
+
+def test_the_checks_can_be_loosened_one_by_one() -> None:
+    far = {**GOOD, "train/train_rollout_logprob_abs_diff": 0.15}
+    check_numbers(CONFIG.replace(ci_train_rollout_logprob_abs_diff_threshold=0.2), 0, [far])
+    with pytest.raises(SelfCheckFailed, match=r"abs_diff is 0\.15 in rollout 0, but may be at most 0\.05"):
+        check_numbers(CONFIG.replace(ci_train_rollout_logprob_abs_diff_threshold=0.05), 0, [far])
+    no_kl = CONFIG.replace(ci_disable_kl_checker=True)
+    check_numbers(no_kl, 0, [{**GOOD, "train/ppo_kl": 1.0, "train/kl_loss": 1.0}])
+    with pytest.raises(SelfCheckFailed, match="abs_diff"):
+        check_numbers(no_kl, 0, [far])
+
+
+def test_gradient_norms_of_two_runs_are_compared(tmp_path: Path) -> None:
+    template = str(tmp_path / "norms" / "{role}-{rollout_id}-{step_id}.pt")
+    steps = [{"train/grad_norm": 3.0, "train/critic-grad_norm": 7.0}, {"train/grad_norm": 4.0}]
+    check_grad_norms(CONFIG.replace(ci_save_grad_norm=template), 1, steps)
+    assert {file.name for file in (tmp_path / "norms").iterdir()} == {"actor-1-0.pt", "critic-1-0.pt", "actor-1-1.pt"}
+    compares = CONFIG.replace(ci_load_grad_norm=template)
+    check_grad_norms(compares, 1, [{**steps[0], "train/grad_norm": 3.02}, steps[1]])
+    with pytest.raises(SelfCheckFailed, match=r"train/critic-grad_norm of rollout 1, step 0, is 7\.2, but 7 in "):
+        check_grad_norms(compares, 1, [{**steps[0], "train/critic-grad_norm": 7.2}])
+    with pytest.raises(UserError, match=r"actor-0-0\.pt has no gradient norm .* write it with --ci-save-grad-norm"):
+        check_grad_norms(compares, 0, steps)
+    with pytest.raises(UserError, match="may hold only"):
+        check_grad_norms(CONFIG.replace(ci_save_grad_norm="{other}"), 0, steps)
+
+
+def test_one_file_is_for_the_first_norm_of_a_run(tmp_path: Path) -> None:
+    config = CONFIG.replace(ci_save_grad_norm=str(tmp_path / "norm.pt"))
+    for rollout_id, norm in ((0, 3.0), (1, 5.0)):
+        check_grad_norms(config, rollout_id, [{"train/grad_norm": norm}, {"train/grad_norm": 9.0}])
+    assert (tmp_path / "norm.pt").read_text() == "3.0"
 
 
 def test_another_reference_may_differ_from_the_start(tmp_path: Path) -> None:

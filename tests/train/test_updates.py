@@ -14,6 +14,7 @@ from slime.errors import UserError
 from slime.train.batch import flatten_samples, make_train_batch
 from slime.train.group import rank_shares
 from slime.train.schedule import build_schedule
+from tests.train import hooks
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
@@ -43,6 +44,32 @@ def test_steps_of_the_critic_alone_use_nothing_of_the_policys_schedule(model_fol
     steps = [again.train(rollout_id, make_samples(3, 3))["metrics"][0] for rollout_id in range(3, 6)]
     assert [step["train/lr-pg_0"] for step in steps] == pytest.approx([5e-4, 1e-3, 6e-4])
     assert [step["train/critic-lr-pg_0"] for step in steps] == pytest.approx([8e-4, 6e-4, 4e-4])
+
+
+def test_a_custom_loss_can_be_computed_again_instead_of_kept(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    loss = hooks.likelihood_by_metadata
+
+    def counted(args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> Any:
+        calls.append(len(batch["tokens"]))
+        return loss(args, batch, logits, sum_of_sample_mean)
+
+    monkeypatch.setattr(hooks, "likelihood_by_metadata", counted)
+    flags = {"loss_type": "custom_loss", "custom_loss_function_path": f"{hooks.__name__}.likelihood_by_metadata"}
+    weights, times = [], []
+    for again in (False, True):
+        run = InProcess(config_for(model_folder("llama"), tmp_path, **flags, recompute_loss_function=again))
+        groups = make_samples(3, 3)
+        for sample in flatten_samples(groups):
+            sample.train_metadata = {"weight": 1.0}
+        calls.clear()
+        run.train(0, groups)
+        times.append(len(calls))
+        weights.append(run.weights)
+    assert times[1] == 2 * times[0]
+    assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
 
 
 def test_a_critics_loss_that_is_no_number_is_a_sentence(model_folder: Folder, tmp_path: Path) -> None:

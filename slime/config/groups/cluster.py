@@ -3,6 +3,7 @@
 # ruff: noqa: RUF009 (`flag` declares a dataclass field)
 
 from dataclasses import dataclass
+from typing import Any
 
 from slime.config.flag import at_least, flag
 
@@ -33,6 +34,9 @@ class ClusterFlags:
     device: str = flag("auto", "where tensors live; auto: CUDA if there is a GPU", choices=("auto", "cpu", "cuda"))
     distributed_timeout_minutes: int = flag(
         10, "deadline of every collective and of every call to a trainer", check=at_least(1)
+    )
+    train_env_vars: dict[str, Any] = flag(
+        {}, "environment variables that trainers get beside the run's own; they are kept in config.yaml", metavar="JSON"
     )
     pass_env: list[str] | None = flag(
         None,

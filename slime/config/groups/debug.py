@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from slime.config.flag import between, flag
+from slime.config.flag import at_least, between, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +12,16 @@ class DebugFlags:
     dry_run: bool = flag(False, "print the plan (processes, batches, memory, files) and exit")
     ci_test: bool = flag(
         False, "end the run when its log-probs contradict each other: KL before any update, trainer against engine"
+    )
+    ci_disable_kl_checker: bool = flag(False, "--ci-test without the two checks of the KL before any update")
+    ci_train_rollout_logprob_abs_diff_threshold: float = flag(
+        0.1, "--ci-test: most that trainer and engine may differ in log-probs, on average", check=at_least(0)
+    )
+    ci_save_grad_norm: str | None = flag(
+        None, "write gradient norms to this file; {role}, {rollout_id} and {step_id} are filled in", metavar="FILE"
+    )
+    ci_load_grad_norm: str | None = flag(
+        None, "end the run when a gradient norm differs by more than 1 % from that in this file", metavar="FILE"
     )
     debug_rollout_only: bool = flag(False, "generate and score, train nothing: no training process is started")
     debug_train_only: bool = flag(False, "train without engines, on dumped rollouts or what the rollout function makes")

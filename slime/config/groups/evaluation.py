@@ -37,4 +37,7 @@ class EvalFlags:
     eval_max_prompt_len: int | None = flag(
         None, "longer prompts are dropped", check=at_least(1), derived="--rollout-max-prompt-len"
     )
+    eval_max_context_len: int | None = flag(
+        None, "most tokens of prompt and response together", check=at_least(2), derived="--rollout-max-context-len"
+    )
     eval_min_new_tokens: int | None = flag(None, "fewest new tokens", check=at_least(0))

@@ -26,10 +26,14 @@ class ModelFlags:
     recompute_activations: bool = flag(
         False, "recompute activations in the backward pass: less memory, about a third more work"
     )
+    recompute_loss_function: bool = flag(
+        False, "custom losses are called again in the backward pass instead of keeping what they computed"
+    )
     trust_remote_code: bool = flag(False, "run model code that ships inside the model folder")
     freeze_params_name_list: list[str] | None = flag(
         None, "regular expressions of parameter names that are not trained", metavar="REGEX"
     )
+    freeze_indexer: bool = flag(False, "the indexers of sparse attention are not trained")
     only_train_params_name_list: list[str] | None = flag(
         None, "regular expressions of the only parameter names that are trained", metavar="REGEX"
     )

@@ -44,6 +44,9 @@ class OptimizerFlags:
     weight_decay_incr_style: str = flag(
         "constant", "from --start-weight-decay to --end-weight-decay", choices=("constant", "linear", "cosine")
     )
+    use_stateless_adam: bool = flag(
+        False, "Adam without memory: every step is the first of a new one; there is no optimizer state"
+    )
     adam_beta1: float = flag(0.9, "decay of the first moment", check=between(0, 1, high_open=True))
     adam_beta2: float = flag(0.95, "decay of the second moment", check=between(0, 1, high_open=True))
     adam_eps: float = flag(1e-8, "added to the denominator", check=above(0))

@@ -18,7 +18,7 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.train.backends.protocol import NamedTensor
 from slime.train.distributed import Ranks
-from slime.train.optimizer import choose_trainable, make_adamw, set_rates
+from slime.train.optimizer import choose_trainable, make_optimizer, set_rates
 from slime.train.policy import PackedModel
 from slime.train.rates import Rates
 
@@ -39,7 +39,7 @@ class FSDPBackend:
             _enable_recompute(model)
         choose_trainable(model, freeze=config.freeze_params_name_list, only_train=config.only_train_params_name_list)
         shard(module, ranks, MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32))
-        self.optimizer = make_adamw(module.parameters(), config)
+        self.optimizer = make_optimizer(module.parameters(), config)
         self._parameters = dict(model.named_parameters())
 
     def begin_micro_batch(self, *, last: bool) -> None:
