@@ -20,6 +20,7 @@ from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.asynchronous import ONE_STEP
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN, SFT_ROLLOUT_FUNCTION
 from slime.config.no_effect import flag_list, flags_without_effect
+from slime.config.parser import flags_of_custom_file
 from slime.config.start import reference_in_words, start_in_words, start_notes
 from slime.engine.fleet.backend import EXTERNAL, choose_backend
 from slime.engine.fleet.engines import check_engines, count_engines
@@ -343,7 +344,7 @@ def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
 
 
 def _notes(config: Config, backend: str) -> list[str]:
-    notes = list(start_notes(config))
+    notes = [*start_notes(config), *_custom_file_notes(config)]
     if (other := Path.cwd() / _OWN_PACKAGE.name).joinpath("__init__.py").is_file() and other.resolve() != _OWN_PACKAGE:
         notes.append(f"this folder has a {other.name} of its own ({other}); the run is that of {_OWN_PACKAGE}")
     if evaluates(config) and not needs_engines(config):
@@ -380,6 +381,15 @@ def _notes(config: Config, backend: str) -> list[str]:
         those = "the embedded engine" if backend == "embedded" else "engines that run already"
         notes.append(f"SGLang flags without effect on {those}: {flag_list(sglang)}")
     return notes
+
+
+def _custom_file_notes(config: Config) -> list[str]:
+    """A saved config has the values already, and may have outlived the file."""
+    path = config.carried.get("custom_config_path")
+    if path is None or not Path(path).expanduser().is_file():
+        return []
+    given = ", ".join(f"{flag} {value}" for flag, value in flags_of_custom_file(path).items())
+    return [f"--custom-config-path {path} sets {given}, whatever the command line says"] if given else []
 
 
 def _nucleus_notes(config: Config) -> list[str]:

@@ -77,6 +77,18 @@ def test_what_was_left_out_is_a_note(flags: dict[str, Any]) -> None:
     assert not [note for note in plan_of(bare, loss_type="sft_loss").notes if "max-response-len" in note]
 
 
+def test_flags_that_a_custom_file_sets_are_a_note(flags: dict[str, Any], tmp_path: Path) -> None:
+    own = tmp_path / "mis.yaml"
+    own.write_text("use_tis: true\ntis_level: token\nmine: 1\nwandb_key: abc\n")
+    (note,) = [n for n in plan_of(flags, carried={"custom_config_path": str(own)}).notes if "custom" in n]
+    assert note == (
+        f"--custom-config-path {own} sets --use-tis True, --tis-level token, --wandb-key (not shown), whatever the "
+        "command line says"
+    )
+    own.unlink()
+    assert not [n for n in plan_of(flags, carried={"custom_config_path": str(own)}).notes if "custom" in n]
+
+
 class AnEngine(BaseHTTPRequestHandler):
     """Answers what an engine is asked about itself; the server's `model` is what it serves."""
 

@@ -20,7 +20,7 @@ FILE_FLAGS: tuple[tuple[str, str, str], ...] = (
     (
         "--custom-config-path",
         "FILE",
-        "YAML file of your own values, which plugins read as args.<name>; names of flags are refused",
+        "YAML file that sets flags, over the command line, and your own values, which plugins read as args.<name>",
     ),
     ("--help", "", "show this text"),
 )

@@ -2,7 +2,8 @@
 
 Invariant: every word is accounted for. A flag is a field, a carried-through one (sglang-*, router-*, Megatron's, the
 user's own), a known one this version lacks, or an error that suggests the nearest name. Precedence, lowest first:
-defaults, --config files in order, the command line. Entries of --custom-config-path are the user's own: no flags.
+defaults, --config files in order, the command line, --custom-config-path files in order, which also hold the user's own
+entries.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def parse_flags(argv: Sequence[str] | None = None, add_custom_arguments: AddCust
     _take_command_line(occurrences, custom, values, carried)
     for occurrence in occurrences:
         if occurrence.name == "custom-config-path":
-            carried.update(_own_entries(_single_word(occurrence)))
+            _take_custom_file(_single_word(occurrence), values, carried)
     return Config(**values, carried=carried)
 
 
@@ -205,17 +206,36 @@ def _take_file(
             _refuse_key(key, flag, path)
 
 
-def _own_entries(path: str) -> dict[str, Any]:
-    """The user's own values, for plugins to read as `args.<name>`; a name that means something already is refused."""
-    entries: dict[str, Any] = {}
+def _take_custom_file(path: str, values: dict[str, Any], carried: dict[str, Any]) -> None:
+    """Every entry is set: on the flag of its name, over whatever else says, or for plugins to read as `args.<name>`."""
+    carried["custom_config_path"] = path
     for key, value in read_config_file(path, what="--custom-config-path").items():
-        name = key.replace("-", "_")
-        if key.replace("_", "-") in _BY_FLAG:
-            raise UserError(f"{key} in {path} is the flag --{name.replace('_', '-')}: give it there, or rename the key")
-        if hasattr(Config, name):
-            raise UserError(f"{key} in {path} is taken: args.{name} is part of the config object, rename the key")
-        entries[name] = plain_value(value, f"{key} in {path}")
-    return entries
+        flag, name, where = key.replace("_", "-"), key.replace("-", "_"), f"{key} in {path}"
+        spec = _BY_FLAG.get(flag)
+        if spec is not None:
+            values[spec.name] = None if value is None else _in_range(spec, coerce(spec, value, where), where)
+            if value is None and spec.default is not None:
+                raise UserError(f"{where} must have a value: drop the key for the default")
+        elif (sentence := refusal(flag)) is not None:
+            raise UserError(f"{path}: {sentence}")
+        elif hasattr(Config, name) or flag in _FILE_FLAGS:
+            raise UserError(f"{where} is taken: args.{name} has a meaning already, rename the key")
+        else:
+            carried[name] = plain_value(value, where)
+
+
+def _in_range(spec: FlagSpec, value: Any, where: str) -> Any:
+    complaint = spec.info.check(value) if spec.info.check else None
+    if complaint:
+        raise UserError(f"{where} {complaint}, not {value}")
+    return value
+
+
+def flags_of_custom_file(path: str) -> dict[str, Any]:
+    """The entries of such a file that set flags, by flag, as they may be shown."""
+    entries = read_config_file(path, what="--custom-config-path").items()
+    named = ((_BY_FLAG.get(key.replace("_", "-")), value) for key, value in entries)
+    return {spec.flag: "(not shown)" if spec.info.secret else value for spec, value in named if spec is not None}
 
 
 def _is_carried(flag: str) -> bool:

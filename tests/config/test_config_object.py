@@ -49,6 +49,18 @@ def test_saved_config_starts_the_identical_run(valid: dict[str, Any], prompts: P
     assert parse_args(["--config", str(file), "--seed", "9"]) == config.replace(seed=9)
 
 
+def test_a_saved_config_has_what_a_custom_file_set(valid_argv: list[str], tmp_path: Path) -> None:
+    own, saved = tmp_path / "mis.yaml", tmp_path / "config.yaml"
+    own.write_text("use_tis: true\ntis_clip: 5.0\nn_samples_per_prompt: 4\nmine: 1\n")
+    config = parse_args([*valid_argv, "--tis-clip", "3", "--custom-config-path", str(own)])
+    assert (config.use_tis, config.tis_clip, config.rs_upper_bound, config.carried["mine"]) == (True, 5.0, 5.0, 1)
+    assert config.global_batch_size == 32 * 4  # derived from what the file says
+    save_config(config, saved)
+    assert parse_args(["--config", str(saved), "--custom-config-path", str(own)]) == config
+    own.unlink()
+    assert parse_args(["--config", str(saved)]) == config
+
+
 def test_carried_flags_read_like_fields_and_missing_ones_are_named() -> None:
     config = Config(carried={"sglang_context_length": 10})
     assert config.sglang_context_length == 10

@@ -198,20 +198,48 @@ def test_bad_files_are_one_sentence(tmp_path: Path, text: str, sentence: str) ->
     assert sentence.format(file=file) in refused("--config", str(file))
 
 
-def test_custom_config_adds_entries_and_never_sets_flags(tmp_path: Path) -> None:
+def test_custom_config_sets_flags_over_the_command_line_and_adds_entries(tmp_path: Path) -> None:
+    file, second = tmp_path / "mine.yaml", tmp_path / "second.yaml"
+    file.write_text(
+        "use-tis: true\ntis_level: sequence\ntis_clip: 5\nrs_lower_bound: null\nrs_veto_threshold: 1e-4\nlr: 0.5\n"
+        "sglang_mem_fraction_static: 0.5\ntis_upper_bound: 2.0\nsearch-url: http://x\nnested: {a: [1, 2], lr: {b: null}}\n"
+    )
+    second.write_text("tis_level: geometric\nsearch_url: http://y\n")
+    words = ["--custom-config-path", str(file), "--lr", "0.1", "--no-use-tis", "--rs-lower-bound", "0.2"]
+    config = parse_flags(words)
+    assert (config.lr, config.use_tis, config.tis_level, config.tis_clip) == (0.5, True, "sequence", 5.0)
+    assert (config.rs_lower_bound, config.rs_veto_threshold) == (None, 1e-4)
+    assert config.carried == {
+        "custom_config_path": str(file),
+        "sglang_mem_fraction_static": 0.5,
+        "tis_upper_bound": 2.0,
+        "search_url": "http://x",
+        "nested": {"a": [1, 2], "lr": {"b": None}},
+    }
+    both = parse_flags([*words, "--custom-config-path", str(second)])
+    assert (both.tis_level, both.use_tis, both.carried["search_url"]) == ("geometric", True, "http://y")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("lr: fast", "lr in {file} must be a number, not 'fast'"),
+        ("use_tis: 1", "use_tis in {file} must be true or false, not 1"),
+        (
+            "tis_level: tokens",
+            "tis_level in {file} must be one of token, sequence, geometric, not 'tokens': did you mean",
+        ),
+        ("tis_clip: -1", "tis_clip in {file} must be greater than 0, not -1.0"),
+        ("lr: null", "lr in {file} must have a value: drop the key for the default"),
+        ("replace: 3", "replace in {file} is taken: args.replace has a meaning already, rename the key"),
+        ("config: x.yaml", "config in {file} is taken: args.config has a meaning already, rename the key"),
+        ("use_routing_replay: true", "{file}: --use-routing-replay is not taken: "),
+    ],
+)
+def test_a_bad_custom_config_is_one_sentence_with_file_and_key(tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("search-url: http://x\nnested: {a: [1, 2], lr: {b: null}}\n")
-    config = parse_flags(["--lr", "0.1", "--custom-config-path", str(file)])
-    assert config.lr == 0.1
-    assert config.search_url == "http://x"
-    assert config.nested == {"a": [1, 2], "lr": {"b": None}}
-    for text, sentence in (
-        ("lr: 0.5", f"lr in {file} is the flag --lr: give it there, or rename the key"),
-        ("rollout_batch_size: 3", f"rollout_batch_size in {file} is the flag --rollout-batch-size: give it there"),
-        ("replace: 3", f"replace in {file} is taken: args.replace is part of the config object"),
-    ):
-        file.write_text(text)
-        assert sentence in refused("--custom-config-path", str(file))
+    file.write_text(text)
+    assert sentence.format(file=file) in refused("--custom-config-path", str(file))
 
 
 def test_custom_arguments_land_in_carried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
