@@ -59,9 +59,8 @@ from slime.plugins import load_function
 from slime.plugins.tracking import logged_to
 from slime.rescue import weights_rescued
 from slime.rollout.dump import DumpedRollouts, save_evaluation
-from slime.rollout.evaluate import read_eval_datasets
+from slime.rollout.evaluate import checked_evaluation, read_eval_datasets
 from slime.rollout.feed import Feed, Generated, RolloutMaker, make_feed
-from slime.rollout.metrics import eval_metrics
 from slime.rollout.report.completions import PER_DATASET, PER_ROLLOUT, completion_rows, evaluated_samples
 from slime.rollout.report.concerns import Concerns
 from slime.rollout.types import RolloutFnEvalOutput, call_rollout_fn, leaves
@@ -333,10 +332,12 @@ class Run:
         if not evaluates(self.config) or self.parts.engines is None:
             return
         self.progress.status("rollout", "evaluating")
+        self.runtime.state.evaluation_id = step
         with self.parts.engines_at_work():
             output = call_rollout_fn(self._eval_fn, self.runtime.plugin_args, step, self.data_source, evaluation=True)
         assert isinstance(output, RolloutFnEvalOutput)
-        metrics = eval_metrics(self.runtime.args, output.data) if output.metrics is None else dict(output.metrics)
+        output = checked_evaluation(self.runtime.args, output)
+        metrics = dict(output.metrics or {})
         save_evaluation(self.config, step, output.data)
         completions = evaluated_samples(output.data)
         if self.journal is not None:

@@ -49,6 +49,43 @@ async def evaluate(args: Config, rollout_id: int) -> RolloutFnEvalOutput:
     return RolloutFnEvalOutput(data, eval_metrics(args, data))
 
 
+async def evaluate_dataset(args: Any, rollout_id: int, dataset: EvalDataset) -> dict[str, dict[str, Any]]:
+    """Evaluate on one dataset, under its name; its prompts are read once per runtime."""
+    runtime = runtime_for(args)
+    runtime.state.evaluation_id = rollout_id
+    known = runtime.eval_datasets | runtime.single_eval_datasets
+    what = known.get(dataset.name)
+    if what is None or what.dataset != dataset:
+        what = EvalPrompts(dataset, _read(runtime.args, dataset, runtime.tokenizer))
+        runtime.single_eval_datasets[dataset.name] = what
+    with runtime.eval_pulse.during(len(what.prompts) * dataset.n_samples_per_eval_prompt):
+        return {dataset.name: await _evaluate_dataset(runtime, what)}
+
+
+def checked_evaluation(args: Config, output: RolloutFnEvalOutput) -> RolloutFnEvalOutput:
+    """What an evaluation function returned, with all metrics; samples without a reward stand apart, as failed."""
+    data = {name: _scored_apart(name, result) for name, result in output.data.items()}
+    metrics = dict(output.metrics or {})
+    if not all(f"eval/{name}" in metrics for name in data):
+        metrics = eval_metrics(args, data) | metrics
+    return RolloutFnEvalOutput(data, metrics)
+
+
+def _scored_apart(name: str, result: dict[str, Any]) -> dict[str, Any]:
+    rewards = result["rewards"]
+    if all(reward is not None for reward in rewards):
+        return result
+    if all(reward is None for reward in rewards):
+        raise RolloutFailed(f"evaluation on {name}: none of the {len(rewards)} samples was scored")
+    failed = [sample for sample, reward in zip(result.get("samples") or (), rewards, strict=False) if reward is None]
+    aligned = {
+        key: [value for value, reward in zip(values, rewards, strict=True) if reward is not None]
+        for key, values in result.items()
+        if key in ("rewards", "truncated", "samples") and len(values) == len(rewards)
+    }
+    return {**result, **aligned, "failed": [*result.get("failed", ()), *failed]}
+
+
 def read_eval_datasets(args: Config, tokenizer: Any) -> dict[str, EvalPrompts]:
     """All datasets by name; whatever is wrong with one of them is a `UserError`."""
     return {one.name: EvalPrompts(one, _read(args, one, tokenizer)) for one in eval_datasets(args)}

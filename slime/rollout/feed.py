@@ -29,7 +29,7 @@ from slime.rollout.failures import FailureLog, refuse_all_failed
 from slime.rollout.landing import Origin
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.report.pulse import Pulse
-from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.runtime import RolloutRuntime, find_runtime
 from slime.rollout.staleness import staleness_metrics
 from slime.rollout.types import RolloutFnTrainOutput, call_rollout_fn, leaves
 from slime.waits import acting_as, background, raise_failures, waiting
@@ -79,6 +79,9 @@ class RolloutMaker:
         """The rollout from the journal if it was made before, else from the rollout function."""
 
         def call() -> RolloutFnTrainOutput:
+            runtime = find_runtime(self._args)
+            if runtime is not None:
+                runtime.state.rollout_id = rollout_id  # for hooks, whoever calls them
             with self._pulse.during(self._args.rollout_batch_size * self._args.n_samples_per_prompt):
                 output = call_rollout_fn(
                     self._rollout_fn, plugin_args(self._args), rollout_id, self._data_source, evaluation=False
@@ -99,7 +102,9 @@ class RolloutMaker:
             output = sample()
         seconds = time.monotonic() - began
         samples = self._usable(rollout_id, output.samples)
-        made = rollout_metrics(self._args, samples, seconds) if output.metrics is None else dict(output.metrics)
+        made = dict(output.metrics or {})
+        if "perf/rollout_time" not in made:  # a function of the user adds to what is known of every rollout
+            made = rollout_metrics(self._args, samples, seconds) | made
         if may_be_older(self._args):
             made |= staleness_metrics(samples, rollout_id)
         if self._journal is not None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.failures import RolloutFailed
-from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.runtime import RolloutRuntime, find_runtime
 from slime.rollout.types import Group, leaves, sampled_tokens
 
 LEAST_STD = 1e-6
@@ -36,23 +37,67 @@ class DynamicFilterOutput:
     keep: bool
     reason: str | None = None
     keep_when_insufficient: bool = False
+    note_drop: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+    """Tells the journal that the group is not trained on; set for rollout functions of users."""
 
 
-def call_dynamic_filter(
-    function: Callable[..., Any] | None, args: Any, samples: Sequence[Sample]
-) -> DynamicFilterOutput:
+def verdict_of(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
     """The filter's answer as the type above; no filter keeps everything."""
-    if function is None:
-        return DynamicFilterOutput(keep=True)
-    output = function(args, list(samples))
+    output = True if fn is None else fn(*args, **kwargs)
     if isinstance(output, DynamicFilterOutput):
         return output
     if isinstance(output, bool | np.bool_):
         return DynamicFilterOutput(keep=bool(output))
+    path = args[0].dynamic_sampling_filter_path if args else None
     raise UserError(
-        f"--dynamic-sampling-filter-path {args.dynamic_sampling_filter_path} returned {output!r:.80}: it must return a "
-        "bool or a DynamicFilterOutput"
+        f"--dynamic-sampling-filter-path {path} returned {output!r:.80}: it must return a bool or a DynamicFilterOutput"
     )
+
+
+def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
+    """For rollout functions of users, which throw away what is not kept: the journal has it as dropped from here on.
+
+    What may be kept all the same is so once `should_drop_dynamic_filter_output` has said it.
+    """
+    verdict = verdict_of(fn, *args, **kwargs)
+    runtime = find_runtime(args[0]) if len(args) > 1 else None
+    if verdict.keep or runtime is None or runtime.journal is None:
+        return verdict
+    verdict.note_drop = partial(runtime.journal.drop, [args[1]])
+    if not verdict.keep_when_insufficient:
+        verdict.note_drop()
+    return verdict
+
+
+def should_drop_dynamic_filter_output(
+    output: DynamicFilterOutput, remaining_batch_size: int = 0, target_data_size: int = -1
+) -> bool:
+    """Whether a group is thrown away: it is not kept, nor needed because without it prompts would run short."""
+    is_dropped = not output.keep and not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)
+    if is_dropped and output.note_drop is not None:
+        output.note_drop()
+    return is_dropped
+
+
+class MetricGatherer:
+    """Counts what dynamic filters dropped, for rollout functions of users."""
+
+    def __init__(self) -> None:
+        self._reasons: Counter[str] = Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        """Count a group; one that was dropped for no reason is not named."""
+        if reason:
+            self._reasons[reason] += 1
+
+    def collect(self) -> dict[str, float]:
+        """The counts under their metrics' names."""
+        return drop_metrics(self._reasons)
+
+
+def drop_metrics(reasons: Counter[str]) -> dict[str, float]:
+    """Dropped groups by reason."""
+    return {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in reasons.items()}
 
 
 def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **kwargs: Any) -> DynamicFilterOutput:
@@ -127,14 +172,13 @@ class GroupJudge:
 
     def metrics(self) -> dict[str, float]:
         """Dropped groups by reason, and their tokens."""
-        counts = {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in self.reasons.items()}
-        return counts | {"rollout/dropped_tokens": float(self.dropped_tokens)}
+        return drop_metrics(self.reasons) | {"rollout/dropped_tokens": float(self.dropped_tokens)}
 
     def _verdict(self, samples: list[Sample]) -> DynamicFilterOutput:
         alive = [sample for sample in samples if sample.status is not Sample.Status.FAILED]
         if self._filter is not None and not alive:
             return DynamicFilterOutput(keep=False, reason="failed")
-        return call_dynamic_filter(self._filter, self._runtime.plugin_args, alive)
+        return verdict_of(self._filter, self._runtime.plugin_args, alive)
 
     def _refuse_endless_dropping(self) -> None:
         batch = self._args.rollout_batch_size

@@ -139,7 +139,7 @@ class Flight:
         idle = asyncio.ensure_future(self._state.gate.wait_until_idle())
         try:
             while loop.time() - began < ABORT_DEADLINE_S:
-                await self._abort_requests()
+                await abort_requests(self._runtime)
                 in_grace = loop.time() - began < OWN_CLIENT_GRACE_S
                 pending = {one.task for one in self._under_way.values() if _must_end(one, in_grace)}
                 if not pending and idle.done():
@@ -163,14 +163,6 @@ class Flight:
         )
         await cancelled(late)
         self._left_behind |= {task for task in late if not task.done()}
-
-    async def _abort_requests(self) -> None:
-        if not self._runtime.engine_urls:
-            return
-        try:
-            await self._runtime.pool.broadcast("abort", abort_all=True, timeout_s=ABORT_DEADLINE_S)
-        except EngineError as error:
-            logger.warning("requests could not be aborted, they run to their end: %s", error)
 
     # what comes back
 
@@ -252,6 +244,16 @@ class Flight:
             self.thrown_away_tokens += one.ticket.thrown_away_tokens
             one.ticket.thrown_away_tokens = 0
         return one
+
+
+async def abort_requests(runtime: RolloutRuntime) -> None:
+    """Have the engines answer what they have so far."""
+    if not runtime.engine_urls:
+        return
+    try:
+        await runtime.pool.broadcast("abort", abort_all=True, timeout_s=ABORT_DEADLINE_S)
+    except EngineError as error:
+        logger.warning("requests could not be aborted, they run to their end: %s", error)
 
 
 def _must_end(one: UnderWay, in_grace: bool) -> bool:

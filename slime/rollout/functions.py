@@ -1,23 +1,34 @@
-"""The default rollout functions.
+"""The default rollout functions, and their parts for rollout files that users made of them.
 
-Called from synchronous code; the work happens on the event loop of the runtime that belongs to `args`.
+`generate_rollout` is called from synchronous code; the work happens on the event loop of the runtime that belongs to
+`args`. The parts may be awaited on any event loop: the engines, the limit on samples under way and the journal are used
+on the runtime's own.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-from slime.config import Config
+from slime import plugins
+from slime.data.sample import Sample
+from slime.rollout import requests, trajectory
 from slime.rollout.batch import generate_batch
-from slime.rollout.evaluate import evaluate
+from slime.rollout.evaluate import evaluate, evaluate_dataset
+from slime.rollout.failures import mark_failed
+from slime.rollout.flight import ABORT_AGAIN_S, abort_requests, result_of
+from slime.rollout.gate import as_evaluation
 from slime.rollout.runtime import runtime_for
+from slime.rollout.staleness import prompts_of
 from slime.rollout.state import GenerateState as _GenerateState
-from slime.rollout.types import Group, RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.types import Group, Produced, RolloutFnEvalOutput, RolloutFnTrainOutput, leaves
+from slime.waits import waiting
 
 
 def generate_rollout(
-    args: Config, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One training rollout, or with `evaluation` one pass over the evaluation datasets."""
     runtime = runtime_for(args)
@@ -27,21 +38,92 @@ def generate_rollout(
 
 
 async def generate_rollout_async(
-    args: Config, rollout_id: int, data_source: Any
+    args: Any, rollout_id: int, data_source: Any
 ) -> tuple[RolloutFnTrainOutput, list[Group]]:
-    """One training rollout on the running loop, and the groups to put back into the data source.
+    """One training rollout, and the groups to put back into the data source.
 
     `data_source` is a data source, which gets its groups back at once, or only its `get_samples` method.
     """
+    runtime = runtime_for(args)
     if not callable(data_source):
-        return await generate_batch(args, rollout_id, data_source), []
+        return await runtime.on_own_loop(generate_batch(args, rollout_id, data_source)), []
     source = _GetSamples(data_source)
-    return await generate_batch(args, rollout_id, source), source.put_back
+    return await runtime.on_own_loop(generate_batch(args, rollout_id, source)), source.put_back
 
 
-async def eval_rollout(args: Config, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:
-    """One pass over the evaluation datasets on the running loop; nothing to put back."""
-    return await evaluate(args, rollout_id), []
+async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:
+    """One pass over the evaluation datasets; nothing to put back."""
+    return await runtime_for(args).on_own_loop(evaluate(args, rollout_id)), []
+
+
+async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, Any]]:
+    """One evaluation dataset (of `args.eval_datasets`) under its name."""
+    return await runtime_for(args).on_own_loop(evaluate_dataset(args, rollout_id, dataset_cfg))
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Fill `sample` with a response, from where it stands."""
+    return await runtime_for(args).on_own_loop(requests.generate(args, sample, sampling_params))
+
+
+async def generate_and_rm(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Produced:
+    """Generate one sample, run the hooks, and score it (group rewards come later, from the group)."""
+
+    async def generated() -> Produced:
+        with as_evaluation() if evaluation else nullcontext():
+            return await trajectory.generate_and_rm(args, sample, sampling_params, evaluation)
+
+    return await runtime_for(args).on_own_loop(generated())
+
+
+async def generate_and_rm_group(
+    args: Any, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Group:
+    """Generate and score all samples of one prompt; what becomes of each is in the journal when it has ended."""
+    work = trajectory.generate_and_rm_group(args, group, sampling_params, evaluation)
+    return await runtime_for(args).on_own_loop(work)
+
+
+async def apply_rollout_sample_hooks(
+    args: Any, sample: Produced, *, rollout_id: int | None = None, evaluation: bool = False
+) -> Produced:
+    """A sample, or each of a fan-out, after the functions of ``--rollout-sample-hook-path``."""
+    return await runtime_for(args).on_own_loop(trajectory.apply_hooks(args, sample, rollout_id, evaluation))
+
+
+async def abort(args: Any, rollout_id: int) -> list[Group]:
+    """Give up the tasks in `state.pendings`; the groups to put back into the data source.
+
+    With ``--partial-rollout`` they are as far as they have come. Without, what is finished is kept, and other prompts
+    start over: neither is lost, as long as the caller puts them back.
+    """
+    runtime = runtime_for(args)
+    state = runtime.state
+    state.aborted = True
+    ended: list[asyncio.Task[Group]] = []
+    while state.pendings:
+        await runtime.on_own_loop(abort_requests(runtime))
+        with waiting(f"{len(state.pendings)} groups under way", "to end after an abort", timeout_s=None):
+            done, state.pendings = await asyncio.wait(state.pendings, timeout=ABORT_AGAIN_S)
+        ended += done
+    return [_to_put_back(result_of(task), rollout_id, partial=runtime.args.partial_rollout) for task in ended]
+
+
+def _to_put_back(group: Group, rollout_id: int, *, partial: bool) -> Group:
+    if not any(sample.status is Sample.Status.ABORTED for sample in leaves(group)):
+        return group
+    fresh = None if partial else prompts_of(group)
+    if fresh is not None:
+        return fresh
+    for member in group:
+        for sample in leaves([member]):
+            if not isinstance(member, Sample) and sample.status is Sample.Status.ABORTED:
+                mark_failed([sample], "generate: it was cut off, and one of several samples cannot be continued alone")
+            elif sample.response_length:
+                sample.metadata.setdefault("start_rollout_id", rollout_id)
+    return group
 
 
 class _GetSamples:
@@ -58,3 +140,8 @@ class _GetSamples:
 def GenerateState(args: object) -> _GenerateState:
     """The rollout state that belongs to `args`: the same object on every call."""
     return runtime_for(args).state
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """The function at ``pkg.mod.fn``, ``file.py:fn`` or ``file.py``."""
+    return plugins.load_function(path, what="function path")

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from contextvars import ContextVar
 from typing import Any
+from urllib.parse import urlsplit
 
 from slime.config import Config
 from slime.data.sample import Sample
@@ -28,7 +29,7 @@ from slime.engine.http.protocol import (
     was_aborted,
 )
 from slime.rollout.gate import Ticket, evaluating, ticket_here
-from slime.rollout.runtime import RolloutRuntime, runtime_for
+from slime.rollout.runtime import RolloutRuntime, runtime_for, state_behind
 from slime.rollout.state import GenerateState
 
 TRANSIENT_RETRIES = 3
@@ -218,6 +219,22 @@ def get_model_url(args: Config, model_name: str, endpoint: str = "/generate") ->
     return f"http://{host}:{port}{endpoint}"
 
 
+async def answer_to(url: str, payload: Any, send: Callable[[Any], Awaitable[Any]]) -> Any:
+    """What a plugin's POST to `url` is answered; `/generate` of this run's engines gives whole answers.
+
+    A plugin that has such an engine abort everything gives its requests up: they are answered as far as they are.
+    """
+    state = state_behind(url)
+    if state is None or not isinstance(payload, dict):
+        return await send(payload)
+    path = urlsplit(url).path.rstrip("/")
+    if path == "/generate":
+        return await WholeAnswer(state, payload).get(send)
+    if path == "/abort_request" and payload.get("abort_all"):
+        state.aborts_asked += 1
+    return await send(payload)
+
+
 class WholeAnswer:
     """The answer to one `/generate` request, however often it is cut off."""
 
@@ -227,6 +244,7 @@ class WholeAnswer:
         if isinstance(params := payload.get("sampling_params"), dict):
             self._payload = {**payload, "sampling_params": _drawn_apart(params)}
         self._ticket = ticket_here()
+        self._aborts_before = state.aborts_asked
         self._so_far: dict[str, Any] | None = None
 
     async def get(self, send: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -238,7 +256,7 @@ class WholeAnswer:
         aborts = 0
         while True:
             answer = await self._next_part(send)
-            if not _is_cut(answer) or self._state.aborted:
+            if not _is_cut(answer) or self._state.aborted or self._is_given_up():
                 return answer
             if self._ticket is None or self._ticket.gate.is_open:
                 if self._payload.get("rid") is not None:
@@ -246,6 +264,10 @@ class WholeAnswer:
                 aborts += 1
                 if aborts == MOST_RESUMES:
                     raise AbortedTooOften(f"the engine aborted this request {MOST_RESUMES} times")
+
+    def _is_given_up(self) -> bool:
+        """Whether a plugin has had the engines abort all requests; that of an evaluation goes on."""
+        return self._state.aborts_asked != self._aborts_before and not evaluating.get()
 
     async def _next_part(self, send: Callable[[Any], Awaitable[Any]]) -> Any:
         """The answer as far as it is there after one more request."""

@@ -96,6 +96,8 @@ class RolloutRuntime:
             engine_urls=self.engine_urls,
         )
         self.eval_datasets: dict[str, Any] = {}
+        self.single_eval_datasets: dict[str, Any] = {}
+        """Those that a rollout file of the user evaluates on by itself."""
         _registry.bind(config.overlay.mark, self)
 
     @property
@@ -150,6 +152,12 @@ class RolloutRuntime:
     def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None, *, whom: str | None = None) -> T:
         """Run a coroutine on the runtime's event loop and wait for it; `whom` says what is waited for ("rollout 3")."""
         return self.loop_thread.run(coro, timeout, whom=whom)
+
+    async def on_own_loop(self, coro: Coroutine[Any, Any, T]) -> T:
+        """Await a coroutine on the runtime's event loop, from whatever loop this is called on."""
+        if asyncio.get_running_loop() is self.loop_thread.loop:
+            return await coro
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self.loop_thread.loop))
 
     def close(self) -> None:
         """Close connections, reward workers, router and loop; a second call does nothing."""

@@ -75,6 +75,8 @@ class GenerateState:
         self.sampling_params: dict[str, Any] = copy.deepcopy(rollout_sampling_params(args))
         self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
         self.rollout_id: int | None = None
+        self.aborts_asked = 0
+        """How often a plugin has had the engines abort all of their requests: what these cut off is given up."""
         self.evaluation_id: int | None = None
         self.weight_version: str | None = None
         """What all engines have, as far as is known: an update under way counts when it is over."""
@@ -104,8 +106,8 @@ class GenerateState:
         return RewardHub(self._config.replace(custom_rm_path=None), args=self.args)
 
     def reset(self, rollout_id: int | None = None) -> None:
-        """Forget the previous rollout, but for the groups it held."""
-        self.rollout_id = rollout_id
+        """Forget the previous rollout, but for the groups it held; without a number it is the same one still."""
+        self.rollout_id = self.rollout_id if rollout_id is None else rollout_id
         self.remaining_batch_size = 0
         self.pendings: set[asyncio.Task[Group]] = {one.task for one in self.held}
         self._aborted = False
@@ -137,9 +139,9 @@ class GenerateState:
         return tasks
 
     def serves(self, url: str) -> bool:
-        """Whether requests to this URL are sampled by the engines of this run."""
+        """Whether this URL is one of the engines of this run, or of the router before them."""
         address = urlsplit(url)
-        return address.path.rstrip("/") == "/generate" and (address.hostname, address.port) in self._addresses
+        return (address.hostname, address.port) in self._addresses
 
     async def cancel_held(self) -> None:
         """End the groups that wait for the next rollout; for runs that end."""

@@ -115,7 +115,7 @@ async def _generate_and_rm(
                 sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
             with (runtime.eval_pulse if evaluation else runtime.pulse).sample():
                 produced = await _generated(runtime, origin, clock, sample, sampling_params, evaluation)
-        produced = await _hooked(runtime, clock, produced, evaluation)
+        produced = await _hooked(runtime, clock, produced, _rollout_id(runtime, evaluation), evaluation)
     if evaluation or any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
         await _judged(runtime, origin, produced, evaluation)
         note_generated(sample, produced)
@@ -246,25 +246,34 @@ def _whole(runtime: RolloutRuntime, siblings: list[Sample]) -> list[Sample]:
 # hooks
 
 
-async def _hooked(runtime: RolloutRuntime, clock: SampleClock, produced: Produced, evaluation: bool) -> Produced:
-    paths = runtime.args.rollout_sample_hook_path
-    if not paths:
+async def apply_hooks(args: Any, produced: Produced, rollout_id: int | None, evaluation: bool) -> Produced:
+    """A sample, or each of a fan-out, after the hooks; without a number they are told the rollout that is running."""
+    runtime = runtime_for(args)
+    number = _rollout_id(runtime, evaluation) if rollout_id is None else rollout_id
+    return await _hooked(runtime, SampleClock(runtime.args.rollout_sample_timeout), produced, number, evaluation)
+
+
+def _rollout_id(runtime: RolloutRuntime, evaluation: bool) -> int | None:
+    return runtime.state.evaluation_id if evaluation else runtime.state.rollout_id
+
+
+async def _hooked(
+    runtime: RolloutRuntime, clock: SampleClock, produced: Produced, rollout_id: int | None, evaluation: bool
+) -> Produced:
+    offered = {"rollout_id": rollout_id, "evaluation": evaluation}
+    if not runtime.args.rollout_sample_hook_path:
         return produced
     if isinstance(produced, Sample):
-        return await _hook_one(runtime, clock, produced, paths, evaluation)
-    return [await _hook_one(runtime, clock, sample, paths, evaluation) for sample in produced]
+        return await _hook_one(runtime, clock, produced, offered)
+    return [await _hook_one(runtime, clock, sample, offered) for sample in produced]
 
 
-async def _hook_one(
-    runtime: RolloutRuntime, clock: SampleClock, sample: Sample, paths: list[str], evaluation: bool
-) -> Sample:
+async def _hook_one(runtime: RolloutRuntime, clock: SampleClock, sample: Sample, offered: dict[str, Any]) -> Sample:
     if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
         return sample
     origin = Origin(sample)
-    rollout_id = runtime.state.evaluation_id if evaluation else runtime.state.rollout_id
-    offered = {"rollout_id": rollout_id, "evaluation": evaluation}
     try:
-        for path in paths:
+        for path in runtime.args.rollout_sample_hook_path:
             hook = runtime.function(path, flag="--rollout-sample-hook-path", params=("args", "sample"))
             wanted = {name: value for name, value in offered.items() if accepts(hook, name)}
             async with clock.running(path):

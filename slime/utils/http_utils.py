@@ -15,8 +15,7 @@ import aiohttp
 from slime.config import Config
 from slime.engine.http.errors import EngineError, EngineFailed, EngineRejected, EngineTimeout, EngineUnreachable
 from slime.engine.http.protocol import error_message
-from slime.rollout.requests import WholeAnswer, get_model_url
-from slime.rollout.runtime import state_behind
+from slime.rollout.requests import answer_to, get_model_url
 
 __all__ = ["get", "get_model_url", "get_rollout_num_engines", "init_http_client", "post"]
 
@@ -34,16 +33,14 @@ async def post(
 ) -> Any:
     """POST JSON; the answer as parsed JSON, or as text when it is none. At most `max_retries` tries, 1 s apart.
 
-    A request to `/generate` of this run's engines that is aborted there is continued from its tokens, into one answer.
+    A request to `/generate` of this run's engines that is aborted there is continued from its tokens, into one answer,
+    unless it was a plugin that had the engine abort everything.
     """
 
     async def send(body: Any) -> Any:
         return await _request("POST", url, body, max_retries, headers, timeout_s)
 
-    state = state_behind(url)
-    if state is None or not isinstance(payload, dict):
-        return await send(payload)
-    return await WholeAnswer(state, payload).get(send)
+    return await answer_to(url, payload, send)
 
 
 async def get(url: str, max_retries: int = 1, *, timeout_s: float = 60.0) -> Any:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from slime import plugins
+from slime.rollout.functions import load_function
 
-
-def load_function(path: str) -> Callable[..., Any]:
-    """The function at ``pkg.mod.fn``, ``file.py:fn`` or ``file.py``."""
-    return plugins.load_function(path, what="function path")
+__all__ = ["SingletonMeta", "load_function"]
 
 
 class SingletonMeta(type):

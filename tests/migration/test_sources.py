@@ -14,7 +14,7 @@ import pytest
 from slime.data.sample import Sample
 from slime.rollout.dump import read_dump
 from tests.e2e.conftest import grpo_flags
-from tests.e2e.runs import TRAIN, Done, run
+from tests.e2e.runs import TRAIN, Done, records, run
 from tests.tiny_models import make_model_folder
 
 PLUGINS = Path(__file__).parent / "plugins"
@@ -69,6 +69,13 @@ def group_states(place: Path, out: str) -> dict[str, int]:
         return dict(journal.execute("SELECT state, count(*) FROM groups GROUP BY state"))
 
 
+def handed_out(place: Path, out: str) -> int:
+    """How many groups the data source has handed out, put back ones not counted twice."""
+    with closing(sqlite3.connect(place / out / "journal.sqlite")) as journal:
+        ((position,),) = journal.execute("SELECT value FROM meta WHERE key = 'position'")
+    return int(json.loads(position)["sample_group_index"])
+
+
 def to(out: str, *, steps: int = 1) -> list[str]:
     dump = f"{out}/{{rollout_id}}.jsonl"
     return ["--num-rollout", str(steps), "--output-dir", out, "--save-debug-rollout-data", dump]
@@ -90,3 +97,54 @@ def test_a_data_source_on_the_bare_base_class(place: Path) -> None:
     words = ["--data-source-path", "curriculum.Counting", *to("counting")]
     trained(place, *words, left_out=("--prompt-data", "--apply-chat-template", "--rollout-shuffle"))
     assert [sample.prompt for sample in batch(place, "counting", 0)[::4]] == [f"count from {n}" for n in range(4)]
+
+
+# rollout files that somebody made of the default one
+
+EVAL = ("--eval-prompt-data", "sums", "sums.jsonl@[0:3]", "--eval-interval", "1", "--n-samples-per-eval-prompt", "2")
+FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+HALF = """\
+async def half_flat(args, sample, **kwargs):
+    return 1.0 if (sample.group_index or 0) % 2 else sum(sample.tokens) % 7 / 7
+"""
+CUT = (
+    "--over-sampling-batch-size",
+    "12",
+    "--sglang-server-concurrency",
+    "6",
+    "--partial-rollout",
+    "--rollout-max-response-len",
+    "48",
+)
+
+
+@pytest.mark.parametrize("file", ["copied_rollout", "edited_rollout"])
+def test_a_rollout_file_with_its_own_loop_loses_nothing(place: Path, file: str) -> None:
+    (place / "half.py").write_text(HALF)
+    words = [*("--rollout-function-path", f"{file}.generate_rollout", "--custom-rm-path", "half.half_flat")]
+    words += ["--dynamic-sampling-filter-path", FILTER, *CUT, *EVAL, "--keep-samples", *to(file, steps=2)]
+    done = trained(place, *words, left_out=("--custom-rm-path",))
+    assert done.err == ""
+    for rollout_id in (0, 1):
+        samples = batch(place, file, rollout_id)
+        assert len(samples) == len({sample.index for sample in samples}) == 16
+        assert all(sample.group_index is not None and sample.group_index % 2 == 0 for sample in samples)
+        assert all(sample.reward is not None for sample in samples)
+    again = [sample for sample in batch(place, file, 1) if sample.index is not None and sample.index < 48]
+    assert again, "what the first rollout had too much of did not come again"
+    states = group_states(place, file)
+    assert states["consumed"] == 8
+    assert states["dropped"] >= 2
+    assert sum(states.values()) == handed_out(place, file), "a group that was handed out is nowhere"
+    found = records(place / file, "rollout")
+    assert all(record["rollout/dynamic_filter/drop_zero_std_1.0"] >= 1 for record in found)
+    assert all(record["rollout/raw_reward"] < 1 for record in found)
+    assert [record["step"] for record in records(place / file, "eval")] == [0, 1, 2]
+
+
+def test_a_rollout_function_around_the_default_one(place: Path) -> None:
+    trained(place, "--rollout-function-path", "wrapping_rollout.generate_rollout", *EVAL, *to("wrapped"))
+    (record,) = records(place / "wrapped", "rollout")
+    assert record["rollout/longest"] == max(sample.response_length for sample in batch(place, "wrapped", 0))
+    assert record["rollout/response_lengths"] > 0
+    assert len(records(place / "wrapped", "eval")) == 2
