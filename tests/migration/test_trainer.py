@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 from pathlib import Path
 
@@ -89,3 +90,28 @@ def test_metrics_and_traces_of_a_plugin_reach_the_run(place: Path) -> None:
             ("span_end", "my_reward"),
         ]
         assert trace["events"][2]["attrs"] == {"reward": sample.reward}
+
+
+def test_a_launch_script_with_execute_train(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The numbers of the model script are those of the tiny model, as its variables allow."""
+    facts = json.loads((place / "model" / "config.json").read_text())
+    numbers = {
+        "NUM_LAYERS": "num_hidden_layers", "HIDDEN_SIZE": "hidden_size", "FFN_HIDDEN_SIZE": "intermediate_size",
+        "NUM_ATTENTION_HEADS": "num_attention_heads", "NUM_QUERY_GROUPS": "num_key_value_heads",
+        "KV_CHANNELS": "head_dim", "VOCAB_SIZE": "vocab_size",
+    }  # fmt: skip
+    for name, key in numbers.items():
+        monkeypatch.setenv(f"MODEL_ARGS_{name}", str(facts[key]))
+    monkeypatch.setenv("MODEL_ARGS_ROTARY_BASE", str(int(facts["rope_parameters"]["rope_theta"])))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.chdir(place)
+    runpy.run_path(str(place / "run_tiny.py"), run_name="__main__")
+    out = capfd.readouterr().out
+    assert out.index("about to start") < out.index("EXEC: ")
+    (step,) = records(place / "a launched run", "train")
+    assert step["train/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    config = (place / "a launched run" / "config.yaml").read_text()
+    assert "rollout_temperature: 0.9\n" in config
+    assert "note: costs $5\n" in config

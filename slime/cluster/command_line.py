@@ -1,0 +1,70 @@
+"""Command lines as launch scripts write them, without a shell.
+
+Invariant: a text becomes words and never a program: quotes, backslashes and `$NAME` mean what they mean to a shell, and
+nothing else does. What a variable holds stays one word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slime.errors import UserError
+
+_QUOTED = re.compile(r'"[^"]*"|\'[^\']*\'')
+_KEPT = "\0"
+_SECRETS = ("--wandb-key",)
+
+
+def words_of(text: str, env: Mapping[str, str]) -> list[str]:
+    """The words of a command line; `$NAME` and `${NAME}` are looked up in `env` unless they are in single quotes."""
+    joined = text.replace("\\\n", " ")
+    kept = _QUOTED.sub(lambda quoted: quoted[0].replace("$", _KEPT) if quoted[0][0] == "'" else quoted[0], joined)
+    try:
+        words = shlex.split(kept, comments=True)
+    except ValueError as error:
+        raise UserError(f"the command line {text.strip()[:80]!r} cannot be read ({error}): close its quotes") from error
+    return [_expanded(word, env).replace(_KEPT, "$") for word in words]
+
+
+def _expanded(word: str, env: Mapping[str, str]) -> str:
+    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda found: env.get(found[1] or found[2], ""), word)
+
+
+def shown(words: Sequence[str]) -> str:
+    """The command to be printed, without secrets."""
+    hidden = ["..." if before in _SECRETS else word for before, word in zip(["", *words], words, strict=False)]
+    return shlex.join(hidden)
+
+
+def model_args(script: Path, env: Mapping[str, str]) -> list[str]:
+    """The array MODEL_ARGS that a model script (`scripts/models/*.sh`) sets."""
+    if not script.is_file():
+        others = sorted(path.stem for path in script.parent.glob("*.sh") if path.stem != "lib")
+        known = f": choose one of {', '.join(others)}" if others else ": it belongs to a checkout of slime"
+        raise UserError(f"there is no model script {script}{known}")
+    command = 'source "$1" && printf "%s\\0" "${MODEL_ARGS[@]}"'
+    done = subprocess.run(["bash", "-c", command, "bash", str(script)], env=dict(env), capture_output=True)
+    if done.returncode != 0:
+        raise UserError(f"{script} failed: {os.fsdecode(done.stderr).strip()}")
+    return os.fsdecode(done.stdout).split("\0")[:-1]
+
+
+def parsed_env(text: str) -> dict[str, str]:
+    """Variables written as JSON, or as `A=1 B=2`."""
+    text = text.strip()
+    if text.startswith("{"):
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"the variables {text[:80]!r} are not valid JSON ({error})") from error
+        return {str(name): str(value) for name, value in found.items()}
+    pairs = [word.partition("=") for word in shlex.split(text)]
+    if wrong := [name for name, equals, _ in pairs if not equals]:
+        raise UserError(f"the variables {text[:80]!r}: {wrong[0]} has no value: write NAME=value")
+    return {name: value for name, _, value in pairs}

@@ -1,0 +1,1 @@
+"""Helpers of launch scripts under the paths that they import them from."""

@@ -1,0 +1,155 @@
+"""What launch scripts call, under the path that they import it from.
+
+There is no Ray to start and nothing to kill: `execute_train` is one `python train.py ...`, the model's flags in front.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime.cluster.command_line import model_args, parsed_env, shown, words_of
+from slime.errors import UserError
+
+repo_base_dir = Path(__file__).resolve().parents[3]
+"""The checkout that train.py, scripts/ and tools/ are in."""
+
+
+def get_bool_env_var(name: str, default: str = "false") -> bool:
+    """Whether a variable of the environment says true, 1, yes or on."""
+    return os.environ.get(name, default).strip().lower() in ("true", "1", "yes", "on")
+
+
+@dataclass
+class ExecuteTrainConfig:
+    """What a launch script lets its user choose."""
+
+    cuda_core_dump: bool = False
+    num_nodes: int = field(default_factory=lambda: int(os.environ.get("SLIME_SCRIPT_NUM_NODES", "1")))
+    extra_env_vars: str = ""
+    """JSON, or `A=1 B=2`."""
+
+
+def execute_train(
+    train_args: str,
+    num_gpus_per_node: int,
+    megatron_model_type: str | None,
+    train_script: str = "train.py",
+    before_ray_job_submit: Callable[[], Any] | None = None,
+    extra_env_vars: Mapping[str, Any] | None = None,
+    config: ExecuteTrainConfig | None = None,
+) -> None:
+    """Run a training script to its end; a `subprocess.CalledProcessError` if it fails.
+
+    `train_args` is a command line and read as a shell would read it, but by no shell. `megatron_model_type` names the
+    file of scripts/models/ whose MODEL_ARGS come first. How many GPUs there are is looked up, not taken from here.
+    """
+    config = config or ExecuteTrainConfig()
+    if config.num_nodes > 1:
+        raise UserError(f"execute_train with num_nodes {config.num_nodes}: a run is on one machine in this version")
+    env = {**os.environ, **(_CORE_DUMP if config.cuda_core_dump else {})}
+    env |= {name: str(value) for name, value in (extra_env_vars or {}).items()} | parsed_env(config.extra_env_vars)
+    shape = []
+    if megatron_model_type is not None:
+        shape = model_args(repo_base_dir / "scripts" / "models" / f"{megatron_model_type}.sh", env)
+    command = [sys.executable, str(_script(train_script)), *shape, *words_of(train_args, env)]
+    if before_ray_job_submit is not None:
+        before_ray_job_submit()
+    print(f"EXEC: {shown(command)}", flush=True)
+    subprocess.run(command, env=env, check=True)
+
+
+_CORE_DUMP = {
+    "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
+    "CUDA_COREDUMP_SHOW_PROGRESS": "1",
+    "CUDA_COREDUMP_FILE": str(Path(tempfile.gettempdir()) / "cuda_coredump_%h.%p.%t"),
+}
+
+
+def _script(name: str) -> Path:
+    """A path of the user's, else a script of the checkout."""
+    for path in (Path(name), repo_base_dir / name):
+        if path.is_file():
+            return path.resolve()
+    raise UserError(f"execute_train: there is no {name}, neither here nor in {repo_base_dir}")
+
+
+def exec_command(cmd: str, capture_output: bool = False) -> str | None:
+    """Run a command line of bash to its end; what it printed, if that is captured."""
+    print(f"EXEC: {cmd}", flush=True)
+    done = subprocess.run(
+        ["bash", "-c", cmd], check=True, stdout=subprocess.PIPE if capture_output else None, text=True
+    )
+    return done.stdout if capture_output else None
+
+
+def convert_checkpoint(
+    model_name: str,
+    megatron_model_type: str,
+    num_gpus_per_node: int,
+    multinode: bool = False,
+    extra_args: str = "",
+    dir_dst: str = "/root/models",
+    hf_checkpoint: str | None = None,
+) -> None:
+    """Let `<dir_dst>/<model_name>_torch_dist` be the model: a link to its folder, which runs read as it is."""
+    source = Path(hf_checkpoint or f"/root/models/{model_name}")
+    target = Path(dir_dst) / f"{model_name}_torch_dist"
+    if target.exists():
+        print(f"convert_checkpoint: {target} is there already", flush=True)
+        return
+    if not (source / "config.json").is_file():
+        raise UserError(f"convert_checkpoint: {source} is no Hugging Face folder (it has no config.json): name one")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.symlink_to(source.resolve(), target_is_directory=True)
+    print(f"convert_checkpoint: nothing has to be converted; {target} is a link to {source}", flush=True)
+
+
+def hf_download_dataset(full_name: str, data_dir: str = "/root/datasets") -> None:
+    """Download a data set of the Hugging Face hub to `<data_dir>/<its last name>`."""
+    from huggingface_hub import snapshot_download
+
+    snapshot_download(full_name, repo_type="dataset", local_dir=str(Path(data_dir) / full_name.rpartition("/")[2]))
+
+
+def rsync_simple(path_src: str, path_dst: str) -> None:
+    """Copy what is in one folder into another; where rsync is installed, only what differs."""
+    Path(path_dst).mkdir(parents=True, exist_ok=True)
+    if shutil.which("rsync") is not None:
+        subprocess.run(["rsync", "-a", f"{path_src}/", f"{path_dst}/"], check=True)
+    else:
+        shutil.copytree(path_src, path_dst, symlinks=True, dirs_exist_ok=True)
+
+
+def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, run_id: str | None = None) -> str:
+    """Flags that report to W&B under the script's name, where WANDB_API_KEY is set; the run finds the key there."""
+    if not os.environ.get("WANDB_API_KEY"):
+        print("WANDB_API_KEY is not set: nothing is reported to W&B", flush=True)
+        return ""
+    file = Path(test_file)
+    name = file.stem if len(file.stem) >= 6 else f"{file.parent.name}_{file.stem}"
+    parts = (run_name_prefix, run_id or create_run_id(), os.environ.get("GITHUB_COMMIT_NAME"))
+    group = "_".join(part for part in parts if part)
+    return f"--use-wandb --wandb-project slime-{name} --wandb-group {group} --disable-wandb-random-suffix "
+
+
+def create_run_id() -> str:
+    """The time in UTC, and three digits against two starts in one second: 250131-235959-042."""
+    now = datetime.datetime.now(datetime.UTC)
+    return f"{now:%y%m%d-%H%M%S}-{random.randint(0, 999):03d}"
+
+
+def save_to_temp_file(text: str, ext: str) -> str:
+    """The path of a new file with this text, which nobody removes."""
+    with tempfile.NamedTemporaryFile("w", prefix="slime_", suffix=f".{ext}", delete=False, encoding="utf-8") as file:
+        file.write(text)
+    return file.name
