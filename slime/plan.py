@@ -82,7 +82,7 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
     _check_service(config)
     trainers = 0 if config.debug_rollout_only else config.actor_num_nodes * config.actor_num_gpus_per_node
     backend, backend_reason = "none", "nothing is generated"
-    if needs_engines(config) and config.rollout_num_gpus:
+    if needs_engines(config):
         backend, backend_reason = choose_rollout_backend(config, device)
     engines = 0 if backend == "none" else count_engines(config, backend)
     if backend == EXTERNAL:
@@ -130,7 +130,7 @@ def choose_rollout_backend(config: Config, device: str) -> tuple[str, str]:
 
 def needs_engines(config: Config) -> bool:
     """Whether anything is generated: SFT without evaluation only reads answers, and a debug mode leaves it out."""
-    if config.debug_train_only:
+    if config.debug_train_only or (config.rollout_num_gpus == 0 and not config.rollout_external_engine_addrs):
         return False
     return config.rollout_function_path != SFT_ROLLOUT_FUNCTION or evaluates(config)
 
@@ -348,7 +348,8 @@ def _notes(config: Config, backend: str) -> list[str]:
     if (other := Path.cwd() / _OWN_PACKAGE.name).joinpath("__init__.py").is_file() and other.resolve() != _OWN_PACKAGE:
         notes.append(f"this folder has a {other.name} of its own ({other}); the run is that of {_OWN_PACKAGE}")
     if evaluates(config) and not needs_engines(config):
-        notes.append("--debug-train-only: nothing is evaluated, there are no engines")
+        why = "--debug-train-only" if config.debug_train_only else "--rollout-num-gpus 0"
+        notes.append(f"{why}: nothing is evaluated, there are no engines")
     elif evaluates(config) and config.eval_interval is None:
         flag = "--eval-prompt-data" if config.eval_prompt_data else "--eval-config"
         notes.append(f"{flag} without --eval-interval: there is no periodic evaluation")

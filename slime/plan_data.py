@@ -93,7 +93,12 @@ def _files(config: Config, reward_given: bool) -> Iterator[PromptFile]:
             None,
             config.prompt_data,
             PrototypeBuilder(
-                None, config.input_key, config.label_key, metadata_key=config.metadata_key, tool_key=config.tool_key
+                None,
+                config.input_key,
+                config.label_key,
+                metadata_key=config.metadata_key,
+                tool_key=config.tool_key,
+                multimodal_keys=config.multimodal_keys or {},
             ),
             "--label-key",
             config.rm_type,
@@ -116,7 +121,12 @@ def _eval_file(config: Config, dataset: EvalDataset, by_function: bool, by_plugi
         dataset.name,
         dataset.path,
         PrototypeBuilder(
-            None, dataset.input_key, dataset.label_key, metadata_key=dataset.metadata_key, tool_key=dataset.tool_key
+            None,
+            dataset.input_key,
+            dataset.label_key,
+            metadata_key=dataset.metadata_key,
+            tool_key=dataset.tool_key,
+            multimodal_keys=config.multimodal_keys or {},
         ),
         "--eval-label-key",
         config.rm_type,

@@ -47,6 +47,24 @@ def test_training_on_dumps_needs_no_engine(flags: dict[str, Any], tmp_path: Path
     assert "nothing is evaluated, there are no engines" in text
 
 
+def test_no_engines_when_there_is_nothing_to_ask_them(flags: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").write_text("")
+    replay = {"load_debug_rollout_data": str(tmp_path / "{rollout_id}.jsonl"), "num_rollout": None}
+    own = {"rollout_function_path": "slime.rollout.sft_rollout.generate_rollout", "loss_type": "sft_loss"}
+    for changes in (replay, own):
+        plan = plan_of(flags, "cuda", 1, **changes, rollout_num_gpus=0)
+        assert (counts(plan), plan.gpus_needed) == ({"driver": 1, "trainer": 1}, 1)
+    evaluated = {"eval_prompt_data": [("a", flags["prompt_data"])], "eval_interval": 1}
+    plan = plan_of(flags, **own, **evaluated, rollout_num_gpus=0)
+    assert "--rollout-num-gpus 0: nothing is evaluated, there are no engines" in plan.notes
+
+
+def test_engines_of_others_may_be_counted_as_none(flags: dict[str, Any]) -> None:
+    engines = {"rollout_num_gpus": 0, "rollout_external_engine_addrs": ["127.0.0.1:1"]}
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:1"):  # it is asked, and nobody answers
+        plan_of(flags, **engines)
+
+
 def test_a_teacher_is_one_more_engine_on_the_first_engines_gpu(flags: dict[str, Any]) -> None:
     teacher = {"use_opd": True, "opd_type": "engine", "opd_teacher_load": flags["hf_checkpoint"], "rm_type": None}
     plan = plan_of(flags, "cuda", 3, **teacher, actor_num_gpus_per_node=1, rollout_num_gpus=2)

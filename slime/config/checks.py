@@ -102,8 +102,13 @@ def _placement(config: Config) -> Iterator[str]:
     gpus, per_engine = config.rollout_num_gpus, config.rollout_num_gpus_per_engine
     if gpus % per_engine:
         yield f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {per_engine}"
-    if gpus == 0 and config.loss_type != "sft_loss":
-        yield "--rollout-num-gpus 0 leaves nobody to generate responses: give at least one"
+    has_engines = gpus > 0 or config.rollout_external_engine_addrs is not None
+    asks_engines = config.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION and not config.debug_train_only
+    if asks_engines and not has_engines:
+        yield (
+            "--rollout-num-gpus 0 leaves nobody to generate responses: give at least one, or name engines that run "
+            "already with --rollout-external-engine-addrs"
+        )
 
 
 def _algorithm(config: Config) -> Iterator[str]:

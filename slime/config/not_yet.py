@@ -11,7 +11,6 @@ REFUSED: dict[str, str] = {
     "release-train": "trainers live as long as the run: --offload-rollout frees the engines' memory instead",
     "custom-model-provider-path": "models are built by transformers from the model folder: put the code into the "
     "folder and give --trust-remote-code",
-    "multimodal-keys": "images and videos are not in this version, prompts are text",
     "opd-teacher-ckpt-step": "name the folder of that step with --opd-teacher-load",
     "use-routing-replay": _ROUTING,
     "use-rollout-routing-replay": _ROUTING,

@@ -7,7 +7,6 @@ from typing import Any
 UPSTREAM_DEFAULTS: dict[str, Any] = {
     "release_train": False,
     "custom_model_provider_path": None,
-    "multimodal_keys": None,
     "use_routing_replay": False,
     "use_rollout_routing_replay": False,
     "opd_teacher_ckpt_step": None,

@@ -7,6 +7,7 @@ Python calls give equal configs for equal input.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -15,6 +16,10 @@ from slime.config.spec import FlagSpec
 from slime.config.suggest import did_you_mean
 from slime.errors import UserError
 
+ONLY_DATASET = "aime"
+"""The name of a dataset that was given by its path alone."""
+
+_log = logging.getLogger(__name__)
 _WANTED = {
     "bool": "true or false",
     "int": "a whole number",
@@ -34,6 +39,9 @@ def parse_text(spec: FlagSpec, texts: Sequence[str], where: str) -> Any:
     if spec.kind in ("strs", "ints"):
         return coerce(spec, list(texts), where)
     if spec.kind == "pairs":
+        if len(texts) == 1 and not texts[0].startswith("-"):
+            _log.warning("%s %s has no name: it is called %s, as upstream does", where, texts[0], ONLY_DATASET)
+            texts = [ONLY_DATASET, *texts]
         if len(texts) % 2:
             raise UserError(f"{where} takes pairs NAME PATH, but got {len(texts)} values: {' '.join(texts)}")
         return coerce(spec, [[texts[i], texts[i + 1]] for i in range(0, len(texts), 2)], where)

@@ -47,6 +47,7 @@ class PromptDataset:
         label_use: LabelUse = "any",
         metadata_key: str | None = "metadata",
         tool_key: str | None = "tools",
+        multimodal_keys: Mapping[str, str] | None = None,
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: dict[str, Any] | None = None,
         max_prompt_len: int | None = None,
@@ -69,6 +70,7 @@ class PromptDataset:
             label_use=label_use,
             metadata_key=metadata_key,
             tool_key=tool_key,
+            multimodal_keys=dict(multimodal_keys or {}),
             apply_chat_template=apply_chat_template,
             apply_chat_template_kwargs=dict(apply_chat_template_kwargs or {}),
             shortest_limit=min(limits, default=None),
@@ -207,12 +209,6 @@ def short_enough(samples: Sequence[Sample], tokenizer: Any, max_prompt_len: int 
     if len(kept) < len(samples):
         log_dropped(len(samples) - len(kept), len(samples), max_prompt_len)
     return kept
-
-
-def refuse_multimodal(keys: Mapping[str, str] | None) -> None:
-    """Prompts are text: a `UserError` for columns of anything else."""
-    if keys:
-        raise UserError(f"multimodal_keys {dict(keys)}: prompts are text in this version; leave multimodal_keys out")
 
 
 def log_dropped(dropped: int, total: int, limit: int | None) -> None:

@@ -53,6 +53,7 @@ class PrototypeBuilder:
     label_use: LabelUse = "any"
     metadata_key: str | None = None
     tool_key: str | None = None
+    multimodal_keys: dict[str, str] = field(default_factory=dict)
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     shortest_limit: int | None = None
@@ -65,7 +66,8 @@ class PrototypeBuilder:
     @property
     def columns(self) -> set[str]:
         """The keys a row is asked for."""
-        return {key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key) if key}
+        own = (self.input_key, self.label_key, self.metadata_key, self.tool_key)
+        return {key for key in (*own, *self.multimodal_keys.values()) if key}
 
     def build_all(self, rows: Sequence[Located]) -> list[Built]:
         """Prototypes in the order of the rows, prompts counted together."""
@@ -78,6 +80,12 @@ class PrototypeBuilder:
     def build(self, located: Located) -> Sample:
         """The prototype of one row."""
         where, row = located.where, located.row
+        for kind, key in self.multimodal_keys.items():
+            if row.get(key) not in (None, "", []):
+                raise UserError(
+                    f"{where}: {key!r} holds the {kind} of this prompt (--multimodal-keys), but prompts are text in "
+                    "this version: leave such rows out"
+                )
         prompt = _checked_prompt(_required(row, self.input_key, "--input-key", where), where)
         label = self._label(row, where) if self.label_key else None
         metadata = self._metadata(row, where)

@@ -17,6 +17,7 @@ DEFAULTS: dict[str, Any] = {
     "label_key": None,
     "metadata_key": "metadata",
     "tool_key": "tools",
+    "multimodal_keys": None,
     "apply_chat_template": False,
     "apply_chat_template_kwargs": {},
     "rollout_max_prompt_len": None,

@@ -137,6 +137,7 @@ def _read(args: Config, dataset: EvalDataset, tokenizer: Any) -> PromptDataset:
         label_use=_use_of_labels(args, dataset),
         metadata_key=dataset.metadata_key,
         tool_key=dataset.tool_key,
+        multimodal_keys=args.multimodal_keys,
         apply_chat_template=dataset.apply_chat_template,
         apply_chat_template_kwargs=dataset.apply_chat_template_kwargs,
         max_prompt_len=_max_prompt_len(args, dataset),

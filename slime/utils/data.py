@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slime.data.prompts import PromptDataset, refuse_multimodal, short_enough
+from slime.data.prompts import PromptDataset, short_enough
 from slime.data.rows import Row, open_rows
 from slime.data.sample import Sample
 
@@ -31,13 +31,13 @@ class Dataset(PromptDataset):
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        refuse_multimodal(multimodal_keys)
         super().__init__(
             path,
             tokenizer=tokenizer,
             input_key=prompt_key,
             label_key=label_key,
             tool_key=tool_key,
+            multimodal_keys=multimodal_keys,
             metadata_key=metadata_key,
             apply_chat_template=apply_chat_template,
             apply_chat_template_kwargs=apply_chat_template_kwargs,

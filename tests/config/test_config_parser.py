@@ -62,6 +62,11 @@ def test_repeated_flags_add_up_or_the_last_one_wins() -> None:
     assert config.rollout_stop == ["B"]
 
 
+def test_an_evaluation_file_alone_is_called_aime_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert parse("--eval-prompt-data /data/test.jsonl").eval_prompt_data == [("aime", "/data/test.jsonl")]
+    assert caplog.messages == ["--eval-prompt-data /data/test.jsonl has no name: it is called aime, as upstream does"]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -78,7 +83,7 @@ def test_repeated_flags_add_up_or_the_last_one_wins() -> None:
         (["stray"], "unexpected argument 'stray': flags start with two dashes"),
         (["--use-kl-loss", "0.1"], "unexpected argument '0.1' after --use-kl-loss"),
         (["--no-lr"], "unknown flag --no-lr"),
-        (["--eval-prompt-data", "a"], "--eval-prompt-data takes pairs NAME PATH, but got 1 values: a"),
+        (["--eval-prompt-data", "a", "x", "b"], "--eval-prompt-data takes pairs NAME PATH, but got 3 values: a x b"),
         (["--apply-chat-template-kwargs", "{a}"], "is not JSON"),
         (["--apply-chat-template-kwargs", "[1]"], "must be a JSON object"),
         (["--release-train"], "--release-train is not taken: trainers live as long as the run"),

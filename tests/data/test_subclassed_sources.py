@@ -159,8 +159,13 @@ def test_dataset_by_hand(write_jsonl: Callable[..., str], byte_tokenizer: Any) -
     assert dataset.samples == first
     dataset.shuffle(2)
     assert dataset.samples != first
-    with pytest.raises(UserError, match=r"multimodal_keys .* prompts are text"):
-        Dataset(path, byte_tokenizer, None, None, multimodal_keys={"image": "images"})
+    keys = {"image": "images"}
+    assert len(Dataset(path, byte_tokenizer, None, None, prompt_key="text", multimodal_keys=keys)) == len(rows)
+    pictured = write_jsonl([*rows, {**rows[0], "images": ["a.png"]}])
+    with pytest.raises(
+        UserError, match=r"'images' holds the image of this prompt \(--multimodal-keys\), but prompts are"
+    ):
+        Dataset(pictured, byte_tokenizer, None, None, multimodal_keys=keys)
 
 
 def test_rows_and_lengths_by_hand(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:

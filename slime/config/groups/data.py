@@ -19,6 +19,9 @@ class DataFlags:
     label_key: str | None = flag(None, "column that holds the reference answer")
     metadata_key: str = flag("metadata", "column that holds a dict for reward and generate functions")
     tool_key: str = flag("tools", "column that holds tool schemas for the chat template")
+    multimodal_keys: dict[str, Any] | None = flag(
+        None, "columns that hold images and the like; a row that has some is refused, prompts are text", metavar="JSON"
+    )
     apply_chat_template: bool = flag(False, "render chat messages with the tokenizer's template")
     apply_chat_template_kwargs: dict[str, Any] = flag({}, "extra arguments of the chat template", metavar="JSON")
     rollout_shuffle: bool = flag(False, "shuffle the prompts, anew in each epoch")
