@@ -28,8 +28,8 @@ def load_function(path: str, *, what: str, params: Sequence[str] | None = None) 
     """The callable behind `pkg.module.name`, `pkg.module:name`, `file.py:name` or `file.py`.
 
     A file alone stands for the function named like the file, else the one that has a name usual for the flag, else
-    the only public one. `what` names the flag or field for error messages; `params` are the positional arguments it
-    will be called with.
+    the only class with the methods that the flag asks of one, else the only public one. `what` names the flag or field
+    for error messages; `params` are the positional arguments it will be called with.
     """
     module_name, attribute = _split(path, what)
     if module_name.endswith(".py"):
@@ -73,6 +73,10 @@ def _implied_name(module: ModuleType, path: str, what: str) -> str:
         if name in vars(module):
             return name
     own = _own_callables(module)
+    methods = contract.of_class if contract is not None else {}
+    fitting = [name for name in own if methods and all(hasattr(vars(module)[name], method) for method in methods)]
+    if len(fitting) == 1:
+        return fitting[0]
     if len(own) > 1:
         raise UserError(f"{what} {path}: which of {', '.join(own)} is meant? write {path}:{own[0]}")
     return own[0] if own else stem

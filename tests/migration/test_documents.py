@@ -1,0 +1,292 @@
+"""Every command and every block of code of the documents about slime (documents.md), on a CPU with a tiny model.
+
+Bash reads each command as typed, with `scripts/` and `train.py` beside it, and hands it to an interpreter: the real one
+where nothing less will do, else one that writes the words down, which then start the real train.py from a process that
+has imported torch already (docs/testing.md). The environment says which model: `HF_CHECKPOINT` and the numbers of a
+tiny one for scripts/models.
+
+The first command runs as typed, with its four trainers, four engines and 256 samples per step. Those that ask for eight
+and eight get smaller numbers behind them, and flags that no run can do without where the documents leave them out; that
+they are asked for in one sentence is tested too.
+
+Not run: `docker pull`, `docker run` and `git clone` (there is no image, and this is the checkout); `pip install -r
+requirements.txt` and `pip install -e .` (tests/test_packaging.py reads what they read); `tensorboard --logdir outputs/`
+(that it finds the files is tested).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import GenerationConfig
+
+from slime.cli import main
+from slime.config import parse_args
+from slime.data.journal.database import open_read_only
+from slime.data.journal.reader import NAME, Choice, Reader
+from slime.data.sample import Sample
+from tests.e2e.runs import ROOT, Done, Running, records, run, started, wait_until
+from tests.model_files import add_weights
+from tests.tiny_models import VOCAB, make_model_folder
+
+DOCUMENTS = (Path(__file__).parent / "documents.md").read_text()
+TINY = {
+    "MODEL_ARGS_NUM_LAYERS": "2", "MODEL_ARGS_HIDDEN_SIZE": "64", "MODEL_ARGS_FFN_HIDDEN_SIZE": "96",
+    "MODEL_ARGS_NUM_ATTENTION_HEADS": "4", "MODEL_ARGS_NUM_QUERY_GROUPS": "2", "MODEL_ARGS_KV_CHANNELS": "16",
+    "MODEL_ARGS_VOCAB_SIZE": str(VOCAB), "HF_CHECKPOINT": "tiny", "CUDA_VISIBLE_DEVICES": "",
+}  # fmt: skip
+ONE_EACH = ["--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"]
+ONE_STEP = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "1", "--input-key", "prompt"]
+
+GENERATE_HELPERS = """
+async def generate_single(conversation):
+    return "call 2" if len(conversation) == 1 else f"answer {conversation[-1]['content']}"
+
+def extract_tool_call(response):
+    return response.split()[1] if response.startswith("call") else None
+
+def execute_tool(call):
+    return str(2 * int(call))
+
+def compute_reward(sample):
+    return float(sample.index % 2) if sample.response == "answer 4" else -1.0
+"""
+REWARD_HELPERS = """
+import torch
+
+def load_model(model_path):
+    return lambda inputs: torch.tensor([float(len(model_path) + len(response)) for _, response in inputs])
+
+CustomRewardModel.tokenize = lambda self, prompts, responses: list(zip(prompts, responses))
+"""
+SOURCE_HELPERS = """
+from slime.utils.types import Sample
+
+class Dataset:
+    def sample(self, num_samples):
+        return [Sample(prompt="What is 2 + 2?", label="4") for _ in range(num_samples)]
+
+RolloutDataSource.dataset = Dataset()
+
+def select_best(buffer, num_samples):
+    return buffer[:num_samples]
+"""
+
+
+def block(name: str) -> str:
+    """The block of code under a heading."""
+    found = re.search(rf"^## {re.escape(name)}\n```\w+\n(.*?)^```", DOCUMENTS, re.MULTILINE | re.DOTALL)
+    assert found is not None, name
+    return found.group(1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout as the commands see it, with the user's files: a model of few words, and the data that is printed.
+
+    Three things the documents leave out are in the data: the column that `--input-key` names by default, and for each
+    row a verifier, which no flag of theirs names, one that needs no label.
+    """
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("scripts", "train.py", "train_async.py"):
+        (folder / name).symlink_to(ROOT / name)
+    make_model_folder(folder / "tiny")
+    GenerationConfig(eos_token_id=list(range(2, VOCAB, 2)), pad_token_id=0).save_pretrained(folder / "tiny")
+    plain = [json.loads(line) for line in block("data").splitlines()]
+    chat = json.loads(block("chat data"))
+    agent = {"prompt": [{"role": "user", "content": "2*2"}], "label": "4"}
+    for name, rows in {
+        "data": plain, "train": [*plain, chat], "agent_data": [agent], "aime": plain[:1], "gsm8k": [chat],
+    }.items():  # fmt: skip
+        full = [{**row, "input": row["prompt"], "metadata": {"rm_type": "random"}} for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in full))
+    (folder / "custom_generate.py").write_text(GENERATE_HELPERS + block("custom_generate.py"))
+    (folder / "custom_rm.py").write_text(block("custom_rm.py") + REWARD_HELPERS)
+    (folder / "data_sources.py").write_text(block("data_sources.py") + SOURCE_HELPERS)
+    shim = folder / "bin" / "python"
+    shim.parent.mkdir()
+    shim.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    shim.chmod(0o755)
+    return folder
+
+
+def typed(command: str, place: Path) -> list[str]:
+    """The words that bash hands to the interpreter, the model's flags sourced first where the command does not."""
+    sourced = "" if "source " in command else "source scripts/models/qwen3-4B.sh\n"
+    done = subprocess.run(
+        ["bash", "-c", sourced + command.replace("/path/to", str(place))],
+        cwd=place, env={**os.environ, **TINY, "PATH": f"{place / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    program, *words = done.stdout.splitlines()
+    assert done.stderr == ""
+    return [sys.executable, str(ROOT / program), *words]
+
+
+def samples(run_dir: Path) -> list[Sample]:
+    with open_read_only(run_dir / NAME) as connection:
+        return [found.sample for found in Reader(connection).samples(Choice(state="consumed"))]
+
+
+def run_folder(running: Running, place: Path) -> Path:
+    """Where a run that was given no folder says it writes."""
+    words = "the run's files go to "
+    running.wait_for(words)
+    return place / running.lines[-1].split(words)[1].strip()
+
+
+def wait_for(running: Running, event: Callable[[], bool]) -> None:
+    assert wait_until(lambda: event() or running.popen.poll() is not None, within_s=150)
+    assert running.popen.poll() is None, running.finish()
+
+
+def trained(out: Path) -> bool:
+    """Whether the first step is finished: the metrics have its row."""
+    return (out / "metrics.jsonl").is_file() and bool(records(out, "train"))
+
+
+def interrupt(running: Running) -> Done:
+    running.popen.send_signal(signal.SIGINT)
+    done = running.finish()
+    assert (done.code, done.err) == (130, "interrupted\n")
+    assert wait_until(lambda: not running.processes(), within_s=10)
+    return done
+
+
+def test_the_models_that_are_listed_are_there(place: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", block("list of models")], cwd=place, capture_output=True, text=True, check=True
+    )
+    named = re.findall(r"[\w.-]+\.sh", block("list of models").splitlines()[1])
+    assert len(named) == 5
+    assert set(named) <= set(done.stdout.split())
+
+
+def test_the_quick_start_as_typed(place: Path) -> None:
+    """Four trainers, four engines, 3000 rollouts of 256 samples: ended by Ctrl-C after the first."""
+    command = typed(block("quick start"), place)
+    with started(command, place, **TINY) as running:
+        out = run_folder(running, place)
+        assert out.parent == place / "outputs"
+        wait_for(running, lambda: trained(out))
+        assert (len(running.processes("slime.train.worker")), len(running.processes("slime.engine.embedded"))) == (4, 4)
+        interrupt(running)
+    (first, *_) = records(out, "train")
+    assert first["train/global_batch_size"] == 256
+    assert "train/kl_loss" in first
+    assert len(samples(out)) >= 256
+    events = EventAccumulator(str(out / "tensorboard")).Reload()
+    assert events.Scalars("train/loss")[0].value == pytest.approx(first["train/loss"], rel=1e-5)
+
+
+def test_grpo_by_the_shell_alone_goes_on_after_ctrl_c(place: Path) -> None:
+    """Nothing in between: bash, python, train.py, its processes; Ctrl-C goes to all of them, as from a terminal."""
+    smaller = "--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --rollout-batch-size 2 --n-samples-per-prompt 2"
+    command = block("GRPO").rstrip() + f" {smaller} --global-batch-size 4 --save-interval 1\n"
+    shell = ["bash", "-c", f"python() {{ '{sys.executable}' \"$@\"; }}\n" + command.replace("/path/to", str(place))]
+    with started(["setsid", "--wait", *shell], place, **TINY) as running:
+        out = run_folder(running, place)
+        wait_for(running, (out / "latest_checkpointed_iteration.txt").is_file)
+        leader = next(pid for pid in running.processes("train.py") if os.getpgid(pid) != os.getpgid(0))
+        os.killpg(os.getpgid(leader), signal.SIGINT)
+        done = running.finish()
+        assert (done.code, done.err) == (130, "interrupted\n")
+        assert "--eval-interval 50" in done.out
+        assert wait_until(lambda: not running.processes(), within_s=10)
+    saved = int((out / "latest_checkpointed_iteration.txt").read_text())
+    flags = ["--load", str(out), "--save", str(out), "--num-rollout", str(saved + 2)]
+    again = run([*typed(command, place), *flags], place, **TINY)
+    assert again.code == 0, again.err
+    steps = [record["step"] for record in records(out, "train")]
+    assert steps == list(range(saved + 2))
+
+
+def test_asynchronous(place: Path) -> None:
+    command = typed(block("asynchronous"), place)
+    asked = run(command, place, **TINY)
+    assert (asked.code, asked.out) == (2, "")
+    assert asked.err == (
+        "error: --rollout-batch-size N and --num-rollout N (or --num-epoch N) are missing: give all of them\n"
+    )
+    more = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "3", "--output-dir", "async"]
+    done = run([*command, *ONE_EACH, *more, "--update-weights-interval", "2"], place, **TINY)
+    assert done.code == 0, done.err
+    used = yaml.safe_load((place / "async" / "config.yaml").read_text())
+    assert (used["async_mode"], used["async_buffer_size"], used["update_weights_interval"]) == ("one-step", 4, 2)
+    assert [record["step"] for record in records(place / "async", "train")] == [0, 1, 2]
+
+
+def test_multi_turn_generation_with_tools(place: Path) -> None:
+    command = typed(block("multi-turn"), place)
+    done = run([*command, *ONE_EACH, *ONE_STEP, "--output-dir", "turns"], place, **TINY)
+    assert done.code == 0, done.err
+    found = samples(place / "turns")
+    assert [(sample.response, sample.reward) for sample in found] == [("answer 4", float(i % 2)) for i in range(4)]
+    assert all(sample.prompt[-1] == {"role": "tool", "content": "4"} for sample in found)
+
+
+def test_shared_gpus_a_reward_model_and_two_evaluations(place: Path) -> None:
+    """The command with the two fragments that follow it in the documents; what the class is made with is in a file."""
+    (place / "reward.yaml").write_text("model_path: four\n")
+    fragments = f"{block('custom reward').rstrip()} {block('evaluation')}"
+    command = typed(block("shared GPUs").rstrip() + " " + fragments, place)
+    more = ["--actor-num-gpus-per-node", "1", "--prompt-data", "data.jsonl", "--eval-interval", "1"]
+    more += ["--custom-config-path", "reward.yaml"]
+    done = run([*command, *ONE_STEP, *more, "--output-dir", "shared"], place, **TINY)
+    assert done.code == 0, done.err
+    found = samples(place / "shared")
+    assert [sample.reward for sample in found] == [4.0 + len(sample.response) for sample in found]
+    evaluations = records(place / "shared", "eval")
+    assert [record["step"] for record in evaluations] == [0, 1]
+    assert all({"eval/aime", "eval/gsm8k"} <= set(record) for record in evaluations)
+
+
+def test_the_printed_data_sources(place: Path) -> None:
+    command = typed("python train.py ${MODEL_ARGS[@]}", place)
+    flags = ["--data-source-path", "data_sources.RolloutDataSourceWithBuffer", "--rm-type", "math"]
+    done = run([*command, *ONE_EACH, *ONE_STEP, *flags, "--output-dir", "sources"], place, **TINY)
+    assert done.code == 0, done.err
+    assert {(sample.prompt, sample.label) for sample in samples(place / "sources")} == {("What is 2 + 2?", "4")}
+
+
+def fragments() -> list[str]:
+    return block("parameters").splitlines()
+
+
+@pytest.mark.parametrize("fragment", fragments())
+def test_a_parameter_does_what_it_says(fragment: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one command each, read and planned: the value is in the config, and used, or a note says that it is not."""
+    words = shlex.split(fragment.replace("/path/to", str(place)))
+    model = place / "of-this-shape"
+    model.mkdir(exist_ok=True)
+    layers, hidden = (32, 4096) if {"--num-layers", "--hidden-size"} & set(words) else (2, 64)
+    shape = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 96, "num_attention_heads": 4}
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 99, **shape}))
+    add_weights(model)
+    verb = "train-async" if "--async-buffer-size" in words else "train"
+    base = ["--hf-checkpoint", str(model), "--prompt-data", str(place / "data.jsonl"), "--rollout-batch-size", "8"]
+    base += ["--num-rollout", "1", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--device", "cpu"]
+    needed = ["--normalize-advantages"] if "reinforce_plus_plus" in words else []
+    command = [*base, *needed, "--output-dir", str(place / "planned"), *words]
+    assert main([verb, *command, "--dry-run"]) == 0, capsys.readouterr().err
+    plan = capsys.readouterr().out
+    config = parse_args([*command, *(["--async-mode", "one-step"] if verb == "train-async" else [])])
+    flags = [word for word in words if word.startswith("--")]
+    for flag in flags:
+        name = flag[2:].replace("-", "_")
+        value = config.carried[name] if name in config.carried else getattr(config, name)
+        following = words[words.index(flag) + 1 :]
+        expected = following[0] if following and not following[0].startswith("--") else "True"
+        assert str(value) == expected
+        assert name not in config.carried or flag in plan
