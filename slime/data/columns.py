@@ -1,10 +1,10 @@
 """A column of a sample: numbers in an array, which plugins see as a list.
 
 Invariants: reading the attribute gives a list, and that list is the column until the sample is compacted again: what is
-written into it counts. A list that was handed out never grows by an append; the column becomes a new one. Packing loses
-nothing: ids are int32 (int64 where that is too small), log-probs float32 wherever that is exact and float64 elsewhere,
-and a list with anything but whole numbers or floats in it stays a list. What was packed is never written into, so
-copies of a sample share it.
+written into it counts, and an append makes it longer. A list that was set and never read since may be somebody else's
+too, so an append leaves it as it is. Packing loses nothing: ids are int32 (int64 where that is too small), log-probs
+float32 wherever that is exact and float64 elsewhere, and a list with anything but whole numbers or floats in it stays a
+list. What was packed is never written into, so copies of a sample share it.
 """
 
 from __future__ import annotations
@@ -151,6 +151,28 @@ def mask_of(value: int, count: int) -> np.ndarray:
     return _repeated(np.int8(value), count)
 
 
+class HandsOutLists:
+    """What has columns, and remembers which of them somebody has read as a list: outside of its `__dict__`."""
+
+    __slots__ = ("_handed_out",)
+    _handed_out: set[str]
+
+    def handed_out(self) -> set[str]:
+        """Names of the columns whose list somebody may hold."""
+        try:
+            return self._handed_out
+        except AttributeError:
+            self._handed_out = set()
+            return self._handed_out
+
+    def grow(self, name: str, column: Packed | list[Any], more: np.ndarray) -> None:
+        """Put `more` behind what is the column now: into the list itself if somebody may hold it."""
+        if type(column) is list and name in self.handed_out():
+            column.extend(more.tolist())
+        else:
+            self.__dict__[name] = grown(column, more)
+
+
 class Column:
     """The attribute of a sample: a list for whoever reads it, packed or not inside."""
 
@@ -166,9 +188,13 @@ class Column:
             raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}") from None
         if type(value) is Packed:
             value = sample.__dict__[self._name] = value.tolist()
+        if type(value) is list:
+            sample.handed_out().add(self._name)
         return value
 
     def __set__(self, sample: Any, value: Any) -> None:
+        if value is not sample.__dict__.get(self._name):
+            sample.handed_out().discard(self._name)
         sample.__dict__[self._name] = value
 
     def __delete__(self, sample: Any) -> None:

@@ -4,8 +4,8 @@ Invariant: everything counted per response token (loss mask, log-probs, top-p sp
 entries, and the response is the tail of `tokens`. `append_response_tokens` keeps it: it checks first and changes the
 sample only when everything fits, so a refused call leaves the sample as it was.
 
-Columns are packed arrays inside and lists for whoever reads the attribute (`slime.data.columns`). Code of this project
-reads `token_array()` and its like, which leave them packed.
+Columns are packed arrays inside and lists for whoever reads the attribute (`slime.data.columns`); a list that was read
+grows with the response. Code of this project reads `token_array()` and its like, which leave them packed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from slime.data import counters
-from slime.data.columns import Column, Packed, exact_floats, exact_ints, grown, mask_of, packed, same_numbers
+from slime.data.columns import Column, HandsOutLists, Packed, exact_floats, exact_ints, mask_of, packed, same_numbers
 from slime.data.counters import PrefixCacheInfo, SpecInfo
 from slime.data.version_spans import grown_spans, oldest_version
 from slime.errors import UserError
@@ -39,6 +39,16 @@ class SampleStatus(Enum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True)
+class _TopP:
+    """Columns of top-p spans, and what a call adds to them."""
+
+    ids: Packed | list[Any]
+    offsets: Packed | list[Any]
+    new_ids: np.ndarray
+    new_offsets: np.ndarray
+
+
 _STATUS_OF_FINISH_REASON = {
     "stop": SampleStatus.COMPLETED,
     "length": SampleStatus.TRUNCATED,
@@ -47,7 +57,7 @@ _STATUS_OF_FINISH_REASON = {
 
 
 @dataclass(eq=False)
-class Sample:
+class Sample(HandsOutLists):
     """One prompt with one response, and all that is known about how it came about."""
 
     Status = SampleStatus
@@ -89,11 +99,27 @@ class Sample:
     journal_id: int | None = None
     """The row of the run's journal that this sample is recorded in; copies keep it."""
 
+    def __post_init__(self) -> None:
+        self._own_columns()
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
             return NotImplemented
         mine, theirs = self.__dict__, other.__dict__
         return mine.keys() == theirs.keys() and all(_equal(mine[key], theirs[key]) for key in mine)
+
+    def __copy__(self) -> Sample:
+        """A copy with columns of its own: a response that goes on in one of them does not grow in the other."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin._own_columns()
+        return twin
+
+    def _own_columns(self) -> None:
+        """Lists of another sample (of a copy, of `dataclasses.replace`) are copied: this one's go on without it."""
+        for name in COLUMNS:
+            if type(column := self.__dict__[name]) is list:
+                self.__dict__[name] = list(column)
 
     __hash__ = None  # type: ignore[assignment]  # mutable, like any dataclass with value equality
 
@@ -147,7 +173,11 @@ class Sample:
             if slim is not None:
                 self.__dict__[name] = slim
 
-    def get_reward_value(self, args: Any, *, evaluation: bool = False) -> float:
+    def get_reward_value(self, args: Any) -> Any:
+        """The reward, of a dict the entry that `--reward-key` names; without one the dict itself."""
+        return self.reward_number(args) if isinstance(self.reward, dict) and args.reward_key else self.reward
+
+    def reward_number(self, args: Any, *, evaluation: bool = False) -> float:
         """The reward as one number; a dict is read at `--reward-key` (`--eval-reward-key` first in evaluation)."""
         key = (args.eval_reward_key if evaluation else None) or args.reward_key
         if isinstance(self.reward, dict):
@@ -175,10 +205,9 @@ class Sample:
         known = {key: value for key, value in data.items() if key in fields}
         if "status" in known:
             known["status"] = SampleStatus(known["status"])
-        if "spec_info" in known:
-            known["spec_info"] = SpecInfo.from_dict(known["spec_info"])
-        if "prefix_cache_info" in known:
-            known["prefix_cache_info"] = PrefixCacheInfo.from_dict(known["prefix_cache_info"])
+        for name, counter in (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo)):
+            if isinstance(known.get(name), Mapping):
+                known[name] = counter.from_dict(known[name])
         sample = cls(**known)
         for key, value in data.items():
             if key not in fields:
@@ -196,7 +225,7 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Extend the response: the one supported way.
+        """Extend the response: the one supported way. Lists that a plugin holds of it grow.
 
         Trainable (sampled) tokens need `log_probs` of equal length; others (tool output, templates) must have none.
         `meta_info` is the engine's answer: weight versions, top-p spans and routed experts are taken from it, and, once
@@ -215,13 +244,14 @@ class Sample:
             self.version_spans = grown_spans(
                 self.version_spans, self.response_length, len(new_tokens), meta_info, sampled=trainable
             )
-            self.__dict__["tokens"] = grown(self.__dict__["tokens"], new_tokens)
+            self.grow("tokens", self.__dict__["tokens"], new_tokens)
             self.response_length += len(new_tokens)
             masked = int(meta_info.get("masked_until") or 0) if trainable else len(new_tokens)
-            self.__dict__["loss_mask"] = grown(mask, _mask_from(masked, len(new_tokens)))
-            self.__dict__["rollout_log_probs"] = grown(old_log_probs, new_log_probs)
+            self.grow("loss_mask", mask, _mask_from(masked, len(new_tokens)))
+            self.grow("rollout_log_probs", old_log_probs, new_log_probs)
         if top_p is not None:
-            self.__dict__["rollout_top_p_token_ids"], self.__dict__["rollout_top_p_token_offsets"] = top_p
+            self.grow("rollout_top_p_token_ids", top_p.ids, top_p.new_ids)
+            self.grow("rollout_top_p_token_offsets", top_p.offsets, top_p.new_offsets)
         if experts is not None:
             self.rollout_routed_experts = experts
         if text:
@@ -249,8 +279,8 @@ class Sample:
 
     def _grown_top_p(
         self, count: int, mask: Packed | list[Any], trainable: bool, meta_info: Mapping[str, Any]
-    ) -> tuple[Packed | list[Any], Packed | list[Any]] | None:
-        """Top-p spans after `count` more tokens, or None when this sample carries none."""
+    ) -> _TopP | None:
+        """Top-p spans, and those of `count` more tokens; None when this sample carries none."""
         new_ids = _int32_field(meta_info, "top_p_token_ids", "top_p_kept_token_ids")
         new_offsets = _int32_field(meta_info, "top_p_token_offsets", "top_p_kept_token_offsets")
         if (new_ids is None) != (new_offsets is None):
@@ -269,11 +299,11 @@ class Sample:
         if new_ids is None or new_offsets is None:
             if count and trainable:
                 raise ValueError("this sample carries top-p spans, but the new trainable tokens come without")
-            return ids, grown(offsets, exact_ints(np.full(count, len(ids), dtype=np.int64)))
+            return _TopP(ids, offsets, np.empty(0, np.int32), exact_ints(np.full(count, len(ids), dtype=np.int64)))
         if not trainable:
             raise ValueError("non-trainable tokens must not carry top-p spans")
         _check_spans(new_ids, new_offsets, count)
-        return grown(ids, new_ids), grown(offsets, exact_ints(new_offsets[1:].astype(np.int64) + len(ids)))
+        return _TopP(ids, offsets, new_ids, exact_ints(new_offsets[1:].astype(np.int64) + len(ids)))
 
     def _spliced_experts(self, args: Any, total_tokens: int, meta_info: Mapping[str, Any]) -> np.ndarray | None:
         """Routed experts `[total_tokens - 1, layers, topk]` after this engine call, or None when it reports none."""

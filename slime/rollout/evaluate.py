@@ -105,7 +105,7 @@ async def _evaluate_dataset(runtime: RolloutRuntime, what: EvalPrompts) -> dict[
         raise RolloutFailed(f"evaluation on {dataset.name}: none of the {len(samples)} samples was scored")
     refuse_bad_rewards(args, scored, evaluation=True)
     return {
-        "rewards": [sample.get_reward_value(args, evaluation=True) for sample in scored],
+        "rewards": [sample.reward_number(args, evaluation=True) for sample in scored],
         "truncated": [sample.status is Sample.Status.TRUNCATED for sample in scored],
         "samples": scored,
         "failed": [sample for sample in samples if sample.reward is None],

@@ -102,7 +102,7 @@ def drop_metrics(reasons: Counter[str]) -> dict[str, float]:
 
 def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **kwargs: Any) -> DynamicFilterOutput:
     """Drop groups whose rewards are all the same; the reason is ``zero_std_<reward>``."""
-    rewards = [float(sample.get_reward_value(args)) for sample in samples if sample.reward is not None]
+    rewards = [float(sample.reward_number(args)) for sample in samples if sample.reward is not None]
     if not rewards:
         return DynamicFilterOutput(keep=False, reason="no_reward")
     std = np.std(np.asarray(rewards, dtype=np.float64), ddof=1) if len(rewards) > 1 else 0.0

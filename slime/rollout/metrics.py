@@ -114,7 +114,7 @@ def _reward_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
         return {}
     groups: dict[Hashable, list[float]] = defaultdict(list)
     for sample in scored:
-        groups[sample.group_index].append(float(sample.get_reward_value(args)))
+        groups[sample.group_index].append(float(sample.reward_number(args)))
     metrics: Metrics = {"raw_reward": fmean(reward for rewards in groups.values() for reward in rewards)}
     flat = [rewards[0] for rewards in groups.values() if len(rewards) > 1 and max(rewards) - min(rewards) <= 1e-6]
     metrics["zero_std/count"] = float(len(flat))
@@ -129,7 +129,7 @@ def _asked_for(args: Config, scored: Sequence[Sample]) -> Metrics:
     if args.log_reward_category is not None:
         categories = Counter(_category(sample, args.log_reward_category) for sample in scored)
         metrics |= {f"rollout/error_cat/{name}": count / len(scored) for name, count in categories.items()}
-    right = [sample.get_reward_value(args) == 1 for sample in scored]
+    right = [sample.reward_number(args) == 1 for sample in scored]
     if args.log_passrate:
         groups: dict[Hashable, list[bool]] = defaultdict(list)
         for sample, is_right in zip(scored, right, strict=True):

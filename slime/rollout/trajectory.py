@@ -151,9 +151,8 @@ async def _kept_while(
             await _record(runtime, sample, generated)
         await task
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        task.cancel()  # does nothing to one that is done
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
@@ -371,7 +370,7 @@ def refuse_bad_rewards(args: Config, samples: Sequence[Sample], *, evaluation: b
     for sample in samples:
         if sample.reward is None:
             continue
-        value = sample.get_reward_value(args, evaluation=evaluation)
+        value = sample.reward_number(args, evaluation=evaluation)
         if not _is_number(value):
             raise UserError(f"sample {sample.index}: {_giver(args, sample)} gave {value!r:.80}, which is no number")
         if not math.isfinite(float(value)):

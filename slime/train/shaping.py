@@ -55,7 +55,7 @@ def _reward_of(config: Config, sample: Sample, excluded: bool) -> float:
         if config.use_opd:  # the teacher may be the only judge
             return 0.0
         raise UserError(f"sample {sample.index} has no reward: its reward function must set one or fail the sample")
-    reward = float(sample.get_reward_value(config))
+    reward = float(sample.reward_number(config))
     if not math.isfinite(reward) and not excluded:
         path = keep_bad_sample(config.output_dir, None, sample.index, sample.to_dict())
         raise UserError(

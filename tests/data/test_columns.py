@@ -85,9 +85,70 @@ def test_a_list_that_was_handed_out_is_the_column() -> None:
     assert sample.loss_mask == [0, 1, 1]
 
 
-def test_an_append_leaves_handed_out_lists_and_copies_alone() -> None:
+def test_lists_that_a_plugin_holds_grow_with_the_response() -> None:
+    sample = Sample(tokens=[5, 6])
+    sample.append_response_tokens(tokens=[7], log_probs=[-0.5])
+    held = {name: getattr(sample, name) for name in ("tokens", "loss_mask", "rollout_log_probs")}
+    sample.append_response_tokens(tokens=[8], trainable=False)
+    top_p = {"top_p_token_ids": [], "top_p_token_offsets": [0]}
+    with pytest.raises(ValueError, match="trainable tokens need log_probs"):
+        sample.append_response_tokens(tokens=[9], meta_info=top_p)
+    sample.append_response_tokens(tokens=np.array([9]), log_probs=np.array([-1.5]))
+    assert held == {"tokens": [5, 6, 7, 8, 9], "loss_mask": [1, 0, 1], "rollout_log_probs": [-0.5, 0.0, -1.5]}
+    assert all(getattr(sample, name) is column for name, column in held.items())
+    assert {type(value) for value in (*held["tokens"], *held["loss_mask"])} == {int}
+
+
+def test_top_p_spans_that_a_plugin_holds_grow_too() -> None:
+    sample = Sample(tokens=[1])
+    spans = {"top_p_token_ids": [4, 7], "top_p_token_offsets": [0, 2]}
+    sample.append_response_tokens(tokens=[4], log_probs=[-0.5], meta_info=spans)
+    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    with pytest.raises(ValueError, match="routed experts need args"):
+        sample.append_response_tokens(tokens=[4], log_probs=[-0.5], meta_info={**spans, "routed_experts": [1]})
+    assert (ids, offsets) == ([4, 7], [0, 2])
+    sample.append_response_tokens(tokens=[4], log_probs=[-0.5], meta_info=spans)
+    sample.append_response_tokens(tokens=[3], trainable=False)
+    assert (ids, offsets) == ([4, 7, 4, 7], [0, 2, 4, 4])
+    assert ids is sample.rollout_top_p_token_ids
+
+
+def test_fields_written_directly_as_multi_turn_functions_do() -> None:
+    sample = finished(2)
+    sample.compact()
+    sample.tokens += [1, 2]
+    sample.response_length += 2
+    assert sample.loss_mask is not None
+    sample.loss_mask += [0, 0]
+    sample.rollout_log_probs = [*(sample.rollout_log_probs or []), 0.0, 0.0]
+    sample.append_response_tokens(tokens=[3], log_probs=[-2.0])
+    assert sample.tokens == [*range(5000, 5010), 1000, 1001, 1, 2, 3]
+    assert (sample.loss_mask, sample.rollout_log_probs) == ([1, 1, 0, 0, 1], [-0.5, -0.5, 0.0, 0.0, -2.0])
+    assert sample.response_length == 5
+
+
+def test_a_list_that_was_set_and_not_read_may_be_anothers() -> None:
+    ids = [1, 2]
+    group = [Sample(), Sample()]
+    for sample in group:
+        sample.tokens = ids
+        sample.append_response_tokens(tokens=[7], log_probs=[-0.5])
+    assert ([sample.tokens for sample in group], ids) == ([[1, 2, 7]] * 2, [1, 2])
+    first = group[0]
+    second = dataclasses.replace(first, index=1)
+    assert len(first.tokens) == 3
+    first.append_response_tokens(tokens=[8], log_probs=[-0.5])
+    second.append_response_tokens(tokens=[9], log_probs=[-0.5])
+    assert (first.tokens, second.tokens) == ([1, 2, 7, 8], [1, 2, 7, 9])
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+def test_an_append_leaves_copies_alone(read_before: bool) -> None:
     sample = finished(3)
-    before = sample.tokens
+    sample.compact()
+    if read_before:
+        assert len(sample.tokens) == len(sample.loss_mask or []) + 10 == len(sample.rollout_log_probs or []) + 10
+    before = copy.copy(sample).tokens
     twin = copy.copy(sample)
     sample.append_response_tokens(tokens=[1], log_probs=[-1.0])
     twin.append_response_tokens(tokens=[2], trainable=False)

@@ -198,13 +198,15 @@ def test_reward_value() -> None:
     args = SimpleNamespace(reward_key="score", eval_reward_key="acc")
     plain = SimpleNamespace(reward_key=None, eval_reward_key=None)
     scored = Sample(reward={"score": -1.0, "acc": 0.0})
-    assert scored.get_reward_value(args) == -1.0
-    assert scored.get_reward_value(args, evaluation=True) == 0.0
-    assert Sample(reward=0.5).get_reward_value(plain) == 0.5
+    assert scored.get_reward_value(args) == scored.reward_number(args) == -1.0
+    assert scored.reward_number(args, evaluation=True) == 0.0
+    assert Sample(reward=0.5).get_reward_value(plain) == Sample(reward=0.5).reward_number(plain) == 0.5
     assert Sample(reward=0.5).get_reward_value(args) == 0.5
+    assert scored.get_reward_value(SimpleNamespace(reward_key=None)) is scored.reward
+    assert Sample().get_reward_value(plain) is None
     with pytest.raises(UserError, match=r"\['acc', 'score'\]; name one with --reward-key"):
-        scored.get_reward_value(plain)
+        scored.reward_number(plain)
     with pytest.raises(UserError, match="'nope' is not in the reward"):
         scored.get_reward_value(SimpleNamespace(reward_key="nope", eval_reward_key=None))
     with pytest.raises(ValueError, match="no reward yet"):
-        Sample().get_reward_value(plain)
+        Sample().reward_number(plain)

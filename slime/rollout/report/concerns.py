@@ -52,7 +52,7 @@ def concerns_of(
         return {}
     found: dict[str, str] = {}
     scored = [sample for sample in usable if sample.reward is not None]
-    rewards = {float(sample.get_reward_value(config)) for sample in scored}
+    rewards = {float(sample.reward_number(config)) for sample in scored}
     no_gradient = grad_norm == 0
     if len(scored) > 1 and len(rewards) == 1 and not config.use_opd:
         found |= _equal_rewards(config, scored, rewards.pop(), no_gradient, special_tokens())
