@@ -79,11 +79,9 @@ def _dapo(config: Config) -> dict[str, Any]:
 
 
 def _corrections(config: Config) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        "rs_level": config.tis_level,
-        "rs_lower_bound": config.tis_clip_low,
-        "rs_upper_bound": config.tis_clip,
-    }
+    given: dict[str, Any] = {}
+    if config.custom_tis_function_path is None:  # a user's function reads what was given, and has defaults of its own
+        given = {"rs_level": config.tis_level, "rs_lower_bound": config.tis_clip_low, "rs_upper_bound": config.tis_clip}
     if config.use_tis is None:
         given["use_tis"] = (
             may_be_older(config) and config.loss_type == "policy_loss" and not config.use_rollout_logprobs
@@ -176,14 +174,19 @@ def _off_policy(config: Config) -> Iterator[str]:
         yield f"--tis-clip-low {config.tis_clip_low} is larger than --tis-clip {config.tis_clip}"
     if config.custom_tis_function_path is not None and not corrects:
         yield "--custom-tis-function-path is not called without --use-tis or --get-mismatch-metrics: add one"
+    if config.custom_tis_function_path is None:
+        yield from _own_correction(config)
+    if config.keep_old_actor and config.use_rollout_logprobs:
+        yield "--keep-old-actor computes what --use-rollout-logprobs takes from the engine: keep one"
+
+
+def _own_correction(config: Config) -> Iterator[str]:
     if config.rs_veto_threshold is not None and not config.use_rs:
         yield "--rs-veto-threshold is part of rejection: add --use-rs"
     if config.use_rs and config.rs_lower_bound > config.rs_upper_bound:
         yield f"--rs-lower-bound {config.rs_lower_bound} is larger than --rs-upper-bound {config.rs_upper_bound}"
     if config.tis_batch_normalize and config.tis_level == "geometric":
         yield "--tis-batch-normalize is not defined for --tis-level geometric: choose token or sequence"
-    if config.keep_old_actor and config.use_rollout_logprobs:
-        yield "--keep-old-actor computes what --use-rollout-logprobs takes from the engine: keep one"
 
 
 def _custom(config: Config) -> Iterator[str]:

@@ -34,7 +34,7 @@ class Correction:
             mode=config.tis_mode,
             lower=config.tis_clip_low,
             upper=config.tis_clip,
-            batch_normalize=config.tis_batch_normalize,
+            batch_normalize=config.tis_batch_normalize and config.custom_tis_function_path is None,
             reject_level=config.rs_level,
             reject_lower=config.rs_lower_bound,
             reject_upper=config.rs_upper_bound,

@@ -7,7 +7,7 @@ stays in the denominator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,7 +166,7 @@ class PolicyObjective:
         self, function: Callable[..., Any], micro: MicroBatch, token_loss: Tensor, train: Tensor, rollout: Tensor
     ) -> tuple[Tensor, Tensor, Metrics]:
         masks = list(micro.mask.split(micro.lengths))
-        token_loss, new_masks, found = function(
+        answer = function(
             plugin_args(self._config),
             pg_loss=token_loss,
             train_log_probs=list(train.split(micro.lengths)),
@@ -175,13 +175,21 @@ class PolicyObjective:
             total_lengths=list(micro.row.layout.lengths),
             response_lengths=list(micro.lengths),
         )
+        path = str(self._config.custom_tis_function_path)
+        if not isinstance(answer, tuple | list) or len(answer) != 3 or not isinstance(answer[2], Mapping):
+            raise UserError(f"{path} must return (pg_loss, masks, metrics), not {answer!r:.80}")
+        changed, new_masks, found = answer
+        lengths = list(micro.lengths) if new_masks is None else [len(mask) for mask in new_masks]
+        if not isinstance(changed, Tensor) or changed.shape != token_loss.shape or lengths != list(micro.lengths):
+            raise UserError(f"{path} must return a loss for each token, and masks as long as the responses or None")
         kept = torch.ones_like(micro.mask)
         if new_masks is not None:
             kept = (torch.cat([mask.to(micro.mask) for mask in new_masks]) != 0).to(micro.mask)
-        metrics = {
-            name: weighted_sum(value.detach().expand_as(micro.mask), micro.weights) for name, value in found.items()
-        }
-        return token_loss, kept, metrics
+        values = {name: torch.as_tensor(value, device=micro.mask.device).detach() for name, value in found.items()}
+        if wrong := [name for name, value in values.items() if value.numel() not in (1, micro.mask.numel())]:
+            raise UserError(f"{path}: the metric {wrong[0]} must be one number, or one for each token")
+        metrics = {n: weighted_sum(v.reshape(-1).expand_as(micro.mask), micro.weights) for n, v in values.items()}
+        return changed, kept, metrics
 
     def _reduced(self, micro: MicroBatch, token_loss: Tensor, kept: Tensor) -> Tensor:
         if self._custom_reducer is None:

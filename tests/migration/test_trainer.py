@@ -115,3 +115,20 @@ def test_a_launch_script_with_execute_train(
     config = (place / "a launched run" / "config.yaml").read_text()
     assert "rollout_temperature: 0.9\n" in config
     assert "note: costs $5\n" in config
+
+
+def test_masked_importance_sampling_by_yaml(place: Path) -> None:
+    """The file turns the correction on and sets flags and values of its own; the command says nothing of it."""
+    custom = ["--custom-config-path", "mis.yaml", "--custom-tis-function-path", "mis.compute_mis_weights_with_cp"]
+    done = run([*TRAIN, *flags(), *custom, "--output-dir", "mis"], place)
+    assert done.code == 0, done.err
+    steps = records(place / "mis", "train")
+    assert len(steps) == 2
+    for step in steps:
+        assert step["train/mis_ratio"] == pytest.approx(1.0, abs=1e-3)  # engine and trainer agree
+        assert step["train/mis_tis_clipped"] == step["train/mis_rejected"] == 0.0
+        assert step["train/grad_norm"] > 0
+    config = (place / "mis" / "config.yaml").read_text()
+    for line in ("use_tis: true", "use_rs: true", "tis_mode: truncate", "rs_level: sequence", "rs_lower_bound: null"):
+        assert f"{line}\n" in config
+    assert "  tis_upper_bound: 2.0\n" in config  # no flag: the function's own
