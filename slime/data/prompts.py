@@ -52,6 +52,7 @@ class PromptDataset:
         apply_chat_template_kwargs: dict[str, Any] | None = None,
         max_prompt_len: int | None = None,
         max_context: int | None = None,
+        number_prompts: bool = False,
         num_workers: int = 0,
         streaming: bool = False,
         seed: int = 42,
@@ -74,6 +75,7 @@ class PromptDataset:
             apply_chat_template=apply_chat_template,
             apply_chat_template_kwargs=dict(apply_chat_template_kwargs or {}),
             shortest_limit=min(limits, default=None),
+            number_prompts=number_prompts,
         )
         self._rows = open_rows(path, columns=self._builder.columns)
         self._position_of_row: np.ndarray | None = None

@@ -57,6 +57,8 @@ class PrototypeBuilder:
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     shortest_limit: int | None = None
+    number_prompts: bool = False
+    """Whether the number of a task may stand for a prompt, which only a generate function of the user's can know."""
 
     def __post_init__(self) -> None:
         if self.apply_chat_template and not self._has_template():
@@ -86,7 +88,10 @@ class PrototypeBuilder:
                     f"{where}: {key!r} holds the {kind} of this prompt (--multimodal-keys), but prompts are text in "
                     "this version: leave such rows out"
                 )
-        prompt = _checked_prompt(_required(row, self.input_key, "--input-key", where), where)
+        given = _required(row, self.input_key, "--input-key", where)
+        if self.number_prompts and isinstance(given, int) and not isinstance(given, bool):
+            given = str(given)
+        prompt = _checked_prompt(given, where)
         label = self._label(row, where) if self.label_key else None
         metadata = self._metadata(row, where)
         if self.apply_chat_template:

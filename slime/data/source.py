@@ -368,6 +368,7 @@ def _open_dataset(args: Any) -> PromptDataset:
         apply_chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=max_prompt_len,
         max_context=model_context_length(args.hf_checkpoint),
+        number_prompts=args.custom_generate_function_path is not None,
         num_workers=args.num_data_workers,
         streaming=args.streaming_data,
         seed=args.rollout_seed,

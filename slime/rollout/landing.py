@@ -30,6 +30,9 @@ _INHERITED = (
 """What a new sample has from the one that it came of, unless it has something of its own there."""
 
 
+_STATUSES = {status.value for status in Sample.Status}
+
+
 class Origin:
     """A sample as it was dispatched: what everything that comes of it belongs to."""
 
@@ -54,7 +57,9 @@ class Origin:
         return siblings
 
     def claim(self, sample: Sample) -> None:
-        """Make a sample one that came of this origin."""
+        """Make a sample one that came of this origin; a status that was written as its value becomes a status."""
+        if isinstance(sample.status, str) and sample.status in _STATUSES:
+            sample.status = Sample.Status(sample.status)
         for name, value in self._given.items():
             setattr(sample, name, value)
         if sample is self._sample:
@@ -62,6 +67,19 @@ class Origin:
         for name, value in self._inherited.items():
             if not getattr(sample, name):
                 setattr(sample, name, copy.deepcopy(value))
+
+    def again(self, given_up: Sample) -> Sample:
+        """What to call the function with once more: what it gave up, or the dispatched sample, from its prompt.
+
+        The latter where a prompt of its own took the place of the one it was given: it would not know that one.
+        """
+        if given_up.prompt == self._inherited["prompt"]:
+            return given_up
+        for name, value in {**self._given, **self._inherited}.items():
+            setattr(self._sample, name, value)
+        self.forget_response(self._sample)
+        self._sample.status, self._sample.reward = Sample.Status.ABORTED, None
+        return self._sample
 
     def forget_response(self, sample: Sample) -> None:
         """What came of a sample becomes the prompt again that was dispatched."""

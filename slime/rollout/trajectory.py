@@ -201,9 +201,11 @@ async def _generated(
                 origin.settle(produced, "generate", runtime.failures, runtime.vocab_size)
                 if not isinstance(produced, Sample):
                     return _whole(runtime, produced)
-                if produced.status is not Sample.Status.ABORTED or _is_landing(runtime):
+                if produced.status is not Sample.Status.ABORTED:
                     return produced
-                sample = produced
+                sample = origin.again(produced)
+                if _is_landing(runtime):
+                    return sample
                 await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
                 if _is_landing(runtime):
                     return sample

@@ -103,6 +103,16 @@ def test_parquet_messages_lose_the_nulls_that_other_rows_brought(tmp_path: Path)
     ]
 
 
+def test_numbers_of_tasks_stand_for_prompts_where_a_function_knows_them(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"index": 0}\n{"index": 12}\n')
+    found = PromptDataset(str(path), input_key="index", number_prompts=True)
+    assert [sample.prompt for sample in found] == ["0", "12"]
+    path.write_text('{"index": true}\n')
+    with pytest.raises(UserError, match="a prompt must be a string or a list of messages, not bool"):
+        PromptDataset(str(path), input_key="index", number_prompts=True)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("content", "message"),

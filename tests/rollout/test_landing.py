@@ -56,6 +56,33 @@ def test_new_samples_belong_to_the_one_that_was_dispatched(
     assert len({sample.journal_id for sample in samples}) == len(samples)
 
 
+GIVES_UP_ONCE = """
+from slime.utils.types import Sample
+SEEN = []
+async def f(args, sample, sampling_params):
+    SEEN.append((sample.prompt, sample.response_length, sample.reward))
+    with open(args.seen, "w") as file:
+        file.write(repr(sorted(SEEN)))
+    status = "completed" if SEEN.count(SEEN[-1]) > 1 else "aborted"
+    return Sample(index=77, prompt="task " + sample.prompt, tokens=[5, 6, 7], response_length=2, response="7",
+                  reward=0.5, status=status, loss_mask=[1, 1])
+"""
+
+
+def test_a_function_that_gives_a_sample_of_its_own_up_gets_the_one_it_was_given(
+    make_runtime, prompts, write_plugin, engine, tmp_path
+):
+    """Its own has another prompt, which it would not know. Statuses may be written as their values."""
+    path, seen = write_plugin(GIVES_UP_ONCE, "up"), tmp_path / "seen"
+    runtime = make_runtime([engine.url], custom_generate_function_path=path, carried={"seen": str(seen)})
+    [one, two] = leaves(generate_rollout(runtime.args, 0, prompts(["1", "2"], n=1)).samples)
+    assert seen.read_text() == repr([("1", 0, None)] * 2 + [("2", 0, None)] * 2)
+    assert [(s.index, s.prompt, s.reward, s.status) for s in (one, two)] == [
+        (0, "task 1", 0.5, Sample.Status.COMPLETED),
+        (1, "task 2", 0.5, Sample.Status.COMPLETED),
+    ]
+
+
 def test_a_hook_may_hand_back_another_sample(make_runtime, prompts, write_plugin, engine):
     hook = (
         "from slime.utils.types import Sample\n"
@@ -102,7 +129,7 @@ BREAK = {
     "vocabulary": lambda s: setattr(s, "tokens", [10**6, *s.tokens[1:]]),
     "metadata": lambda s: setattr(s, "metadata", None),
     "response": lambda s: setattr(s, "response", None),
-    "status": lambda s: setattr(s, "status", "completed"),
+    "status": lambda s: setattr(s, "status", "finished"),
     "versions": lambda s: setattr(s, "version_spans", [1, 2]),
 }
 async def f(args, sample, sampling_params):
@@ -130,7 +157,7 @@ CAUSES = {
     "vocabulary": "tokens has 1000000, which is no token id, of which there are 200",
     "metadata": "metadata is None, which is no dict",
     "response": "response is None, which is no str",
-    "status": "status is 'completed', which is no samplestatus",
+    "status": "status is 'finished', which is no samplestatus",
     "versions": "version_spans has 1, which is no [version, number of tokens]",
 }
 
