@@ -61,9 +61,8 @@ class Folder:
         """Every sampled token has the log-prob of the script, every other one 0."""
         start = len(sample.tokens) - sample.response_length
         following = list(pairwise(sample.tokens))[start - 1 :]
-        expected = [
-            self.model.log_prob(*pair) if bit else 0.0 for pair, bit in zip(following, sample.loss_mask, strict=True)
-        ]
+        mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+        expected = [self.model.log_prob(*pair) if bit else 0.0 for pair, bit in zip(following, mask, strict=True)]
         assert sample.rollout_log_probs == pytest.approx(expected, abs=1e-4)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from aiohttp import web
 
 from slime.data.sample import Sample
 from tests.e2e.runs import records
+from tests.engine.conftest import EngineProcess
 from tests.migration.agent_runs import Folder, make_folder, served, spelled, stretches
+from tests.migration.plugins.tau_bench.tau_env import TOOLS_INFO
+from tests.migration.scripted import make_scripted_model
 
 SEARCHES = {
     "\n": {"<search>": 0.5, "<answer>": 0.5},
@@ -113,3 +117,164 @@ def test_search_r1_with_text_that_is_cut_and_tokenised(search_folder: Folder) ->
             assert tokens == encode(text)
             assert "and" not in text or not bit  # cut behind the first tag
     assert len(asked) == sum(not bit for sample in samples for bit, _ in stretches(sample)) > 0
+
+
+AGENTS = {
+    "\n": {"\\boxed{": 1.0},
+    "\\boxed{": {"4": 1.0},
+    "4": {"6": 0.5, "7": 0.5},
+    "6": {"}": 1.0},
+    "7": {"}": 1.0},
+    ":": {"IDX": 1.0},
+    "IDX": {"0": 0.4, "1": 0.4, "9": 0.2},
+}
+AGENT_FLAGS = (
+    "--input-key prompt --label-key label --apply-chat-template --rollout-shuffle --rm-type math "
+    "--rollout-max-context-len 512 --balance-data --custom-config-path agents.yaml "
+    "--rollout-function-path slime.rollout.sglang_rollout.generate_rollout "
+    "--custom-generate-function-path rollout_with_multi_agents.generate_with_multi_agents"
+)
+
+
+def test_several_agents_make_several_samples_of_one_rollout(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"what is {i}+{46 - i}?"}], "label": "46"} for i in range(4)]
+    folder = make_folder(tmp_path, "multi_agent", AGENTS, rows)
+    (tmp_path / "agents.yaml").write_text("num_parallel: 2\n")
+    done = folder.train(*AGENT_FLAGS.split())
+    assert done.code == 0, done.err
+    samples = folder.samples()
+    rollouts: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        rollouts.setdefault((sample.group_index, sample.rollout_id), []).append(sample)
+    assert len(rollouts) == 16
+    picked = Counter[Any]()
+    for siblings in rollouts.values():
+        by_agent = {agent: [one for one in siblings if one.metadata["agent"] == agent] for agent in AGENT_COUNTS}
+        assert {agent: len(found) for agent, found in by_agent.items()} == AGENT_COUNTS
+        [selector] = by_agent["selector"]
+        weight = 1.2 if selector.metadata["raw_reward"] else 0.8
+        for sample in siblings:
+            folder.check_log_probs(sample)
+            if sample is not selector:
+                assert sample.metadata["raw_reward"] == ("46" in sample.response)
+            assert sample.reward == pytest.approx(sample.metadata["raw_reward"] * weight)
+            prompt = folder.decode(sample.tokens[: -sample.response_length])
+            assert prompt == sample.prompt
+        for rewriter in by_agent["rewriter"]:
+            given = {f"[{n}] {one.response}" for one in by_agent["solver"] for n in (0, 1)}
+            assert any(line in rewriter.prompt for line in given)
+        picked[selector.response] += 1
+        picked["unlike"] += len({tuple(one.tokens) for one in by_agent["solver"]}) == 2
+    assert picked["unlike"] > 0  # agents that were asked at once are not one and the same
+    assert {answer for answer in picked if "IDX" in answer} == {f"IDX{n}<|im_end|>" for n in (0, 1, 9)}
+    [rollout] = records(tmp_path / "out", "rollout")
+    raw = [one.metadata["raw_reward"] for one in samples]
+    assert rollout["rollout/raw_reward"] == pytest.approx(sum(raw) / len(raw))
+
+
+AGENT_COUNTS = {"solver": 2, "rewriter": 2, "selector": 1}
+
+
+SUM = '{"name": "calculator", "arguments": {"expression": "40 + 6"}}'
+NO_SUM = '{"name": "calculator", "arguments": {"expression": "open(1)"}}'
+FRAMEWORK_USER = {
+    "\n": {"<tool_call>": 0.5, "It is ": 0.5},
+    "<tool_call>": {SUM: 0.6, NO_SUM: 0.4},
+    SUM: {"</tool_call>": 1.0},
+    NO_SUM: {"</tool_call>": 1.0},
+    "It is ": {"\\boxed{": 1.0},
+    "\\boxed{": {"4": 1.0},
+    "4": {"6": 0.6, "7": 0.4},
+    "6": {"}": 1.0},
+    "7": {"}": 1.0},
+}
+TOOL_ANSWERS = {f"<|im_start|>tool\n{text}<|im_end|>\n" for text in ("46", "Error: only numbers and operators")}
+STRANDS_FLAGS = (
+    "--input-key prompt --label-key label --custom-generate-function-path generate_with_strands.generate "
+    "--custom-rm-path generate_with_strands.reward_func"
+)
+
+
+@pytest.mark.parametrize("program", ["train.py"])
+def test_an_agent_framework_over_the_openai_routes(tmp_path: Path, program: str) -> None:
+    rows = [{"prompt": f"what is {i} + {46 - i}?", "label": "46"} for i in range(4)]
+    folder = make_folder(tmp_path, "strands", FRAMEWORK_USER, rows)
+    done = folder.train(*STRANDS_FLAGS.split(), program=program)
+    assert done.code == 0, done.err
+    samples = folder.samples()
+    assert len(samples) == 16
+    seen = Counter[Any]()
+    for sample in samples:
+        assert sample.rollout_log_probs is None
+        said = [message for message in sample.metadata["messages"] if message["role"] == "assistant"]
+        turns = stretches(sample)
+        trained = [folder.decode(tokens) for bit, tokens in turns if bit]
+        assert len(trained) == len(said)
+        assert sample.tool_call_count == len(said) - (sample.status is Sample.Status.COMPLETED)
+        for message, text in zip(said, trained, strict=True):
+            call = next((call for call in (SUM, NO_SUM) if call in text), None)
+            assert text == (message["content"] if call is None else f"<tool_call>{call}</tool_call>") + "<|im_end|>\n"
+            seen[call] += 1
+        told = {folder.decode(tokens).removesuffix("<|im_start|>assistant\n") for bit, tokens in turns if not bit}
+        assert told <= TOOL_ANSWERS
+        if sample.status is Sample.Status.TRUNCATED:  # no answer after six turns
+            assert (len(said), sample.reward) == (6, 0.0)
+            continue
+        right = "\\boxed{46}" in said[-1]["content"]
+        assert sample.reward == pytest.approx(1.0 if right else min(0.2, 0.1 * sample.tool_call_count))
+    assert seen[None] > 0 < seen[SUM] + seen[NO_SUM]  # which, is left to chance: these routes know no seeds
+    [rollout] = records(tmp_path / "out", "rollout")
+    assert rollout["rollout/raw_reward"] == pytest.approx(sum(sample.reward for sample in samples) / 16)
+
+
+LOOK, CANCEL, UNFINISHED = (
+    '{"name": "get_order", "arguments": {}}',
+    '{"name": "cancel_order", "arguments": {}}',
+    '{"call": ',
+)
+CLERK = {
+    "\n": {"<tool_call>": 0.5, "What else?": 0.5},
+    "<tool_call>": {LOOK: 0.4, CANCEL: 0.5, UNFINISHED: 0.1},
+    **{call: {"</tool_call>": 1.0} for call in (LOOK, CANCEL, UNFINISHED)},
+}
+CUSTOMER = {"\n": {"please cancel it": 0.5, "thanks ###STOP###": 0.5}}
+TAU_FLAGS = "--input-key index --custom-generate-function-path generate_with_tau.generate"
+
+
+def test_an_environment_with_a_customer_who_is_a_model_too(tmp_path: Path) -> None:
+    rows = [
+        {"index": i, "metadata": '{"source": "shop"}'} for i in range(4)
+    ]  # numbers of tasks in the place of prompts
+    folder = make_folder(tmp_path, "tau_bench", CLERK, rows)
+    customer = EngineProcess(make_scripted_model(tmp_path / "customer", CUSTOMER).folder, tmp_path / "customer.log")
+    try:
+        done = folder.train(*TAU_FLAGS.split(), USER_MODEL_URL=customer.url)
+    finally:
+        customer.stop()
+    assert done.code == 0, done.err
+    samples = folder.samples()
+    assert [sample.index for sample in samples] == list(range(16))
+    seen = Counter[Any]()
+    for sample in samples:
+        task = str(sample.group_index)  # prompts are taken in their order
+        messages, actions = sample.metadata["messages"], sample.metadata["actions"]
+        assert folder.decode(sample.tokens) == folder.model.tokenizer.apply_chat_template(
+            messages, tools=TOOLS_INFO, tokenize=False, add_generation_prompt=messages[-1]["role"] != "assistant"
+        )
+        trained = [folder.decode(tokens) for bit, tokens in stretches(sample) if bit]
+        assert trained == [m["content"] + "<|im_end|>\n" for m in messages if m["role"] == "assistant"]
+        assert len(trained) == len(actions)
+        cancelled = sample.metadata["orders"][task] == "cancelled"
+        assert cancelled == ("cancel_order" in actions)
+        assert sample.metadata["user_id"] == f"user_{task}"
+        if sample.status is Sample.Status.COMPLETED:
+            assert sample.reward == float(cancelled)
+        else:
+            assert sample.status is Sample.Status.TRUNCATED
+            assert (len(actions), sample.reward) == (4, 0.0)
+        assert sample.rollout_log_probs is None
+        assert UNFINISHED not in folder.decode(sample.tokens)  # what was given up was begun again
+        seen.update([sample.status, *actions])
+    assert {Sample.Status.COMPLETED, "respond", "get_order", "cancel_order"} <= set(seen)
+    [rollout] = records(tmp_path / "out", "rollout")
+    assert rollout["rollout/raw_reward"] == pytest.approx(sum(sample.reward for sample in samples) / 16)
