@@ -18,6 +18,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
+from slime.config import Config
+from slime.config.asynchronous import DEFAULT_STALENESS, versions_behind
 from slime.data.sample import Sample
 from slime.rollout.failures import refuse_all_failed
 from slime.rollout.filters import GroupJudge, call_plugins
@@ -53,10 +55,9 @@ class ContinuousRollout:
     """
 
     def __init__(self, runtime: RolloutRuntime, data_source: Any, *, first: int, total: int, version: int) -> None:
-        assert runtime.args.max_weight_staleness is not None, "resolve() sets a bound in this mode"
         self._runtime = runtime
         self._args = runtime.args
-        self._staleness = runtime.args.max_weight_staleness
+        self._staleness = _bound(runtime.args)
         self._source = data_source
         self._next, self._total, self._version = first, total, version
         self._under_way: dict[asyncio.Task[Group], _Dispatched] = {}
@@ -226,3 +227,26 @@ class ContinuousRollout:
         if fresh is not None:
             self._again.append(fresh)
         self._changed.set()
+
+
+def _bound(config: Config) -> int:
+    """S. The run's own mode has one; other loops ask for a rollout at most so many versions late."""
+    if config.max_weight_staleness is not None:
+        return config.max_weight_staleness
+    return max(DEFAULT_STALENESS, versions_behind(config))
+
+
+async def taken_from_continuous(runtime: RolloutRuntime, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
+    """A rollout of a generation that goes on between two calls, for rollout functions of users; begun by the first."""
+    state = runtime.state
+    known = state.weight_version
+    version = int(known) if known is not None and known.isdigit() else rollout_id
+    if state.continuous is None:
+        assert runtime.args.num_rollout is not None, "a run knows how many rollouts it makes"
+        total = runtime.args.num_rollout
+        continuous = ContinuousRollout(runtime, data_source, first=rollout_id, total=total, version=version)
+        await continuous.start()
+        state.continuous = continuous
+    await state.continuous.weights_arrived(version)
+    output: RolloutFnTrainOutput = await state.continuous.take(rollout_id)
+    return output

@@ -16,6 +16,7 @@ from slime import plugins
 from slime.data.sample import Sample
 from slime.rollout import requests, trajectory
 from slime.rollout.batch import generate_batch
+from slime.rollout.continuous import taken_from_continuous
 from slime.rollout.evaluate import evaluate, evaluate_dataset
 from slime.rollout.failures import mark_failed
 from slime.rollout.flight import ABORT_AGAIN_S, abort_requests, result_of
@@ -35,6 +36,19 @@ def generate_rollout(
     if evaluation:
         return runtime.run(evaluate(args, rollout_id), whom=f"evaluation {rollout_id}")
     return runtime.run(generate_batch(args, rollout_id, data_source), whom=f"rollout {rollout_id}")
+
+
+def generate_rollout_fully_async(
+    args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """One training rollout of a generation that goes on until the run ends, through training and weight updates.
+
+    Named by ``--rollout-function-path`` itself it stands for ``--async-mode full``; this is for functions around it.
+    """
+    if evaluation:
+        return generate_rollout(args, rollout_id, data_buffer, evaluation=True)
+    runtime = runtime_for(args)
+    return runtime.run(taken_from_continuous(runtime, rollout_id, data_buffer), whom=f"rollout {rollout_id}")
 
 
 async def generate_rollout_async(

@@ -186,6 +186,8 @@ class RolloutRuntime:
         return EnginePool(urls, timeout_s=self.config.engine_request_timeout, api_key=engine_key(self.config))
 
     async def _aclose(self) -> None:
+        if self.state.continuous is not None:
+            await self.state.continuous.aclose()
         await self.state.cancel_held()
         for router in self._routers:
             await router.aclose()

@@ -85,6 +85,8 @@ class GenerateState:
         self.rewardless = args.use_opd and args.rm_type is None and args.custom_rm_path is None
         self.gate = Gate(semaphore)
         self.held: list[UnderWay] = []
+        self.continuous: Any = None
+        """The generation that goes on between two calls of a user's rollout function (`slime.rollout.continuous`)."""
         self.reset()
 
     @property

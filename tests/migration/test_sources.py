@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from slime.data.sample import Sample
 from slime.rollout.dump import read_dump
 from tests.e2e.conftest import grpo_flags
-from tests.e2e.runs import TRAIN, Done, records, run
+from tests.e2e.runs import ROOT, TRAIN, Done, records, run
 from tests.tiny_models import make_model_folder
 
 PLUGINS = Path(__file__).parent / "plugins"
@@ -148,3 +149,33 @@ def test_a_rollout_function_around_the_default_one(place: Path) -> None:
     assert record["rollout/longest"] == max(sample.response_length for sample in batch(place, "wrapped", 0))
     assert record["rollout/response_lengths"] > 0
     assert len(records(place / "wrapped", "eval")) == 2
+
+
+# generation that goes on while the trainers work
+
+ASYNC = (sys.executable, str(ROOT / "train_async.py"))
+
+
+def test_a_copied_fully_asynchronous_file(place: Path) -> None:
+    words = ["--rollout-function-path", "copied_fully_async.generate_rollout_fully_async", "--keep-samples"]
+    done = trained(place, *words, *to("worker", steps=3), program=ASYNC)
+    assert done.err == ""
+    seen = [{sample.index for sample in batch(place, "worker", rollout_id)} for rollout_id in range(3)]
+    assert [len(indices) for indices in seen] == [16, 16, 16]
+    assert len(set().union(*seen)) == 48
+    states = group_states(place, "worker")
+    assert states.pop("consumed") == 12
+    assert sum(states.values()) == handed_out(place, "worker") - 12
+
+
+def test_a_function_around_the_fully_asynchronous_one(place: Path) -> None:
+    words = ["--rollout-function-path", "wrapping_fully_async.generate_rollout", *EVAL]
+    words += ["--custom-generate-function-path", "slime.rollout.sglang_streaming_rollout.generate_streaming"]
+    done = trained(place, *words, *to("around", steps=3), program=ASYNC)
+    assert done.err == ""
+    seen = [{sample.index for sample in batch(place, "around", rollout_id)} for rollout_id in range(3)]
+    assert len(set().union(*seen)) == 48
+    found = records(place / "around", "rollout")
+    assert all(record["rollout/staleness/max"] <= 2 for record in found)
+    assert all("rollout/ready_groups" in record for record in found)
+    assert [record["step"] for record in records(place / "around", "eval")][-1] == 3

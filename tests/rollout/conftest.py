@@ -140,8 +140,8 @@ def make_runtime(model_folder, monkeypatch):
     runtimes = []
 
     def make(urls, **flags):
-        flags = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 8} | flags
-        config = derive(Config(hf_checkpoint=model_folder, num_rollout=1, device="cpu", **flags))
+        usual = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 8, "num_rollout": 1}
+        config = derive(Config(hf_checkpoint=model_folder, device="cpu", **(usual | flags)))
         runtimes.append(RolloutRuntime(config, urls, dispatch=generate_and_rm_group))
         return runtimes[-1]
 

@@ -15,6 +15,7 @@ from slime.rollout.base_types import leaves
 from slime.rollout.continuous import ContinuousRollout
 from slime.rollout.failures import RolloutFailed
 from slime.rollout.feed import RolloutMaker, make_feed
+from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import staleness_metrics
 
@@ -273,3 +274,19 @@ def test_a_group_that_waits_is_not_looked_at_again(begin: Any, timed: Timed, mon
         assert len(looks) == count
     timed.release(letters[-1])
     assert len(taking.result(30).samples) == len(letters)
+
+
+def test_a_users_function_takes_from_a_generation_that_goes_on(timed: Timed, make_runtime: Any, prompts: Any) -> None:
+    runtime = make_runtime([timed.engine.url], num_rollout=3, rm_type="random")
+    source = prompts(LETTERS[:6], 2)
+    timed.hold("e")
+    taken = []
+    for rollout_id in range(2):
+        runtime.state.weight_version = str(rollout_id)
+        output = generate_rollout_fully_async(runtime.plugin_args, rollout_id, source)
+        assert len(output.samples) == 2
+        taken += [group[0].prompt for group in output.samples]
+    assert source.groups == []  # all of it is under way before the last rollout is asked for
+    timed.release("e")
+    last = generate_rollout_fully_async(runtime.plugin_args, 2, source)
+    assert sorted([*taken, *(group[0].prompt for group in last.samples)]) == list(LETTERS[:6])
