@@ -48,7 +48,7 @@ def refused(flags: dict[str, Any], **changes: Any) -> str:
 
 
 NO_REWARD = (
-    "nothing gives the responses a reward: name a verifier with --rm-type (math, dapo, deepscaler, f1, gpqa, remote_rm, "
+    "nothing gives the responses a reward: name a verifier with --rm-type (math, dapo, deepscaler, f1, gpqa, ifbench, remote_rm, "
     "random) or a function with --custom-rm-path; {where} names no rm_type in its metadata either"
 )
 

@@ -16,7 +16,7 @@ from slime.errors import UserError
 LabelUse = Literal["any", "answer", "target"]
 """`any`: a user's function reads it. `answer`: a built-in verifier compares it. `target`: it is trained on."""
 
-_BY_FUNCTION_OR_NOT_AT_ALL = ("remote_rm", "random")
+_BY_FUNCTION_OR_NOT_AT_ALL = ("ifbench", "remote_rm", "random")
 _SUPERVISED = "slime.rollout.sft_rollout."
 
 

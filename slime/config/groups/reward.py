@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from slime.config.flag import above, at_least, flag
 
-RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "remote_rm", "random")
-LABEL_FREE_RM_TYPES = ("remote_rm", "random")
+RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")
+LABEL_FREE_RM_TYPES = ("ifbench", "remote_rm", "random")
 """Those that judge without a label."""
 
 

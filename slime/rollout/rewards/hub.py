@@ -43,6 +43,7 @@ from slime.rollout.rewards.deepscaler import deepscaler_reward
 from slime.rollout.rewards.errors import RewardError
 from slime.rollout.rewards.f1 import f1_reward
 from slime.rollout.rewards.gpqa import gpqa_reward
+from slime.rollout.rewards.ifbench import ifbench_reward
 from slime.rollout.rewards.math import JUDGED_WITHIN_S, MathVerifier, default_workers
 from slime.rollout.rewards.random import random_reward
 from slime.rollout.rewards.remote import RemoteReward
@@ -277,6 +278,8 @@ class RewardHub:
                 return f1_reward(response, sample.label)
             case "gpqa":
                 return gpqa_reward(response, sample.label, sample.metadata)
+            case "ifbench":
+                return await asyncio.to_thread(ifbench_reward, response, sample.label, sample.metadata)
             case "random":
                 return random_reward()
         if not self.settings.rm_url:
