@@ -1,23 +1,30 @@
-"""`run`: a coroutine from synchronous plugin code, on the rollout's event loop when there is one."""
+"""Coroutines from synchronous plugin code, on the rollout's event loop when there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from functools import cache
 from typing import Any, TypeVar
 
-from slime.rollout.loop import LoopThread
+from slime.rollout.loop import LoopThread as AsyncLoopThread
 from slime.rollout.runtime import newest_runtime
+
+__all__ = ["AsyncLoopThread", "get_async_loop", "run"]
 
 T = TypeVar("T")
 
 
-def run(coro: Coroutine[Any, Any, T]) -> T:
-    """Run on the loop of the runtime created last, where its connections live; without one, on a loop of its own."""
+def get_async_loop() -> AsyncLoopThread:
+    """The loop of the runtime created last, where its connections live; without one, the process's own (`.loop`)."""
     runtime = newest_runtime()
-    if runtime is not None:
-        return runtime.run(coro)
-    loop_thread = LoopThread("slime-run")
-    try:
-        return loop_thread.run(coro)
-    finally:
-        loop_thread.close()
+    return _own_loop() if runtime is None else runtime.loop_thread
+
+
+def run(coro: Coroutine[Any, Any, T]) -> T:
+    """Run on that loop and wait for the result."""
+    return get_async_loop().run(coro)
+
+
+@cache
+def _own_loop() -> AsyncLoopThread:
+    return AsyncLoopThread("slime-run")

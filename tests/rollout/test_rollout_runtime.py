@@ -11,7 +11,7 @@ from slime.engine.http.errors import EngineRejected, EngineTimeout, EngineUnreac
 from slime.rollout.loop import LoopThread
 from slime.rollout.runtime import newest_runtime, runtime_for
 from slime.utils import http_utils
-from slime.utils.async_utils import run
+from slime.utils.async_utils import AsyncLoopThread, get_async_loop, run
 from slime.utils.http_utils import get, get_model_url, get_rollout_num_engines, post
 from slime.utils.misc import SingletonMeta, load_function
 
@@ -66,8 +66,12 @@ def test_run_uses_the_loop_of_the_runtime_when_there_is_one(engine, make_runtime
         return asyncio.get_running_loop()
 
     assert run(value(2)) == 2
+    assert run(loop()) is run(loop()) is get_async_loop().loop  # connections opened in one call serve the next
     runtime = make_runtime([engine.url])
-    assert run(loop()) is runtime.loop_thread.loop
+    assert run(loop()) is get_async_loop().loop is runtime.loop_thread.loop
+    own = AsyncLoopThread()
+    assert own.run(loop()) is own.loop
+    own.close()
 
 
 def test_the_processor_of_text_models_and_dp_ranks(engine, make_runtime):
