@@ -101,15 +101,11 @@ def test_different_answers(verifier: MathVerifier, answer: str, label: str) -> N
 @pytest.mark.parametrize(
     ("response", "label", "reward"),
     [
-        ("The answer is 42.", "42", 1.0),
-        ("The final answer is $\\frac{1}{2}$.", "0.5", 1.0),
-        ("So we need 12 apples", "12", 1.0),
-        ("So we need 12 apples", "13", 0.0),
-        (" 46", "46", 1.0),
-        (" 46", 46, 1.0),
-        ("yes", "Yes", 1.0),
-        ("words and nothing else", "46", 0.0),
+        ("The answer is 42.", "42", 0.0),
+        (" 46", "46", 0.0),
         ("", "46", 0.0),
+        (r"so \boxed{46}", 46, 1.0),
+        (r"\boxed{yes}", "Yes", 1.0),
         (r"\boxed{1} was wrong, so \boxed{2}", "2", 1.0),
         (r"\boxed{1} was wrong, so \boxed{2}", "1", 0.0),
         (r"\boxed{3} or", ["2", "3"], 1.0),
@@ -137,6 +133,10 @@ def test_deepscaler_wants_the_thinking_to_have_ended(verifier: MathVerifier) -> 
     assert reward(r"<think>\boxed{0.5}</think> so \boxed{9}") == 0.0
     assert reward(r"<think>\boxed{0.5}</think> it is 0.5") == 0.0
     assert reward(r"\boxed{0.5}") == 0.0
+    assert reward(r"###Response \boxed{0.5} ###Response \boxed{9}") == 1.0
+    assert reward(r"###Response \boxed{9}</think> so \boxed{0.5}") == 1.0
+    assert reward(r"</think> \boxed{}", "") == 0.0
+    assert reward(r"</think> \boxed{7}", "so \\boxed{7}") == 1.0
 
 
 def test_last_boxed() -> None:

@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 
 from slime.rollout.rewards.dapo import dapo_reward
-from slime.rollout.rewards.errors import RewardError
-from slime.rollout.rewards.f1 import f1_reward, f1_score
+from slime.rollout.rewards.f1 import f1_reward
 from slime.rollout.rewards.gpqa import gpqa_reward
 from slime.rollout.rewards.random import random_reward
+from slime.rollout.rm_hub.f1 import f1_score, normalize_answer
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.math_dapo_utils import compute_score
 
 
 @pytest.mark.parametrize(
@@ -80,9 +82,64 @@ def test_gpqa(response: str, label: Any, metadata: dict, reward: float) -> None:
     assert gpqa_reward(response, label, metadata) == reward
 
 
-def test_gpqa_with_a_label_that_means_nothing() -> None:
-    with pytest.raises(RewardError, match="label 'helium' is neither"):
-        gpqa_reward("Answer: A", "helium", {"choices": CHOICES})
+@pytest.mark.parametrize(
+    ("response", "label", "metadata", "reward"),
+    [
+        ("B is correct", "B", None, 1.0),
+        ("I think B is the correct one, not A", "B", None, 1.0),
+        ("Between A and D I take D", "D", None, 1.0),
+        ("final answer: (h)", "H", None, 1.0),
+        ("The answer depends on Boron", "B", {"choices": CHOICES}, 1.0),  # upstream reads the D of "depends"
+        ("it can only be carbon monoxide, so be it", "Carbon monoxide", {"choices": CHOICES}, 1.0),
+        ("that is helium, I say", "helium", None, 1.0),
+        ("that is lithium, I say", "helium", {"choices": CHOICES}, 0.0),
+        ("Answer: A", "helium", {"choices": CHOICES}, 0.0),
+        ("Answer: C", 2.0, None, 1.0),
+        ("Answer: C", 9, None, 0.0),
+        ("Answer: B", None, {"correct_letter": "B"}, 1.0),
+        ("Answer: B", None, None, 0.0),
+        (None, "A", None, 0.0),
+        ("Answer: C", "A", {"valid_letters": ["A", "B"]}, 0.0),  # upstream finds an "a" in "answer"
+        ("Answer: boron", "B", {"choices": {"A": "Aluminium", "B": "Boron"}}, 1.0),
+    ],
+)
+def test_gpqa_is_as_lenient_as_upstream(response: Any, label: Any, metadata: Any, reward: float) -> None:
+    assert compute_gpqa_reward(response, label, metadata) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "pred"),
+    [
+        ("Answer: 34", 34, "34"),
+        ("Answer: The value is $34$ units.", 34, "34"),
+        ("Answer: $1,234$", "1234", "1234"),
+        ("Answer: \\text{34 dollars}", "34", "34"),
+        ("Answer: $\\frac12$", "\\frac{1}{2}", "\\frac{1}{2}"),
+        ("Answer: x = 90^\\circ", "90", "90"),
+        ("Answer: -7", -7, "-7"),
+    ],
+)
+def test_dapo_accepts_what_minerva_accepts(response: str, label: Any, pred: str) -> None:
+    assert compute_score(response, label) == {"score": 1.0, "acc": True, "pred": pred}
+
+
+def test_dapo_goes_by_the_box_alone_when_it_is_strict() -> None:
+    wrong = {"score": -1.0, "acc": False}
+    assert compute_score(r"so \boxed{34}", "34", True) == {"score": 1.0, "acc": True, "pred": "34"}
+    assert compute_score(r"so \boxed{34}", 34, strict_box_verify=True)["score"] == 1.0
+    assert compute_score(r"so \boxed{034}", "34", True) == {**wrong, "pred": "034"}
+    assert compute_score("Answer: 34", "34", True) == {**wrong, "pred": None}
+    assert compute_score(r"\boxed{34}" + " " * 100, "34", True) == {**wrong, "pred": None}
+    early = r"\boxed{34}" + " " * 100 + "the end"
+    assert compute_score(early, "34", True, [1, 2, 3, 50])["score"] == 1.0
+    assert compute_score(early, "34", True, [1, 2, 3, 117])["pred"] is None
+    with pytest.raises(ValueError, match="must have 4 entries, not 3"):
+        compute_score(early, "34", True, pause_tokens_index=[1, 2, 3])
+
+
+def test_f1_of_nothing_said() -> None:
+    assert f1_score(None, "x") == (0.0, 0.0, 0.0)
+    assert normalize_answer("The  Eiffel Tower!") == "eiffel tower"
 
 
 def test_random_is_a_coin() -> None:

@@ -22,9 +22,16 @@ def deepscaler_blocking(response: str, label: Any) -> float:
 
 
 def boxed_answer_is(solution_str: str, ground_truth: Any) -> bool:
-    r"""Whether the last `\boxed{}` of the solution means the same as the ground truth."""
+    r"""Whether the last `\boxed{}` of the solution means the same as the ground truth; an empty one is never met."""
     answer = last_boxed(solution_str)
-    return answer is not None and _judged(lambda verifier: verifier.grade_answer(answer, ground_truth)) == 1.0
+    return answer is not None and ground_truth not in (None, "") and answer_is(answer, ground_truth)
+
+
+def answer_is(given_answer: str | None, ground_truth: Any) -> bool:
+    """Whether an answer that was extracted already means the same as the ground truth."""
+    if given_answer is None:
+        return False
+    return _judged(lambda verifier: verifier.grade_answer(given_answer, ground_truth)) == 1.0
 
 
 def _judged(ask: Callable[[MathVerifier], Coroutine[Any, Any, float]]) -> float:

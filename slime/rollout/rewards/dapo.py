@@ -1,9 +1,11 @@
 """`--rm-type dapo`: the last `Answer: ...` line in the end of the response against the label, as DAPO scores it:
-`{"score": +1 or -1, "acc": bool, "pred": text}`. Equality is of normalised text, or of plain numbers."""
+`{"score": +1 or -1, "acc": bool, "pred": text}`. Equality is of texts in Minerva's normal form or in ours, which leaves
+out more wrapping, or of plain numbers. A strict verdict goes by the last box alone, whose content must be the label."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from slime.data.labels import accepted, label_text
@@ -11,6 +13,7 @@ from slime.rollout.rewards.answers import last_boxed, plain_number
 
 NO_ANSWER = "[INVALID]"
 _TAIL_CHARACTERS = 300
+_STRICT_TAIL_CHARACTERS = 100
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _UNITS = re.compile(
     r"\b(?:square|cubic|ways|integers?|dollars?|mph|inches|hours?|minutes?|seconds?|days?|years?|meters?|meals|edges|"
@@ -22,12 +25,83 @@ _ROOT_WITHOUT_BRACES = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
 _NOISE = re.compile(r"\\left|\\right|\\displaystyle|\\[!,;: ]|\^\s*\{?\\circ\}?|\\%|%|\\?\$|\s+|\\$")
 
 
-def dapo_reward(response: str, label: Any) -> dict[str, Any]:
-    """Score the end of one response."""
-    found = _ANSWER.findall(response[-_TAIL_CHARACTERS:])
-    prediction = normalized(found[-1]) if found else NO_ANSWER
-    correct = bool(found) and any(_same(prediction, normalized(label_text(one))) for one in accepted(label))
+_REPLACED = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
+_LEFT_OUT = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", "\\text{s}", "\\text{.}"),
+    *("\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}"),
+    *("\\;", ",\\!", "{,}", '"', "\\dots"),
+)
+"""What Minerva's evaluation takes out of answers, in its order (Lewkowycz et al. 2022, appendix D.1)."""
+
+
+def dapo_reward(
+    solution_str: str,
+    ground_truth: Any,
+    strict_box_verify: bool = False,
+    pause_tokens_index: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Score the end of one response.
+
+    A strict verdict looks at the last 100 characters, or from 100 before the last of four `pause_tokens_index` on.
+    """
+    if strict_box_verify:
+        correct, prediction = _strictly_boxed(solution_str, ground_truth, pause_tokens_index)
+    else:
+        correct, prediction = _answered(solution_str[-_TAIL_CHARACTERS:], ground_truth)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": prediction}
+
+
+def _strictly_boxed(solution: str, label: Any, pause_tokens_index: Sequence[int] | None) -> tuple[bool, str | None]:
+    if pause_tokens_index is None:
+        answer = last_boxed(solution[-_STRICT_TAIL_CHARACTERS:])
+    elif len(pause_tokens_index) != 4:
+        raise ValueError(f"pause_tokens_index must have 4 entries, not {len(pause_tokens_index)}")
+    else:
+        answer = last_boxed(solution[max(0, pause_tokens_index[-1] - _STRICT_TAIL_CHARACTERS) :])
+    return answer is not None and answer in map(label_text, accepted(label)), answer
+
+
+def _answered(tail: str, label: Any) -> tuple[bool, str]:
+    found = _ANSWER.findall(tail)
+    if not found:
+        return False, NO_ANSWER
+    labels = [label_text(one) for one in accepted(label)]
+    as_minerva = normalize_final_answer(found[-1])
+    if as_minerva and as_minerva in map(normalize_final_answer, labels):
+        return True, as_minerva
+    prediction = normalized(found[-1])
+    return any(_same(prediction, normalized(one)) for one in labels), prediction
+
+
+def normalize_final_answer(final_answer: str) -> str:
+    """An answer in the normal form of Minerva's evaluation."""
+    text = final_answer.rpartition("=")[2]
+    for before, after in _REPLACED:
+        text = text.replace(before, after)
+    for words in _LEFT_OUT:
+        text = text.replace(words, "")
+    formula = re.search(r"\$(.*?)\$", text)
+    text = formula[1] if formula else text
+    for command in ("text", "textbf", "overline"):
+        text = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", text)
+    text = re.sub(r"\\boxed\{(.*)\}", r"\1", text)
+    text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
+    text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text)
+    text = text.replace("$", "")
+    return (text.replace(",", "") if text.replace(",", "").isdigit() else text).strip()
 
 
 def normalized(answer: str) -> str:

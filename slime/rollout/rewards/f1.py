@@ -19,8 +19,10 @@ def f1_reward(response: str, label: Any) -> float:
     return max((f1_score(response, label_text(one))[0] for one in accepted(label)), default=0.0)
 
 
-def f1_score(prediction: str, ground_truth: str) -> tuple[float, float, float]:
+def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
     """F1, precision and recall over normalised words; yes, no and noanswer count only when they are the whole."""
+    if prediction is None:
+        return 0.0, 0.0, 0.0
     predicted, expected = normalized(prediction), normalized(ground_truth)
     if predicted != expected and (predicted in _CLOSED_ANSWERS or expected in _CLOSED_ANSWERS):
         return 0.0, 0.0, 0.0

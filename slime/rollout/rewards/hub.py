@@ -265,10 +265,13 @@ class RewardHub:
             raise _unknown_rm_type(rm_type)
         if rm_type.startswith(BOXED_PREFIX):
             response = last_boxed(response) or ""
-        if sample.label is None and kind not in LABEL_FREE_RM_TYPES:
+        has_letter = kind == "gpqa" and sample.metadata.get("correct_letter")
+        if sample.label is None and kind not in LABEL_FREE_RM_TYPES and not has_letter:
             raise UserError(f"--rm-type {rm_type} compares with a label and this sample has none; set --label-key")
         match kind:
             case "math":
+                if rm_type.startswith(BOXED_PREFIX):
+                    return await self._verifier.grade_answer(response, sample.label)
                 return await self._verifier.grade(response, sample.label)
             case "deepscaler":
                 return await deepscaler_reward(self._verifier, response, sample.label)
@@ -319,6 +322,11 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
 async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
     """Score several samples, for plugins that have only `args`."""
     return await _hubs.get(args).score_group(samples, _for_plugins(args))
+
+
+async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
+    """What the reward server of `--rm-url` answers about a sample, whatever it is; asked at most so often."""
+    return await RemoteReward(args.rm_url, tries=max_retries).score(sample, sample.response)
 
 
 def _for_plugins(args: Any) -> Any:

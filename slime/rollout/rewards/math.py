@@ -1,4 +1,4 @@
-"""`--rm-type math`: 1.0 when the response's answer means the same as the label, else 0.0.
+"""`--rm-type math`: 1.0 when the response's last boxed answer means the same as the label, else 0.0.
 
 Plain numbers are compared here, exactly; everything else by math-verify in a guarded process, because a model can
 write expressions that take for ever.
@@ -15,7 +15,6 @@ from slime.rollout.rewards.guard import GuardedPool
 
 JUDGED_WITHIN_S = 10.0
 _LONGEST_ANSWER = 4096
-_TAIL_WITHOUT_BOX = 2000
 
 
 def default_workers() -> int:
@@ -30,36 +29,30 @@ class MathVerifier:
         self.pool = GuardedPool("slime.rollout.rewards.math_worker", size=workers, deadline_s=deadline_s)
 
     async def grade(self, response: str, label: Any) -> float:
-        r"""Judge the last `\boxed{}` of `response`, or what math-verify finds in its end when there is none."""
-        answer = last_boxed(response)
-        if answer is not None:
-            return await self.grade_answer(answer, label)
-        return await self._compare(response.strip()[-_TAIL_WITHOUT_BOX:], label, boxed=False)
-
-    async def grade_answer(self, answer: str, label: Any) -> float:
-        """Judge an answer that was extracted already. A list of labels means: any of them."""
-        return await self._compare(answer, label, boxed=True)
+        r"""Judge the last `\boxed{}` of `response`; without one there is no answer."""
+        return await self.grade_answer(last_boxed(response) or "", label)
 
     def close(self) -> None:
         """End the worker processes."""
         self.pool.close()
 
-    async def _compare(self, answer: str, label: Any, *, boxed: bool) -> float:
+    async def grade_answer(self, answer: str, label: Any) -> float:
+        """Judge an answer that was extracted already. A list of labels means: any of them."""
         if not answer or len(answer) > _LONGEST_ANSWER:
             return 0.0
         labels = accepted(label)
         for one in labels:
-            if await self._is_equal(answer, _label_text(one), boxed=boxed):
+            if await self._is_equal(answer, _label_text(one)):
                 return 1.0
         return 0.0
 
-    async def _is_equal(self, answer: str, label: str, *, boxed: bool) -> bool:
+    async def _is_equal(self, answer: str, label: str) -> bool:
         if answer == label:
             return True
         number, expected = plain_number(answer), plain_number(label)
         if number is not None and expected is not None:
             return number == expected
-        reply = await self.pool.ask({"prediction": answer, "boxed": boxed, "label": label})
+        reply = await self.pool.ask({"prediction": answer, "label": label})
         return bool(reply["equal"])
 
 

@@ -38,7 +38,7 @@ def main() -> None:
         _allow_cpu(cpu_seconds)
         try:
             request = json.loads(line)
-            answer: dict[str, Any] = {"equal": is_equal(request["prediction"], request["boxed"], request["label"])}
+            answer: dict[str, Any] = {"equal": is_equal(request["prediction"], request["label"])}
         except MemoryError:
             # What is left of the heap cannot be trusted to serve another request.
             _write(answers, {"error": f"needs more than {memory_bytes >> 20} MiB of memory", "leaving": True})
@@ -48,8 +48,8 @@ def main() -> None:
         _write(answers, answer)
 
 
-def is_equal(prediction: str, boxed: bool, label: str) -> bool:
-    """Whether `prediction` (a boxed answer, or a text to find one in) means the same as `label`."""
+def is_equal(prediction: str, label: str) -> bool:
+    """Whether `prediction`, the content of a box, means the same as `label`."""
     from math_verify import verify
 
     prediction_words, label_words = _words(prediction), _words(label)
@@ -59,7 +59,7 @@ def is_equal(prediction: str, boxed: bool, label: str) -> bool:
         if min(len(prediction_words), len(label_words)) >= _SHORTEST_SURE_WORD:
             return False
     gold = _parsed(_as_boxed(label))
-    found = _parsed(_as_boxed(prediction) if boxed else prediction)
+    found = _parsed(_as_boxed(prediction))
     if not gold or not found:
         return bool(prediction.strip()) and prediction.strip() == label.strip()
     return bool(verify(gold, found, timeout_seconds=None, raise_on_error=True))

@@ -1,6 +1,6 @@
 """Rewards under the path that slime plugins import them from."""
 
-from slime.rollout.rewards.hub import async_rm, batched_async_rm
+from slime.rollout.rewards.hub import async_rm, batched_async_rm, remote_rm
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
@@ -18,4 +18,5 @@ __all__ = [
     "f1_score",
     "get_deepscaler_rule_based_reward",
     "grade_answer_verl",
+    "remote_rm",
 ]
