@@ -34,6 +34,21 @@ def serves_teacher(config: Config) -> bool:
     return config.use_opd and config.opd_type == "engine" and config.opd_teacher_load is not None
 
 
+def weighs_importance(config: Config) -> bool:
+    """Whether the engine's and the trainer's log-probs are weighed against each other; None leaves it to the mode."""
+    if config.use_tis is not None:
+        return config.use_tis
+    return may_be_older(config) and config.loss_type == "policy_loss" and not config.use_rollout_logprobs
+
+
+def weighs_what_it_can(config: Config) -> bool:
+    """Nobody asked for the engine's log-probs: a rollout without them is trained on all the same."""
+    asked = (
+        config.use_tis or config.use_rs or config.get_mismatch_metrics or config.custom_tis_function_path is not None
+    )
+    return weighs_importance(config) and not asked
+
+
 def has_critic(config: Config) -> bool:
     return config.advantage_estimator == "ppo" and config.loss_type == "policy_loss"
 
@@ -82,10 +97,6 @@ def _corrections(config: Config) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if config.custom_tis_function_path is None:  # a user's function reads what was given, and has defaults of its own
         given = {"rs_level": config.tis_level, "rs_lower_bound": config.tis_clip_low, "rs_upper_bound": config.tis_clip}
-    if config.use_tis is None:
-        given["use_tis"] = (
-            may_be_older(config) and config.loss_type == "policy_loss" and not config.use_rollout_logprobs
-        )
     return {name: value for name, value in given.items() if getattr(config, name) is None}
 
 
@@ -164,7 +175,7 @@ def _estimator(config: Config) -> Iterator[str]:
 
 
 def _off_policy(config: Config) -> Iterator[str]:
-    corrects = config.use_tis or config.use_rs or config.get_mismatch_metrics
+    corrects = weighs_importance(config) or config.use_rs or config.get_mismatch_metrics
     if config.use_rollout_logprobs and (config.use_tis or config.use_rs):
         yield (
             "--use-tis corrects for the difference between trainer and engine, which --use-rollout-logprobs takes as "

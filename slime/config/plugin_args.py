@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slime.config.algorithm import has_critic
+from slime.config.algorithm import has_critic, weighs_importance
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.eval_datasets import eval_datasets
 from slime.config.megatron_flags import MEGATRON_FLAGS, SWITCH
@@ -113,6 +113,7 @@ def _derived(config: Config) -> dict[str, Any]:
         "rollout_num_engines": num_engines(config),
         "rollout_external": bool(config.rollout_external_engine_addrs),
         "use_critic": has_critic(config),
+        "use_tis": weighs_importance(config),
         "rollout_global_dataset": not config.disable_rollout_global_dataset,
         "rewards_normalization": not config.disable_rewards_normalization,
         "grpo_std_normalization": not config.disable_grpo_std_normalization and config.n_samples_per_prompt != 1,

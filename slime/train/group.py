@@ -22,6 +22,7 @@ from slime.cluster.ports import loopback_sockets
 from slime.cluster.process import ChildProcess
 from slime.cluster.python import module_command
 from slime.config import Config
+from slime.config.algorithm import weighs_what_it_can
 from slime.data.sample import Sample
 from slime.errors import RunFailed, UserError
 from slime.train.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
@@ -81,6 +82,7 @@ class TrainerGroup:
         self._carried: TrainBatch | None = None
         self._deadline_s = config.distributed_timeout_minutes * 60.0
         self._failed = False
+        self._mentioned = False
 
     def start(self) -> int:
         """Start all ranks, load the model and what waited for training; the first rollout id to train on."""
@@ -117,6 +119,7 @@ class TrainerGroup:
             if self._carried is None or not last:
                 return TrainResult(metrics=[], rollout_metrics=self._metrics_of(fresh))
             batch = self._carried
+        self._mention_missing_log_probs(rollout_id, batch)
         schedule = self._schedule(batch, fill_last=last)
         self._carried = batch.select(schedule.left_over) if schedule.left_over else None
         rollout_metrics = self._metrics_of(fresh)
@@ -138,6 +141,18 @@ class TrainerGroup:
         rollout_metrics["perf/data_preprocess_time"] += prepared
         rollout_metrics["perf/train_time"] += prepared
         return TrainResult(answers[0]["metrics"], rollout_metrics, logged=answers[0]["logged"])
+
+    def _mention_missing_log_probs(self, rollout_id: int, batch: TrainBatch) -> None:
+        """Once: importance weights that nobody asked for are left out, for a whole rollout, rather than end the run."""
+        if batch.rollout_log_probs is not None or self._mentioned or not weighs_what_it_can(self.config):
+            return
+        self._mentioned = True
+        logger.warning(
+            "rollout %d has samples without rollout_log_probs (their generate function sets none), so it is trained on "
+            "without importance weights for tokens that older weights sampled, and so is every other such rollout; set "
+            "them, or say --no-use-tis",
+            rollout_id,
+        )
 
     def _metrics_of(self, fresh: TrainBatch) -> dict[str, float]:
         metrics = batch_metrics(fresh, with_rewards=self.config.loss_type != "sft_loss")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config import Config
+from slime.config.algorithm import weighs_importance, weighs_what_it_can
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,16 @@ class Correction:
     reject_lower: float
     reject_upper: float
     veto_threshold: float | None
+    optional: bool = False
+    """Rollouts without the engine's log-probs are trained on without it."""
 
     @classmethod
     def from_config(cls, config: Config) -> Correction | None:
-        if not (config.use_tis or config.use_rs or config.get_mismatch_metrics):
+        weigh = weighs_importance(config)
+        if not (weigh or config.use_rs or config.get_mismatch_metrics):
             return None
         return cls(
-            weigh=config.use_tis,
+            weigh=weigh,
             reject=config.use_rs,
             level=config.tis_level,
             mode=config.tis_mode,
@@ -39,6 +43,7 @@ class Correction:
             reject_lower=config.rs_lower_bound,
             reject_upper=config.rs_upper_bound,
             veto_threshold=config.rs_veto_threshold,
+            optional=weighs_what_it_can(config),
         )
 
 

@@ -123,10 +123,8 @@ class PolicyObjective:
     ) -> tuple[Tensor, Tensor, Metrics]:
         """(weighted token loss, 0/1 of what was not rejected, metrics)."""
         correction, everything = self.settings.correction, torch.ones_like(micro.mask)
-        if correction is None:
+        if correction is None or not _has_rollout_log_probs(correction, micro):
             return token_loss, everything, {}
-        if "rollout_log_probs" not in micro.columns:
-            raise UserError("--use-tis: a sample has no rollout log-probs; its generate function must set them")
         train, rollout = self.own_log_probs(micro, log_probs), micro.columns["rollout_log_probs"]
         metrics = {"ois": weighted_sum(torch.exp(log_ratio.detach()), micro.weights)}
         if self._custom_correction is not None:
@@ -209,12 +207,27 @@ def set_importance_scale(correction: Correction | None, micro_batches: Sequence[
     if correction is None or not correction.batch_normalize:
         return
     sums = torch.zeros(2, dtype=torch.float64)
+    if not all(_has_rollout_log_probs(correction, micro) for micro in micro_batches):
+        return
     for micro in micro_batches:
         found = _weights(correction, micro, micro.columns["log_probs"], micro.columns["rollout_log_probs"])
         sums += weight_sums(found.weights, micro.mask, micro.lengths, correction.level).cpu()
     scale = unit_mean_scale(*ranks.sum(sums.to(ranks.device)).tolist())
     for micro in micro_batches:
         micro.importance_scale = scale
+
+
+def _has_rollout_log_probs(correction: Correction, micro: MicroBatch) -> bool:
+    """Whether there is anything to weigh: all samples of a rollout have the engine's log-probs, on all ranks, or none.
+
+    Where they were asked for, none is an error.
+    """
+    if "rollout_log_probs" in micro.columns:
+        return True
+    if correction.optional:
+        return False
+    flag = "--use-tis" if correction.weigh else "--use-rs" if correction.reject else "--get-mismatch-metrics"
+    raise UserError(f"{flag}: a sample has no rollout log-probs; its generate function must set them")
 
 
 def _weights(c: Correction, micro: MicroBatch, train: Tensor, rollout: Tensor) -> ImportanceWeights:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, resolve
+from slime.config.algorithm import weighs_importance, weighs_what_it_can
 from slime.config.asynchronous import is_async, loop_in_words, versions_behind
 from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
@@ -123,4 +124,6 @@ def test_contradictions_are_one_sentence(more: dict[str, Any], sentence: str, fl
 def test_older_samples_are_weighed_unless_somebody_says_otherwise(
     more: dict[str, Any], corrects: bool, flags: dict[str, Any]
 ) -> None:
-    assert resolve(Config(**flags | more)).use_tis is corrects
+    config = resolve(Config(**flags | more))
+    assert weighs_importance(config) is corrects
+    assert weighs_what_it_can(config) is (corrects and "use_tis" not in more)

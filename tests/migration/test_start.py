@@ -10,14 +10,32 @@ import pytest
 from tests.e2e.runs import TRAIN, records, run
 from tests.tiny_models import make_model_folder
 
-REWARD = """
+PLUGINS = """
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+
+
+async def without_log_probs(args, sample, sampling_params):
+    state = GenerateState(args)
+    prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    output = await post(url, {"text": sample.prompt, "sampling_params": sampling_params})
+    response_ids = state.tokenizer(output["text"], add_special_tokens=False)["input_ids"] or [2]
+    sample.tokens = prompt_ids + response_ids
+    sample.response = output["text"]
+    sample.response_length = len(response_ids)
+    sample.loss_mask = [1] * len(response_ids)
+    sample.status = sample.Status.COMPLETED
+    return sample
+
+
 async def token_sum(args, sample, **kwargs):
     return float(sum(sample.tokens[-sample.response_length:]) % 7)
 """
 FLAGS = [
     *("--hf-checkpoint", "model", "--prompt-data", "sums.jsonl", "--input-key", "prompt", "--label-key", "label"),
     *("--apply-chat-template", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "1"),
-    *("--custom-rm-path", "rewards.token_sum", "--use-kl-loss", "--kl-loss-coef", "0.1", "--device", "cpu"),
+    *("--custom-rm-path", "plugins.token_sum", "--use-kl-loss", "--kl-loss-coef", "0.1", "--device", "cpu"),
 ]
 
 
@@ -28,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model_folder(place / "tuned", seed=3)
     rows = [{"prompt": [{"role": "user", "content": f"what is {i}+{i}?"}], "label": str(2 * i)} for i in range(4)]
     (place / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (place / "rewards.py").write_text(REWARD)
+    (place / "plugins.py").write_text(PLUGINS)
     return place
 
 
@@ -71,3 +89,19 @@ def test_weights_every_second_step_in_the_synchronous_loop(folder: Path) -> None
     assert all(step["train/train_rollout_logprob_abs_diff"] < 1e-3 for step in steps)
     assert abs(steps[1]["train/ppo_kl"]) > 1e-6
     assert (folder / "seldom" / "iter_0000002").is_dir()
+
+
+def test_a_generate_function_without_log_probs_trains_asynchronously(folder: Path) -> None:
+    """The importance weights of the asynchronous driver are left out with one warning; asked for, they end the run."""
+    flags = [*FLAGS, "--num-rollout", "3", "--rollout-max-response-len", "8", "--rollout-num-gpus", "1"]
+    flags += ["--custom-generate-function-path", "plugins.without_log_probs", "--lr", "1e-3"]
+    train_async = [TRAIN[0], str(Path(TRAIN[1]).with_name("train_async.py"))]
+    done = run([*train_async, *flags, "--output-dir", "plain"], folder)
+    assert done.code == 0, done.err
+    assert (done.out + done.err).count("has samples without rollout_log_probs") == 1
+    steps = records(folder / "plain", "train")
+    assert len(steps) == 3
+    assert not any(name.startswith("train/tis") for step in steps for name in step)
+    refused = run([*train_async, *flags, "--output-dir", "asked", "--use-tis"], folder)
+    assert refused.code == 2
+    assert "--use-tis: a sample has no rollout log-probs; its generate function must set them" in refused.err

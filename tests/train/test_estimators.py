@@ -247,6 +247,25 @@ def train_once(folder: Path, out: Path, groups: list[list[Sample]] | None = None
     return InProcess(config_for(folder, out, **flags)).train(0, groups or make_samples(3, 3))
 
 
+@pytest.mark.parametrize("lacking", [9, 1])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_importance_weights_that_nobody_asked_for_need_no_log_probs(
+    model_folder: Folder, tmp_path: Path, lacking: int, normalize: bool
+) -> None:
+    """A rollout in which a sample lacks them is trained on without; with the flag it is an error."""
+    folder, flags = model_folder("llama"), {"async_mode": "one-step", "tis_batch_normalize": normalize}
+    groups = make_samples(3, 3)
+    for sample in flatten_samples(groups)[:lacking]:
+        sample.rollout_log_probs = None
+    found = train_once(folder, tmp_path, groups, **flags)["metrics"][0]
+    without = train_once(folder, tmp_path, groups, **flags, use_tis=False)["metrics"][0]
+    assert found == without
+    with_all = train_once(folder, tmp_path, make_samples(3, 3), **flags)["metrics"][0]
+    assert with_all["train/tis"] != 1.0
+    with pytest.raises(UserError, match="--use-tis: a sample has no rollout log-probs; its generate function must"):
+        train_once(folder, tmp_path, groups, **flags, use_tis=True)
+
+
 def test_hooks_change_what_they_say(model_folder: Folder, tmp_path: Path) -> None:
     folder = model_folder("llama")
     groups = close_to_policy(make_samples(3, 3), folder)

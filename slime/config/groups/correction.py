@@ -11,9 +11,9 @@ LEVELS = ("token", "sequence", "geometric")
 class CorrectionFlags:
     """Off-policy corrections"""
 
-    use_tis: bool = flag(
+    use_tis: bool | None = flag(
         None,
-        "importance weights between the engine's and the trainer's log-probs",
+        "importance weights between the engine's and the trainer's log-probs; not given: if samples have both",
         derived="on where samples may be older than the weights: asynchronous modes, --partial-rollout, "
         "--update-weights-interval above 1",
     )
