@@ -18,6 +18,7 @@ or saved; without engines nothing is evaluated.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -270,7 +271,7 @@ class Run:
         """What a plugin logs by itself: a record of its own, whose step is among the metrics or the present rollout."""
         now = self.start if self.trained is None else self.trained + 1
         step = metrics.get(step_key)
-        step = int(step) if isinstance(step, int | float) else now
+        step = int(step) if isinstance(step, int | float) and math.isfinite(step) else now
         others = {name: value for name, value in metrics.items() if name != step_key}
         rollout_id = min(max(step, now), now + 1) if step_key == "rollout/step" else now  # one may be made ahead
         self.metrics.log(others, step, "plugin", rollout_id=rollout_id)

@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 Record = Callable[[dict[str, Any], str], None]
 """Takes metrics, and the name of the one among them that is their step."""
 
+RESERVED = frozenset({"kind", "step", "rollout_id", "time"})
+"""What every record has already."""
+
 _records: list[Record] = []  # of what runs in this process, the newest last
 _warned: set[str] = set()
 
@@ -35,10 +38,10 @@ def log_metrics(metrics: Mapping[str, Any], step_key: str) -> None:
     if not _records:
         _warn_once("", "no run calls plugins in this process: the metrics %s are logged nowhere", list(metrics))
         return
-    _records[-1](_plain(metrics), step_key)
+    _records[-1](_plain(metrics, RESERVED - {step_key}), step_key)
 
 
-def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(metrics: Mapping[str, Any], taken: frozenset[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in metrics.items():
         if value is not None and not isinstance(value, bool | int | float | str):
@@ -47,7 +50,7 @@ def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
                 kind = type(metrics[name]).__name__
                 _warn_once(str(name), "the metric %s is a %s and not logged: log numbers and texts", name, kind)
                 continue
-        found[str(name)] = value
+        found[f"plugin/{name}" if name in taken else str(name)] = value
     return found
 
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.data.tokenizer import prompt_token_ids
+from slime.data.trace import build_sglang_meta_trace_attrs
 from slime.engine.http.client import EngineError, GenerateResult
 from slime.engine.http.protocol import (
     answered_ids,
@@ -98,7 +99,10 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
         if budget == 0:
             sample.status = Sample.Status.TRUNCATED
             return sample
-        result = await _engine_result(runtime, ticket, sample, sampling_params, budget)
+        with runtime.span(sample, "sglang_generate") as span:
+            result = await _engine_result(runtime, ticket, sample, sampling_params, budget)
+            if span is not None:
+                span.update(build_sglang_meta_trace_attrs(result.meta_info))
         sample.append_response_tokens(
             args,
             tokens=result.id_array,

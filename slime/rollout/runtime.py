@@ -12,6 +12,7 @@ import asyncio
 import copy
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 from slime.config import Config
 from slime.config.plugin_args import changed_by, plugin_args, tell_plugins, with_own_overlay
 from slime.data.tokenizer import load_tokenizer, model_vocab_size
+from slime.data.trace import Span, trace_span
 from slime.engine.http.key import engine_key
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
@@ -99,6 +101,15 @@ class RolloutRuntime:
         self.single_eval_datasets: dict[str, Any] = {}
         """Those that a rollout file of the user evaluates on by itself."""
         _registry.bind(config.overlay.mark, self)
+
+    @property
+    def traces(self) -> bool:
+        """Whether what samples go through is noted in them: dumps are where anybody would look for it."""
+        return self.args.save_debug_rollout_data is not None
+
+    def span(self, target: Any, name: str) -> AbstractContextManager[Span | None]:
+        """A stretch of time in the traces of samples; nothing where nothing is traced."""
+        return trace_span(target, name) if self.traces else nullcontext()
 
     @property
     def pool(self) -> EnginePool:

@@ -20,6 +20,7 @@ from slime.config import Config
 from slime.data.bad_sample import keep_bad_sample
 from slime.data.journal import JournalFailed
 from slime.data.sample import Sample
+from slime.data.trace import trace_next_attempt
 from slime.engine.http.client import EngineError
 from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
@@ -56,7 +57,7 @@ async def generate_and_rm_group(
     for sample in leaves(group):
         if sample.session_id is None:
             sample.session_id = str(uuid.uuid4())
-    with as_evaluation() if evaluation else nullcontext():
+    with as_evaluation() if evaluation else nullcontext(), runtime.span(list(group), "generate_and_rm_group"):
         results: Group = await gather_or_cancel(
             _generated_member(runtime, member, sampling_params, evaluation) for member in group
         )
@@ -80,7 +81,7 @@ async def _generated_member(
     params = _own_params(runtime.args, member, sampling_params, evaluation)
     before = member.response_length
     with acting_as(f"sample {member.index} of group {member.group_index}"):
-        produced = await _generate_and_rm(runtime, member, params, evaluation)
+        produced = await _traced(runtime, member, params, evaluation)
     if not any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
         tokens = sum(sample.response_length for sample in leaves([produced]))
         (runtime.eval_pulse if evaluation else runtime.pulse).finished(tokens - before)
@@ -95,7 +96,17 @@ async def generate_and_rm(
     args: Config, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Produced:
     """Generate one sample, run the hooks, and score it (group rewards come later, from the group)."""
-    return await _generate_and_rm(runtime_for(args), sample, sampling_params, evaluation)
+    return await _traced(runtime_for(args), sample, sampling_params, evaluation)
+
+
+async def _traced(
+    runtime: RolloutRuntime, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Produced:
+    """`generate_and_rm`, as a span of the sample's trace where samples are traced."""
+    if runtime.traces and sample.status is not Sample.Status.PENDING:
+        trace_next_attempt(sample)
+    with runtime.span(sample, "generate_and_rm"):
+        return await _generate_and_rm(runtime, sample, sampling_params, evaluation)
 
 
 async def _generate_and_rm(
@@ -331,7 +342,8 @@ async def score_one(runtime: RolloutRuntime, sample: Sample) -> None:
         sample.reward = 0.0
         return
     try:
-        sample.reward = await runtime.hub.score(sample, runtime.plugin_args)
+        with runtime.span(sample, "reward_model"):
+            sample.reward = await runtime.hub.score(sample, runtime.plugin_args)
         _refuse_abort(sample)
     except UserError:
         raise
@@ -347,7 +359,8 @@ async def score_together(runtime: RolloutRuntime, samples: Sequence[Sample]) -> 
     unscored = [sample for sample in samples if _wants_reward(sample)]
     if not unscored:
         return
-    outcomes = await runtime.hub.outcomes(unscored, runtime.plugin_args)
+    with runtime.span(unscored, "group_reward_model"):
+        outcomes = await runtime.hub.outcomes(unscored, runtime.plugin_args)
     for outcome in outcomes:
         if isinstance(outcome, UserError):
             raise outcome

@@ -83,13 +83,21 @@ def test_metrics_and_traces_of_a_plugin_reach_the_run(place: Path) -> None:
         trace = sample.trace
         assert (trace["version"], trace["sample_id"], trace["group_id"]) == (1, sample.index, sample.group_index)
         assert [(event["type"], event["name"]) for event in trace["events"]] == [
+            ("span_start", "generate_and_rm_group"),
+            ("span_start", "generate_and_rm"),
+            ("span_start", "sglang_generate"),
+            ("span_end", "sglang_generate"),
+            ("span_start", "reward_model"),
             ("span_start", "my_reward"),
             ("span_start", "count_tokens"),
             ("span_end", "count_tokens"),
             ("event", "scored"),
             ("span_end", "my_reward"),
+            ("span_end", "reward_model"),
+            ("span_end", "generate_and_rm"),
+            ("span_end", "generate_and_rm_group"),
         ]
-        assert trace["events"][2]["attrs"] == {"reward": sample.reward}
+        assert trace["events"][7]["attrs"] == {"reward": sample.reward}
 
 
 def test_a_launch_script_with_execute_train(

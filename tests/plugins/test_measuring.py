@@ -119,21 +119,29 @@ def test_metrics_go_to_the_run_that_calls_the_plugin(
     monkeypatch.setattr(tracking, "_warned", set())
     outer: list[Any] = []
     inner: list[Any] = []
-    metrics = {"rollout/step": 4, "a": 1, "b": np.float32(0.5), "c": torch.tensor([2.0]), "d": "text", "e": [1, 2]}
+    metrics = {
+        "rollout/step": 4,
+        "time": 7,
+        "a": 1,
+        "b": np.float32(0.5),
+        "c": torch.tensor([2.0]),
+        "d": "text",
+        "e": [1, 2],
+    }
     init_tracking(None, primary=False, router_addr="x")
     with caplog.at_level(logging.WARNING):
         with logged_to(lambda *record: outer.append(record)):
             with logged_to(lambda *record: inner.append(record)):
                 log(None, metrics, step_key="rollout/step")
                 log(None, {"e": torch.zeros(2)}, step_key="rollout/step")
-            log(None, {"a": 2}, "train/step")
+            log(None, {"a": 2, "step": 5}, "step")
         log(None, {"a": 3}, "train/step")
     finish_tracking(None)
     assert inner == [
-        ({"rollout/step": 4, "a": 1, "b": 0.5, "c": 2.0, "d": "text"}, "rollout/step"),
+        ({"rollout/step": 4, "plugin/time": 7, "a": 1, "b": 0.5, "c": 2.0, "d": "text"}, "rollout/step"),
         ({}, "rollout/step"),
     ]
-    assert outer == [({"a": 2}, "train/step")]
+    assert outer == [({"a": 2, "step": 5}, "step")]
     assert [record.getMessage() for record in caplog.records] == [
         "the metric e is a list and not logged: log numbers and texts",
         "no run calls plugins in this process: the metrics ['a'] are logged nowhere",
