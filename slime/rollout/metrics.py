@@ -85,6 +85,15 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     return metrics | _engine_metrics(usable)
 
 
+def has_number(args: Config, sample: Sample) -> bool:
+    """Whether a sample has a reward that is, or ought to be, a number.
+
+    A dict without ``--reward-key`` is none where ``--custom-reward-post-process-path`` makes the numbers.
+    """
+    is_material = isinstance(sample.reward, dict) and not args.reward_key and args.custom_reward_post_process_path
+    return sample.reward is not None and not is_material
+
+
 def has_repetition(text: str) -> bool:
     """Whether the end of a text is so repetitive that it compresses more than tenfold."""
     tail = text[-REPETITION_TAIL_CHARS:].encode()
@@ -109,12 +118,12 @@ def _engine_metrics(samples: Sequence[Sample]) -> Metrics:
 
 def _reward_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
     """Mean raw reward, and how many groups got the same reward throughout (they teach nothing)."""
-    scored = [sample for sample in samples if sample.reward is not None]
-    if not scored:
-        return {}
     groups: dict[Hashable, list[float]] = defaultdict(list)
-    for sample in scored:
-        groups[sample.group_index].append(float(sample.reward_number(args)))
+    for sample in samples:
+        if has_number(args, sample):
+            groups[sample.group_index].append(float(sample.reward_number(args)))
+    if not groups:
+        return {}
     metrics: Metrics = {"raw_reward": fmean(reward for rewards in groups.values() for reward in rewards)}
     flat = [rewards[0] for rewards in groups.values() if len(rewards) > 1 and max(rewards) - min(rewards) <= 1e-6]
     metrics["zero_std/count"] = float(len(flat))
@@ -129,6 +138,7 @@ def _asked_for(args: Config, scored: Sequence[Sample]) -> Metrics:
     if args.log_reward_category is not None:
         categories = Counter(_category(sample, args.log_reward_category) for sample in scored)
         metrics |= {f"rollout/error_cat/{name}": count / len(scored) for name, count in categories.items()}
+    scored = [sample for sample in scored if has_number(args, sample)]
     right = [sample.reward_number(args) == 1 for sample in scored]
     if args.log_passrate:
         groups: dict[Hashable, list[bool]] = defaultdict(list)

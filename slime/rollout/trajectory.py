@@ -27,6 +27,7 @@ from slime.errors import UserError
 from slime.rollout.failures import contained, mark_failed, start_over
 from slime.rollout.gate import SampleClock, as_evaluation, ticket_here
 from slime.rollout.landing import Origin
+from slime.rollout.metrics import has_number
 from slime.rollout.requests import MOST_RESUMES, AbortedTooOften, draw_with, generate
 from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
@@ -383,7 +384,7 @@ def _refuse_abort(sample: Sample) -> None:
 def refuse_bad_rewards(args: Config, samples: Sequence[Sample], *, evaluation: bool = False) -> None:
     """Raise a `UserError` for the first reward that is not a finite number, whoever gave it."""
     for sample in samples:
-        if sample.reward is None:
+        if sample.reward is None or not (evaluation or has_number(args, sample)):
             continue
         value = sample.reward_number(args, evaluation=evaluation)
         if not _is_number(value):

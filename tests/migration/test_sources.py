@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import pytest
 from slime.data.sample import Sample
 from slime.rollout.dump import read_dump
 from tests.e2e.conftest import grpo_flags
-from tests.e2e.runs import ROOT, TRAIN, Done, records, run
+from tests.e2e.runs import ROOT, TRAIN, Done, assert_same_records, comparable, records, run
+from tests.engine.conftest import EngineProcess
 from tests.tiny_models import make_model_folder
 
 PLUGINS = Path(__file__).parent / "plugins"
@@ -179,3 +181,36 @@ def test_a_function_around_the_fully_asynchronous_one(place: Path) -> None:
     assert all(record["rollout/staleness/max"] <= 2 for record in found)
     assert all("rollout/ready_groups" in record for record in found)
     assert [record["step"] for record in records(place / "around", "eval")][-1] == 3
+
+
+# a teacher in the place of a reward
+
+
+@pytest.fixture(scope="module")
+def teacher(place: Path) -> Iterator[str]:
+    """Where another model is served."""
+    make_model_folder(place / "sage", seed=11)
+    served = EngineProcess(place / "sage", place / "teacher.log", "--device", "cpu")
+    yield served.url
+    served.stop()
+
+
+def test_distillation_by_the_names_of_two_functions_is_distillation_by_flags(place: Path, teacher: str) -> None:
+    by_flags = ["--use-opd", "--opd-type", "sglang", "--opd-kl-coef", "1.0", "--rm-url", f"{teacher}/generate"]
+    runs = {"flags": []}
+    for name, module in (("path", "slime.rollout.on_policy_distillation"), ("copy", "copied_distillation")):
+        runs[name] = ["--custom-rm-path", f"{module}.reward_func"]
+        runs[name] += ["--custom-reward-post-process-path", f"{module}.post_process_rewards"]
+    trains, reverse_kls = [], []
+    for name, words in runs.items():
+        out = f"taught_{name}"
+        left_out = ("--custom-rm-path", "--rollout-temperature")
+        done = trained(place, *by_flags, *words, *to(out, steps=2), left_out=left_out)
+        assert done.err == ""
+        trains.append([record for record in comparable(place / out) if record["kind"] == "train"])
+        reverse_kls.append([record["rollout/opd_reverse_kl"] for record in records(place / out, "rollout")])
+        assert [record["rollout/raw_reward"] for record in records(place / out, "rollout")] == [0.0, 0.0]
+    assert all(value != 0 for value in reverse_kls[0])
+    for other, reverse_kl in zip(trains[1:], reverse_kls[1:], strict=True):
+        assert_same_records(other, trains[0], 1e-5)
+        assert reverse_kl == pytest.approx(reverse_kls[0], rel=1e-5)

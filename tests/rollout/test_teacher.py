@@ -1,9 +1,14 @@
 """A teacher's log-probs for sampled tokens, over HTTP."""
 
+import asyncio
+from argparse import Namespace
+
 import pytest
 from aiohttp import web
 
 from slime.data.sample import Sample
+from slime.errors import UserError
+from slime.rollout import on_policy_distillation
 from slime.rollout.base_types import leaves
 from slime.rollout.failures import RolloutFailed
 from slime.rollout.rewards.teacher import Teacher
@@ -88,3 +93,55 @@ def test_the_teacher_is_not_asked_twice_nor_about_empty_responses(taught):
     for sample in (known, empty):
         runtime.run(generate_and_rm(runtime.args, sample, runtime.state.sampling_params))
     assert (served.requests, known.teacher_log_probs, empty.teacher_log_probs) == ([], [-1.0], None)
+
+
+# the two functions that upstream documents
+
+RESPONSE = [7, 8, 9]
+
+
+def answered(sample_tokens):
+    entries = [[None, sample_tokens[-4]], *([-t / 10, t] for t in sample_tokens[-3:])]
+    return {"meta_info": {"input_token_logprobs": entries}}
+
+
+def test_the_teachers_answer_is_the_reward_and_then_its_log_probs(make_engine):
+    served = make_engine()
+    served.respond = scores
+    args = Namespace(rm_url=f"{served.url}/generate", reward_key=None)
+    sample = Sample(tokens=[5, 6, *RESPONSE], response_length=3, index=4)
+    sample.reward = asyncio.run(on_policy_distillation.reward_func(args, sample))
+    assert sample.reward == answered(sample.tokens)
+    failed = Sample(tokens=[5], index=5, status=Sample.Status.FAILED)
+    assert on_policy_distillation.post_process_rewards(args, [sample, failed]) == ([0.0, 0.0], [0.0, 0.0])
+    assert sample.teacher_log_probs == [-0.7, -0.8, -0.9]
+    assert failed.teacher_log_probs is None
+    assert asyncio.run(on_policy_distillation.reward_func(args, sample)) == sample.reward
+    assert len(served.requests) == 1  # what is known is not asked for again
+    empty = asyncio.run(on_policy_distillation.reward_func(args, Sample(tokens=[5, 6])))
+    assert empty == {"meta_info": {"input_token_logprobs": [[None, 6]]}}
+
+
+def test_what_distillation_by_path_cannot_do_without(make_engine):
+    sample = Sample(tokens=[5, 6, *RESPONSE], response_length=3, index=4, reward=1.0)
+    args = Namespace(rm_url=None, reward_key=None)
+    with pytest.raises(UserError, match="served at --rm-url: name one"):
+        asyncio.run(on_policy_distillation.reward_func(args, sample))
+    for reward in (1.0, {"meta_info": {}}, answered([5, 6, 7, 8, 8])):
+        sample.reward = reward
+        with pytest.raises(UserError, match=r"sample 4: its reward has no meta_info\.input_token_logprobs for its 3"):
+            on_policy_distillation.post_process_rewards(args, [sample])
+
+
+def test_a_reward_of_several_values_needs_no_key_where_a_function_makes_numbers_of_it(make_runtime, engine, prompts):
+    reward = "slime.rollout.on_policy_distillation.reward_func"
+    after = "slime.rollout.on_policy_distillation.post_process_rewards"
+    engine.respond = lambda body: scores(body) if "logprob_start_len" in body else "78</s>"
+    flags = {"custom_rm_path": reward, "rm_url": engine.url}
+    runtime = make_runtime([engine.url], **flags, custom_reward_post_process_path=after)
+    output = generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2))
+    assert all(isinstance(sample.reward, dict) for sample in leaves(output.samples))
+    assert "rollout/raw_reward" not in output.metrics
+    without = make_runtime([engine.url], **flags)
+    with pytest.raises(UserError, match=r"the reward is a dict with keys \['meta_info'\]; name one with --reward-key"):
+        generate_rollout(without.args, 0, prompts(["a", "b"], n=2))

@@ -13,6 +13,7 @@ from slime.config import Config
 from slime.config.algorithm import compares_siblings
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
 from slime.data.sample import Sample
+from slime.rollout.metrics import has_number
 
 MOST_TRUNCATED = 0.9
 QUOTED_CHARS = 60
@@ -51,7 +52,7 @@ def concerns_of(
     if config.loss_type == "sft_loss" or not usable:
         return {}
     found: dict[str, str] = {}
-    scored = [sample for sample in usable if sample.reward is not None]
+    scored = [sample for sample in usable if has_number(config, sample)]
     rewards = {float(sample.reward_number(config)) for sample in scored}
     no_gradient = grad_norm == 0
     if len(scored) > 1 and len(rewards) == 1 and not config.use_opd:

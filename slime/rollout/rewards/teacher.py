@@ -35,7 +35,7 @@ class Teacher:
         }
         async with self._semaphore:
             answer = await self._ask(payload)
-        found = _input_log_probs(answer, list(tokens)[-response_length:])
+        found = input_log_probs(answer, list(tokens)[-response_length:])
         if found is None:
             raise EngineProtocolError(
                 self._client.base_url,
@@ -59,7 +59,7 @@ class Teacher:
         return await self._client.generate(payload)
 
 
-def _input_log_probs(answer: dict[str, Any], response: list[int]) -> list[float] | None:
+def input_log_probs(answer: dict[str, Any], response: list[int]) -> list[float] | None:
     """The log-probs of the last prompt tokens, or None when the answer does not hold them for these very ids."""
     meta_info = answer.get("meta_info")
     entries = meta_info.get("input_token_logprobs") if isinstance(meta_info, dict) else None
