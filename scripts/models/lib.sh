@@ -122,6 +122,6 @@ args_of_deepseek_v3() {
 
 # Sparse attention over what an indexer picks.
 args_of_glm_dsa() {
-    args_of_deepseek_v3 --norm-epsilon 1e-5 --experimental-attention-variant dsa --dsa-indexer-n-heads 32 \
+    args_of_deepseek_v3 --norm-epsilon 1e-5 --allgather-cp --experimental-attention-variant dsa --dsa-indexer-n-heads 32 \
         --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048 "$@"
 }
