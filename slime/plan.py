@@ -23,7 +23,7 @@ from slime.config.no_effect import flag_list, flags_without_effect
 from slime.config.parser import flags_of_custom_file
 from slime.config.start import reference_in_words, start_in_words, start_notes
 from slime.engine.fleet.backend import EXTERNAL, choose_backend
-from slime.engine.fleet.engines import check_engines, count_engines
+from slime.engine.fleet.engines import check_engines, count_engines, refuse_quantised
 from slime.engine.fleet.external import ExternalEngines
 from slime.engine.http.plain_http import why_unreachable
 from slime.errors import UserError
@@ -124,6 +124,7 @@ def detect_device(device: str) -> tuple[str, int]:
 def choose_rollout_backend(config: Config, device: str) -> tuple[str, str]:
     """Which engine generates, and why; flags that it does not have are refused."""
     backend, reason = choose_backend(config, device)
+    refuse_quantised(config, backend)
     check_engines(config, backend, device)
     return backend, reason
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from slime.errors import UserError
-
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 SCALE_SUFFIX = "_scale_inv"
@@ -42,11 +40,11 @@ def quantize_block(
 
 
 def dequantize_block(stored: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
-    """The matrix in float32."""
+    """The matrix in float32, in memory of its own size."""
     rows, columns = stored.shape
     blocked = _blocks(stored.float(), block) * scale.float()[:, None, :, None]
     height, _, width, _ = blocked.shape
-    return blocked.reshape(height * block[0], width * block[1])[:rows, :columns]
+    return blocked.reshape(height * block[0], width * block[1])[:rows, :columns].contiguous()
 
 
 def _blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -91,18 +89,3 @@ class BlockQuantizer:
 
 def is_linear(name: str, tensor: torch.Tensor) -> bool:
     return name.endswith(".weight") and tensor.dim() == 2 and tensor.is_floating_point()
-
-
-def block_size(config: dict[str, Any], where: str) -> tuple[int, int] | None:
-    """The block size that a config.json names; None for plain weights, a `UserError` for another quantisation."""
-    text = config.get("text_config")
-    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
-    if not found:
-        return None
-    method, size = (
-        (found.get("quant_method"), found.get("weight_block_size")) if isinstance(found, dict) else (found, 0)
-    )
-    match size:
-        case [int(down), int(across)] if method == "fp8" and down > 0 and across > 0:
-            return down, across
-    raise UserError(f"{where} is quantised ({method}): only blocks of 8-bit floats can be converted")

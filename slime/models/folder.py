@@ -28,6 +28,25 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     return facts
 
 
+def block_size(config: dict[str, Any]) -> tuple[int, int] | None:
+    """The block size that a config.json names; None for plain weights and other quantisations."""
+    facts = quantization(config)
+    match facts.get("weight_block_size"):
+        case [int(down), int(across)] if facts.get("quant_method") == "fp8" and down > 0 and across > 0:
+            return down, across
+    return None
+
+
+def quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of quantisation, also in its part about text; nothing for plain weights."""
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, dict) else {}):
+        found = place.get("quantization_config")
+        if isinstance(found, dict) and found:
+            return found
+    return {}
+
+
 def check_architecture(folder: str | Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """The raw config.json of a model that transformers knows, or that brings its own code and may run it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -7,16 +7,18 @@ vocabulary that covers its tokenizer. Whatever is wrong with the folder is one `
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slime.errors import UserError
-from slime.models.folder import check_architecture, check_tokenizer_fits, first_line, read_config_json
+from slime.models.folder import block_size, check_architecture, check_tokenizer_fits, first_line, read_config_json
 from slime.models.saving import save_hf_folder
+from slime.models.weight_reader import plain_tensors
 
 __all__ = ["load_causal_lm", "load_config", "read_config_json", "save_hf_folder"]
 
@@ -50,17 +52,18 @@ def load_causal_lm(
     if not any(Path(folder).glob("*.safetensors")):
         raise UserError(f"model folder {folder} has no *.safetensors weights: download them, or convert the folder")
     check_tokenizer_fits(folder, config.get_text_config().vocab_size)
+    how = {"config": config, "dtype": dtype, "attn_implementation": attn_implementation, "output_loading_info": True}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            config=config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        if block_size(read_config_json(folder)) is not None:
+            model, report = _load_blocks(Path(folder), **how)
+        else:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                use_safetensors=True,
+                **how,
+            )
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as cause:
         raise UserError(f"the weights in {folder} cannot be loaded: {first_line(cause)}") from cause
     missing = sorted(report["missing_keys"])
@@ -74,3 +77,21 @@ def load_causal_lm(
             "the weights belong to another model"
         )
     return model.to(device).eval()
+
+
+def _load_blocks(folder: Path, *, config: PretrainedConfig, dtype: torch.dtype, **how: Any) -> tuple[Any, Any]:
+    """A folder in blocks of 8-bit floats, multiplied out: what is trained and sampled with is plain numbers.
+
+    transformers' own reader needs matrices whose sides the blocks divide, and DeepSeek's are not all such.
+    """
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise UserError(f"{folder} is in 8-bit floats and brings its own code: write it in bfloat16 with slime convert")
+    for place in (config, config.get_text_config()):
+        if hasattr(place, "quantization_config"):
+            del place.quantization_config
+    weights = {name: tensor.to(dtype) for name, tensor in plain_tensors(folder)}
+    model, report = kind.from_pretrained(None, config=config, dtype=dtype, state_dict=weights, **how)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    return model, report

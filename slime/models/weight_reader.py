@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slime.errors import UserError
-from slime.models.block_fp8 import FP8, SCALE_SUFFIX, block_size, dequantize_block
-from slime.models.folder import read_config_json
+from slime.models.block_fp8 import FP8, SCALE_SUFFIX, dequantize_block
+from slime.models.folder import block_size, quantization, read_config_json
 
 
 class WeightReader:
@@ -43,7 +43,11 @@ class WeightReader:
 
 def plain_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight of a model folder as plain numbers: blocks of 8-bit floats are multiplied out, in float32."""
-    block = block_size(read_config_json(folder), str(folder))
+    config = read_config_json(folder)
+    block, quantized = block_size(config), quantization(config)
+    if block is None and quantized:
+        method = quantized.get("quant_method")
+        raise UserError(f"{folder} is quantised ({method}): only blocks of 8-bit floats can be converted")
     weights = weights_of(folder)
     for name in weights.names:
         scale = f"{name}{SCALE_SUFFIX}"

@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from slime.cli import main
+from slime.config import Config
+from slime.errors import UserError
 from slime.models.block_fp8 import FP8, LARGEST, dequantize_block, quantize_block
+from slime.models.loading import load_causal_lm
 from slime.models.weight_reader import weights_of
+from slime.plan import choose_rollout_backend
+from tests.engine.fake_packages import write_packages
 from tests.tiny_models import make_model_folder
 
 
@@ -159,3 +165,40 @@ def test_nothing_of_others_is_replaced(model: Path, tmp_path: Path, capsys: pyte
     assert main(["convert", str(model), str(out), "--force"]) == 2
     assert "notes.txt, which no run saved there" in capsys.readouterr().err
     assert main(["convert", str(model), str(model), "--force"]) == 2
+
+
+def test_sglang_is_not_sent_plain_weights_for_a_quantised_folder(
+    quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would cast them to 8 bits and leave the scales of the old ones; what is only served may stay as it is."""
+    monkeypatch.setenv("PYTHONPATH", str(write_packages(tmp_path / "packages")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = Config(hf_checkpoint=str(quantized), rollout_batch_size=1, rollout_num_gpus=1, rollout_backend="sglang")
+    with pytest.raises(UserError) as refused:
+        choose_rollout_backend(config, "cpu")
+    assert str(refused.value) == (
+        f"--hf-checkpoint {quantized} is quantised (fp8), and SGLang's engines cannot be sent trained weights for it: "
+        f"write it in plain numbers first (slime convert {quantized} DIR) and give that folder"
+    )
+    assert choose_rollout_backend(config.replace(debug_rollout_only=True), "cpu")[0] == "sglang"
+    assert choose_rollout_backend(config.replace(rollout_backend="embedded"), "cpu")[0] == "embedded"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_quantised_folder_is_trained_and_served_in_plain_numbers(family: str, tmp_path: Path) -> None:
+    """Sides that the blocks do not divide too, and experts, which transformers fuses while loading."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80} if family == "qwen3_moe" else {}
+    plain = make_model_folder(tmp_path / "plain", family, hidden_size=160, intermediate_size=200, **experts)
+    GenerationConfig(eos_token_id=[2, 9]).save_pretrained(plain)
+    fp8, back = tmp_path / "fp8", tmp_path / "back"
+    assert main(["convert", str(plain), str(fp8), "--dtype", "fp8"]) == 0
+    assert main(["convert", str(fp8), str(back), "--dtype", "float32"]) == 0
+    how = {"dtype": torch.float32, "device": "cpu", "attn_implementation": "sdpa"}
+    model, expected = load_causal_lm(fp8, **how), load_causal_lm(back, **how)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
+    prompt = torch.tensor([[5, 6, 7]])
+    assert torch.equal(model(prompt).logits, expected(prompt).logits)
+    assert model.generation_config.eos_token_id == [2, 9]
+    names = revert_weight_conversion(model, model.state_dict())
+    assert names.keys() - {"lm_head.weight"} == dict(weights_of(plain)).keys() - {"lm_head.weight"}

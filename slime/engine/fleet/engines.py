@@ -31,6 +31,7 @@ from slime.engine.sglang.launch import check_server_flags
 from slime.engine.sglang.router import SglangRouter, external_router, installed_router
 from slime.engine.sglang.topology import DEFAULT_MODEL, ServedModel, read_topology, simple_model
 from slime.errors import RunFailed, UserError
+from slime.models.folder import quantization, read_config_json
 
 logger = logging.getLogger(__name__)
 
@@ -253,3 +254,16 @@ def check_engines(config: Config, backend: str, device: str) -> None:
         check_server_flags(config, read_topology(config), installed_sglang(config))
     if choose_router(config, backend)[0] == SGLANG_ROUTER and external_router(config) is None:
         installed_router(config)
+
+
+def refuse_quantised(config: Config, backend: str) -> None:
+    """SGLang keeps a quantised folder as it is, and would take the trained weights, plain numbers, for such."""
+    folder = config.hf_checkpoint
+    if backend != SGLANG_SERVER or folder is None or config.debug_rollout_only:
+        return
+    method = quantization(read_config_json(folder)).get("quant_method")
+    if method is not None:
+        raise UserError(
+            f"--hf-checkpoint {folder} is quantised ({method}), and SGLang's engines cannot be sent trained weights "
+            f"for it: write it in plain numbers first (slime convert {folder} DIR) and give that folder"
+        )
