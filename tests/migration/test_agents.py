@@ -131,6 +131,7 @@ AGENTS = {
 AGENT_FLAGS = (
     "--input-key prompt --label-key label --apply-chat-template --rollout-shuffle --rm-type math "
     "--rollout-max-context-len 512 --balance-data --custom-config-path agents.yaml "
+    "--eval-prompt-data sums prompts.jsonl@[0:2] --eval-interval 1 --skip-eval-before-train --eval-max-context-len 400 "
     "--rollout-function-path slime.rollout.sglang_rollout.generate_rollout "
     "--custom-generate-function-path rollout_with_multi_agents.generate_with_multi_agents"
 )
@@ -170,6 +171,9 @@ def test_several_agents_make_several_samples_of_one_rollout(tmp_path: Path) -> N
     [rollout] = records(tmp_path / "out", "rollout")
     raw = [one.metadata["raw_reward"] for one in samples]
     assert rollout["rollout/raw_reward"] == pytest.approx(sum(raw) / len(raw))
+    [evaluation] = records(tmp_path / "out", "eval")  # with evaluation=True
+    assert evaluation["eval/sums/failed/count"] == 0
+    assert 0 < evaluation["eval/sums"] < 1.2
 
 
 AGENT_COUNTS = {"solver": 2, "rewriter": 2, "selector": 1}
