@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.e2e.runs import records
 from tests.engine.conftest import EngineProcess
 from tests.migration.agent_runs import Folder, make_folder, served, spelled, stretches
 from tests.migration.plugins.tau_bench.tau_env import TOOLS_INFO
-from tests.migration.scripted import make_scripted_model
+from tests.migration.scripted import END, make_scripted_model
 
 SEARCHES = {
     "\n": {"<search>": 0.5, "<answer>": 0.5},
@@ -119,6 +120,71 @@ def test_search_r1_with_text_that_is_cut_and_tokenised(search_folder: Folder) ->
     assert len(asked) == sum(not bit for sample in samples for bit, _ in stretches(sample)) > 0
 
 
+CODE = '{"name": "code_interpreter", "arguments": {"code": "print(40 + 6)"}}'
+BROKEN_CODE = '{"name": "code_interpreter", "arguments": {"code": "print(1 / 0)"}}'
+UNREADABLE = '{"name": "code_interpreter", "arguments": {"code": }}'
+TOOL_USER = {
+    "\n": {"<tool_call>": 0.5, "Answer: ": 0.5},
+    "<tool_call>": {CODE: 0.4, BROKEN_CODE: 0.3, UNREADABLE: 0.3},
+    **{call: {"</tool_call>": 1.0} for call in (CODE, BROKEN_CODE, UNREADABLE)},
+    "Answer: ": {"\\boxed{": 1.0},
+    "\\boxed{": {"4": 1.0},
+    "4": {"6": 0.6, "7": 0.4},  # one by one, where their text is one token
+    "6": {"}": 1.0},
+    "7": {"}": 1.0},
+}
+INTERPRETED = {
+    CODE: "\n\n<interpreter>\n46\n</interpreter>\n\n",
+    BROKEN_CODE: "\n\n<interpreter>\nError: ZeroDivisionError: division by zero\n</interpreter>\n\n",
+    UNREADABLE: "\nMy previous action is invalid. If I want to execute code, I should put it between <tool_call> and "
+    "</tool_call>. If I want to give the final answer, I should use 'Answer: \\boxed{answer}'.\n",
+}
+RETOOL_FLAGS = (
+    "--input-key prompt --label-key label --reward-key score --use-dynamic-batch-size --max-tokens-per-gpu 1024 "
+    "--context-parallel-size 1 --custom-generate-function-path generate_with_retool.generate "
+    "--custom-rm-path generate_with_retool.reward_func"
+)
+
+
+def test_retool_runs_code_between_the_turns(tmp_path: Path) -> None:
+    rows = [{"prompt": f"what is {i} + {46 - i}?", "label": "46"} for i in range(4)]
+    folder = make_folder(tmp_path, "retool", TOOL_USER, rows)
+    done = folder.train(*RETOOL_FLAGS.split())
+    assert done.code == 0, done.err
+    samples = folder.samples()
+    assert len(samples) == 16
+    seen = Counter[str]()
+    for sample in samples:
+        turns = stretches(sample)
+        calls = 0
+        for (bit, said), (other, answered) in pairwise(turns):
+            assert (bit, other) in ((1, 0), (0, 1))
+            if bit:
+                [call] = [call for call in INTERPRETED if call in folder.decode(said)]
+                assert folder.decode(answered) == INTERPRETED[call]
+                seen[call] += 1
+                calls += call != UNREADABLE
+        folder.check_log_probs(sample)
+        assert (sample.tool_call_count, sample.payload_has_tools) == (calls, True)
+        last = folder.decode(turns[-1][1])
+        if not turns[-1][0]:  # four turns and no answer
+            assert len(turns) == 8
+            assert sample.reward["score"] == pytest.approx(min(-0.6, -1 + (calls - 2) / 2 * 0.1))
+        elif "46" in last:
+            assert sample.reward == {"score": 1.0, "acc": True, "pred": "46"}
+            assert turns[-1][1][-5:] == [
+                folder.model.tokenizer.encode(piece)[0] for piece in ("\\boxed{", "4", "6", "}", END)
+            ]
+            seen["right"] += 1
+        else:
+            score = pytest.approx(min(-0.6, -1 + (calls - 2) / 2 * 0.1))
+            assert sample.reward == {"score": score, "acc": False, "pred": "47"}
+            seen["wrong"] += 1
+    assert set(seen) == {CODE, BROKEN_CODE, UNREADABLE, "right", "wrong"}
+    [rollout] = records(tmp_path / "out", "rollout")
+    assert rollout["rollout/raw_reward"] == pytest.approx(sum(sample.reward["score"] for sample in samples) / 16)
+
+
 AGENTS = {
     "\n": {"\\boxed{": 1.0},
     "\\boxed{": {"4": 1.0},
@@ -199,12 +265,13 @@ STRANDS_FLAGS = (
 )
 
 
-@pytest.mark.parametrize("program", ["train.py"])
+@pytest.mark.parametrize("program", ["train.py", "train_async.py"])
 def test_an_agent_framework_over_the_openai_routes(tmp_path: Path, program: str) -> None:
     rows = [{"prompt": f"what is {i} + {46 - i}?", "label": "46"} for i in range(4)]
     folder = make_folder(tmp_path, "strands", FRAMEWORK_USER, rows)
     done = folder.train(*STRANDS_FLAGS.split(), program=program)
     assert done.code == 0, done.err
+    assert done.err.count("importance weights") == (program == "train_async.py")  # left out, and said so once
     samples = folder.samples()
     assert len(samples) == 16
     seen = Counter[Any]()
