@@ -13,7 +13,7 @@ datasets will do for the list; TOML and JSON likewise):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from slime.config.config import Config
@@ -24,30 +24,34 @@ from slime.config.suggest import did_you_mean
 from slime.errors import UserError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EvalDataset:
-    """One dataset, with every value it is evaluated with."""
+    """One dataset, with every value it is evaluated with; a plugin that makes one by hand leaves out what it likes.
+
+    Sampling parameters that are None are the rollout's.
+    """
 
     name: str
     path: str
-    origin: str
+    _: KW_ONLY
+    origin: str = "a plugin"
     """Where it was named, for error messages."""
-    input_key: str
-    label_key: str | None
-    metadata_key: str
-    tool_key: str
-    apply_chat_template: bool
-    apply_chat_template_kwargs: dict[str, Any]
-    max_prompt_len: int | None
-    n_samples_per_eval_prompt: int
-    temperature: float
-    top_p: float
-    top_k: int
-    max_response_len: int | None
-    min_new_tokens: int | None
-    stop: list[str] | None
-    stop_token_ids: list[int] | None
-    skip_special_tokens: bool
+    input_key: str = "input"
+    label_key: str | None = None
+    metadata_key: str = "metadata"
+    tool_key: str = "tools"
+    apply_chat_template: bool = False
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_prompt_len: int | None = None
+    n_samples_per_eval_prompt: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_response_len: int | None = None
+    min_new_tokens: int | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool = False
     repetition_penalty: float | None = None
     no_stop_trim: bool = True
     rm_type: str | None = None
@@ -75,14 +79,15 @@ class EvalDataset:
             "max_new_tokens": self.max_response_len,
             "min_new_tokens": self.min_new_tokens,
             "repetition_penalty": self.repetition_penalty,
-        }
-        always = {
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
+        }
+        always = {
             "skip_special_tokens": self.skip_special_tokens,
             "no_stop_trim": self.no_stop_trim,
         }
-        return {**base, **always, **{name: value for name, value in own.items() if value is not None}}
+        unsaid = {"stop": None, "stop_token_ids": None}
+        return {**unsaid, **base, **always, **{name: value for name, value in own.items() if value is not None}}
 
 
 @dataclass(frozen=True)

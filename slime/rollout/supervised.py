@@ -24,7 +24,7 @@ from slime.rollout.runtime import runtime_for
 from slime.rollout.types import RolloutFnTrainOutput
 
 
-def generate_rollout(args: Config, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+def generate_rollout(args: Config, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
     """The next `rollout_batch_size` groups as supervised samples."""
     if evaluation:
         raise UserError(
@@ -34,7 +34,7 @@ def generate_rollout(args: Config, rollout_id: int, data_source: Any, evaluation
     started = time.monotonic()
     runtime = runtime_for(args)
     args, tokenizer = runtime.args, runtime.tokenizer
-    groups: list[Any] = data_source.get_samples(args.rollout_batch_size)
+    groups: list[Any] = data_buffer.get_samples(args.rollout_batch_size)
     for group in groups:
         for sample in group:
             fill_supervised(sample, tokenizer, max_context=args.rollout_max_context_len)

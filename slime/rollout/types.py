@@ -39,12 +39,15 @@ class RolloutFnEvalOutput:
 
 
 def call_rollout_fn(
-    fn: Callable[..., Any], args: Any, rollout_id: int, data_source: Any, *, evaluation: bool
+    fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a rollout function and wrap a bare result; the default data sources learn which rollout asks them."""
-    if not evaluation:
-        tell_rollout_id(data_source, rollout_id)
-    output = fn(args, rollout_id, data_source, evaluation=evaluation)
+    """Call a rollout function with `(args, rollout_id, data_source)` and wrap a bare result.
+
+    The default data sources learn which rollout asks them.
+    """
+    if not evaluation and len(args) > 2:
+        tell_rollout_id(data_source=args[2], rollout_id=args[1])
+    output = fn(*args, evaluation=evaluation, **kwargs)
     if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
         return output
     return RolloutFnEvalOutput(data=output) if evaluation else RolloutFnTrainOutput(samples=output)

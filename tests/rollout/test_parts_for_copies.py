@@ -28,6 +28,7 @@ from slime.rollout.sglang_rollout import (
     generate_and_rm_group,
 )
 from slime.utils.async_utils import run
+from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.http_utils import post
 
 REWARD = "def f(args, sample):\n    return float(sample.response_length)\n"
@@ -112,6 +113,16 @@ def test_the_parts_may_be_awaited_on_another_event_loop(engine, make_runtime, wr
     assert (one.reward, bare.response, bare.reward) == (2.0, "7", None)
 
 
+def test_what_another_event_loop_generates_is_in_the_journal(engine, make_runtime, write_plugin, prompts, tmp_path):
+    runtime = make_runtime([engine.url], custom_rm_path=write_plugin(REWARD))
+    runtime.journal = Journal.open(tmp_path / "journal.sqlite", {}, keep=True)
+    (group,) = JournaledSource(prompts(["a"], 2), runtime.journal).get_samples(1)
+    asyncio.run(generate_and_rm_group(runtime.plugin_args, group, GenerateState(runtime.plugin_args).sampling_params))
+    runtime.journal.close()  # as if it were killed before its rollout is whole
+    (again,) = Journal.open(tmp_path / "journal.sqlite", {}, keep=True).recover(0).groups
+    assert [(sample.response, sample.reward) for sample in again] == [("7", 2.0)] * 2
+
+
 def test_what_a_filter_drops_is_dropped_in_the_journal(engine, make_runtime, prompts, tmp_path):
     runtime = make_runtime([engine.url])
     runtime.journal = Journal.open(tmp_path / "journal.sqlite", {}, keep=True)
@@ -159,6 +170,10 @@ def test_one_dataset_by_hand(engine, make_runtime, write_plugin, tmp_path):
     assert results["two"]["rewards"] == [2.0, 2.0]
     assert [sample.prompt for sample in results["two"]["samples"]] == ["a", "b"]
     assert runtime.eval_datasets == {}  # an evaluation on all of them reads them all
+    by_hand = EvalDatasetConfig("by hand", f"{file}@[0:1]", n_samples_per_eval_prompt=3)
+    results = run(eval_rollout_single_dataset(runtime.plugin_args, 0, by_hand))
+    assert results["by hand"]["rewards"] == [2.0] * 3
+    assert {body["sampling_params"]["max_new_tokens"] for body in engine.requests} == {8}
 
 
 def test_an_evaluation_with_samples_that_have_no_reward(engine, make_runtime):
