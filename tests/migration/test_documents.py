@@ -5,8 +5,8 @@ where nothing less will do, else one that writes the words down, which then star
 has imported torch already (docs/testing.md). The environment says which model: `HF_CHECKPOINT` and the numbers of a
 tiny one for scripts/models.
 
-The first command runs as typed, with its four trainers, four engines and 256 samples per step. Those that ask for eight
-and eight get smaller numbers behind them, and flags that no run can do without where the documents leave them out; that
+The two GRPO commands run as typed, with up to eight trainers, eight engines and 256 samples per step, until Ctrl-C. The
+others get smaller numbers behind them, and flags that no run can do without where the documents leave them out; that
 they are asked for in one sentence is tested too.
 
 Not run: `docker pull`, `docker run` and `git clone` (there is no image, and this is the checkout); `pip install -r
@@ -147,7 +147,7 @@ def run_folder(running: Running, place: Path) -> Path:
 
 
 def wait_for(running: Running, event: Callable[[], bool]) -> None:
-    assert wait_until(lambda: event() or running.popen.poll() is not None, within_s=150)
+    assert wait_until(lambda: event() or running.popen.poll() is not None, within_s=240)
     assert running.popen.poll() is None, running.finish()
 
 
@@ -190,6 +190,19 @@ def test_the_quick_start_as_typed(place: Path) -> None:
     assert events.Scalars("train/loss")[0].value == pytest.approx(first["train/loss"], rel=1e-5)
 
 
+def test_grpo_as_typed(place: Path) -> None:
+    """Eight trainers and eight engines; what has no effect is said, and where the checkpoints go."""
+    with started(typed(block("GRPO"), place), place, **TINY) as running:
+        out = run_folder(running, place)
+        wait_for(running, lambda: trained(out))
+        assert (len(running.processes("slime.train.worker")), len(running.processes("slime.engine.embedded"))) == (8, 8)
+        done = interrupt(running)
+    assert "--eval-interval 50" in done.out
+    used = yaml.safe_load((out / "config.yaml").read_text())
+    assert (used["save_interval"], place / used["save"]) == (100, out)
+    assert len(samples(out)) >= 256
+
+
 def test_grpo_by_the_shell_alone_goes_on_after_ctrl_c(place: Path) -> None:
     """Nothing in between: bash, python, train.py, its processes; Ctrl-C goes to all of them, as from a terminal."""
     smaller = "--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --rollout-batch-size 2 --n-samples-per-prompt 2"
@@ -202,7 +215,6 @@ def test_grpo_by_the_shell_alone_goes_on_after_ctrl_c(place: Path) -> None:
         os.killpg(os.getpgid(leader), signal.SIGINT)
         done = running.finish()
         assert (done.code, done.err) == (130, "interrupted\n")
-        assert "--eval-interval 50" in done.out
         assert wait_until(lambda: not running.processes(), within_s=10)
     saved = int((out / "latest_checkpointed_iteration.txt").read_text())
     flags = ["--load", str(out), "--save", str(out), "--num-rollout", str(saved + 2)]
