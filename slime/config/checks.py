@@ -18,8 +18,9 @@ from slime.config.eval_datasets import eval_datasets
 from slime.config.folders import check_folders
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.config.megatron_flags import NEUTRAL
 from slime.config.spec import FlagSpec
-from slime.config.start import check_weight_sources
+from slime.config.start import check_weight_sources, find_start
 from slime.errors import UserError
 
 DUMP_SUFFIXES = (".jsonl", ".pt")
@@ -223,3 +224,14 @@ def _check_data_file(data: str, flag: str) -> None:
         raise UserError(f"{flag}: {path} is a folder, but a .jsonl or .parquet file is needed")
     if not os.access(path, os.R_OK):
         raise UserError(f"{flag}: no permission to read {path}")
+
+
+def check_numbers_stay(config: Config) -> None:
+    """Megatron's flags that change what is computed have values with which they do not, or are refused."""
+    for flag, (neutral, why) in NEUTRAL.items():
+        value = config.carried.get(flag.replace("-", "_"))
+        if value is None or value is False or value in neutral:
+            continue
+        if flag == "finetune" and not find_start(config).resumes:
+            continue
+        raise UserError(f"--{flag}{'' if value is True else f' {value}'} is not taken: {why}")

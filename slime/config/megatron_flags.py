@@ -1,82 +1,128 @@
 """Megatron-LM flags that existing slime scripts pass: read with their type and carried through under their name.
 
-The FSDP trainer takes the model's shape from the Hugging Face config; the shape flags are only compared with it.
+Each is of one of three classes, and none is ignored in silence. SHAPE: what the model is; the trainer takes that from
+the Hugging Face config, and a flag that says another number is refused (`shape_flags`). NUMBERS: it changes what is
+computed; only the values in `NEUTRAL`, with which it changes nothing here, are taken. SPEED: layout, kernels and their
+rounding, files and logs, which cannot change what is learned; plan and run name those that were given.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 SWITCH, INT, FLOAT, NUMBER, TEXT, TEXTS = "switch", "int", "float", "number", "text", "texts"
+SHAPE, NUMBERS, SPEED = "shape", "numbers", "speed"
 
-
-def _kind(kind: str, names: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), kind)
-
-
-MEGATRON_FLAGS: dict[str, str] = {
-    **_kind(
-        SWITCH,
-        """
-        sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather tp-comm-overlap
-        overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer optimizer-cpu-offload
+_TABLE: dict[tuple[str, str], str] = {
+    (SHAPE, SWITCH): """
         group-query-attention qk-layernorm swiglu squared-relu add-qkv-bias disable-bias-linear
-        untie-embeddings-and-output-weights apply-layernorm-1p attention-output-gate multi-latent-attention
-        post-self-attn-layernorm post-mlp-layernorm
-        use-rotary-position-embeddings no-position-embedding use-rope-scaling no-rope-fusion rotary-interleaved
-        moe-grouped-gemm moe-permute-fusion moe-router-pre-softmax moe-router-enable-expert-bias moe-router-fusion
-        moe-shared-expert-overlap moe-shared-expert-gate moe-enable-deepep moe-use-legacy-grouped-gemm
-        moe-layer-recompute moe-router-force-load-balancing moe-pad-expert-input-to-capacity
-        moe-router-padding-for-fp8 moe-extended-tp
-        accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 no-gradient-accumulation-fusion
-        no-check-for-nan-in-loss-and-grad no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion
-        no-bias-dropout-fusion no-persist-layer-norm cross-entropy-loss-fusion use-flash-attn
-        bf16 fp16 fp8-param-gather use-cpu-initialization no-load-optim no-load-rng no-save-rng finetune
-        use-pytorch-profiler use-checkpoint-args auto-detect-ckpt-format ckpt-fully-parallel-load
-        log-throughput log-params-norm deterministic-mode use-tp-pp-dp-mapping distribute-saved-activations
-        variable-seq-lengths enable-experimental
+        untie-embeddings-and-output-weights apply-layernorm-1p attention-output-gate use-gated-attention
+        multi-latent-attention post-self-attn-layernorm post-mlp-layernorm use-rotary-position-embeddings
+        no-position-embedding use-rope-scaling rotary-interleaved moe-router-pre-softmax moe-router-enable-expert-bias
+        moe-shared-expert-gate
         """,
-    ),
-    **_kind(
-        INT,
-        """
-        tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size expert-model-parallel-size
-        expert-tensor-parallel-size num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
-        decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
-        microbatch-group-size-per-virtual-pipeline-stage
+    (SHAPE, INT): """
         num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels vocab-size
         make-vocab-size-divisible-by max-position-embeddings original-max-position-embeddings seq-length
         num-experts moe-ffn-hidden-size moe-shared-expert-intermediate-size moe-router-topk moe-router-num-groups
-        moe-router-group-topk moe-deepep-num-sms
-        q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
-        linear-num-key-heads linear-num-value-heads linear-key-head-dim linear-value-head-dim
-        linear-conv-kernel-dim dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk
-        recompute-num-layers train-iters train-samples
-        profile-step-start profile-step-end log-interval tensorboard-queue-size empty-unused-memory-level
-        num-workers manual-gc-interval
+        moe-router-group-topk q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
+        linear-num-key-heads linear-num-value-heads linear-key-head-dim linear-value-head-dim linear-conv-kernel-dim
+        dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk
         """,
-    ),
-    **_kind(
-        FLOAT,
-        """
-        attention-dropout hidden-dropout norm-epsilon layernorm-epsilon init-method-std rotary-percent
-        rotary-scaling-factor rope-scaling-factor mscale mscale-all-dim beta-fast beta-slow
-        moe-aux-loss-coeff moe-z-loss-coeff moe-router-topk-scaling-factor moe-router-bias-update-rate
-        moe-expert-capacity-factor moe-input-jitter-eps optimizer-offload-fraction
-        loss-scale initial-loss-scale min-loss-scale sgd-momentum
+    (SHAPE, FLOAT): """
+        norm-epsilon layernorm-epsilon rotary-percent rotary-scaling-factor rope-scaling-factor mscale mscale-all-dim
+        beta-fast beta-slow moe-router-topk-scaling-factor
         """,
-    ),
-    **_kind(NUMBER, "rotary-base rotary-seq-len-interpolation-factor"),
-    **_kind(
-        TEXT,
-        """
-        normalization position-embedding-type attention-backend transformer-impl rope-type
-        recompute-granularity recompute-method fp8-format fp8-recipe fp8-amax-compute-algo
-        moe-layer-freq linear-attention-freq moe-token-dispatcher-type moe-router-load-balancing-type
-        moe-router-score-function moe-router-dtype moe-token-drop-policy
-        main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
-        ckpt-format tokenizer-type tokenizer-model tensorboard-dir dist-ckpt-strictness
-        pipeline-model-parallel-layout experimental-attention-variant
+    (SHAPE, NUMBER): "rotary-base",
+    (SHAPE, TEXT): """
+        normalization position-embedding-type rope-type moe-layer-freq linear-attention-freq moe-router-score-function
+        experimental-attention-variant
         """,
-    ),
-    **_kind(TEXTS, "spec recompute-modules profile-ranks cp-comm-type"),
-}
+    (SHAPE, TEXTS): "spec",
+    (NUMBERS, SWITCH): """
+        fp16 fp8-param-gather moe-router-force-load-balancing moe-pad-expert-input-to-capacity finetune
+        use-checkpoint-opt-param-scheduler
+        """,
+    (NUMBERS, FLOAT): """
+        attention-dropout hidden-dropout moe-aux-loss-coeff moe-z-loss-coeff moe-router-bias-update-rate
+        moe-expert-capacity-factor moe-input-jitter-eps
+        """,
+    (NUMBERS, NUMBER): "rotary-seq-len-interpolation-factor",
+    (NUMBERS, TEXT): """
+        fp8-format moe-router-load-balancing-type main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
+        """,
+    (SPEED, SWITCH): """
+        sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather tp-comm-overlap
+        overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer optimizer-cpu-offload no-rope-fusion
+        moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-shared-expert-overlap moe-enable-deepep
+        moe-use-legacy-grouped-gemm moe-layer-recompute moe-router-padding-for-fp8 moe-extended-tp
+        accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 no-gradient-accumulation-fusion
+        no-check-for-nan-in-loss-and-grad no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion
+        no-bias-dropout-fusion no-persist-layer-norm cross-entropy-loss-fusion use-flash-attn
+        bf16 use-cpu-initialization no-save-rng use-pytorch-profiler use-checkpoint-args auto-detect-ckpt-format
+        ckpt-fully-parallel-load override-opt-param-scheduler no-create-attention-mask-in-dataloader
+        log-throughput log-params-norm deterministic-mode use-tp-pp-dp-mapping distribute-saved-activations
+        variable-seq-lengths enable-experimental
+        """,
+    (SPEED, INT): """
+        tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size expert-model-parallel-size
+        expert-tensor-parallel-size num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
+        decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
+        microbatch-group-size-per-virtual-pipeline-stage moe-deepep-num-sms recompute-num-layers train-iters
+        train-samples profile-step-start profile-step-end log-interval tensorboard-queue-size
+        empty-unused-memory-level num-workers manual-gc-interval
+        """,
+    (SPEED, FLOAT): """
+        init-method-std optimizer-offload-fraction loss-scale initial-loss-scale min-loss-scale sgd-momentum
+        """,
+    (SPEED, TEXT): """
+        attention-backend transformer-impl recompute-granularity recompute-method fp8-recipe fp8-amax-compute-algo
+        moe-token-dispatcher-type moe-flex-dispatcher-backend moe-router-dtype moe-token-drop-policy ckpt-format
+        tokenizer-type tokenizer-model tensorboard-dir dist-ckpt-strictness pipeline-model-parallel-layout
+        """,
+    (SPEED, TEXTS): "recompute-modules profile-ranks cp-comm-type",
+}  # fmt: skip
+
+MEGATRON_FLAGS: dict[str, str] = {name: kind for (_, kind), names in _TABLE.items() for name in names.split()}
 """Flag (without dashes in front) -> kind of value."""
+MEGATRON_CLASSES: dict[str, str] = {name: role for (role, _), names in _TABLE.items() for name in names.split()}
+"""Flag -> SHAPE, NUMBERS or SPEED."""
+
+_HALF = "training computes in float32 or bfloat16, --dtype chooses: drop it"
+_STATE = "gradients, master weights and the optimizer's state are float32: give fp32, or drop it"
+_ROUTER = "experts are trained by the loss alone: give 0, or drop it"
+_TOKENS = "no token of an expert is dropped: drop it"
+
+NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "attention-dropout": ((0,), "there is no dropout in training: give 0, or drop it"),
+    "hidden-dropout": ((0,), "there is no dropout in training: give 0, or drop it"),
+    "moe-aux-loss-coeff": ((0,), _ROUTER),
+    "moe-z-loss-coeff": ((0,), _ROUTER),
+    "moe-router-bias-update-rate": ((0,), "the biases of experts stay as they are: give 0, or drop it"),
+    "moe-router-load-balancing-type": (
+        ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+        "tokens go to the experts that score best: give none, or drop it",
+    ),
+    "moe-router-force-load-balancing": ((), "tokens go to the experts that score best: drop it"),
+    "moe-expert-capacity-factor": ((), _TOKENS),
+    "moe-pad-expert-input-to-capacity": ((), _TOKENS),
+    "moe-input-jitter-eps": ((0,), "routers see their inputs without noise: give 0, or drop it"),
+    "rotary-seq-len-interpolation-factor": (
+        (1,),
+        "positions are what the model's config.json says: write its rope scaling there, and drop it",
+    ),
+    "fp16": ((), _HALF),
+    "fp8-format": ((), _HALF),
+    "fp8-param-gather": ((), _HALF),
+    "main-grads-dtype": (("fp32",), _STATE),
+    "main-params-dtype": (("fp32",), _STATE),
+    "exp-avg-dtype": (("fp32",), _STATE),
+    "exp-avg-sq-dtype": (("fp32",), _STATE),
+    "use-checkpoint-opt-param-scheduler": ((), "learning rate and weight decay are those of the flags: drop it"),
+    "finetune": (
+        (),
+        "--load goes on with a run; to start anew from its weights name its folder with --ref-load instead",
+    ),
+}
+"""Of each flag that changes numbers: the values that change nothing here, and why others are refused. `finetune` is
+taken where there is no checkpoint to go on from."""

@@ -11,10 +11,10 @@ from typing import Any
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.groups.upstream import BUFFER_FLAGS
-from slime.config.megatron_flags import MEGATRON_FLAGS
+from slime.config.megatron_flags import MEGATRON_CLASSES, SHAPE, SPEED
 from slime.config.spec import flag_name
 
-_USED = ("recompute_granularity",)
+_USED = ("recompute_granularity", "bf16")
 
 
 def flags_without_effect(config: Config) -> list[str]:
@@ -29,9 +29,13 @@ def flags_without_effect(config: Config) -> list[str]:
             shown = spec.flag if spec.kind == "bool" else f"{spec.flag} {_words(value)}"
             reasons.setdefault(spec.info.no_effect, []).append(shown)
     sentences = [f"{', '.join(shown)} has no effect: {why}" for why, shown in reasons.items()]
-    megatron = [name for name in config.carried if name.replace("_", "-") in MEGATRON_FLAGS and name not in _USED]
-    if megatron:
-        sentences.append(f"Megatron flags without effect on the FSDP trainer: {flag_list(megatron)}")
+    given = {name: MEGATRON_CLASSES.get(name.replace("_", "-")) for name in config.carried}
+    speed = [name for name, role in given.items() if role == SPEED and name not in _USED]
+    if speed:
+        sentences.append(f"Megatron flags without effect on the FSDP trainer: {flag_list(speed)}")
+    shape = [name for name, role in given.items() if role == SHAPE]
+    if shape:
+        sentences.append(f"the model is what its config.json says, of which these only speak: {flag_list(shape)}")
     return sentences
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from slime.config.algorithm import derive_algorithm, has_critic
 from slime.config.asynchronous import derive_async, is_async
 from slime.config.batch import derive_batch_sizes
-from slime.config.checks import check_all_there, check_files, check_flags_fit, check_trackers
+from slime.config.checks import check_all_there, check_files, check_flags_fit, check_numbers_stay, check_trackers
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
 from slime.config.plugin_args import with_own_overlay
@@ -41,6 +41,7 @@ def resolve(config: Config) -> Config:
     if has_critic(config):
         critic_flags(config)
     check_shape_flags(config)
+    check_numbers_stay(config)
     check_plugins(config)
     return config
 
@@ -143,6 +144,8 @@ def _derive_rest(config: Config) -> Config:
         changes |= {"offload_rollout": True, "offload_train": True}
     if config.freeze_indexer and INDEXER not in (config.freeze_params_name_list or ()):
         changes["freeze_params_name_list"] = [*(config.freeze_params_name_list or ()), INDEXER]
+    if config.carried.get("bf16") and config.dtype == "auto":
+        changes["dtype"] = "bfloat16"
     if "recompute_granularity" in config.carried:
         changes["recompute_activations"] = True  # Megatron's way to ask for the same
     return config.replace(**changes)

@@ -111,11 +111,14 @@ class CheckpointFolder:
         check_same_model(self.path, meta["model"], describe_model(backend), config)
         try:
             self._load_parameters(backend)
-            if meta["with_optimizer"]:
+            if config.no_load_optim:
+                logger.warning("--no-load-optim: Adam starts fresh")
+            elif meta["with_optimizer"]:
                 self._load_optimizer(backend)
             else:
                 logger.warning("checkpoint %s has no optimizer state: Adam starts fresh", self.path)
-            self._load_random_state(backend.ranks.rank)
+            if not config.no_load_rng:
+                self._load_random_state(backend.ranks.rank)
         except (SafetensorError, OSError) as cause:
             raise UserError(f"checkpoint {self.path} is damaged ({cause}): choose an older iteration") from cause
         updates = meta.get("updates", meta["step"])  # earlier versions counted steps of the critic alone in

@@ -54,7 +54,9 @@ def test_offload_is_that_of_the_engines(valid: dict[str, Any]) -> None:
     assert not resolve(Config(**valid)).offload_rollout
 
 
-def test_megatrons_flags_are_one_sentence() -> None:
-    assert notes("--sequence-parallel", "--moe-permute-fusion") == [
-        "Megatron flags without effect on the FSDP trainer: --sequence-parallel, --moe-permute-fusion"
+def test_megatrons_flags_are_named_by_their_class() -> None:
+    used = ("--recompute-granularity", "full", "--bf16", "--hidden-dropout", "0")
+    assert notes("--sequence-parallel", "--num-layers", "2", *used, "--moe-permute-fusion", "--swiglu") == [
+        "Megatron flags without effect on the FSDP trainer: --sequence-parallel, --moe-permute-fusion",
+        "the model is what its config.json says, of which these only speak: --num-layers, --swiglu",
     ]

@@ -44,7 +44,7 @@ DOCUMENTS = (Path(__file__).parent / "documents.md").read_text()
 TINY = {
     "MODEL_ARGS_NUM_LAYERS": "2", "MODEL_ARGS_HIDDEN_SIZE": "64", "MODEL_ARGS_FFN_HIDDEN_SIZE": "96",
     "MODEL_ARGS_NUM_ATTENTION_HEADS": "4", "MODEL_ARGS_NUM_QUERY_GROUPS": "2", "MODEL_ARGS_KV_CHANNELS": "16",
-    "MODEL_ARGS_VOCAB_SIZE": str(VOCAB), "HF_CHECKPOINT": "tiny", "CUDA_VISIBLE_DEVICES": "",
+    "MODEL_ARGS_VOCAB_SIZE": str(VOCAB), "MODEL_ARGS_ROTARY_BASE": "10000", "HF_CHECKPOINT": "tiny", "CUDA_VISIBLE_DEVICES": "",
 }  # fmt: skip
 ONE_EACH = ["--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"]
 ONE_STEP = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "1", "--input-key", "prompt"]

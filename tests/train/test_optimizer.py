@@ -69,3 +69,19 @@ def test_a_run_without_optimizer_state_saves_and_resumes(model_folder: Callable[
     for run in (first, second):
         run.train(1, make_samples(3, 3))
     assert all(torch.equal(first.weights[name], tensor) for name, tensor in second.weights.items())
+
+
+def test_a_resumed_run_can_leave_the_optimizer_behind(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    flags = {"save": str(tmp_path / "c"), "load": str(tmp_path / "c")}
+    first = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
+    first.train(0, make_samples(3, 3))
+    torch.rand(3)  # whatever a plugin draws
+    saved = torch.get_rng_state()
+    first.trainer.save(0)
+    for leaves in (False, True):
+        config = config_for(model_folder("qwen3"), tmp_path, **flags, no_load_optim=leaves, no_load_rng=leaves)
+        again = InProcess(config)
+        assert again.start == 1
+        assert bool(again.trainer.actor.backend.optimizer.state) is not leaves
+        assert torch.equal(torch.get_rng_state(), saved) is not leaves
+        assert all(torch.equal(first.weights[name], tensor) for name, tensor in again.weights.items())

@@ -23,6 +23,8 @@ class CheckpointFlags:
     save_hf: str | None = flag(
         None, "also save a Hugging Face folder; {rollout_id} in the name is filled in", metavar="DIR"
     )
+    no_load_optim: bool = flag(False, "Adam starts fresh, whatever the checkpoint of --load has of it")
+    no_load_rng: bool = flag(False, "random states start from --seed, whatever the checkpoint of --load has of them")
     no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
     ckpt_keep: int | None = flag(None, "keep only the last so many checkpoints", check=at_least(1), derived="all")
     keep_samples: bool = flag(

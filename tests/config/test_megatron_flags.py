@@ -1,0 +1,109 @@
+"""Every Megatron flag has a class, and none that changes numbers is ignored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, parse_args, resolve
+from slime.config.checks import check_numbers_stay
+from slime.config.megatron_flags import (
+    MEGATRON_CLASSES,
+    MEGATRON_FLAGS,
+    NEUTRAL,
+    NUMBERS,
+    SHAPE,
+    SPEED,
+    SWITCH,
+    TEXT,
+)  # fmt: skip
+from slime.config.no_effect import flags_without_effect
+from slime.config.shape_flags import COMPARED
+from slime.errors import UserError
+
+OF_NUMBERS = [name for name, role in MEGATRON_CLASSES.items() if role == NUMBERS and name != "finetune"]
+
+
+def test_every_flag_is_of_one_class() -> None:
+    assert MEGATRON_CLASSES.keys() == MEGATRON_FLAGS.keys()
+    assert set(MEGATRON_CLASSES.values()) == {SHAPE, NUMBERS, SPEED}
+    assert NEUTRAL.keys() == {*OF_NUMBERS, "finetune"}
+    shape = {name.replace("-", "_") for name, role in MEGATRON_CLASSES.items() if role == SHAPE}
+    assert COMPARED.keys() <= shape
+
+
+@pytest.mark.parametrize("name", OF_NUMBERS)
+def test_what_changes_numbers_is_refused_and_what_does_not_is_taken(name: str, valid_argv: list[str]) -> None:
+    neutral, why = NEUTRAL[name]
+    for value in neutral:
+        config = parse_args([*valid_argv, f"--{name}", str(value)])
+        assert config.carried[name.replace("-", "_")] == value
+        assert flags_without_effect(config) == [], "what happens anyway needs no sentence"
+    other = [] if MEGATRON_FLAGS[name] == SWITCH else ["sinkhorn" if MEGATRON_FLAGS[name] == TEXT else "0.25"]
+    with pytest.raises(UserError) as caught:
+        parse_args([*valid_argv, f"--{name}", *other])
+    assert str(caught.value) == f"{' '.join([f'--{name}', *other])} is not taken: {why}"
+
+
+def test_finetune_is_refused_where_there_is_a_run_to_go_on_with(valid: dict[str, Any], tmp_path: Path) -> None:
+    config = resolve(
+        Config(**valid, load=str(tmp_path / "ckpt"), save=str(tmp_path / "ckpt"), carried={"finetune": True})
+    )
+    check_numbers_stay(config)
+    (tmp_path / "ckpt" / "iter_0000003").mkdir(parents=True)
+    (tmp_path / "ckpt" / "iter_0000003" / "meta.json").write_text("{}")
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(UserError, match="--finetune is not taken: --load goes on with a run; to start anew"):
+        check_numbers_stay(config)
+
+
+@pytest.mark.parametrize(
+    ("facts", "flag", "sentence"),
+    [
+        ({"rope_theta": 1e6}, "--rotary-base 10000", "--rotary-base 10000 contradicts rope_theta 1000000.0 in"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "--rotary-base 10000", "contradicts rope_theta 1000000.0 in"),
+        ({"rms_norm_eps": 1e-6}, "--norm-epsilon 1e-5", "--norm-epsilon 1e-05 contradicts rms_norm_eps 1e-06 in"),
+        ({"partial_rotary_factor": 0.5}, "--rotary-percent 1.0", "contradicts partial_rotary_factor 0.5 in"),
+        ({"rope_scaling": {"factor": 8.0}}, "--rope-scaling-factor 32", "contradicts factor 8.0 in"),
+        ({}, "--kv-channels 128", "--kv-channels 128 contradicts head_dim 16 in"),
+        ({}, "--untie-embeddings-and-output-weights", "contradicts tie_word_embeddings true in"),
+        (
+            {"routed_scaling_factor": 2.5},
+            "--moe-router-topk-scaling-factor 1.8",
+            "--moe-router-topk-scaling-factor 1.8 contradicts routed_scaling_factor 2.5",
+        ),
+    ],
+)
+def test_numbers_of_the_model_are_shown_with_both(
+    facts: dict[str, Any], flag: str, sentence: str, valid_argv: list[str], model_dir: Path
+) -> None:
+    file = model_dir / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
+    with pytest.raises(UserError) as caught:
+        parse_args([*valid_argv, *flag.split()])
+    assert sentence in str(caught.value)
+
+
+def test_the_same_numbers_pass(valid_argv: list[str], model_dir: Path) -> None:
+    file = model_dir / "config.json"
+    facts = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "partial_rotary_factor": 0.5, "tie_word_embeddings": False}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
+    flags = "--rotary-base 1000000 --norm-epsilon 1e-6 --rotary-percent 0.5 --kv-channels 16 --num-query-groups 2"
+    parse_args([*valid_argv, *flags.split(), "--untie-embeddings-and-output-weights", "--vocab-size", "256"])
+
+
+def test_heads_of_latent_attention_are_not_compared(valid_argv: list[str], model_dir: Path) -> None:
+    """Their size is in other entries; `head_dim` and `num_key_value_heads` mean something else there."""
+    file = model_dir / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "kv_lora_rank": 8, "qk_nope_head_dim": 12}))
+    parse_args([*valid_argv, "--kv-channels", "128", "--num-query-groups", "4", "--qk-head-dim", "12"])
+    with pytest.raises(UserError, match="--qk-head-dim 16 contradicts qk_nope_head_dim 12"):
+        parse_args([*valid_argv, "--qk-head-dim", "16"])
+
+
+def test_bf16_is_a_precision(valid_argv: list[str]) -> None:
+    assert parse_args([*valid_argv, "--bf16"]).dtype == "bfloat16"
+    assert parse_args([*valid_argv, "--bf16", "--dtype", "float32"]).dtype == "float32"
