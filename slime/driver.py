@@ -17,6 +17,7 @@ or saved; without engines nothing is evaluated.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
 import os
@@ -36,7 +37,7 @@ from slime.config import Config, resolve, save_config
 from slime.config.asynchronous import is_async
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slime.config.plugin_args import plugin_args
+from slime.config.plugin_args import as_config, plugin_args
 from slime.config.start import continues_itself, model_folders, resumes_at, start_in_words
 from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.state_file import saved_rollouts
@@ -84,12 +85,14 @@ class TrainingResult:
     peak_memory_gib: float = 0.0
 
 
-def train(config: Config, *, reward: Callable[..., Any] | None = None) -> TrainingResult:
+def train(args: Config | argparse.Namespace, *, reward: Callable[..., Any] | None = None) -> TrainingResult:
     """Run a whole training; `reward` takes the place of --rm-type and --custom-rm-path (for notebooks).
+
+    `args` is a config, or the namespace of `slime.utils.arguments.parse_args`, changed or not.
 
     Flags, model config and prompts are read before the run folder is touched: a mistake in them leaves no trace.
     """
-    config = resolve(config)
+    config = resolve(as_config(args))
     device = resolve_device(config.device)
     gpus = gpu_count() if device == "cuda" else 0
     plan = make_plan(config, device=device, gpu_count=gpus, reward_given=reward is not None)

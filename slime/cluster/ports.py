@@ -35,6 +35,31 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     raise UserError(f"there are no {count} free ports between {_FIRST_AUTOMATIC} and {_LAST_AUTOMATIC} on {host}")
 
 
+def free_range(first: int, count: int = 1) -> int:
+    """The lowest port from `first` on at which `count` ports in a row are free now."""
+    for start in range(first, 65536 - count + 1):
+        if all(port_is_free(port) for port in range(start, start + count)):
+            return start
+    raise UserError(f"there are no {count} free ports in a row from {first} on")
+
+
+def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server could listen on this port now."""
+    return _bind_error(host, port) is None
+
+
+def host_address() -> str:
+    """The address by which others reach this machine, as `SLIME_HOST_IP`, its routes or its name say."""
+    if given := os.environ.get("SLIME_HOST_IP"):
+        return given
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for documents: nothing is sent
+            return str(probe.getsockname()[0])
+        except OSError:  # no route leads out
+            return "127.0.0.1"
+
+
 def require_free_port(port: int, host: str = "127.0.0.1", *, flag: str) -> int:
     """`port` itself, if a server can listen on it; otherwise a UserError that names the flag it came from."""
     error = _bind_error(host, port)

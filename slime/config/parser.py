@@ -31,6 +31,8 @@ AddCustomArguments = Callable[[argparse.ArgumentParser], "argparse.ArgumentParse
 
 _FLAG = re.compile(r"--[A-Za-z]")
 _CARRIED_PREFIXES = ("sglang-", "router-")
+FOR_PLUGINS = ("max-turns",)
+"""Flags that only plugins read: a driver of the user's may declare them as its own."""
 _FILE_FLAGS = tuple(name[2:] for name, metavar, _ in FILE_FLAGS if metavar)
 
 
@@ -114,7 +116,8 @@ def _take_command_line(
         elif occurrence.name not in _FILE_FLAGS:
             carried[occurrence.name.replace("-", "_")] = _carried_value(occurrence, custom)
     if custom is not None:
-        carried.update(custom.parse(custom_words, from_files=carried))
+        for name, value in custom.parse(custom_words, from_files=carried).items():
+            (values if name in FLAG_SPECS else carried)[name] = value
 
 
 def _field(name: str) -> tuple[FlagSpec | None, bool]:
@@ -295,7 +298,7 @@ def _custom_parser(add_custom_arguments: AddCustomArguments | None) -> _CustomPa
     parser = _CustomParser()
     add_custom_arguments(parser)
     for name in parser.names:
-        if name in _BY_FLAG:
+        if name in _BY_FLAG and name not in FOR_PLUGINS:
             raise UserError(f"custom flag --{name} exists already in slime: give it another name")
     return parser
 

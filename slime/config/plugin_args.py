@@ -7,6 +7,7 @@ of parallelism has the size 1, whatever a script says.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from slime.config.megatron_flags import MEGATRON_FLAGS, SWITCH
 from slime.config.shape_flags import read_model_config
 from slime.config.upstream_defaults import MEGATRON_DEFAULTS, UPSTREAM_DEFAULTS
 from slime.config.values import coerce
-from slime.plugins.args import Overlay, PluginArgs, is_same
+from slime.plugins.args import PLAIN, RUN_MARK, Overlay, PluginArgs, is_same
 
 _MODEL_FACTS: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -35,6 +36,12 @@ _MODEL_FACTS: dict[str, tuple[str, ...]] = {
     "norm_epsilon": ("rms_norm_eps", "layer_norm_eps"),
 }
 """Megatron's names of what config.json says: what the model is built from."""
+
+OF_CONFIG = "slime_config"
+"""The attribute of a namespace of `parse_args` that has the config it was made of."""
+
+_SHOWN_OTHERWISE = ("eval_prompt_data",)
+"""Flags that plugins see in another form than the config has them in."""
 
 _ONLY_DATA_PARALLEL = {
     "tensor_model_parallel_size": 1,
@@ -73,6 +80,33 @@ def changed_by(config: Config, args: object) -> Config:
         if name in values and not is_same(values[name], base.get(name))
     }
     return config.replace(**changes) if changes else config
+
+
+def own_namespace(config: Config) -> argparse.Namespace:
+    """The `args` of somebody's own driver, to be read, changed and given to `train`: see `as_config`."""
+    args = argparse.Namespace(**vars(plugin_args(config)))
+    setattr(args, OF_CONFIG, config)
+    return args
+
+
+def as_config(args: Config | argparse.Namespace) -> Config:
+    """What a namespace says, as a config: flags that were changed in it count, and so do names that were added to it.
+
+    One that `parse_args` made knows its config; of any other one, flags that it does not have get their defaults.
+    """
+    if isinstance(args, Config):
+        return args
+    values = vars(args)
+    config = values.get(OF_CONFIG)
+    if config is not None:
+        config = changed_by(config, args)
+        added = {name: value for name, value in values.items() if name not in config.overlay.base}
+    else:
+        known = {name for name in FLAG_SPECS if values.get(name) is not None and name not in _SHOWN_OTHERWISE}
+        config = Config(**{name: _checked(name, values[name]) for name in known})
+        added = {name: value for name, value in values.items() if name not in FLAG_SPECS}
+    carried = {name: value for name, value in added.items() if isinstance(value, PLAIN) and name != RUN_MARK}
+    return config.replace(carried={**config.carried, **carried})
 
 
 def _checked(name: str, value: Any) -> Any:

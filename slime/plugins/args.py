@@ -16,7 +16,7 @@ from typing import Any
 RUN_MARK = "slime_run_mark"
 """The attribute that says which run a namespace belongs to."""
 
-_PLAIN = (str, int, float, bool, type(None), list, tuple, dict)
+PLAIN = (str, int, float, bool, type(None), list, tuple, dict)
 
 logger = logging.getLogger(__name__)
 
@@ -104,4 +104,4 @@ def unshared(value: Any) -> Any:
 
 def is_same(value: Any, known: Any) -> bool:
     """Whether a value is the known one; of objects that compare in ways of their own only the identity counts."""
-    return value is known or (isinstance(value, _PLAIN) and isinstance(known, _PLAIN) and bool(value == known))
+    return value is known or (isinstance(value, PLAIN) and isinstance(known, PLAIN) and bool(value == known))

@@ -13,7 +13,10 @@ from contextlib import nullcontext
 from typing import Any
 
 from slime import plugins
+from slime.config import Config
+from slime.config.plugin_args import as_config
 from slime.data.sample import Sample
+from slime.plugins.args import RUN_MARK, run_mark
 from slime.rollout import requests, trajectory
 from slime.rollout.batch import generate_batch
 from slime.rollout.continuous import taken_from_continuous
@@ -21,7 +24,7 @@ from slime.rollout.evaluate import evaluate, evaluate_dataset
 from slime.rollout.failures import mark_failed
 from slime.rollout.flight import ABORT_AGAIN_S, abort_requests, result_of
 from slime.rollout.gate import as_evaluation
-from slime.rollout.runtime import runtime_for
+from slime.rollout.runtime import RolloutRuntime, find_runtime, runtime_for
 from slime.rollout.staleness import prompts_of
 from slime.rollout.state import GenerateState as _GenerateState
 from slime.rollout.types import Group, Produced, RolloutFnEvalOutput, RolloutFnTrainOutput, leaves
@@ -151,8 +154,17 @@ class _GetSamples:
         self.put_back += samples
 
 
-def GenerateState(args: object) -> _GenerateState:
-    """The rollout state that belongs to `args`: the same object on every call."""
+def GenerateState(args: Any) -> _GenerateState:
+    """The rollout state that belongs to `args`: the same object on every call.
+
+    Where no rollout is running, a namespace gets a state of its own, with the tokenizer of its `hf_checkpoint` and the
+    engines behind its `sglang_router_ip` and `sglang_router_port`, as far as it names them.
+    """
+    if find_runtime(args) is None and run_mark(args) is None and not isinstance(args, Config):
+        host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
+        urls = [] if host is None or port is None else [f"http://{host}:{port}"]
+        runtime = RolloutRuntime(as_config(args), urls, dispatch=trajectory.generate_and_rm_group)
+        setattr(args, RUN_MARK, runtime.config.overlay.mark)
     return runtime_for(args).state
 
 

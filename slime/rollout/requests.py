@@ -216,10 +216,10 @@ async def _keep_calling(
     raise error
 
 
-def get_model_url(args: Config, model_name: str, endpoint: str = "/generate") -> str:
+def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
     """URL of a named model's router (``args.sglang_model_routers``), else of the default one."""
-    routers = args.carried.get("sglang_model_routers") or {}
-    host, port = routers.get(model_name) or (args.carried["sglang_router_ip"], args.carried["sglang_router_port"])
+    routers = getattr(args, "sglang_model_routers", None) or {}
+    host, port = routers.get(model_name) or (args.sglang_router_ip, args.sglang_router_port)
     return f"http://{host}:{port}{endpoint}"
 
 

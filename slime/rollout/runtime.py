@@ -26,6 +26,7 @@ from slime.engine.http.key import engine_key
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
 from slime.engine.sglang.router import RoutedPool
+from slime.errors import UserError
 from slime.plugins import load_function, load_plugin
 from slime.plugins.args import run_mark
 from slime.rollout.adapters import as_generate
@@ -243,6 +244,8 @@ class _Model:
 
     @cached_property
     def tokenizer(self) -> Any:
+        if self._config.hf_checkpoint is None:
+            raise UserError("there is no tokenizer without a model: args.hf_checkpoint must name its folder")
         return load_tokenizer(self._config.hf_checkpoint, trust_remote_code=self._config.trust_remote_code)
 
     @cached_property
@@ -251,6 +254,8 @@ class _Model:
 
     @cached_property
     def vocab_size(self) -> int | None:
+        if self._config.hf_checkpoint is None:
+            return None
         return model_vocab_size(self._config.hf_checkpoint)
 
 

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import aiohttp
 
-from slime.config import Config
+from slime.cluster.ports import free_range, host_address, port_is_free
+from slime.config.plugin_args import as_config, num_engines
 from slime.engine.http.errors import EngineError, EngineFailed, EngineRejected, EngineTimeout, EngineUnreachable
 from slime.engine.http.protocol import error_message
 from slime.rollout.requests import answer_to, get_model_url
 
-__all__ = ["get", "get_model_url", "get_rollout_num_engines", "init_http_client", "post"]
+__all__ = [
+    "find_available_port",
+    "get",
+    "get_host_info",
+    "get_model_url",
+    "get_rollout_num_engines",
+    "init_http_client",
+    "is_port_available",
+    "post",
+]
 
 RETRY_PAUSE_S = 1.0
 RETRIED_STATUSES = frozenset({408, 425, 429})
@@ -48,15 +59,28 @@ async def get(url: str, max_retries: int = 1, *, timeout_s: float = 60.0) -> Any
     return await _request("GET", url, None, max_retries, None, timeout_s)
 
 
-def init_http_client(args: Config) -> None:
+def init_http_client(args: Any) -> None:
     """Nothing to prepare: requests bring their own connections. Existing plugins call this."""
 
 
-def get_rollout_num_engines(args: Config) -> int:
+def get_rollout_num_engines(args: Any) -> int:
     """How many engines a run has."""
-    if args.rollout_external_engine_addrs:
-        return len(args.rollout_external_engine_addrs)
-    return max(1, (args.rollout_num_gpus or 1) // args.rollout_num_gpus_per_engine)
+    return num_engines(as_config(args))
+
+
+def get_host_info() -> tuple[str, str]:
+    """Name and address of this machine; `SLIME_HOST_IP` goes before what the system says."""
+    return socket.gethostname(), host_address()
+
+
+def is_port_available(port: int) -> bool:
+    """Whether a server could listen on this port now."""
+    return port_is_free(port)
+
+
+def find_available_port(base_port: int) -> int:
+    """The first port from `base_port` on that a server could listen on now."""
+    return free_range(base_port)
 
 
 async def _request(

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import socket
 import threading
 
 import pytest
@@ -167,10 +168,17 @@ def test_images_become_data_urls():
     assert base64.b64decode(url.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
 
 
-def test_upstream_import_paths():
-    from slime.config import parse_args as original
-    from slime.utils.arguments import parse_args
-    from slime.utils.processing_utils import load_tokenizer
+def test_small_helpers(monkeypatch):
+    from slime.utils.misc import exec_command, get_current_node_ip, get_free_port, group_by, should_run_periodic_action
 
-    assert parse_args is original
-    assert callable(load_tokenizer)
+    assert [i for i in range(10) if should_run_periodic_action(i, 4, 6, 9)] == [3, 5, 7, 8]
+    assert not should_run_periodic_action(3, None, 4, 4)
+    assert group_by([1, 2, 3], key=lambda n: n % 2) == {1: [1, 3], 0: [2]}
+    assert exec_command("echo $((2 + 3))", capture_output=True) == "5\n"
+    assert http_utils.is_port_available(get_free_port(20000, 2))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        assert not http_utils.is_port_available(taken)
+        assert http_utils.find_available_port(taken) > taken
+    monkeypatch.setenv("SLIME_HOST_IP", "10.1.2.3")
+    assert (http_utils.get_host_info()[1], get_current_node_ip()) == ("10.1.2.3", "10.1.2.3")
