@@ -20,6 +20,11 @@ from typing import Any
 from slime.errors import UserError
 from slime.plugins.contracts import check, check_call, contract_of
 
+_NOT_NEEDED = {
+    "megatron": "this version has no Megatron: slime.backends.megatron_utils works without it, drop the import",
+    "ray": "this version has no Ray: functions of yours are called in the processes of the run, drop the import",
+}
+"""Packages that functions written for upstream slime may import, and what to do where they are not installed."""
 _OWN_PACKAGE = __name__.partition(".")[0]
 _OWN_ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -146,7 +151,9 @@ def _is_missing(error: Exception, module_name: str) -> bool:
 
 
 def _cause(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+    remedy = _NOT_NEEDED.get(missing.partition(".")[0])
+    return f"{type(error).__name__}: {error}" + (f"; {remedy}" if remedy else "")
 
 
 def _attribute(module: ModuleType, attribute: str, path: str, what: str) -> Any:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os.path
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,11 +66,21 @@ def test_mistakes_are_one_sentence(plugin: Path, tmp_path: Path) -> None:
     )
 
 
-def test_the_cause_of_a_failed_import_is_told(tmp_path: Path) -> None:
+def test_the_cause_of_a_failed_import_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken_plugin.py"
     broken.write_text("import no_such_dependency_q\n")
     sentence = f"{broken} does not import (ModuleNotFoundError: No module named 'no_such_dependency_q')"
     assert refused(f"{broken}:f") == f"--custom-rm-path: {sentence}"
+    for line, remedy in (
+        (
+            "from megatron.core import mpu",
+            "slime.backends.megatron_utils works without it, drop the import)",
+        ),
+        ("import ray", "functions of yours are called in the processes of the run, drop the import)"),
+    ):
+        monkeypatch.setitem(sys.modules, line.split()[1].partition(".")[0], None)  # not installed, wherever this runs
+        broken.write_text(f"{line}\n")
+        assert refused(f"{broken}:f").endswith(remedy)
     broken.write_text("def f(args, sample): return 1\n")
     assert load_function(f"{broken}:f", what="x")(None, None) == 1
     syntax = tmp_path / "syntax_plugin.py"
