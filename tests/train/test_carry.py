@@ -55,7 +55,8 @@ class RecordingGroup(TrainerGroup):
         data = params[0]["data"]
         self.sent.append(data | {"batch": TrainBatch.from_message(data["batch"]).to_dict()})
         perf = {"perf/data_preprocess_time": 0.0, "perf/train_time": 0.0}
-        return [{"metrics": [{"train/step": 0.0}] * len(params[0]["data"]["steps"]), "rollout_metrics": perf}]
+        metrics = [{"train/step": 0.0}] * len(params[0]["data"]["steps"])
+        return [{"metrics": metrics, "rollout_metrics": perf, "logged": []}]
 
     def trained_tokens(self) -> list[tuple[int, ...]]:
         return [tuple(tokens) for data in self.sent for tokens in data["batch"]["tokens"]]
