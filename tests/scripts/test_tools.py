@@ -24,7 +24,6 @@ REFUSED = {
     "convert_hf_to_int4": "4-bit weights are not in this version: write them with a GPTQ tool",
     "convert_hf_to_int4_direct": "4-bit weights are not in this version: write them with a GPTQ tool",
     "convert_k2_thinking_int4_to_bf16": "4-bit weights are not read in this version",
-    "trace_timeline_viewer": "there is no timeline of dumps in this version: slime samples RUN lists the samples",
 }
 
 
