@@ -15,6 +15,7 @@ from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dt
 from slime.config import Config
 from slime.config.algorithm import compares_siblings, needs_reference, serves_teacher
 from slime.config.asynchronous import loop_in_words
+from slime.config.batch import num_trainers
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.asynchronous import ONE_STEP
@@ -80,7 +81,7 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
     """
     check_data(config, reward_given=reward_given)
     _check_service(config)
-    trainers = 0 if config.debug_rollout_only else config.actor_num_nodes * config.actor_num_gpus_per_node
+    trainers = 0 if config.debug_rollout_only else num_trainers(config)
     backend, backend_reason = "none", "nothing is generated"
     if needs_engines(config):
         backend, backend_reason = choose_rollout_backend(config, device)
@@ -345,7 +346,7 @@ def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
 
 
 def _notes(config: Config, backend: str) -> list[str]:
-    notes = [*start_notes(config), *_custom_file_notes(config)]
+    notes = [*start_notes(config), *_custom_file_notes(config), *_idle_notes(config)]
     if (other := Path.cwd() / _OWN_PACKAGE.name).joinpath("__init__.py").is_file() and other.resolve() != _OWN_PACKAGE:
         notes.append(f"this folder has a {other.name} of its own ({other}); the run is that of {_OWN_PACKAGE}")
     if evaluates(config) and not needs_engines(config):
@@ -383,6 +384,16 @@ def _notes(config: Config, backend: str) -> list[str]:
         those = "the embedded engine" if backend == "embedded" else "engines that run already"
         notes.append(f"SGLang flags without effect on {those}: {flag_list(sglang)}")
     return notes
+
+
+def _idle_notes(config: Config) -> list[str]:
+    trainers, batch = num_trainers(config), config.global_batch_size
+    if config.debug_rollout_only or batch >= trainers:
+        return []
+    return [
+        f"--global-batch-size {batch} may leave {trainers - batch} of the {trainers} training processes without "
+        "samples in a step: the model is sharded over all of them, without tensor, pipeline or context parallelism"
+    ]
 
 
 def _custom_file_notes(config: Config) -> list[str]:

@@ -53,6 +53,14 @@ def flags(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+def test_trainers_that_may_be_without_samples_are_a_note(flags: dict[str, Any]) -> None:
+    few = {**flags, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "num_steps_per_rollout": 1}
+    carried = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
+    plan = make_plan(resolve(Config(**few, actor_num_gpus_per_node=8, carried=carried)), device="cpu", gpu_count=0)
+    assert dict(dict(plan.sections)["Batches"])["per trainer"].startswith("0 to 1 samples")
+    assert [note for note in plan.notes if "may leave 4 of the 8 training processes without samples" in note]
+
+
 def test_plan_states_the_arithmetic(flags: dict[str, Any]) -> None:
     plan = make_plan(resolve(Config(**flags, actor_num_gpus_per_node=3)), device="cpu", gpu_count=0)
     text = plan.render()

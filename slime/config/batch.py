@@ -2,8 +2,32 @@
 
 from __future__ import annotations
 
+import math
+
 from slime.config.config import Config
 from slime.errors import UserError
+
+_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def num_trainers(config: Config) -> int:
+    """Training processes: each has a part of the model and, here, samples of its own."""
+    return config.actor_num_nodes * config.actor_num_gpus_per_node
+
+
+def model_parallel_size(config: Config) -> int:
+    """Processes that share their samples where a model is cut by tensor, pipeline and context."""
+    sizes = [config.carried.get(name) for name in _MODEL_PARALLEL]
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+
+
+def data_parallel_size(config: Config) -> int:
+    """Shares that a step must fill: one for each replica of the model that the flags describe.
+
+    The model is sharded over all processes here, whatever these say, and any of them takes samples; a step that has
+    fewer of these than there are processes leaves some of them without, which does not change its numbers.
+    """
+    return max(1, num_trainers(config) // model_parallel_size(config))
 
 
 def derive_batch_sizes(config: Config) -> Config:
@@ -24,11 +48,12 @@ def derive_batch_sizes(config: Config) -> Config:
     elif batch * steps != rollouts:
         right = f"global_batch_size {batch} x num_steps_per_rollout {steps} = {batch * steps}"
         raise UserError(f"{left}, but {right}: change one of the four")
-    trainers = config.actor_num_nodes * config.actor_num_gpus_per_node
-    if batch < trainers:
+    replicas = data_parallel_size(config)
+    if batch < replicas:
+        shared = "" if replicas == num_trainers(config) else f" / {model_parallel_size(config)} of a model replica"
         raise UserError(
-            f"global_batch_size {batch} is less than the {trainers} training processes (actor_num_nodes "
-            f"{config.actor_num_nodes} x actor_num_gpus_per_node {config.actor_num_gpus_per_node}), "
+            f"global_batch_size {batch} is less than the {replicas} training processes (actor_num_nodes "
+            f"{config.actor_num_nodes} x actor_num_gpus_per_node {config.actor_num_gpus_per_node}{shared}), "
             "each of which needs a sample per step: use fewer processes or a larger batch"
         )
     return config.replace(global_batch_size=batch, num_steps_per_rollout=steps)

@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.config.algorithm import derive_algorithm, has_critic
 from slime.config.asynchronous import derive_async, is_async
-from slime.config.batch import derive_batch_sizes
+from slime.config.batch import derive_batch_sizes, num_trainers
 from slime.config.checks import check_all_there, check_files, check_flags_fit, check_numbers_stay, check_trackers
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
@@ -109,7 +109,7 @@ def _derive_placement(config: Config) -> Config:
     if rollout_gpus is None and is_async(config) and not colocate:
         rollout_gpus = config.rollout_num_gpus_per_engine
     if rollout_gpus is None:
-        colocate, rollout_gpus = True, config.actor_num_nodes * config.actor_num_gpus_per_node
+        colocate, rollout_gpus = True, num_trainers(config)
     return config.replace(colocate=colocate, rollout_num_gpus=rollout_gpus)
 
 

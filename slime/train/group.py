@@ -23,6 +23,7 @@ from slime.cluster.process import ChildProcess
 from slime.cluster.python import module_command
 from slime.config import Config
 from slime.config.algorithm import weighs_what_it_can
+from slime.config.batch import num_trainers
 from slime.data.sample import Sample
 from slime.errors import RunFailed, UserError
 from slime.train.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
@@ -74,7 +75,7 @@ class TrainerGroup:
         self.config = config
         self.device = device
         self.run_dir = Path(run_dir)
-        self.world_size = config.actor_num_nodes * config.actor_num_gpus_per_node
+        self.world_size = num_trainers(config)
         self._ranks: list[_Rank] = []
         self._meeting: tempfile.TemporaryDirectory[str] | None = None
         self._next_id = 0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, parse_args, resolve
+from slime.config.batch import data_parallel_size
 from slime.errors import UserError
 
 
@@ -95,6 +96,22 @@ def test_wrong_batch_arithmetic_shows_the_numbers(valid: dict[str, Any]) -> None
     )
     few = refused(valid, num_steps_per_rollout=256, actor_num_nodes=2, actor_num_gpus_per_node=4)
     assert few.startswith("global_batch_size 1 is less than the 8 training processes (actor_num_nodes 2 x")
+
+
+def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[str, Any]) -> None:
+    """What is valid with tensor, pipeline and context parallelism there is valid here."""
+    flags = {**valid, "actor_num_gpus_per_node": 8, "rollout_batch_size": 2, "n_samples_per_prompt": 2}
+    tp, pp, cp = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+    dynamic = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 8}
+    one = resolve(Config(**flags, **dynamic, carried={tp: 2, pp: 2, cp: 2}))
+    assert (data_parallel_size(one), one.global_batch_size, one.rollout_num_gpus) == (1, 4, 8)
+    assert data_parallel_size(resolve(Config(**flags, carried={tp: 2}))) == 4
+    assert data_parallel_size(resolve(Config(**{**flags, "actor_num_gpus_per_node": 1}, carried={tp: 2, cp: 4}))) == 1
+    assert refused(flags, global_batch_size=1, carried={tp: 4}) == (
+        "global_batch_size 1 is less than the 2 training processes (actor_num_nodes 1 x actor_num_gpus_per_node 8 / 4 of "
+        "a model replica), each of which needs a sample per step: use fewer processes or a larger batch"
+    )
+    assert refused(flags).startswith("global_batch_size 4 is less than the 8 training processes")
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,21 @@ def test_two_processes_and_another_cut_give_the_same_loss_and_weights(one_proces
     assert_close(train(two, tmp_path), expected, 1e-5)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalize_advantages": True, "use_kl_loss": True, "kl_loss_coef": 0.05, "entropy_coef": 0.01},
+        {"advantage_estimator": "ppo", "use_dynamic_batch_size": True, "max_tokens_per_gpu": 64, "balance_data": True},
+    ],
+)
+def test_ranks_without_samples_change_nothing(model_folder: Folder, tmp_path: Path, changes: dict[str, object]) -> None:
+    """Two processes that a script means for one replica, with one rollout a step: one of them never has a sample."""
+    model, each = model_folder("qwen3"), {"global_batch_size": 1, "num_steps_per_rollout": 9, "lr": 1e-4, **changes}
+    expected = train(config(model, **each), tmp_path / "one", rollouts=range(1))
+    halves = {"actor_num_gpus_per_node": 2, "carried": {"tensor_model_parallel_size": 2}}
+    assert_close(train(config(model, **each, **halves), tmp_path / "two", rollouts=range(1)), expected, 1e-5)
+
+
 def test_resume_is_bitwise_the_uninterrupted_run(one_process, tmp_path: Path) -> None:
     base, (results, weights) = one_process
     resumed = base.replace(load=str(Path(base.save) / "iter_0000001"), save=None)
