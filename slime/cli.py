@@ -81,12 +81,12 @@ def _train(words: Sequence[str]) -> int:
 
 def _train_async(words: Sequence[str]) -> int:
     from slime.config import resolve
-    from slime.config.groups.asynchronous import ONE_STEP
+    from slime.config.asynchronous import mode_of_train_async
     from slime.config.parser import parse_flags
 
     config = parse_flags(words)
     if config.async_mode is None:
-        config = config.replace(async_mode=ONE_STEP)
+        config = config.replace(async_mode=mode_of_train_async(config))
     return _run(resolve(config))
 
 

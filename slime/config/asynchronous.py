@@ -52,6 +52,12 @@ def loop_in_words(config: Config) -> str:
     )
 
 
+def mode_of_train_async(config: Config) -> str:
+    """What the asynchronous entry point means where no mode is given: half a loop has nothing to overlap."""
+    half = config.debug_rollout_only or config.load_debug_rollout_data is not None
+    return SYNC if half else ONE_STEP
+
+
 def derive_async(config: Config) -> Config:
     """The mode, from its flag or from the name of upstream's fully asynchronous rollout function."""
     changes: dict[str, Any] = {}
@@ -96,7 +102,7 @@ def async_contradictions(config: Config) -> Iterator[str]:
             "drop one"
         )
     for flag, given in (
-        ("--debug-train-only", config.debug_train_only),
+        ("--load-debug-rollout-data", config.load_debug_rollout_data is not None),
         ("--debug-rollout-only", config.debug_rollout_only),
     ):
         if given:

@@ -10,7 +10,7 @@ import pytest
 
 from slime.config import Config, resolve
 from slime.config.algorithm import weighs_importance, weighs_what_it_can
-from slime.config.asynchronous import is_async, loop_in_words, versions_behind
+from slime.config.asynchronous import is_async, loop_in_words, mode_of_train_async, versions_behind
 from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.errors import UserError
@@ -88,6 +88,10 @@ def test_a_staleness_of_zero_is_the_synchronous_loop(mode: str, flags: dict[str,
         ),
         ({"async_mode": "full", "debug_rollout_only": True}, "--debug-rollout-only leaves one half of the loop out"),
         (
+            {"async_mode": "one-step", "load_debug_rollout_data": "{rollout_id}.pt"},
+            "--load-debug-rollout-data leaves one half of the loop out",
+        ),
+        (
             {"async_mode": "full", "max_weight_staleness": 1, "update_weights_interval": 2},
             "--max-weight-staleness 1 is less than --update-weights-interval 2",
         ),
@@ -127,3 +131,16 @@ def test_older_samples_are_weighed_unless_somebody_says_otherwise(
     config = resolve(Config(**flags | more))
     assert weighs_importance(config) is corrects
     assert weighs_what_it_can(config) is (corrects and "use_tis" not in more)
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        ({}, "one-step"),
+        ({"debug_train_only": True, "loss_type": "sft_loss"}, "one-step"),
+        ({"debug_rollout_only": True}, "sync"),
+        ({"load_debug_rollout_data": "{rollout_id}.pt"}, "sync"),
+    ],
+)
+def test_the_asynchronous_entry_point_overlaps_what_can_be(flags: dict[str, Any], mode: str) -> None:
+    assert mode_of_train_async(Config(**flags)) == mode
