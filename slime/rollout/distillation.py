@@ -13,9 +13,9 @@ from typing import Any
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.rewards.teacher import Teacher, input_log_probs
-from slime.rollout.runtime import find_runtime
 
 TIMEOUT_S = 3600.0
+"""Of one request; --reward-timeout ends it sooner in a run."""
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any]:
@@ -51,13 +51,9 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) ->
 
 
 async def _asked(args: Any, tokens: list[int], length: int) -> list[float]:
-    runtime = find_runtime(args)
-    if runtime is not None and runtime.state.teacher is not None:
-        return await runtime.on_own_loop(runtime.state.teacher.log_probs(tokens, length))
     if args.rm_url is None:
         raise UserError("slime.rollout.on_policy_distillation asks the teacher that is served at --rm-url: name one")
-    timeout_s = TIMEOUT_S if runtime is None else runtime.args.engine_request_timeout
-    teacher = Teacher(args.rm_url, timeout_s=timeout_s, concurrency=1)
+    teacher = Teacher(args.rm_url, timeout_s=TIMEOUT_S, concurrency=1)
     try:
         return await teacher.log_probs(tokens, length)
     finally:

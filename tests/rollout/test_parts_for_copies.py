@@ -102,12 +102,16 @@ def test_the_parts_may_be_awaited_on_another_event_loop(engine, make_runtime, wr
     args = runtime.plugin_args
     params = GenerateState(args).sampling_params
 
-    async def somewhere_else():
+    async def four_groups():
         groups = [[Sample(prompt="a", index=2 * g + i, group_index=g) for i in range(2)] for g in range(4)]
-        made = await asyncio.gather(*(generate_and_rm_group(args, group, params.copy()) for group in groups))
+        return await asyncio.gather(*(generate_and_rm_group(args, group, params.copy()) for group in groups))
+
+    async def somewhere_else():
+        made = await four_groups()
         one = await generate_and_rm(args, Sample(prompt="a", index=99), params.copy(), evaluation=True)
         return made, one, await generate(args, Sample(prompt="a"), params.copy())
 
+    run(four_groups())  # whoever waits first decides to which loop the limit on samples belongs
     made, one, bare = asyncio.run(somewhere_else())
     assert [sample.reward for group in made for sample in group] == [2.0] * 8
     assert (one.reward, bare.response, bare.reward) == (2.0, "7", None)
