@@ -380,6 +380,8 @@ def _notes(config: Config, backend: str) -> list[str]:
     notes += _nucleus_notes(config)
     notes += flags_without_effect(config)
     sglang = [name for name in config.carried if name.startswith(("sglang_", "router_"))]
+    if backend == "embedded":
+        sglang = [name for name in sglang if name != "sglang_tool_call_parser"]
     if sglang and backend in ("embedded", "external"):
         those = "the embedded engine" if backend == "embedded" else "engines that run already"
         notes.append(f"SGLang flags without effect on {those}: {flag_list(sglang)}")

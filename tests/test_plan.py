@@ -191,13 +191,19 @@ def test_a_plan_refuses_what_the_run_would_refuse(flags: dict[str, Any]) -> None
 
 
 def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) -> None:
-    carried = {"tensor_model_parallel_size": 2, "sglang_context_length": 9, "mine": 1}
+    carried = {
+        "tensor_model_parallel_size": 2,
+        "sglang_context_length": 9,
+        "sglang_tool_call_parser": "qwen",
+        "mine": 1,
+    }
     del flags["save"]
     flags["n_samples_per_prompt"] = 1
     config = resolve(Config(**flags, carried=carried, eval_prompt_data=[("a", flags["prompt_data"])]))
     notes = "\n".join(make_plan(config, device="cpu", gpu_count=0).notes)
     assert "Megatron flags without effect on the FSDP trainer: --tensor-model-parallel-size" in notes
     assert "SGLang flags without effect on the embedded engine: --sglang-context-length" in notes
+    assert "--sglang-tool-call-parser" not in notes  # has one
     assert "without --eval-interval" in notes
     assert "no --save: the trained model is not kept" in notes
     assert "advantage 0" in notes

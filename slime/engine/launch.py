@@ -13,6 +13,8 @@ from slime.config import Config
 from slime.models.shape import count_parameters
 
 STREAM_INTERVAL = 32  # tokens between two events of a stream: what a dying engine may lose of each request
+TOOL_CALL_PARSERS = ("hermes", "qwen", "qwen25")
+"""Of those that SGLang has, by its names, the ones that the embedded engine knows."""
 EMBEDDED_ENGINE = module_command("slime.engine.embedded")
 
 
@@ -86,6 +88,8 @@ def _embedded_argv(config: Config, port: int, device: str, model_path: str) -> l
     argv += ["--chunked-prefill-size", str(config.engine_chunked_prefill_size)]
     argv += ["--mem-fraction", str(config.engine_mem_fraction)]
     argv += ["--log-level", config.log_level]
+    if (parser := config.carried.get("sglang_tool_call_parser")) is not None:
+        argv += ["--tool-call-parser", str(parser)]
     if config.use_fault_tolerance:
         argv += ["--stream-interval", str(STREAM_INTERVAL), "--incremental-streaming-output"]
     if config.rollout_compile is not None:

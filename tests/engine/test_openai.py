@@ -14,7 +14,10 @@ import pytest
 from slime.engine.embedded.http.chat import chat_text
 from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.refusals import BadRequest
+from slime.engine.embedded.tool_calls import PARSERS, HeldBack, split_calls
+from slime.engine.launch import TOOL_CALL_PARSERS
 from tests.engine.conftest import EngineProcess
+from tests.migration.scripted import make_scripted_model
 from tests.tiny_models import make_tokenizer
 
 TEMPLATE = (
@@ -87,6 +90,62 @@ def test_what_the_template_cannot_be_told(body: dict[str, Any], param: str) -> N
     with pytest.raises(BadRequest) as refused:
         text(**body)
     assert refused.value.param == param
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "called"),
+    [
+        ("hello", "hello", []),
+        (CALL, "", [("add", '{"a":1}')]),
+        (f"let me see\n{CALL}\n{CALL}", "let me see", [("add", '{"a":1}')] * 2),
+        (f"a {CALL} <tool_call>broken</tool_call>", f"a {CALL} <tool_call>broken</tool_call>", []),
+        ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
+        ('<tool_call>{"name": "add"}', '<tool_call>{"name": "add"}', []),
+        ('x <tool_call>{"name": "add", "parameters": {}}</tool_call>', "x", [("add", "{}")]),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_calls_in_a_text_whole_or_in_pieces(text: str, content: str, called: list[Any], size: int) -> None:
+    found, calls = split_calls(text)
+    assert (found, [(c["function"]["name"], c["function"]["arguments"]) for c in calls]) == (content, called)
+    held = HeldBack()
+    told = "".join(held.take(text[start : start + size]) for start in range(0, len(text), size))
+    assert "<" not in told
+    rest, calls = held.rest()
+    assert ((told + rest).rstrip(), len(calls)) == (content, len(called))
+
+
+def test_an_engine_with_a_parser_answers_with_tool_calls(tmp_path: Path) -> None:
+    assert PARSERS == TOOL_CALL_PARSERS  # what a run takes is what its engines know
+    call = '{"name": "add", "arguments": {"a": 1}}'
+    script = {"\n": {"so ": 1.0}, "so ": {"<tool_call>": 1.0}, "<tool_call>": {call: 1.0}, call: {"</tool_call>": 1.0}}
+    folder = make_scripted_model(tmp_path / "model", script).folder
+    engine = EngineProcess(folder, tmp_path / "log", "--tool-call-parser", "qwen25")
+    try:
+        body = {"messages": [USER], "tools": [TOOL], "max_tokens": 16}
+        [choice] = engine.post("/v1/chat/completions", body)[1]["choices"]
+        [plain] = engine.post("/v1/chat/completions", {**body, "tool_choice": "none"})[1]["choices"]
+        request = urllib.request.Request(
+            engine.url + "/v1/chat/completions",
+            data=json.dumps({**body, "stream": True}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            lines = [line.removeprefix(b"data: ") for line in response.read().splitlines() if line]
+    finally:
+        engine.stop()
+    function = {"name": "add", "arguments": '{"a":1}'}
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("so", "tool_calls")
+    assert [made["function"] for made in choice["message"]["tool_calls"]] == [function]
+    assert plain["message"] == {"role": "assistant", "content": f"so <tool_call>{call}</tool_call>"}
+    assert plain["finish_reason"] == "stop"
+    deltas = [json.loads(line)["choices"][0] for line in lines if line != b"[DONE]"]
+    assert "".join(one["delta"]["content"] or "" for one in deltas).rstrip() == "so"
+    assert [made["function"] for made in deltas[-1]["delta"]["tool_calls"]] == [function]
+    assert [one["finish_reason"] for one in deltas] == [None] * (len(deltas) - 1) + ["tool_calls"]
 
 
 def test_a_prompt_may_be_texts_or_ids(engine: EngineProcess) -> None:

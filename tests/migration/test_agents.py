@@ -265,11 +265,14 @@ STRANDS_FLAGS = (
 )
 
 
-@pytest.mark.parametrize("program", ["train.py", "train_async.py"])
-def test_an_agent_framework_over_the_openai_routes(tmp_path: Path, program: str) -> None:
+@pytest.mark.parametrize(
+    ("program", "flags"), [("train.py", []), ("train_async.py", ["--sglang-tool-call-parser", "qwen25"])]
+)
+def test_an_agent_framework_over_the_openai_routes(tmp_path: Path, program: str, flags: list[str]) -> None:
+    """Its calls are in the text of an answer, or parsed by the engine; and a driver that would like log-probs."""
     rows = [{"prompt": f"what is {i} + {46 - i}?", "label": "46"} for i in range(4)]
     folder = make_folder(tmp_path, "strands", FRAMEWORK_USER, rows)
-    done = folder.train(*STRANDS_FLAGS.split(), program=program)
+    done = folder.train(*STRANDS_FLAGS.split(), *flags, program=program)
     assert done.code == 0, done.err
     assert done.err.count("importance weights") == (program == "train_async.py")  # left out, and said so once
     samples = folder.samples()
@@ -281,6 +284,7 @@ def test_an_agent_framework_over_the_openai_routes(tmp_path: Path, program: str)
         turns = stretches(sample)
         trained = [folder.decode(tokens) for bit, tokens in turns if bit]
         assert len(trained) == len(said)
+        assert all(message["content"] == (None if flags else "") for message in said if "tool_calls" in message)
         assert sample.tool_call_count == len(said) - (sample.status is Sample.Status.COMPLETED)
         for message, text in zip(said, trained, strict=True):
             call = next((call for call in (SUM, NO_SUM) if call in text), None)

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slime.engine.embedded.tool_calls import PARSERS
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -31,6 +33,7 @@ class EngineOptions:
     max_queued_requests: int
     max_samples_per_request: int
     max_body_mb: int
+    tool_call_parser: str | None
 
 
 def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
@@ -68,6 +71,8 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
         help="prompts of one request times its n; 400 beyond them")  # fmt: skip
     add("--max-body-mb", type=int, default=256,
         help="largest JSON body in MiB, weights excepted; 413 beyond it")  # fmt: skip
+    add("--tool-call-parser", choices=PARSERS,
+        help="tool_calls in answers to chats with tools; default: calls stay in the text")  # fmt: skip
     given = parser.parse_args(argv)
     given.served_model_name = given.served_model_name or given.model_path.rstrip("/").rsplit("/", 1)[-1]
     return EngineOptions(**vars(given))

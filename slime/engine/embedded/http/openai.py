@@ -17,6 +17,7 @@ from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
 from slime.engine.embedded.http.wire import event_stream, json_answer, json_body, send_event
 from slime.engine.embedded.refusals import BadRequest, shown
 from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.tool_calls import HeldBack, split_calls
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
@@ -80,22 +81,29 @@ class OpenAIRoutes:
         kind = "chat.completion" if chat else "text_completion"
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}" if chat else f"cmpl-{uuid.uuid4().hex}",
                 "created": int(time.time()), "model": self._model}  # fmt: skip
+        parses = chat and self._parses_calls(body)
         with self._engine.admitted(requests):
             if requests[0].stream:
-                return await self._stream(http, body, requests, head, chat=chat)
+                return await self._stream(http, body, requests, head, chat=chat, parses=parses)
             results = await asyncio.gather(*(self._engine.run(request) for request in requests))
         choices = [
-            {**self._choice(seq, request, chat=chat), "index": at * request.params.n + seq.choice}
+            {**self._choice(seq, request, chat=chat, parses=parses), "index": at * request.params.n + seq.choice}
             for at, (request, sequences) in enumerate(zip(requests, results, strict=True))
             for seq in sequences
         ]
         return json_answer({**head, "object": kind, "choices": choices, "usage": _usage(results),
                             "metadata": {"weight_version": self._engine.core.weight_version}})  # fmt: skip
 
-    def _choice(self, seq: Sequence, request: GenerateRequest, *, chat: bool) -> dict[str, Any]:
+    def _parses_calls(self, body: Fields) -> bool:
+        """Whether calls in the answer belong into its `tool_calls`."""
+        is_asked = bool(body.body.get("tools")) and body.body.get("tool_choice") != "none"
+        return is_asked and self._engine.core.options.tool_call_parser is not None
+
+    def _choice(self, seq: Sequence, request: GenerateRequest, *, chat: bool, parses: bool) -> dict[str, Any]:
         piece = whole(seq, self._engine.loaded)
-        content = {"message": {"role": "assistant", "content": piece.text}} if chat else {"text": piece.text}
-        return {**content, "finish_reason": _reason(piece), "logprobs": self._logprobs(piece, request)}
+        text, calls = split_calls(piece.text) if parses else (piece.text, [])
+        content = {"message": _said(text, calls)} if chat else {"text": text}
+        return {**content, "finish_reason": _reason(piece, calls), "logprobs": self._logprobs(piece, request)}
 
     def _logprobs(self, piece: Piece, request: GenerateRequest) -> dict[str, Any] | None:
         if not request.return_logprob:
@@ -111,25 +119,50 @@ class OpenAIRoutes:
         }  # fmt: skip
 
     async def _stream(
-        self, http: web.Request, body: Fields, requests: list[GenerateRequest], head: dict[str, Any], *, chat: bool
+        self,
+        http: web.Request,
+        body: Fields,
+        requests: list[GenerateRequest],
+        head: dict[str, Any],
+        *,
+        chat: bool,
+        parses: bool,
     ) -> web.StreamResponse:
         if len(requests) > 1 or requests[0].params.n > 1:
             raise BadRequest("stream takes one prompt and n = 1", "stream")
         [request] = requests
         with_usage = Fields(body.body.get("stream_options") or {}).flag("include_usage")
         kind = "chat.completion.chunk" if chat else "text_completion"
+        held = HeldBack() if parses else None
+        calls: list[dict[str, Any]] = []
         async with event_stream(http) as response:
             async for seq, piece in self._engine.pieces(request):
-                said = {"delta": {"role": "assistant", "content": piece.text}} if chat else {"text": piece.text}
-                ends = {"finish_reason": _reason(piece), "logprobs": self._logprobs(piece, request)}
+                text = piece.text
+                if held is not None:
+                    text = held.take(piece.text)
+                    if piece.finish is not None:
+                        rest, calls = held.rest()
+                        text += rest
+                said = {"delta": _said(text, calls)} if chat else {"text": text}
+                ends = {"finish_reason": _reason(piece, calls), "logprobs": self._logprobs(piece, request)}
                 await send_event(response, {**head, "object": kind, "choices": [{"index": 0, **said, **ends}]})
                 if piece.finish is not None and with_usage:
                     await send_event(response, {**head, "object": kind, "choices": [], "usage": _usage([[seq]])})
         return response
 
 
-def _reason(piece: Piece) -> str | None:
-    return None if piece.finish is None else str(piece.finish["type"])
+def _said(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """A message of the assistant, or a part of one."""
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": text or None, "tool_calls": calls}
+
+
+def _reason(piece: Piece, calls: list[dict[str, Any]]) -> str | None:
+    if piece.finish is None:
+        return None
+    kind = str(piece.finish["type"])
+    return "tool_calls" if calls and kind == "stop" else kind
 
 
 def _usage(results: list[list[Sequence]]) -> dict[str, Any]:
