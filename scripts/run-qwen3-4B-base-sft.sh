@@ -22,4 +22,4 @@ adam 1e-5 cosine 0.95
 OPTIMIZER_ARGS+=(--min-lr 1e-6 --lr-warmup-fraction 0.1)
 layout 1 1 1 1 9216
 megatron_numerics
-run train.py "$@"
+run train_async.py "$@"
