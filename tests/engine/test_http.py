@@ -247,7 +247,11 @@ def test_openai_dialect(engine: EngineProcess) -> None:
         ({"input_ids": [1], "sampling_params": {"repetition_penalty": 0}}, "repetition_penalty must lie between"),
         ({"input_ids": [1], "sampling_params": {"top_p": "x"}}, "top_p must be a number"),
         ({"input_ids": [1], "sampling_params": {"nonsense": 1}}, "unknown sampling parameter 'nonsense'"),
+        ({"input_ids": [1], "sampling_params": {"regex": "a+"}}, "'regex', which may change what is sampled"),
         ({"input_ids": [1], "nonsense": 1}, "unknown field 'nonsense'"),
+        ({"input_ids": [1], "session_params": {"id": "x"}}, "session_params is not supported"),
+        ({"input_ids": [1], "return_routed_experts": True}, "return_routed_experts is not supported"),
+        ({"input_ids": [[1], [2]], "lora_path": [None, "a"]}, "lora_path is not supported"),
         ({"input_ids": [1], "image_data": "x"}, "image_data is not supported"),
         ({"input_ids": [1], "rid": 7}, "rid must be a string"),
         ({"input_ids": [1], "logprob_start_len": 4, "return_logprob": True}, "lies behind the prompt"),
@@ -257,6 +261,31 @@ def test_malformed_requests_get_400_and_a_reason(engine: EngineProcess, body: An
     status, answer = engine.post("/generate", body)
     assert status == 400
     assert reason in answer["error"]["message"]
+
+
+def test_fields_that_change_no_token_are_left_out_and_noted_once(engine: EngineProcess) -> None:
+    params = {"temperature": 0, "max_new_tokens": 3}
+    plain = engine.post("/generate", {"input_ids": [5, 6], "sampling_params": params})[1]["output_ids"]
+    neutral = {"custom_params": {"return_top_p_token_ids": True}, "spaces_between_special_tokens": False, "regex": None}
+    fields = {
+        "return_routed_experts": False,
+        "image_data": None,
+        "lora_path": None,
+        "session_params": {},
+        "bootstrap_room": 7,
+        "priority": 3,
+        "log_metrics": True,
+        "made_up": None,
+    }
+    for _ in range(2):
+        body = {"input_ids": [5, 6], "sampling_params": {**params, **neutral}, **fields}
+        status, answer = engine.post("/generate", body)
+        assert (status, answer.get("output_ids")) == (200, plain)
+    status, answers = engine.post("/generate", {"input_ids": [[5], [6]], "lora_path": [None, None]})
+    assert (status, len(answers)) == (200, 2)
+    log = engine.log.read_text()
+    for name in ("sampling_params.custom_params", "sampling_params.regex", *fields):
+        assert log.count(f"the field '{name}' of a request has no effect here") == 1, name
 
 
 def test_unknown_path_and_mode(engine: EngineProcess) -> None:

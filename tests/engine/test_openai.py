@@ -172,13 +172,26 @@ def test_a_prompt_may_be_texts_or_ids(engine: EngineProcess) -> None:
         ("chat/completions", {"messages": [USER], "max_completion_tokens": -1}, "max_completion_tokens"),
         ("chat/completions", {"messages": [USER], "temperature": "hot"}, "temperature"),
         ("chat/completions", {"messages": [USER], "stream": "yes"}, "stream"),
+        ("chat/completions", {"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+        ("completions", {"prompt": "a", "best_of": 2}, "best_of"),
+        ("completions", {"prompt": "a", "min_tokens": 9, "max_tokens": 4}, None),
     ],
 )
-def test_refusals_have_openais_shape(engine: EngineProcess, route: str, body: dict[str, Any], param: str) -> None:
+def test_refusals_have_openais_shape(
+    engine: EngineProcess, route: str, body: dict[str, Any], param: str | None
+) -> None:
     status, answer = engine.post(f"/v1/{route}", body)
     assert status == 400
     assert answer["error"].keys() == {"message", "type", "param", "code"}
     assert (answer["error"]["type"], answer["error"]["param"]) == ("invalid_request_error", param)
+
+
+def test_fields_that_change_no_token_are_left_out(engine: EngineProcess) -> None:
+    body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+    plain = engine.post("/v1/completions", body)[1]["choices"][0]["text"]
+    asked = {"user": "me", "best_of": 1, "echo": False, "response_format": {"type": "text"}, "store": True}
+    status, answer = engine.post("/v1/completions", {**body, **asked})
+    assert (status, answer["choices"][0]["text"]) == (200, plain)
 
 
 def test_a_prompt_that_no_context_holds_is_refused_unread(engine: EngineProcess) -> None:

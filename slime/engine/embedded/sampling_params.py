@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from slime.engine.embedded.refusals import BadRequest, shown
+from slime.engine.embedded.refusals import BadRequest, LeftOut, is_neutral, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class SamplingParams:
 
 
 _FIELDS = {f.name for f in fields(SamplingParams)}
+_WITHOUT_EFFECT = {"custom_params", "spaces_between_special_tokens", "stream_interval"}
+"""What custom processors read, how slow tokenizers write, how often to send: neither tokens nor log-probs change."""
 _MOST_STOPS, _LONGEST_STOP = 64, 1024
 _INTS = {"max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed"}
 _FLOATS = {"temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
@@ -77,16 +79,26 @@ _RANGES = {
 }
 
 
-def parse_sampling_params(raw: object, *, vocab_size: int) -> SamplingParams:
-    """Check a request's `sampling_params`; raises `BadRequest` with the offending name and value."""
+def parse_sampling_params(raw: object, *, vocab_size: int, left_out: LeftOut | None = None) -> SamplingParams:
+    """Check a request's `sampling_params`; raises `BadRequest` with the offending name and value.
+
+    Names that are not known here are left out where they ask for nothing, or for nothing that changes a token.
+    """
     if raw is None:
         return SamplingParams()
     if not isinstance(raw, Mapping):
         raise BadRequest(f"sampling_params must be an object, not {type(raw).__name__}")
-    unknown = sorted(set(raw) - _FIELDS)
-    if unknown:
-        raise BadRequest(f"unknown sampling parameter {shown(unknown[0])}; known are {', '.join(sorted(_FIELDS))}")
-    params = SamplingParams(**{name: _checked(name, v, vocab_size) for name, v in raw.items() if v is not None})
+    known = {name: value for name, value in raw.items() if name in _FIELDS}
+    for name in sorted(raw.keys() - (_FIELDS - _WITHOUT_EFFECT)):
+        if name not in _WITHOUT_EFFECT and not is_neutral(raw[name]):
+            raise BadRequest(
+                f"unknown sampling parameter {shown(name)}, which may change what is sampled; known are "
+                f"{', '.join(sorted(_FIELDS))}",
+                name,
+            )
+        if left_out is not None and not (name in _FIELDS and is_neutral(raw[name])):
+            left_out.note(f"sampling_params.{name}")
+    params = SamplingParams(**{name: _checked(name, v, vocab_size) for name, v in known.items() if v is not None})
     if params.min_new_tokens > params.max_new_tokens:
         raise BadRequest(f"min_new_tokens {params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}")
     if params.top_p == 0.0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
@@ -15,13 +16,23 @@ from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.http.pieces import Piece, whole
 from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
 from slime.engine.embedded.http.wire import event_stream, json_answer, json_body, send_event
-from slime.engine.embedded.refusals import BadRequest, shown
+from slime.engine.embedded.refusals import BadRequest, is_neutral, shown
 from slime.engine.embedded.sequence import Sequence
 from slime.engine.embedded.tool_calls import HeldBack, split_calls
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
-             "no_stop_trim", "n")  # fmt: skip
+             "no_stop_trim", "n", "spaces_between_special_tokens", "custom_params")  # fmt: skip
+_READ = {*_SAMPLING, "model", "messages", "prompt", "tools", "tool_choice", "chat_template", "chat_template_kwargs",
+         "seed", "min_tokens", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "rid", "stream",
+         "stream_options"}  # fmt: skip
+_NEUTRAL = {"response_format": {"type": "text"}, "best_of": 1, "length_penalty": 1.0}
+"""Fields that ask for what happens anyway."""
+_CHANGES_TOKENS = {"response_format", "best_of", "length_penalty", "use_beam_search", "suffix", "echo", "regex", "ebnf",
+                   "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+                   "lora_path", "session_params", "custom_logit_processor", "continue_final_message",
+                   "logits_processors", "return_hidden_states", "return_routed_experts", "functions",
+                   "function_call"}  # fmt: skip
 _MOST_TOKENS = 1 << 31
 
 
@@ -60,9 +71,11 @@ class OpenAIRoutes:
 
     def _parse(self, body: Fields, prompt: dict[str, Any], *, chat: bool) -> list[GenerateRequest]:
         given = body.body
+        self._leave_out(given)
         params = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
-        if given.get("seed") is not None:
-            params["sampling_seed"] = given["seed"]
+        for name, here in (("seed", "sampling_seed"), ("min_tokens", "min_new_tokens")):
+            if given.get(name) is not None:
+                params[here] = given[name]
         room = self._engine.loaded.context_len
         limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         params["max_new_tokens"] = body.integer(limit, room, low=0, high=_MOST_TOKENS)
@@ -73,6 +86,14 @@ class OpenAIRoutes:
         request = {**prompt, "sampling_params": params, "rid": given.get("rid"), "stream": given.get("stream"),
                    "return_logprob": wants, "top_logprobs_num": top}  # fmt: skip
         return parse_generate(request, self._engine.loaded)[0]
+
+    def _leave_out(self, given: Mapping[str, Any]) -> None:
+        """Refuse what would change the tokens and is not known here; note the rest."""
+        for name in sorted(given.keys() - _READ):
+            is_asked = not is_neutral(given[name]) and given[name] != _NEUTRAL.get(name)
+            if name in _CHANGES_TOKENS and is_asked:
+                raise BadRequest(f"{name} is not supported by the embedded engine", name)
+            self._engine.loaded.left_out.note(name)
 
     async def _complete(
         self, http: web.Request, body: Fields, prompt: dict[str, Any], *, chat: bool

@@ -9,22 +9,27 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.model.sampler import stream_seed
-from slime.engine.embedded.refusals import BadRequest, shown
+from slime.engine.embedded.refusals import BadRequest, LeftOut, is_neutral, shown
 from slime.engine.embedded.sampling_params import SamplingParams, parse_sampling_params
 from slime.engine.embedded.sequence import Sequence
 from slime.engine.embedded.text import TextStream
 
 _KNOWN = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "rid",
-          "stream", "return_text_in_logprobs", "background", "priority"}  # fmt: skip
+          "stream", "return_text_in_logprobs"}  # fmt: skip
 _UNSUPPORTED = {"image_data", "audio_data", "video_data", "lora_path", "input_embeds", "token_ids_logprob",
-                "return_hidden_states", "return_routed_experts", "session_params", "custom_logit_processor",
-                "bootstrap_host", "bootstrap_port", "bootstrap_room"}  # fmt: skip
+                "return_hidden_states", "return_routed_experts", "session_params",
+                "custom_logit_processor"}  # fmt: skip
+_WITHOUT_EFFECT = {"background", "priority", "log_metrics", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+                   "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "routing_key", "extra_key",
+                   "conversation_id", "custom_labels", "external_trace_header", "received_time",
+                   "require_reasoning", "no_logs", "custom_params", "user", "metadata"}  # fmt: skip
+"""They say who asks, in which order to serve, where to compute or what to log: they change no token."""
 _MOST_TOP = 128
 
 
@@ -36,6 +41,7 @@ class ModelFacts:
     vocab_size: int
     context_len: int
     eos_ids: frozenset[int]
+    left_out: LeftOut = field(default_factory=LeftOut, compare=False)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a prompt; one that is certainly too long is refused before it is read."""
@@ -94,11 +100,13 @@ class GenerateRequest:
 def parse_generate(body: object, facts: ModelFacts) -> tuple[list[GenerateRequest], bool]:
     """The requests in a body, and whether the answer is a list (a batch was sent)."""
     body = Fields(body).body
-    for name in body:
-        if name in _UNSUPPORTED and body[name] not in (None, False, []):
-            raise BadRequest(f"{name} is not supported by the embedded engine", name)
-        if name not in _KNOWN | _UNSUPPORTED:
-            raise BadRequest(f"unknown field {shown(name)}; known are {', '.join(sorted(_KNOWN))}")
+    for name in sorted(body.keys() - _KNOWN):
+        if name not in _WITHOUT_EFFECT and not is_neutral(body[name]):
+            if name in _UNSUPPORTED:
+                raise BadRequest(f"{name} is not supported by the embedded engine", name)
+            known = ", ".join(sorted(_KNOWN))
+            raise BadRequest(f"unknown field {shown(name)}, which may change what is sampled; known are {known}", name)
+        facts.left_out.note(name)
     if (body.get("text") is None) == (body.get("input_ids") is None):
         raise BadRequest("give exactly one of text and input_ids")
     prompts, batched = _prompts(body, facts)
@@ -143,7 +151,7 @@ def _one(ids: Any, fields: Fields, facts: ModelFacts) -> GenerateRequest:
     if low < 0 or high >= facts.vocab_size:
         wrong = low if low < 0 else high
         raise BadRequest(f"token id {wrong} is outside the vocabulary of {facts.vocab_size}", "input_ids")
-    params = parse_sampling_params(fields.body["sampling_params"], vocab_size=facts.vocab_size)
+    params = parse_sampling_params(fields.body["sampling_params"], vocab_size=facts.vocab_size, left_out=facts.left_out)
     if len(ids) >= facts.context_len and (params.max_new_tokens > 0 or len(ids) > facts.context_len):
         raise BadRequest(f"the prompt has {len(ids)} tokens, the context holds {facts.context_len}", "input_ids")
     return_logprob = fields.flag("return_logprob")
