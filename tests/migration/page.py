@@ -14,11 +14,12 @@ from tests.migration.tables import VERDICTS, Behaviour, Flag, Name, read_behavio
 INTRODUCTION = """\
 # Moving here from upstream slime
 
-Scripts, YAML files and plugins that were written for slime 0.3.1 run here as they are. Start from the script you have:
-put `slime plan` in the place of `python3 train.py` (leave out `ray start` and `ray job submit`), and it says, without
-loading a model, which model it trains from which folder, what every part costs, and which of your flags have no effect
-here. Then run `train.py` or `train_async.py` with the same flags. Plugins keep their imports and their signatures; a path
-flag takes the dotted form, and `file.py:function` too.
+Scripts, YAML files and plugins that were written for slime 0.3.1 run here as they are, but for what is marked absent
+below. Start from the script you have: put `slime plan` in the place of `python3 train.py` (there is no Ray to start or to
+submit to), and it says, without loading a model, which model it trains from which folder, what every part takes, and
+which of your flags have no effect here. Then run `train.py` or `train_async.py` with the same flags. `source
+scripts/models/...` and the run scripts of those models are here too, and nothing has to be converted: a run starts from
+the Hugging Face folder. Plugins keep their imports and their signatures ([plugins.md](plugins.md)).
 
 This page is made of the tables in `tests/migration/` (`python -m tests.migration.page > docs/migration.md`), which the
 tests walk: a name is imported and its signature compared, a flag is parsed, a behaviour has a test of its own.
