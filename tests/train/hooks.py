@@ -56,3 +56,25 @@ def convert(args, samples):
         "rollout_log_probs": [s.rollout_log_probs for s in samples],
         "colour": ["red" if s.index % 2 else "blue" for s in samples],
     }
+
+
+def remembered_rewards(args, samples):
+    args.rewards_seen = len(samples)
+    rewards = [float(sample.reward) for sample in samples]
+    return rewards, rewards
+
+
+def remembered_advantages(args, rollout_data):
+    assert (args.rank, args.world_size, args.context_parallel_size) == (0, 1, 1)
+    args.seen = 1.0
+    rollout_data["advantages"] = [torch.ones(n) for n in rollout_data["response_lengths"]]
+    rollout_data["returns"] = rollout_data["advantages"]
+
+
+def what_is_remembered(args, rollout_id, rollout_data):
+    args.seen += 1
+
+
+def remembered_weights(args, *, pg_loss, train_log_probs, loss_masks, **rest):
+    args.seen = min(args.seen + 1, 3.0)
+    return pg_loss, loss_masks, {"seen": torch.full_like(pg_loss, args.seen)}

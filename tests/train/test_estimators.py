@@ -293,6 +293,19 @@ def test_hooks_change_what_they_say(model_folder: Folder, tmp_path: Path) -> Non
         loss(custom_advantage_function_path=f"{HOOKS}.advantages_of_the_wrong_length")
 
 
+def test_what_one_function_writes_into_args_the_next_one_reads(model_folder: Folder, tmp_path: Path) -> None:
+    """Post-processing of rewards in the driver; advantages, postprocess and correction in the trainer."""
+    flags = {
+        "custom_reward_post_process_path": f"{HOOKS}.remembered_rewards",
+        "custom_advantage_function_path": f"{HOOKS}.remembered_advantages",
+        "rollout_data_postprocess_path": f"{HOOKS}.what_is_remembered",
+        "custom_tis_function_path": f"{HOOKS}.remembered_weights",
+        "use_tis": True,
+    }
+    found = train_once(model_folder("llama"), tmp_path, make_samples(3, 3), **flags)["metrics"][0]
+    assert found["train/seen"] == pytest.approx(3.0)  # once more for each of the trainer's three functions
+
+
 def test_a_custom_loss_sees_train_metadata_and_is_scaled_like_ours(model_folder: Folder, tmp_path: Path) -> None:
     folder, groups = model_folder("llama"), make_samples(3, 3)
     for sample in flatten_samples(groups):
