@@ -167,7 +167,7 @@ class Run:
         if self.start and config.load is not None:
             self.progress.message(f"resuming from {config.load} at step {self.start + 1}")
         elif self.trainers is not None:
-            self.progress.message(f"the actor starts from {start_in_words(config)}")
+            self.progress.message(f"trainer: the actor starts from {start_in_words(config)}")
         self.replayed = self._resume_data()
         self.metrics = MetricsLog(run_dir, config, start_rollout_id=self.start)
         stack.callback(self.metrics.close)

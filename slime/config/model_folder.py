@@ -33,8 +33,22 @@ _SHAPE = (
     "num_local_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
+    "moe_layer_freq",
+    "first_k_dense_replace",
+    "norm_topk_prob",
+    "routed_scaling_factor",
     "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "sliding_window",
+    "layer_types",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "partial_rotary_factor",
     "rope_theta",
+    "rope_type",
+    "rope_factor",
     "rms_norm_eps",
     "hidden_act",
 )
@@ -73,11 +87,13 @@ def check_same_shape(folder: Path, flag: str, hf_checkpoint: str, *, only: Seque
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """config.json, with the rotary base where earlier versions of transformers put it; what is null is left out."""
+    """config.json, with what each version of transformers calls the rotary frequencies by one name; nulls left out."""
     facts = read_model_config(folder / "config.json")
-    rope = facts.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        facts = {**facts, "rope_theta": rope["rope_theta"]}
+    rope = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
+    if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):  # else by kind of layer
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        base = rope.get("rope_theta", facts.get("rope_theta"))
+        facts = {**facts, "rope_theta": base, "rope_type": kind, "rope_factor": rope.get("factor", 1.0)}
     return {name: value for name, value in facts.items() if value is not None}
 
 
