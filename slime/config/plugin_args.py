@@ -158,11 +158,12 @@ def _derived(config: Config) -> dict[str, Any]:
     }
 
 
-def num_engines(config: Config) -> int:
-    """How many engines a run has."""
-    if config.rollout_external_engine_addrs:
-        return len(config.rollout_external_engine_addrs)
-    return max(1, (config.rollout_num_gpus or 1) // (config.rollout_num_gpus_per_engine or 1))
+def num_engines(args: Any) -> int:
+    """How many engines a run has; a namespace of the user's may leave out what it does not use."""
+    addresses = getattr(args, "rollout_external_engine_addrs", None)
+    if addresses:
+        return len(addresses)
+    return max(1, (args.rollout_num_gpus or 1) // (getattr(args, "rollout_num_gpus_per_engine", None) or 1))
 
 
 def _train_iters(config: Config) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from slime.cluster.ports import free_range, host_address, port_is_free
-from slime.config.plugin_args import as_config, num_engines
+from slime.config.plugin_args import num_engines
 from slime.engine.http.errors import EngineError, EngineFailed, EngineRejected, EngineTimeout, EngineUnreachable
 from slime.engine.http.protocol import error_message
 from slime.rollout.requests import answer_to, get_model_url
@@ -65,7 +65,7 @@ def init_http_client(args: Any) -> None:
 
 def get_rollout_num_engines(args: Any) -> int:
     """How many engines a run has."""
-    return num_engines(as_config(args))
+    return num_engines(args)
 
 
 def get_host_info() -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import shutil
 import sys
 from argparse import Namespace
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from slime.config.plugin_args import as_config
+from slime.config import Config
+from slime.config.plugin_args import as_config, plugin_args
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -74,6 +76,9 @@ def test_no_model_is_a_sentence_and_engines_are_counted() -> None:
     args = Namespace(rollout_num_gpus=8, rollout_num_gpus_per_engine=2)
     init_http_client(args)
     assert get_rollout_num_engines(args) == 4
+    assert get_rollout_num_engines(Namespace(rollout_external_engine_addrs=["a:1", "b:2", "c:3"])) == 3
+    run = plugin_args(Config(rollout_num_gpus=6, rollout_num_gpus_per_engine=3))
+    assert get_rollout_num_engines(run) == get_rollout_num_engines(copy.copy(run)) == run.rollout_num_engines == 2
     state = GenerateState(args)
     try:
         with pytest.raises(UserError, match=r"args\.hf_checkpoint must name its folder"):
