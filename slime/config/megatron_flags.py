@@ -62,7 +62,8 @@ _TABLE: dict[tuple[str, str], str] = {
         bf16 use-cpu-initialization no-save-rng use-pytorch-profiler use-checkpoint-args auto-detect-ckpt-format
         ckpt-fully-parallel-load override-opt-param-scheduler no-create-attention-mask-in-dataloader
         log-throughput log-params-norm deterministic-mode use-tp-pp-dp-mapping distribute-saved-activations
-        variable-seq-lengths enable-experimental
+        variable-seq-lengths enable-experimental profile manual-gc overlap-moe-expert-parallel-comm delay-wgrad-compute
+        ckpt-assume-constant-structure no-ckpt-fully-parallel-save log-timers-to-tensorboard log-memory-to-tensorboard
         """,
     (SPEED, INT): """
         tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size expert-model-parallel-size
@@ -70,7 +71,7 @@ _TABLE: dict[tuple[str, str], str] = {
         decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
         microbatch-group-size-per-virtual-pipeline-stage moe-deepep-num-sms recompute-num-layers train-iters
         train-samples profile-step-start profile-step-end log-interval tensorboard-queue-size
-        empty-unused-memory-level num-workers manual-gc-interval
+        empty-unused-memory-level num-workers manual-gc-interval timing-log-level
         """,
     (SPEED, FLOAT): """
         init-method-std optimizer-offload-fraction loss-scale initial-loss-scale min-loss-scale sgd-momentum
@@ -78,7 +79,8 @@ _TABLE: dict[tuple[str, str], str] = {
     (SPEED, TEXT): """
         attention-backend transformer-impl recompute-granularity recompute-method fp8-recipe fp8-amax-compute-algo
         moe-token-dispatcher-type moe-flex-dispatcher-backend moe-router-dtype moe-token-drop-policy ckpt-format
-        tokenizer-type tokenizer-model tensorboard-dir dist-ckpt-strictness pipeline-model-parallel-layout
+        cross-entropy-fusion-impl tokenizer-type tokenizer-model tensorboard-dir dist-ckpt-strictness
+        pipeline-model-parallel-layout
         """,
     (SPEED, TEXTS): "recompute-modules profile-ranks cp-comm-type",
 }  # fmt: skip

@@ -62,6 +62,8 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "empty_unused_memory_level": 0,
     "num_workers": 2,
     "manual_gc_interval": 0,
+    "timing_log_level": 0,
+    "cross_entropy_fusion_impl": "native",
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
     "norm_epsilon": 1e-05,
