@@ -15,27 +15,10 @@ from slime.config.algorithm import has_critic, weighs_importance
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.eval_datasets import eval_datasets
 from slime.config.megatron_flags import MEGATRON_FLAGS, SWITCH
-from slime.config.shape_flags import read_model_config
+from slime.config.shape_flags import shape_of
 from slime.config.upstream_defaults import MEGATRON_DEFAULTS, UPSTREAM_DEFAULTS
 from slime.config.values import coerce
 from slime.plugins.args import PLAIN, RUN_MARK, Overlay, PluginArgs, is_same
-
-_MODEL_FACTS: dict[str, tuple[str, ...]] = {
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "ffn_hidden_size": ("intermediate_size", "ffn_dim", "n_inner"),
-    "num_attention_heads": ("num_attention_heads", "n_head"),
-    "num_query_groups": ("num_key_value_heads",),
-    "kv_channels": ("head_dim",),
-    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
-    "moe_ffn_hidden_size": ("moe_intermediate_size",),
-    "moe_router_topk": ("num_experts_per_tok",),
-    "vocab_size": ("vocab_size",),
-    "max_position_embeddings": ("max_position_embeddings",),
-    "rotary_base": ("rope_theta",),
-    "norm_epsilon": ("rms_norm_eps", "layer_norm_eps"),
-}
-"""Megatron's names of what config.json says: what the model is built from."""
 
 OF_CONFIG = "slime_config"
 """The attribute of a namespace of `parse_args` that has the config it was made of."""
@@ -43,7 +26,7 @@ OF_CONFIG = "slime_config"
 _SHOWN_OTHERWISE = ("eval_prompt_data",)
 """Flags that plugins see in another form than the config has them in."""
 
-_ONLY_DATA_PARALLEL = {
+_TRAINERS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
@@ -52,7 +35,10 @@ _ONLY_DATA_PARALLEL = {
     "virtual_pipeline_model_parallel_size": None,
     "rank": 0,
     "local_rank": 0,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
 }
+"""What the trainers are, whatever a script says of its own; other dropout is refused."""
 
 
 def plugin_args(config: Config) -> PluginArgs:
@@ -140,7 +126,7 @@ def upstream_view(config: Config) -> dict[str, Any]:
 def _derived(config: Config) -> dict[str, Any]:
     trainers = (config.actor_num_nodes or 1) * (config.actor_num_gpus_per_node or 1)
     return {
-        **_ONLY_DATA_PARALLEL,
+        **_TRAINERS,
         "world_size": trainers,
         "data_parallel_size": trainers,
         "actor_num_gpus": trainers,
@@ -173,12 +159,6 @@ def _train_iters(config: Config) -> int | None:
 
 
 def _model_facts(config: Config) -> dict[str, Any]:
-    """The shape of the model, as far as its folder says; what it does not say may be a carried flag."""
+    """The shape of the model, as far as its folder says."""
     file = Path(config.hf_checkpoint or "") / "config.json"
-    model = read_model_config(file) if file.is_file() else {}
-    found = {
-        name: next((key for key in keys if model.get(key) is not None), None) for name, keys in _MODEL_FACTS.items()
-    }
-    known = {name: model[key] for name, key in found.items() if key is not None}
-    given = {name: config.carried.get(name, MEGATRON_DEFAULTS.get(name)) for name in _MODEL_FACTS}
-    return {**given, **known}
+    return shape_of(file) if file.is_file() else {}

@@ -49,7 +49,10 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "rotary_scaling_factor": ("factor",),
     "rope_scaling_factor": ("factor",),
 }
-"""Vocabulary sizes are left out, since Megatron pads them, and the longest sequence, since positions are rotated."""
+"""Megatron's names of what config.json says."""
+
+_PADDED = {"vocab_size": ("vocab_size",), "max_position_embeddings": ("max_position_embeddings",)}
+"""Not compared: Megatron pads vocabularies, and positions are rotated, so that the longest sequence changes nothing."""
 
 _ONLY_NAMES_WITH_LATENT_ATTENTION = ("head_dim", "num_key_value_heads")
 
@@ -77,6 +80,15 @@ def check_shape_flags(config: Config) -> None:
             f"--untie-embeddings-and-output-weights contradicts tie_word_embeddings true in {file}: drop the flag or "
             "name the right model folder"
         )
+
+
+def shape_of(file: Path) -> dict[str, float]:
+    """What a config.json says about the model, in Megatron's names."""
+    model = read_model_config(file)
+    found = {
+        name: _first_number({**model, **_rotary(model)}, keys)[1] for name, keys in {**COMPARED, **_PADDED}.items()
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _rotary(model: dict[str, Any]) -> dict[str, Any]:

@@ -152,15 +152,9 @@ class RolloutDataSource(DataSource):
                 f"{groups!r:.80}"
             )
         for group in groups:
-            samples = [sample for member in group for sample in ([member] if isinstance(member, Sample) else member)]
-            if samples[0].group_index is None:
-                for sample in samples:
-                    sample.group_index = self.sample_group_index
-                self.sample_group_index += 1
-            for sample in samples:
-                if sample.index is None:
-                    sample.index = self.sample_index
-                    self.sample_index += 1
+            self.sample_group_index, self.sample_index = fill_in_indices(
+                group, self.sample_group_index, self.sample_index
+            )
         return groups
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
@@ -313,6 +307,25 @@ def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_sample
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken
+
+
+def samples_of(group: Group) -> list[Sample]:
+    """All samples of a group, those of a fan-out too."""
+    return [sample for member in group for sample in ([member] if isinstance(member, Sample) else member)]
+
+
+def fill_in_indices(group: Group, next_group_index: int, next_index: int) -> tuple[int, int]:
+    """Give the samples of a group the indices that they lack; what comes next after them."""
+    samples = samples_of(group)
+    if samples[0].group_index is None:
+        for sample in samples:
+            sample.group_index = next_group_index
+        next_group_index += 1
+    for sample in samples:
+        if sample.index is None:
+            sample.index = next_index
+            next_index += 1
+    return next_group_index, next_index
 
 
 def is_group(group: Any) -> bool:

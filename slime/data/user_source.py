@@ -13,7 +13,15 @@ from typing import Any
 
 from slime.data.jsonable import from_json, to_json
 from slime.data.sample import Sample
-from slime.data.source import Group, RolloutDataSource, RolloutDataSourceWithBuffer, is_group, remove_chosen
+from slime.data.source import (
+    Group,
+    RolloutDataSource,
+    RolloutDataSourceWithBuffer,
+    fill_in_indices,
+    is_group,
+    remove_chosen,
+    samples_of,
+)
 from slime.errors import UserError
 from slime.plugins import load_plugin, takes_nothing
 
@@ -192,15 +200,7 @@ class UserSource:
                 f"{FLAG} {self.args.data_source_path}: get_samples must return groups (lists of Sample) or samples, "
                 f"not {item!r:.80}"
             )
-        samples = _samples(group)
-        if samples[0].group_index is None:
-            for sample in samples:
-                sample.group_index = self._next_group_index
-            self._next_group_index += 1
-        for sample in samples:
-            if sample.index is None:
-                sample.index = self._next_index
-                self._next_index += 1
+        self._next_group_index, self._next_index = fill_in_indices(group, self._next_group_index, self._next_index)
         return group
 
 
@@ -209,11 +209,7 @@ def _is_sample(item: Any) -> bool:
 
 
 def _is_new(group: Group) -> bool:
-    return all(sample.journal_id is None for sample in _samples(group))
-
-
-def _samples(group: Group) -> list[Sample]:
-    return [sample for member in group for sample in ([member] if isinstance(member, Sample) else member)]
+    return all(sample.journal_id is None for sample in samples_of(group))
 
 
 def _has(source: Any, name: str) -> bool:

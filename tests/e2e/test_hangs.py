@@ -18,11 +18,18 @@ from slime.cluster.process import process_tree
 from slime.data.sample import Sample
 from slime.errors import RunFailed
 from slime.train.group import TrainerGroup
+from slime.waits.timeouts import Reports
 from tests.e2e.test_fault_tolerance import engine_pids
 from tests.tiny_models import make_model_folder
 
 PROMPTS, SAMPLES = 2, 4
 ROOT = str(Path(__file__).parents[2])
+
+
+@pytest.fixture(autouse=True)
+def _own_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is logged once a minute and process, and tests before this one may have logged theirs."""
+    monkeypatch.setattr("slime.waits.timeouts.reports", Reports())
 
 
 @pytest.fixture(scope="module")

@@ -173,18 +173,21 @@ def test_every_flag_of_upstream_is_readable_with_its_default() -> None:
     view = vars(plugin_args(config_of(rollout_max_response_len=8)))
     opposite = {"no_offload_train": "offload_train", "no_offload_rollout": "offload_rollout"}
     opposite["disable_wandb_random_suffix"] = "wandb_random_suffix"
-    sizes_here = {name for name in view if name.endswith("_parallel_size")}  # those of the run, whatever was asked for
+    trainers = {name for name in view if name.endswith("_parallel_size")} | {"attention_dropout", "hidden_dropout"}
     for row in FLAGS:
         name = row["name"].replace("-", "_")
         assert opposite.get(name, name) in view, f"args.{name}"
-        if row["verdict"] != "same" and "default" in row and name not in {*opposite, *sizes_here}:
+        if (
+            row["verdict"] != "same" and "default" in row and name not in {*opposite, *trainers}
+        ):  # those are facts of the run
             is_same = (view[name] or None) == (row["default"] or None)
             assert is_same or "default_here" in row, f"args.{name} is {view[name]}"
 
 
 def test_what_upstream_derives_is_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
-        '{"num_hidden_layers": 3, "hidden_size": 16, "vocab_size": 99, "num_experts_per_tok": 2}'
+        '{"num_hidden_layers": 3, "hidden_size": 16, "vocab_size": 99, "num_experts_per_tok": 2, '
+        '"rope_parameters": {"rope_theta": 5e5}}'
     )
     config = derive(
         Config(
@@ -227,7 +230,9 @@ def test_what_upstream_derives_is_there(tmp_path: Path) -> None:
         "eval_prompt_data": ["aime", "aime.jsonl"],
         "train_iters": 10,
         "wandb_random_suffix": True,
+        "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
+        "rotary_base": 5e5,
         "my_flag": 3,
         "rank": 0,
         "ci_test": False,
