@@ -427,8 +427,7 @@ def _num_rollout(config: Config, data_source: Any) -> int:
         return config.num_rollout
     if isinstance(data_source, DumpedRollouts):
         return data_source.count(config.start_rollout_id or 0)
-    assert config.num_epoch is not None
-    return config.num_epoch * int(data_source.num_rollout_per_epoch)
+    return (config.num_epoch or 1) * int(data_source.num_rollout_per_epoch)
 
 
 def _data_source(config: Config) -> Any:

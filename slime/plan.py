@@ -273,7 +273,7 @@ def _length_rows(config: Config, steps: int | None) -> tuple[tuple[str, str], ..
     else:
         prompts = training_prompts(config) if config.dry_run else None
         each = f"(prompts / {config.rollout_batch_size})" if prompts is None else steps_per_epoch(config, prompts)
-        length = f"{config.num_epoch} x {each} rollout steps"
+        length = f"{config.num_epoch or 1} x {each} rollout steps"
     horizon = config.lr_decay_iters or steps or "all"
     if config.lr_decay_samples is not None:
         horizon = f"{config.lr_decay_samples / config.global_batch_size:g}"
@@ -281,12 +281,24 @@ def _length_rows(config: Config, steps: int | None) -> tuple[tuple[str, str], ..
     if config.lr_decay_style != "constant":
         rate = f"{config.lr:g} to {config.min_lr:g}, {config.lr_decay_style} over {horizon} optimizer steps"
     rate += _warmup_in_words(config)
-    rows = [("run", length), ("loop", loop_in_words(config)), ("learning rate", rate)]
+    rows = [("run", length), ("loop", loop_in_words(config)), ("learning rate", rate), ("optimizer", _adam(config))]
     if config.eval_interval is not None and evaluates(config) and needs_engines(config):
         names = ", ".join(dataset.name for dataset in eval_datasets(config))
         before = "" if config.skip_eval_before_train else "before training and "
         rows.append(("evaluation", f"{before}every {config.eval_interval} rollout steps on {names}"))
     return tuple(rows)
+
+
+def _adam(config: Config) -> str:
+    """The optimizer's own settings, whose defaults are not those of every other trainer."""
+    betas = f"betas {config.adam_beta1:g} and {config.adam_beta2:g}"
+    start, end = (
+        config.weight_decay if given is None else given
+        for given in (config.start_weight_decay, config.end_weight_decay)
+    )
+    decay = f"{start:g}" if start == end else f"{start:g} to {end:g}"
+    clipping = f"gradients clipped at {config.clip_grad:g}" if config.clip_grad else "no clipping"
+    return f"AdamW, {'without memory' if config.use_stateless_adam else betas}, weight decay {decay}, {clipping}"
 
 
 def _warmup_in_words(config: Config) -> str:
@@ -362,6 +374,8 @@ def _notes(config: Config, backend: str) -> list[str]:
     if config.rollout_max_response_len is None and needs_engines(config) and config.loss_type != "sft_loss":
         limit = f"{DEFAULT_RESPONSE_LEN} tokens, SGLang's default"
         notes.append(f"no --rollout-max-response-len: responses end after {limit}")
+    if config.num_rollout is None and config.num_epoch is None and config.load_debug_rollout_data is None:
+        notes.append("no --num-rollout and no --num-epoch: the run is one pass over the prompts")
     if config.debug_rollout_only:
         notes.append(f"--debug-rollout-only: engines serve {config.hf_checkpoint} throughout, nothing is trained")
     elif config.save is None and config.num_rollout != 0:

@@ -51,7 +51,7 @@ def _without_free_memory(plan: str) -> list[str]:
             ["train", "--rollout-batchsize", "3"],
             "error: unknown flag --rollout-batchsize: did you mean --rollout-batch-size?",
         ),
-        (["plan"], "error: --hf-checkpoint DIR, --rollout-batch-size N, --prompt-data PATH and --num-rollout N "),
+        (["plan"], "error: --hf-checkpoint DIR and --prompt-data PATH are missing: give all of them"),
         (["tarin"], "error: unknown command tarin: did you mean train?"),
         ([], "error: a command is missing: one of train, train-async, plan, serve, samples, convert, flags, version"),
         (

@@ -34,8 +34,6 @@ def check_all_there(config: Config) -> None:
     missing = [f"{spec.flag} {spec.metavar}" for spec in FLAG_SPECS.values() if _is_missing(config, spec)]
     if _lacks_prompts(config):
         missing.append("--prompt-data PATH")
-    if _lacks_length(config):
-        missing.append("--num-rollout N (or --num-epoch N)")
     if len(missing) > 1:
         raise UserError(f"{', '.join(missing[:-1])} and {missing[-1]} are missing: give all of them")
 
@@ -47,10 +45,6 @@ def _is_missing(config: Config, spec: FlagSpec) -> bool:
 def _lacks_prompts(config: Config) -> bool:
     own_source = config.disable_rollout_global_dataset or config.data_source_path != DEFAULT_DATA_SOURCE
     return config.prompt_data is None and not own_source and config.load_debug_rollout_data is None
-
-
-def _lacks_length(config: Config) -> bool:
-    return config.num_rollout is None and config.num_epoch is None and config.load_debug_rollout_data is None
 
 
 def check_flags_fit(config: Config) -> None:
@@ -72,12 +66,10 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 def _length_and_data(config: Config) -> Iterator[str]:
     replays = config.load_debug_rollout_data is not None
-    if _lacks_length(config):
-        yield "the length of the run is missing: give --num-rollout (steps) or --num-epoch (passes over the prompts)"
     if _lacks_prompts(config):
         yield "--prompt-data is missing: name a .jsonl or .parquet file of prompts"
-    if config.num_rollout is None and config.disable_rollout_global_dataset:
-        yield "--num-epoch needs prompt data, but --disable-rollout-global-dataset turns it off: give --num-rollout"
+    if config.num_rollout is None and config.disable_rollout_global_dataset and not replays:
+        yield "--disable-rollout-global-dataset leaves no prompts to pass over: give the run's length, --num-rollout"
     if config.over_sampling_batch_size < config.rollout_batch_size:
         yield (
             f"--over-sampling-batch-size {config.over_sampling_batch_size} is less than --rollout-batch-size "

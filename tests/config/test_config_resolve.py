@@ -118,7 +118,7 @@ def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[s
     ("changes", "sentence"),
     [
         ({"hf_checkpoint": None}, "--hf-checkpoint is missing"),
-        ({"rollout_batch_size": None}, "--rollout-batch-size is missing: give it the prompts per rollout step"),
+        ({"rollout_batch_size": None}, "--rollout-batch-size must have a value"),
         ({"rollout_batch_size": 0}, "--rollout-batch-size must be at least 1, not 0"),
         ({"rollout_temperature": 0}, "--rollout-temperature must be greater than 0, not 0"),
         ({"rollout_top_p": 0.0}, "--rollout-top-p must lie in (0, 1], not 0.0"),
@@ -127,13 +127,11 @@ def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[s
         ({"input_key": None}, "--input-key must have a value"),
         ({"rm_type": "maths"}, "--rm-type must be one of math, dapo, deepscaler"),
         ({"rm_type": "remote_rm"}, "--rm-type remote_rm needs --rm-url"),
-        ({"num_rollout": None}, "the length of the run is missing: give --num-rollout (steps) or --num-epoch"),
         ({"prompt_data": None}, "--prompt-data is missing"),
         ({"overlong_buffer_len": 4, "rollout_max_response_len": None}, "counts from --rollout-max-response-len"),
         (
-            {"hf_checkpoint": None, "rollout_batch_size": None, "prompt_data": None, "num_rollout": None},
-            "--hf-checkpoint DIR, --rollout-batch-size N, --prompt-data PATH and --num-rollout N (or --num-epoch N) are "
-            "missing: give all of them",
+            {"hf_checkpoint": None, "prompt_data": None},
+            "--hf-checkpoint DIR and --prompt-data PATH are missing: give all of them",
         ),
         ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
         ({"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1 needs --use-kl-loss"),
@@ -158,8 +156,8 @@ def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[s
         ({"start_weight_decay": 0.1}, "need --weight-decay-incr-style linear or cosine"),
         ({"weight_decay_incr_style": "linear"}, "linear needs both --start-weight-decay and --end-weight-decay"),
         (
-            {"num_rollout": None, "num_epoch": 1, "disable_rollout_global_dataset": True},
-            "--num-epoch needs prompt data",
+            {"num_rollout": None, "disable_rollout_global_dataset": True},
+            "--disable-rollout-global-dataset leaves no prompts to pass over",
         ),
         ({"hf_checkpoint": "/nowhere"}, "there is no model folder /nowhere"),
         ({"hf_checkpoint": __file__}, "is a file: it takes a model folder"),

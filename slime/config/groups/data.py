@@ -38,9 +38,11 @@ class DataFlags:
     )
     rollout_max_context_len: int | None = flag(None, "most tokens of prompt and response together", check=at_least(2))
     num_rollout: int | None = flag(None, "rollout steps of the whole run", check=at_least(0))
-    num_epoch: int | None = flag(None, "passes over the prompts, where --num-rollout is not given", check=at_least(1))
+    num_epoch: int | None = flag(
+        None, "passes over the prompts, where --num-rollout is not given", check=at_least(1), derived="1"
+    )
     start_rollout_id: int | None = flag(None, "number of the first rollout step", check=at_least(0))
-    rollout_batch_size: int = flag(None, "prompts per rollout step", check=at_least(1), required=True)
+    rollout_batch_size: int = flag(32, "prompts per rollout step", check=at_least(1))
     n_samples_per_prompt: int = flag(1, "responses sampled for each prompt", check=at_least(1))
     global_batch_size: int = flag(
         None,
