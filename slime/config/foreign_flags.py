@@ -1,4 +1,4 @@
-"""The settings of TRL, verl and OpenRLHF under their names there, and what they are called here.
+"""The settings of TRL, verl, OpenRLHF and other versions of slime under their names there, and what they are here.
 
 Invariant: every flag that a remedy names exists. A remedy that begins with a flag is its name here; any other is a
 sentence of its own.
@@ -164,7 +164,21 @@ _VERL = {
     "trainer.logger": "--use-wandb (TensorBoard files are always written)",
 }
 
+_EARLIER_SLIME = {
+    "update-weights-bucket-size": "--update-weight-buffer-size",
+    "rollout-external": "--rollout-external-engine-addrs, which is enough",
+    "use-slime-router": "--rollout-router builtin",
+    "megatron-to-hf-mode": "weights always pass as Hugging Face tensors: drop it",
+    "train-memory-margin-bytes": "no memory is kept free for others: drop it",
+    "enable-weights-backuper": "trainers keep their weights on the device: drop it",
+    "disable-weights-backuper": "trainers keep their weights on the device: drop it",
+    "use-dynamic-global-batch-size": "a step takes --global-batch-size rollouts, whatever they fan out into: drop it",
+    "qkv-format": "samples are packed into rows: drop it",
+    "fsdp-cpu-offload": "trainers keep their weights on the device: drop it",
+}
+
 FOREIGN_FLAGS: dict[str, tuple[str, str]] = {
+    **{name: ("other versions of slime", remedy) for name, remedy in _EARLIER_SLIME.items()},
     **{name: ("verl", remedy) for name, remedy in _VERL.items()},
     **{name: ("OpenRLHF", remedy) for name, remedy in _OPENRLHF.items()},
     **{name: ("TRL", remedy) for name, remedy in _TRL.items()},
