@@ -21,7 +21,7 @@ from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.asynchronous import ONE_STEP
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN, SFT_ROLLOUT_FUNCTION
 from slime.config.no_effect import flag_list, flags_without_effect
-from slime.config.parser import flags_of_custom_file
+from slime.config.parser import flags_of_custom_file, near_flags_of_custom_file
 from slime.config.start import reference_in_words, start_in_words, start_notes
 from slime.engine.fleet.backend import EXTERNAL, choose_backend
 from slime.engine.fleet.engines import check_engines, count_engines, refuse_quantised
@@ -418,7 +418,10 @@ def _custom_file_notes(config: Config) -> list[str]:
     if path is None or not Path(path).expanduser().is_file():
         return []
     given = ", ".join(f"{flag} {value}" for flag, value in flags_of_custom_file(path).items())
-    return [f"--custom-config-path {path} sets {given}, whatever the command line says"] if given else []
+    notes = [f"--custom-config-path {path} sets {given}, whatever the command line says"] if given else []
+    for key, flag in near_flags_of_custom_file(path).items():
+        notes.append(f"{key} in {path} is no flag, so only plugins see it: did you mean {flag}?")
+    return notes
 
 
 def _nucleus_notes(config: Config) -> list[str]:

@@ -119,6 +119,16 @@ class AnEngine(BaseHTTPRequestHandler):
     def log_message(self, *words: Any) -> None: ...
 
 
+def test_entries_that_are_almost_flags_are_asked_about(flags: dict[str, Any], tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("rollout-batch_sise: 4\ntis_mood: 1\nuse_tis: true\n")
+    notes = plan_of(flags, carried={"custom_config_path": str(own)}).notes
+    asked = [note for note in notes if "did you mean" in note]
+    assert asked == [
+        f"rollout_batch_sise in {own} is no flag, so only plugins see it: did you mean rollout_batch_size?"
+    ]
+
+
 def test_engines_of_others_are_asked_before_anything_starts(flags: dict[str, Any], tmp_path: Path) -> None:
     with socket.socket() as deaf, HTTPServer(("127.0.0.1", 0), AnEngine) as server:
         deaf.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens at it

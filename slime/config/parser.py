@@ -241,6 +241,13 @@ def flags_of_custom_file(path: str) -> dict[str, Any]:
     return {spec.flag: "(not shown)" if spec.info.secret else value for spec, value in named if spec is not None}
 
 
+def near_flags_of_custom_file(path: str) -> dict[str, str]:
+    """The entries of such a file that are no flags but spelled almost like one, with its name."""
+    own = [key.replace("-", "_") for key in read_config_file(path, what="--custom-config-path")]
+    near = {key: nearest(key, FLAG_SPECS, cutoff=0.9) for key in own if key.replace("_", "-") not in _BY_FLAG}
+    return {key: match for key, match in near.items() if match is not None}
+
+
 def _is_carried(flag: str) -> bool:
     return flag in MEGATRON_FLAGS or (flag.startswith(_CARRIED_PREFIXES) and refusal(flag) is None)
 
