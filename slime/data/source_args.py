@@ -24,7 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "rollout_max_context_len": None,
     "rollout_seed": 42,
     "rollout_shuffle": False,
-    "rollout_batch_size": None,
+    "rollout_batch_size": 32,
     "n_samples_per_prompt": 1,
     "num_data_workers": 0,
     "streaming_data": False,
