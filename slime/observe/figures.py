@@ -31,7 +31,7 @@ COLUMNS = (
     Column("reward", ("rollout/raw_reward",), lambda value: f"{value:.3f}", 0),
     Column("loss", ("train/loss",), lambda value: f"{value:.4f}", 3),
     Column("grad", ("train/grad_norm",), lambda value: f"{value:.3g}", 4),
-    Column("kl", ("train/kl_loss", "rollout/kl", "train/ppo_kl"), lambda value: f"{value:.2g}", 6),
+    Column("kl", ("train/kl_loss", "rollout/kl", "train/ppo_kl"), lambda value: f"{value:.2g}", 6, quiet_zero=True),
     Column("entropy", ("train/entropy_loss", "rollout/entropy"), lambda value: f"{value:.2f}", 5),
     Column("length", ("rollout/response_len/mean",), lambda value: f"{value:.1f}", 2),
     Column("cut", ("rollout/truncated_ratio",), _percent, 7, quiet_zero=True),
