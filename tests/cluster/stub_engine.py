@@ -6,6 +6,7 @@ import http.server
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 
@@ -26,6 +27,8 @@ def main(argv: list[str]) -> int:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if behaviour == "mayfly" and self.path != "/health":
+                os.kill(os.getpid(), signal.SIGKILL)
             loading = behaviour == "slow" and time.monotonic() - started < 0.4
             self.send_response(503 if loading else 200)
             self.end_headers()

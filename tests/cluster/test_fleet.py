@@ -16,6 +16,7 @@ import pytest
 from slime.cluster.devices import cpu_cores
 from slime.config import Config
 from slime.engine.embedded.options import parse_options
+from slime.engine.fleet.engines import Engines
 from slime.engine.fleet.processes import EngineDied, EngineFleet, EngineStartTimeout
 from slime.errors import UserError
 
@@ -111,6 +112,14 @@ def test_an_engine_that_dies_later_is_noticed(tmp_path: Path) -> None:
         os.kill(fleet.pids()[-1], signal.SIGKILL)
         with pytest.raises(EngineDied, match="engine-1 was killed by signal 9"):
             check_for(fleet, 30)
+
+
+def test_an_engine_that_dies_before_it_says_what_it_is_is_named(tmp_path: Path) -> None:
+    engines = Engines(Config(hf_checkpoint="unused", rollout_num_gpus=1), device="cpu", run_dir=tmp_path)
+    engines._fleets[engines.models[0].name] = fleet = make_fleet(tmp_path, "mayfly")
+    with pytest.raises(EngineDied, match="engine-0 was killed by signal 9"):
+        engines.start()
+    assert fleet.pids() == []
 
 
 def test_a_port_in_use_is_a_user_error(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ from slime.engine.sglang.topology import DEFAULT_MODEL, ServedModel, read_topolo
 from slime.errors import RunFailed, UserError
 from slime.models.folder import quantization, read_config_json
 
+_END_IS_SEEN_S = 2.0
+"""How long it may take from a connection that breaks to a process that is seen to have ended."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -106,10 +109,7 @@ class Engines:
         """Start everything that is ours; returns `urls`."""
         try:
             self._start_fleets()
-            self.capabilities = [
-                probe(engine.url, generate=engine.worker_type == "regular", api_key=engine_key(self._config))
-                for engine in self._trained.launches
-            ]
+            self.capabilities = self._probed()
             for name, router in self._routers.items():
                 self._go_on()
                 router.start(self._fleets[name].launches)
@@ -191,6 +191,18 @@ class Engines:
             if failed is not None:
                 self.stop()
                 failed.result()
+
+    def _probed(self) -> list[Capabilities]:
+        """What each engine of the trained model can do; one that has ended meanwhile is named, with its log."""
+        key = engine_key(self._config)
+        try:
+            return [
+                probe(engine.url, generate=engine.worker_type == "regular", api_key=key)
+                for engine in self._trained.launches
+            ]
+        except RunFailed:
+            self._trained.check(within_s=_END_IS_SEEN_S)
+            raise
 
     def _go_on(self) -> None:
         if self._is_stopped:

@@ -55,7 +55,7 @@ class ExternalEngines:
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(lambda url: _discover(url, self._config, timeout_s), self._addresses))
 
-    def check(self) -> None:
+    def check(self, within_s: float = 0.0) -> None:
         """Engines of others are not watched: a call that fails says so by itself."""
 
     def why_ended(self, index: int) -> str | None:

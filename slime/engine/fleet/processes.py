@@ -107,11 +107,16 @@ class EngineFleet:
             raise
         return self.urls
 
-    def check(self) -> None:
-        """Raise `EngineDied` if an engine has ended."""
-        for process in self._processes:
-            if (code := process.poll()) is not None:
-                raise EngineDied(process.name, code, process.tail(), process.log_path)
+    def check(self, within_s: float = 0.0) -> None:
+        """Raise `EngineDied` if an engine has ended, or does so `within_s`: its connections break before it is gone."""
+        until = time.monotonic() + within_s
+        while True:
+            for process in self._processes:
+                if (code := process.poll()) is not None:
+                    raise EngineDied(process.name, code, process.tail(), process.log_path)
+            if time.monotonic() >= until:
+                return
+            time.sleep(_POLL_S)
 
     def why_ended(self, index: int) -> str | None:
         """How one engine's process ended; None while it runs."""
