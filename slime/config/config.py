@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime.config.foreign_flags import foreign_hint, in_python
+from slime.config.groups.agent import AgentFlags
 from slime.config.groups.algorithm import AlgorithmFlags
 from slime.config.groups.asynchronous import AsyncFlags
 from slime.config.groups.checkpoint import CheckpointFlags
@@ -41,6 +42,7 @@ GROUPS: tuple[type, ...] = (
     ModelFlags,
     DataFlags,
     RolloutFlags,
+    AgentFlags,
     AsyncFlags,
     RewardFlags,
     EvalFlags,
@@ -64,6 +66,7 @@ class Config(
     ModelFlags,
     DataFlags,
     RolloutFlags,
+    AgentFlags,
     AsyncFlags,
     RewardFlags,
     EvalFlags,

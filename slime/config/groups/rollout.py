@@ -40,7 +40,6 @@ class RolloutFlags:
     rollout_sample_timeout: float = flag(
         7200.0, "seconds until one sample must be generated, tools and hooks included", check=above(0)
     )
-    max_turns: int | None = flag(None, "most turns of a multi-turn generate function", check=at_least(1))
     rollout_sample_filter_path: str | None = flag(
         None, "function (args, groups) that marks samples to leave out of training"
     )
