@@ -21,6 +21,7 @@ from slime.agent.session.counters import Counters
 from slime.agent.session.echo import Held
 from slime.agent.session.limits import Closed, LimitReached, Limits, Refused
 from slime.agent.session.matching import Decision, Outcome, decide
+from slime.agent.session.records import BadRecord, tree_of, turn_record
 from slime.agent.session.samples import session_samples
 from slime.agent.session.tree import Context, Tree, Turn, joined, path, retokenised
 from slime.data.sample import Reward, Sample
@@ -162,6 +163,58 @@ class Session:
             raise KeyError(f"session has no turn {turn_id!r}")
         turn = self.tree.turns[turn_id]
         turn.reward = float(value) + (turn.reward or 0.0)
+
+    def to_record(self) -> dict[str, Any]:
+        """All of the session as plain values and arrays; turns that are being sampled are not part of it."""
+        return {
+            "key": self.key,
+            "closed": self.is_closed,
+            "differing": self._differing_in_prompts,
+            "counters": self.counters.to_dict(),
+            "turns": [turn_record(turn) for turn in self.tree.turns.values()],
+        }
+
+    def turn_record(self, turn: Turn) -> dict[str, Any]:
+        """What a turn added, with the counters after it; `from_turns` takes all of a session's together."""
+        return {"turn": turn_record(turn), "counters": self.counters.to_dict(), "differing": self._differing_in_prompts}
+
+    @classmethod
+    def from_record(
+        cls,
+        record: Mapping[str, Any],
+        template: Template | None = None,
+        *,
+        limits: Limits | None = None,
+        strict: bool = False,
+    ) -> Session:
+        """The session of `to_record`, or a `BadRecord`; without a template it can be finished, not continued."""
+        try:
+            session = cls(str(record["key"]), template, limits=limits or Limits(), strict=strict)
+            session.tree = tree_of(record["turns"])
+            session.counters = Counters.from_dict(record["counters"])
+            session.is_closed = bool(record["closed"])
+            session._differing_in_prompts = int(record["differing"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadRecord(f"a session cannot be read: {type(error).__name__}: {error}") from error
+        return session
+
+    @classmethod
+    def from_turns(
+        cls,
+        key: str,
+        records: Sequence[Mapping[str, Any]],
+        template: Template | None = None,
+        *,
+        limits: Limits | None = None,
+        strict: bool = False,
+    ) -> Session:
+        """The session of these records of `turn_record`, or a `BadRecord`."""
+        try:
+            last = max(records, key=lambda record: record["turn"]["number"])
+            whole = {**last, "key": key, "closed": False, "turns": [record["turn"] for record in records]}
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadRecord(f"a session cannot be read: {type(error).__name__}: {error}") from error
+        return cls.from_record(whole, template, limits=limits, strict=strict)
 
     def close(self) -> None:
         """No turn begins any more; one that is being sampled may still be recorded."""

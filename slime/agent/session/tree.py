@@ -106,6 +106,11 @@ class Tree:
         self.turns[turn.id] = turn
         return not was_open
 
+    def restore(self, context: Context) -> None:
+        """Put back a context that was in the tree, with nothing in flight."""
+        self.contexts_after(context.parent).append(context)
+        self._contexts = max(self._contexts, context.number)
+
     def next_context_number(self) -> int:
         self._contexts += 1
         return self._contexts
