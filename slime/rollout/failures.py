@@ -25,6 +25,10 @@ class RolloutFailed(RunFailed):
     """Nothing of a rollout can be trained on or reported."""
 
 
+class GivenUp(Exception):
+    """The rollout has what it needs, and ended what a generate function was doing: its sample starts over."""
+
+
 class Leaked(Exception):
     """A function of the user let out what would have ended the program, or its task."""
 

@@ -7,8 +7,7 @@ that was cut off, by an engine or at the gate: whoever sent it gets one answer, 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +16,7 @@ from slime.config import Config
 from slime.data.sample import Sample
 from slime.data.tokenizer import prompt_token_ids
 from slime.data.trace import build_sglang_meta_trace_attrs
-from slime.engine.http.client import EngineError, GenerateResult
+from slime.engine.http.client import GenerateResult
 from slime.engine.http.protocol import (
     answered_ids,
     continued_params,
@@ -26,60 +25,36 @@ from slime.engine.http.protocol import (
     is_single_request,
     joined_answers,
     note_first_version,
-    sampling_seed,
     was_aborted,
 )
+from slime.rollout.asking import MOST_RESUMES, AbortedTooOften, Draws, asked
 from slime.rollout.gate import Ticket, evaluating, ticket_here
 from slime.rollout.runtime import RolloutRuntime, runtime_for, state_behind
 from slime.rollout.state import GenerateState
 
-TRANSIENT_RETRIES = 3
-FIRST_BACKOFF_S = 0.5
-FAULTY_RETRIES = 8
-MOST_BACKOFF_S = 10.0
-MOST_RESUMES = 16
-"""How often in a row an engine may abort a request that nobody here has given up."""
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
-_draws: ContextVar[_Draws | None] = ContextVar("draws", default=None)
+_draws: ContextVar[Draws | None] = ContextVar("draws", default=None)
 
 
 class PromptTooLong(Exception):
     """The prompt leaves no room for a response."""
 
 
-class AbortedTooOften(Exception):
-    """The engine kept aborting a request that nobody here had given up."""
-
-
-class _Draws:
-    """The seed that a sample's sampling parameters carry, and how many requests have been made with it."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._requests = 0
-
-    def next_seed(self) -> int:
-        self._requests += 1
-        return self.seed if self._requests == 1 else sampling_seed(self.seed, "request", self._requests)
-
-
 def draw_with(seed: int) -> None:
     """From here on the running task, and those it starts, generate one sample, whose parameters carry this seed."""
-    _draws.set(_Draws(seed))
+    _draws.set(Draws(seed))
 
 
-def _drawn_apart(params: Mapping[str, Any]) -> dict[str, Any]:
+def drawn_apart(params: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of one more request: whoever passes on the seed it was given draws other numbers each time.
 
     So the turns of a conversation, and agents that are asked at once, do not repeat each other's choices. A seed of the
     caller's own stays.
     """
     draws = _draws.get()
-    if draws is None or params.get("sampling_seed") != draws.seed:
-        return dict(params)
-    return {**params, "sampling_seed": draws.next_seed()}
+    return dict(params) if draws is None else draws.apart(params)
 
 
 async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -90,7 +65,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
     """
     runtime = runtime_for(args)
     config, ticket = runtime.args, ticket_here()
-    sampling_params = _drawn_apart(sampling_params)
+    sampling_params = drawn_apart(sampling_params)
     if not sample.total_length:
         sample.tokens = prompt_token_ids(runtime.tokenizer, sample)
     aborts = 0
@@ -119,7 +94,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
             return sample
         if ticket is None or ticket.gate.is_open:
             aborts += 1
-    raise AbortedTooOften(f"the engine aborted this request {MOST_RESUMES} times")
+    raise AbortedTooOften.by_engine()
 
 
 def _leave_out_stop_token(runtime: RolloutRuntime, sample: Sample, matched: Any) -> None:
@@ -178,42 +153,9 @@ async def _call_engine(
     payload = generate_payload(sample.token_array().tolist(), params)
     affinity_key = sample.session_id if sample.group_index is None else sample.group_index
     version = runtime.state.weight_version
-    result = await _answer(runtime, payload, affinity_key)
+    result = await asked(runtime.pool, payload, affinity_key, fault_tolerant=runtime.config.use_fault_tolerance)
     note_first_version(result.meta_info, version)
     return result
-
-
-async def _answer(runtime: RolloutRuntime, payload: dict[str, Any], affinity_key: Hashable | None) -> GenerateResult:
-    if runtime.config.use_fault_tolerance:
-        return await _keep_calling(runtime, payload, affinity_key)
-    for attempt in range(TRANSIENT_RETRIES):
-        try:
-            return await runtime.pool.generate_result(payload, affinity_key)
-        except EngineError as error:
-            if not error.transient:
-                raise
-        await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
-    return await runtime.pool.generate_result(payload, affinity_key)
-
-
-async def _keep_calling(
-    runtime: RolloutRuntime, payload: dict[str, Any], affinity_key: Hashable | None
-) -> GenerateResult:
-    """What an engine sampled, perhaps not to the end: a broken answer counts as aborted and is continued elsewhere."""
-    error: EngineError | None = None
-    for attempt in range(FAULTY_RETRIES):
-        if attempt:
-            await asyncio.sleep(min(FIRST_BACKOFF_S * 2**attempt, MOST_BACKOFF_S))
-        try:
-            result, error = await runtime.pool.generate_kept(payload, affinity_key)
-        except EngineError as raised:
-            if not raised.transient:
-                raise
-            result, error = None, raised
-        if result is not None and (error is None or len(result.id_array)):
-            return result
-    assert error is not None
-    raise error
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
@@ -246,7 +188,7 @@ class WholeAnswer:
         self._state = state
         self._payload = payload
         if isinstance(params := payload.get("sampling_params"), dict):
-            self._payload = {**payload, "sampling_params": _drawn_apart(params)}
+            self._payload = {**payload, "sampling_params": drawn_apart(params)}
         self._ticket = ticket_here()
         self._aborts_before = state.aborts_asked
         self._so_far: dict[str, Any] | None = None
@@ -267,7 +209,7 @@ class WholeAnswer:
                     return answer
                 aborts += 1
                 if aborts == MOST_RESUMES:
-                    raise AbortedTooOften(f"the engine aborted this request {MOST_RESUMES} times")
+                    raise AbortedTooOften.by_engine()
 
     def _is_given_up(self) -> bool:
         """Whether a plugin has had the engines abort all requests; that of an evaluation goes on."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from types import TracebackType
@@ -81,6 +81,7 @@ class RolloutRuntime:
         self._routers: list[Router] = []
         self._functions: dict[tuple[str, str], Callable[..., Any]] = {}
         self._hubs: dict[RewardSettings, RewardHub] = {}
+        self._owned: dict[str, tuple[Any, Callable[[Any], Awaitable[None]] | None]] = {}
         self._model = _Model(config)
         try:
             addresses = self._router_addresses()
@@ -161,6 +162,13 @@ class RolloutRuntime:
                 self._functions[key] = load_function(path, what=flag, params=params)
         return self._functions[key]
 
+    def owned(self, name: str, make: Callable[[], T], close: Callable[[T], Awaitable[None]] | None = None) -> T:
+        """What others keep here for as long as the run lasts: made for the first who asks, closed with the runtime."""
+        if name not in self._owned:
+            self._owned[name] = make(), close
+        kept: T = self._owned[name][0]
+        return kept
+
     def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None, *, whom: str | None = None) -> T:
         """Run a coroutine on the runtime's event loop and wait for it; `whom` says what is waited for ("rollout 3")."""
         return self.loop_thread.run(coro, timeout, whom=whom)
@@ -201,6 +209,10 @@ class RolloutRuntime:
         if self.state.continuous is not None:
             await self.state.continuous.aclose()
         await self.state.cancel_held()
+        while self._owned:
+            _, (kept, close) = self._owned.popitem()  # last made, first closed
+            if close is not None:
+                await close(kept)
         for router in self._routers:
             await router.aclose()
         for pool in self._other_pools:

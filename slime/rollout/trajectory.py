@@ -24,11 +24,12 @@ from slime.data.trace import trace_next_attempt
 from slime.engine.http.client import EngineError
 from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
-from slime.rollout.failures import contained, mark_failed, start_over
+from slime.rollout.asking import MOST_RESUMES, AbortedTooOften
+from slime.rollout.failures import GivenUp, contained, mark_failed, start_over
 from slime.rollout.gate import SampleClock, as_evaluation, ticket_here
 from slime.rollout.landing import Origin
 from slime.rollout.metrics import has_number
-from slime.rollout.requests import MOST_RESUMES, AbortedTooOften, draw_with, generate
+from slime.rollout.requests import draw_with, generate
 from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
 from slime.rollout.state import note_generated
@@ -224,6 +225,10 @@ async def _generated(
             raise AbortedTooOften(f"{path} handed its sample back as aborted {MOST_RESUMES} times")
     except (UserError, JournalFailed):
         raise
+    except GivenUp:
+        origin.forget_response(sample)
+        sample.status = Sample.Status.ABORTED
+        return sample
     except Exception as error:  # noqa: BLE001 - whatever a generate function raises is this sample's outcome
         origin.forget_response(sample)
         mark_failed([sample], runtime.failures.record("generate", error))

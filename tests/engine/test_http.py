@@ -83,6 +83,14 @@ def test_stream_ends_with_the_same_answer(engine: EngineProcess) -> None:
         assert len(chunk["meta_info"]["output_token_logprobs"]) == len(chunk["output_ids"])
 
 
+def test_a_request_says_how_many_tokens_an_event_has(engine: EngineProcess) -> None:
+    params = {"max_new_tokens": 7, "ignore_eos": True, "stream_interval": 4}
+    connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=60)
+    connection.request("POST", "/generate", json.dumps({"input_ids": [11], "sampling_params": params, "stream": True}))
+    events = connection.getresponse().read().decode().strip().split("\n\n")[:-1]
+    assert [len(json.loads(event.removeprefix("data: "))["output_ids"]) for event in events] == [4, 7]
+
+
 def test_abort_returns_the_partial_tokens(engine: EngineProcess) -> None:
     asked = engine.in_background(
         lambda: engine.generate(input_ids=[5], rid="slow", sampling_params=LONG, return_logprob=True)

@@ -8,8 +8,9 @@ from aiohttp import web
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineFailed, EngineRejected, EngineUnreachable
 from slime.engine.http.protocol import sampling_seed
+from slime.rollout.asking import AbortedTooOften
 from slime.rollout.gate import as_evaluation
-from slime.rollout.requests import AbortedTooOften, PromptTooLong, generate
+from slime.rollout.requests import PromptTooLong, generate
 
 
 def run_generate(runtime, sample, **params):

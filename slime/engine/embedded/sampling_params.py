@@ -29,6 +29,7 @@ class SamplingParams:
     no_stop_trim: bool = False
     n: int = 1
     sampling_seed: int | None = None
+    stream_interval: int | None = None
     custom_params: Mapping[str, Any] | None = field(default=None, compare=False)
 
     @property
@@ -56,10 +57,10 @@ class SamplingParams:
 
 
 _FIELDS = {f.name for f in fields(SamplingParams)}
-_WITHOUT_EFFECT = {"custom_params", "spaces_between_special_tokens", "stream_interval"}
-"""What custom processors read, how slow tokenizers write, how often to send: neither tokens nor log-probs change."""
+_WITHOUT_EFFECT = {"custom_params", "spaces_between_special_tokens"}
+"""What custom processors read, how slow tokenizers write: neither tokens nor log-probs change."""
 _MOST_STOPS, _LONGEST_STOP = 64, 1024
-_INTS = {"max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed"}
+_INTS = {"max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed", "stream_interval"}
 _FLOATS = {"temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
 _BOOLS = {"ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"}
 _LARGEST = 3e38  # float32 goes on a little further
@@ -75,6 +76,7 @@ _RANGES = {
     "max_new_tokens": (0, 1 << 31),
     "min_new_tokens": (0, 1 << 31),
     "n": (1, 4096),
+    "stream_interval": (1, 1 << 31),
     "top_k": (-1, 1 << 31),
 }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -143,11 +143,17 @@ class EngineClient:
         await self._control("POST", "/flush_cache", {}, timeout_s)
 
     async def generate_into(
-        self, answers: Growing, payload: dict[str, Any], *, headers: dict[str, str] | None = None
+        self,
+        answers: Growing,
+        payload: dict[str, Any],
+        *,
+        headers: dict[str, str] | None = None,
+        on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
     ) -> None:
         """``POST /generate`` as a stream; `answers` always holds all of the answer that has come.
 
-        Returns when the answer is complete. A connection that breaks raises, and what had come is still there.
+        Returns when the answer is complete. A connection that breaks raises, and what had come is still there. `on_ids`
+        is told the ids of each event before the next one is read.
         """
         body = request_body({**payload, "stream": True})
         own = {"Content-Type": "application/json", **(headers or {})}
@@ -158,8 +164,11 @@ class EngineClient:
             if response.status != 200:
                 raise self._refusal("/generate", response.status, await response.text(errors="replace"))
             async for event in server_events(response.content):
+                known = answers.tokens
                 await self._off_loop(partial(self._grow, answers), event)
                 self.sampled_at = time.monotonic()
+                if on_ids is not None and answers.tokens > known:
+                    await on_ids(answers.ids_from(known))
 
     def _grow(self, answers: Growing, event: bytes) -> None:
         try:

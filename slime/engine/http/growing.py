@@ -58,6 +58,12 @@ class Growing:
             answer["output_ids"] = self._ids
         return answer
 
+    def ids_from(self, start: int) -> list[int]:
+        """The ids that have come, from this one on."""
+        if self._ids:
+            return self._ids[start:]
+        return [entry[1] for entry in self._entries.get("output_token_logprobs", ())[start:]]
+
     def take(self, event: bytes) -> None:
         """Add what an event carries; a `ValueError` says what is wrong with it, and nothing is changed."""
         answer = _read(event)

@@ -117,16 +117,22 @@ class EnginePool:
                     raise
 
     async def generate_kept(
-        self, payload: dict[str, Any], affinity_key: Hashable | None = None
+        self,
+        payload: dict[str, Any],
+        affinity_key: Hashable | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+        on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
     ) -> tuple[GenerateResult | None, EngineError | None]:
         """(what was sampled, what broke it off): nothing breaks a complete answer.
 
         The answer is streamed, so an engine that dies, or is declared down while it hangs, leaves the tokens it had.
+        `on_ids` is told the ids as they come.
         """
         await self._wait_for_one()
         member, kept = self._pick(affinity_key, []), Growing()
         url = member.client.base_url
-        reading = asyncio.ensure_future(member.client.generate_into(kept, payload))
+        reading = asyncio.ensure_future(member.client.generate_into(kept, payload, headers=headers, on_ids=on_ids))
         falling = asyncio.ensure_future(member.down.wait())
         cause: EngineError | None = None
         try:

@@ -83,10 +83,10 @@ class EngineBridge:
         self.core.call(lambda: self.core.abort_sequences(sequences, "the client went away"))
 
     async def pieces(self, request: GenerateRequest) -> AsyncIterator[tuple[Sequence, Piece]]:
-        """What is new of a streaming request, each --stream-interval tokens and at the end."""
+        """What is new of a streaming request, each `stream_interval` tokens (or --stream-interval) and at the end."""
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[Piece] = asyncio.Queue()
-        cutter = Cutter(self.core.options.stream_interval)
+        cutter = Cutter(request.params.stream_interval or self.core.options.stream_interval)
 
         def notify(seq: Sequence) -> None:
             if (piece := cutter.next(seq)) is not None:
