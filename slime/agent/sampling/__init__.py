@@ -1,0 +1,1 @@
+"""Who asks the engines for a session's turns, and one turn from request to record."""

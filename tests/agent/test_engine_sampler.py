@@ -1,0 +1,151 @@
+"""The sampler over engines: one answer of what the engines sampled, however often it was cut off."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from slime.agent.sampling.detokenizer import Detokenizer
+from slime.agent.sampling.engines import EngineSampler
+from slime.engine.http.pool import EnginePool
+from slime.rollout.asking import AbortedTooOften
+from slime.rollout.gate import Gate, Ticket
+from tests.agent.scripted_engine import Script, ScriptedEngine, Turn, log_prob
+from tests.tiny_models import make_tokenizer
+
+PARAMS = {"max_new_tokens": 400, "temperature": 1.0, "sampling_seed": 5}
+SAID = "Grüße 🙂, the answer is 42"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture
+def prompt(tokenizer):
+    return np.array(tokenizer.encode("what is it?"), dtype=np.int32)
+
+
+@pytest.fixture
+def play(tokenizer):
+    """`play(turn, ...)`: an engine that answers with them."""
+    serving = []
+
+    def make(*turns, **options):
+        engine = ScriptedEngine(Script(tokenizer, [turns]), **options)
+        context = engine.serving()
+        serving.append(context)
+        return engine, context.__enter__()
+
+    yield make
+    for context in serving:
+        context.__exit__(None, None, None)
+
+
+def sampled(url, tokenizer, prompt, *, streams=True, act=None, **options):
+    """(answer, [(text, ids)]) of one call; `act(sampler)` runs beside it."""
+
+    async def run():
+        pool = EnginePool([url])
+        sampler = EngineSampler(pool, tokenizer, stop_ids=[tokenizer.eos_token_id], **options)
+        heard = []
+
+        async def on_text(text, ids):
+            heard.append((text, ids))
+
+        try:
+            asking = asyncio.ensure_future(
+                sampler.sample(prompt, PARAMS, affinity="key", on_text=on_text if streams else None)
+            )
+            if act is not None:
+                await act(sampler)
+            return await asking, heard
+        finally:
+            await pool.aclose()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_an_answer_is_what_the_engine_sampled(tokenizer, prompt, play, streams):
+    turn = Turn.of(tokenizer, SAID, seed=3)
+    engine, url = play(turn, chunk=1)
+    answer, heard = sampled(url, tokenizer, prompt, streams=streams)
+    assert answer.ids.tolist() == list(turn.ids)
+    assert answer.ids[-1] == tokenizer.eos_token_id
+    np.testing.assert_array_equal(answer.log_probs, np.float32([log_prob(t) for t in turn.ids]))
+    assert (answer.text, answer.finish_reason) == (SAID, "stop")
+    assert "output_token_logprobs" not in answer.meta_info
+    [asked] = engine.requests
+    assert asked.streamed is streams
+    assert asked.input_ids.tolist() == prompt.tolist()
+    if streams:
+        assert [i for _, ids in heard for i in ids] == list(turn.ids)
+        assert "".join(text for text, _ in heard) == SAID
+        assert len(heard) == len(turn.ids)
+        assert asked.params["stream_interval"] == 1
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_is_cut_off_at_the_gate_goes_on_with_the_next_weights(tokenizer, prompt, play, streams):
+    turn = Turn.of(tokenizer, SAID, seed=3, hold_after=9)
+    engine, url = play(turn, chunk=2)
+    gate = Gate(asyncio.Semaphore(1))
+    ticket = Ticket(gate, masks=True)
+
+    async def held_for_a_while(sampler):
+        await asyncio.to_thread(engine.holding.wait)
+        gate.close()
+        await asyncio.gather(sampler.leave_engines(), gate.wait_until_idle())
+        engine.weight_version = "2"
+        assert len(engine.requests) == 1
+        gate.open()
+
+    answer, heard = sampled(url, tokenizer, prompt, streams=streams, act=held_for_a_while, ticket=ticket)
+    assert answer.ids.tolist() == list(turn.ids)
+    assert answer.text == SAID
+    assert answer.finish_reason == "stop"
+    assert answer.meta_info["masked_until"] == 9
+    assert answer.meta_info["weight_versions"] == [
+        {"version": "1", "start": 0, "end": 9},
+        {"version": "2", "start": 9, "end": len(turn.ids)},
+    ]
+    _, second = engine.requests
+    assert second.input_ids.tolist() == [*prompt.tolist(), *turn.ids[:9]]
+    assert second.params["max_new_tokens"] == 391
+    assert second.params["sampling_seed"] != PARAMS["sampling_seed"]
+    if streams:
+        assert "".join(text for text, _ in heard) == SAID
+
+
+def test_an_answer_that_is_given_up_is_aborted(tokenizer, prompt, play):
+    turn = Turn.of(tokenizer, SAID, hold_after=3)
+    engine, url = play(turn)
+
+    async def give_up(sampler):
+        await asyncio.to_thread(engine.holding.wait)
+        await sampler.leave_engines()
+
+    answer, _ = sampled(url, tokenizer, prompt, act=give_up, given_up=lambda: True)
+    assert answer.finish_reason == "abort"
+    assert answer.ids.tolist() == list(turn.ids[:3])
+
+
+def test_an_engine_that_keeps_aborting_is_an_error(tokenizer, prompt, play):
+    _, url = play(*[Turn(tuple(tokenizer.encode("x")), finish="abort")] * 16)
+    with pytest.raises(AbortedTooOften, match="16 times"):
+        sampled(url, tokenizer, prompt)
+
+
+def test_pieces_of_text_are_the_text_and_end_between_characters(tokenizer):
+    ids = tokenizer.encode(SAID, add_special_tokens=False)
+    text = Detokenizer(tokenizer, silent=[tokenizer.eos_token_id])
+    pieces = [text.feed([i]) for i in [*ids, tokenizer.eos_token_id]]
+    assert "".join(pieces) == SAID
+    assert text.end() == ""
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    half = Detokenizer(tokenizer)
+    smile = tokenizer.encode("🙂", add_special_tokens=False)
+    assert half.feed(smile[:1]) == ""
+    assert "\N{REPLACEMENT CHARACTER}" in half.end()
