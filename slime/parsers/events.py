@@ -1,7 +1,8 @@
 """What a parser says while a model writes, and the whole of it at the end.
 
-Invariant: in the order of the events, reasoning, text and calls are what the model wrote, less the marks of its format. A
-call that cannot be read becomes text, marks included: nothing that was written is lost.
+Invariant: in the order of the events, reasoning, text and calls are what the model wrote, less the marks of its format
+and the white space beside them. A call that cannot be read becomes text, marks included: nothing that was written is
+lost.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Reasoning:
-    """A piece of what the model thinks."""
+    """A piece of what the model thinks; an empty one says that it thought nothing."""
 
     text: str
 
@@ -36,24 +37,43 @@ class CallBegun:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A piece of the arguments of a call that has begun: of the text of one JSON object."""
+    """A piece of the arguments of a call that has begun: of the text of one JSON object.
+
+    The last brace of that object is told when the call was read to its end and not before, so that nobody takes a call
+    that broke off for a whole one.
+    """
 
     index: int
     text: str
 
 
 @dataclass(frozen=True)
+class CallEnded:
+    """The call is whole: the pieces of its arguments, put together, are a JSON object."""
+
+    index: int
+
+
+@dataclass(frozen=True)
 class IllFormed:
-    """What follows as text was meant as a call and cannot be read; `why` is for the log."""
+    """What follows as text was meant as a call and cannot be read; `why` is for the log.
+
+    With an `index`, that call had begun already and is taken back: it will not end, and all of it follows as text.
+    """
 
     why: str
+    index: int | None = None
 
 
-Event = Reasoning | Text | CallBegun | CallArguments | IllFormed
+Event = Reasoning | Text | CallBegun | CallArguments | CallEnded | IllFormed
 
 
 class OutputParser(Protocol):
-    """Turns one answer into events, in pieces of any size."""
+    """Turns one answer into events, in pieces of any size.
+
+    The text is what the tokens decode to with special tokens in it (`skip_special_tokens=False`): the marks of several
+    formats are special tokens. The token that ended the answer may be left out or not: at the very end it is a mark.
+    """
 
     def feed(self, text: str) -> list[Event]:
         """The events that are certain now that `text` was written too."""
@@ -84,11 +104,12 @@ class Output:
 
 
 def gathered(events: Iterable[Event]) -> Output:
-    """The whole answer that these events tell of."""
+    """The whole answer that these events tell of; of calls, those that ended."""
     reasoning: list[str] = []
     text: list[str] = []
-    names: list[tuple[str, str]] = []
-    arguments: list[list[str]] = []
+    begun: dict[int, CallBegun] = {}
+    arguments: dict[int, list[str]] = {}
+    calls: list[Call] = []
     thought = ill_formed = False
     for event in events:
         match event:
@@ -98,11 +119,12 @@ def gathered(events: Iterable[Event]) -> Output:
             case Text():
                 text.append(event.text)
             case CallBegun():
-                names.append((event.id, event.name))
-                arguments.append([])
+                begun[event.index], arguments[event.index] = event, []
             case CallArguments():
                 arguments[event.index].append(event.text)
+            case CallEnded():
+                call = begun[event.index]
+                calls.append(Call(call.id, call.name, "".join(arguments[event.index])))
             case IllFormed():
                 ill_formed = True
-    calls = tuple(Call(id_, name, "".join(pieces)) for (id_, name), pieces in zip(names, arguments, strict=True))
-    return Output("".join(reasoning) if thought else None, "".join(text), calls, ill_formed)
+    return Output("".join(reasoning) if thought else None, "".join(text), tuple(calls), ill_formed)

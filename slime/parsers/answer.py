@@ -1,0 +1,192 @@
+"""An answer as it is written: reasoning between its marks, text, and the calls of one format.
+
+Invariant: every character that is read is told once, as reasoning, as text or in a call, unless it is a mark of the
+format or white space beside one; whatever pieces it came in.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from slime.parsers.calls import Calls, ToolFormat
+from slime.parsers.events import Event, IllFormed, Reasoning, Text
+from slime.parsers.reader import NoCall, Reader, Steps, Unreadable
+from slime.parsers.reasoning import Think
+
+TAILS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<｜end▁of▁sentence｜>",
+         "<|user|>", "<|observation|>", "[EOS]", "<|return|>", "<|call|>", "<end_of_turn>")  # fmt: skip
+"""Tokens that end an answer: at its very end they are marks."""
+_SPACE = re.compile(r"\s*")
+_TAIL = re.compile(rf"\s*(?:(?:{'|'.join(map(re.escape, TAILS))})\s*)+\Z")
+
+
+class Channel:
+    """Text on its way out: white space at its end, and marks that may mean nothing, wait until more follows."""
+
+    def __init__(self, events: list[Event], kind: type[Reasoning] | type[Text], *, after_mark: bool) -> None:
+        self._events, self._kind = events, kind
+        self._held: list[str] = []
+        self._after_mark = after_mark  # white space at the beginning belongs to a mark before it
+        self._spoke = False
+        self.is_new = True  # nothing was told since the last mark
+
+    def say(self, text: str) -> None:
+        body = text.rstrip()
+        if body:
+            told = "".join(self._held) + body
+            self._held.clear()
+            self._tell(told.lstrip() if self._after_mark and not self._spoke else told)
+        self.hold(text[len(body) :])
+
+    def hold(self, text: str) -> None:
+        """This is text only if text follows."""
+        if text:
+            self._held.append(text)
+
+    def cut(self) -> None:
+        """A mark comes, or the end of a call: what was held back belongs to it."""
+        self._held.clear()
+        self._after_mark = self.is_new = True
+
+    def end(self) -> None:
+        """Nothing follows: marks that led nowhere are text, and so is white space unless a mark is beside it."""
+        rest = _TAIL.sub("", "".join(self._held))
+        self._held.clear()
+        if rest.strip():
+            self._events.append(IllFormed("marks of calls without a call"))
+            self._tell(rest)
+        elif rest and self._kind is Text and not (self.is_new and self._after_mark):
+            self._tell(rest)
+
+    def tell_nothing(self) -> None:
+        """Say that there was nothing to say, where nothing was."""
+        if not self._spoke:
+            self._tell("")
+
+    def _tell(self, text: str) -> None:
+        self._events.append(self._kind(text))
+        self._spoke, self.is_new = True, False
+
+
+class AnswerParser:
+    """The parser of every format that has marks in its text."""
+
+    def __init__(self, tool: ToolFormat, think: Think | None, *, thinking: bool, ids: Callable[[], str]) -> None:
+        self._tool, self._think = tool, think
+        self._events: list[Event] = []
+        self._reader = Reader()
+        self._calls = Calls(self._reader, self._events, ids)
+        self._text = Channel(self._events, Text, after_mark=thinking)
+        self._reasoning = Channel(self._events, Reasoning, after_mark=True)
+        self._thinking = thinking
+        self._marks = _Marks([*tool.begins, *tool.opens, *tool.closes, *TAILS, *(think.marks if think else ())])
+        self._steps = self._run()
+        self._resume()
+
+    def feed(self, text: str) -> list[Event]:
+        self._reader.feed(text)
+        return self._resume()
+
+    def end(self) -> list[Event]:
+        self._reader.ended = True
+        return self._resume()
+
+    def _resume(self) -> list[Event]:
+        next(self._steps, None)
+        told = self._events.copy()
+        self._events.clear()
+        return told
+
+    @property
+    def _channel(self) -> Channel:
+        return self._reasoning if self._thinking else self._text
+
+    def _run(self) -> Steps[None]:
+        while (mark := (yield from self._next_mark())) is not None:
+            if self._begins_call(mark):
+                yield from self._call(mark)
+            else:
+                self._mark(mark)
+        if self._thinking:
+            self._end_reasoning()
+        self._text.end()
+
+    def _next_mark(self) -> Steps[str | None]:
+        """Tell what is written before the next mark; None at the end, "" before a call that has none."""
+        reader = self._reader
+        while True:
+            if self._tool.bare and self._text.is_new and not self._thinking:
+                self._text.hold((yield from reader.run(_SPACE, sys.maxsize)))
+                if reader.text[reader.at : reader.at + 1] in self._tool.bare and reader.at < len(reader.text):
+                    return ""
+            if found := self._marks.pattern.search(reader.text, reader.at):
+                self._channel.say(reader.text[reader.at : found.start()])
+                reader.at = found.end()
+                return found.group()
+            certain = len(reader.text) - self._marks.begun(reader.text, reader.at)
+            self._channel.say(reader.text[reader.at : certain])
+            reader.at = certain
+            if not (yield from reader.more()):
+                self._channel.say(reader.text[reader.at :])
+                return None
+
+    def _begins_call(self, mark: str) -> bool:
+        keeps = self._thinking and self._think is not None and self._think.keeps_calls
+        return mark == "" or (mark in self._tool.begins and not keeps)
+
+    def _call(self, mark: str) -> Steps[None]:
+        ended = self._calls.ended
+        self._reader.begin(mark)
+        try:
+            yield from self._tool.read(mark, self._reader, self._calls)
+        except Unreadable as why:
+            if self._calls.ended > ended:
+                self._after_call()
+            index = self._calls.take_back()
+            if index is not None or not isinstance(why, NoCall):
+                self._events.append(IllFormed(str(why), index))
+            self._channel.say(self._reader.since_begin())
+        else:
+            self._after_call()
+        self._reader.forget()
+
+    def _after_call(self) -> None:
+        if self._thinking:
+            self._end_reasoning()
+        self._text.cut()
+
+    def _end_reasoning(self) -> None:
+        self._reasoning.end()
+        self._reasoning.tell_nothing()
+        self._thinking = False
+        self._text.cut()
+
+    def _mark(self, mark: str) -> None:
+        think = self._think
+        if think is not None and mark == think.end and self._thinking:
+            self._end_reasoning()
+        elif think is not None and mark == think.begin and self._channel.is_new:
+            self._channel.cut()
+            self._thinking = True
+        elif mark in self._tool.closes and self._calls.ended and self._text.is_new and not self._thinking:
+            self._text.cut()
+        elif mark in self._tool.opens or mark in TAILS:
+            self._channel.hold(mark)
+        else:
+            self._channel.say(mark)
+
+
+class _Marks:
+    """Where a mark is, and where one may have begun."""
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self.pattern = re.compile("|".join(map(re.escape, marks)))
+        self._beginnings = frozenset(mark[:size] for mark in marks for size in range(1, len(mark)))
+        self._longest = max(map(len, marks)) - 1
+
+    def begun(self, text: str, at: int) -> int:
+        """How many of the last characters, from `at` on, may be the beginning of a mark."""
+        most = min(self._longest, len(text) - at)
+        return next((size for size in range(most, 0, -1) if text[len(text) - size :] in self._beginnings), 0)

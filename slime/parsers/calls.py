@@ -1,0 +1,128 @@
+"""Calls on their way from a format to the events, and what a format is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+
+from slime.parsers.events import CallArguments, CallBegun, CallEnded, Event
+from slime.parsers.json_text import json_object, json_string, json_value, object_text
+from slime.parsers.reader import Reader, Steps, Unreadable
+
+_LONGEST_NAME = 256
+_IGNORED = {"id": re.compile(r"[\w.:-]*", re.ASCII), "type": re.compile("function")}
+"""What may stand in a call besides its name and arguments, and says nothing."""
+
+
+class Calls:
+    """The calls of one answer. Invariant: one is open at most, and the reader remembers the text of that one."""
+
+    def __init__(self, reader: Reader, events: list[Event], ids: Callable[[], str]) -> None:
+        self._reader, self._events, self._ids = reader, events, ids
+        self.open: int | None = None
+        self.ended = 0
+        self._next = 0
+        self._has_arguments = False
+
+    def begin(self, name: str) -> None:
+        if not name or len(name) > _LONGEST_NAME:
+            raise Unreadable("the name of the tool is missing" if not name else "the name of the tool is endless")
+        self.open, self._next, self._has_arguments = self._next, self._next + 1, False
+        self._events.append(CallBegun(self.open, self._ids(), name))
+
+    def arguments(self, text: str) -> None:
+        """A piece of the object, without the brace that closes it."""
+        assert self.open is not None
+        if text:
+            self._has_arguments = True
+            self._events.append(CallArguments(self.open, text))
+
+    def argument(self, name: str, value: object) -> None:
+        """One member of the object."""
+        member = f"{json.dumps(name, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+        self.arguments((", " if self._has_arguments else "{") + member)
+
+    def end(self) -> None:
+        """The call was read to its end."""
+        assert self.open is not None
+        self._events.append(CallArguments(self.open, "}" if self._has_arguments else "{}"))
+        self._events.append(CallEnded(self.open))
+        self.open = None
+        self.ended += 1
+        self._reader.begin()
+
+    def take_back(self) -> int | None:
+        """The call cannot be read; its number if it had begun."""
+        index, self.open = self.open, None
+        return index
+
+
+class ToolFormat:
+    """How a family of models writes tool calls.
+
+    `begins` are the marks with which a call begins, `bare` the characters with which one may begin where nothing was
+    said before, `opens` and `closes` marks around several calls. `read` reads on after a mark ("" for a bare one) and
+    raises `Unreadable` where that is no call.
+    """
+
+    begins: Sequence[str] = ()
+    bare: str = ""
+    opens: Sequence[str] = ()
+    closes: Sequence[str] = ()
+
+    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+        raise NotImplementedError
+
+
+def closed(reader: Reader, mark: str) -> Steps[None]:
+    """Read the mark that ends a call; an answer may end without it."""
+    if (yield from reader.next()) and not (yield from reader.take(mark)):
+        raise Unreadable(f"{mark} is missing")
+
+
+def named_object(reader: Reader, calls: Calls) -> Steps[None]:
+    """Read `{"name": ..., "arguments": {...}}`; the call stays open. `parameters` is another word for the arguments."""
+    if (yield from reader.next()) != "{":
+        raise Unreadable("a call must be a JSON object")
+    reader.at += 1
+    early: list[str] = []  # arguments before the name
+    seen: set[str] = set()
+    while True:
+        key = yield from json_string(reader)
+        if (yield from reader.next()) != ":":
+            raise Unreadable("this is no JSON: a colon is missing")
+        reader.at += 1
+        key = "arguments" if key == "parameters" else key
+        if key in seen:
+            raise Unreadable(f"{key!r} is there twice")
+        seen.add(key)
+        if key == "name":
+            calls.begin((yield from json_string(reader)))
+            calls.arguments("".join(early))
+        elif key == "arguments":
+            yield from _arguments(reader, early.append if calls.open is None else calls.arguments)
+        elif key not in _IGNORED or not _IGNORED[key].fullmatch((yield from json_string(reader))):
+            raise Unreadable(f"{key!r} has no place in a call")
+        character = yield from reader.next()
+        if character not in (",", "}"):
+            raise Unreadable("this is no JSON: a comma or } is missing")
+        reader.at += 1
+        if character == "}":
+            break
+    if calls.open is None:
+        raise Unreadable("the name of the tool is missing")
+
+
+def _arguments(reader: Reader, tell: Callable[[str], None]) -> Steps[None]:
+    """Read an object, the text of one in a string, or null."""
+    character = yield from reader.next()
+    if character == '"':
+        text = object_text((yield from json_string(reader)))
+        if text is None:
+            raise Unreadable("the arguments must be a JSON object")
+        tell(text[:-1])
+    elif character == "n":
+        yield from json_value(reader, lambda _: None)
+    else:
+        yield from json_object(reader, tell)

@@ -1,0 +1,126 @@
+"""Every format: what was written is read, in pieces of any size, and nothing is lost of what cannot be read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.parsers.events import CallArguments, CallEnded, Event, IllFormed, Text, gathered
+from slime.parsers.formats import Formats, make_parser
+from tests.parsers.writers import MARKS, WRITERS
+
+TYPES = {"text": "string", "count": "integer", "share": "number", "yes": "boolean", "some": "array", "all": "object"}
+PROPERTIES = {name: {"type": type_} for name, type_ in TYPES.items()}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": PROPERTIES}}}
+    for name in ("look_up", "write-file", "a.b")
+]
+
+LETTERS = "ab_c0-.,:;=é漢😀'\"\\/&|"
+words = st.text(LETTERS + "<>[]{}()#`", max_size=12)
+plain = st.text(LETTERS, max_size=12)
+scalars = st.integers(-(2**53), 2**53) | st.booleans() | words
+arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": words,
+        "count": st.integers(-(2**53), 2**53),
+        "share": st.floats(-1e9, 1e9, allow_nan=False),
+        "yes": st.booleans(),
+        "some": st.lists(scalars, max_size=3),
+        "all": st.dictionaries(words, scalars, max_size=3),
+    },
+)
+calls = st.lists(st.tuples(st.sampled_from(["look_up", "write-file", "a.b"]), arguments), min_size=1, max_size=3)
+
+
+def read(
+    name: str, text: str, cuts: list[int], *, reasoning: str | None = "qwen3", thinking: bool = False
+) -> list[Event]:
+    ids = (f"call_{number}" for number in itertools.count())
+    formats = Formats(name, "gpt-oss" if name == "gpt-oss" else reasoning)
+    parser = make_parser(formats, tools=TOOLS, starts_in_reasoning=thinking, ids=ids.__next__)
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    events = [event for start, end in itertools.pairwise(places) for event in parser.feed(text[start:end])]
+    return events + parser.end()
+
+
+def called(events: list[Event]) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in gathered(events).calls]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@settings(max_examples=60, deadline=None)
+@given(thought=st.none() | plain, before=plain, made=calls, cuts=st.lists(st.integers(0), max_size=40))
+def test_what_is_written_is_read(name: str, thought: str | None, before: str, made: list[Any], cuts: list[int]) -> None:
+    text = f"{before}\n{WRITERS[name](made)}"
+    if thought is not None:
+        text = f"<think>\n{thought}\n</think>\n\n{text}"
+    events = read(name, text, cuts)
+    output = gathered(events)
+    assert (output.reasoning, output.text, called(events)) == (thought, before, made)
+    assert not output.ill_formed
+    assert gathered(read(name, text, list(range(len(text))))) == output
+
+
+SENTINELS = [chr(0xE000 + number) for number in range(12)]
+
+
+@st.composite
+def broken(draw: st.DrawFn, name: str) -> str:
+    """An answer with parts cut out, doubled or put in, and characters of which none may get lost."""
+    parts = draw(st.lists(plain | calls.map(WRITERS[name]) | st.sampled_from(MARKS[name]), min_size=1, max_size=4))
+    text = draw(st.sampled_from(["", "<think>", "<think>\n</think>"])) + " ".join(parts)
+    for _ in range(draw(st.integers(0, 3))):
+        start = draw(st.integers(0, len(text)))
+        end = min(len(text), start + draw(st.integers(0, 20)))
+        kind = draw(st.sampled_from(["cut", "twice", "mark"]))
+        middle = {
+            "cut": "",
+            "twice": text[start:end] * 2,
+            "mark": draw(st.sampled_from([*MARKS[name], "</think>", "<|im_end|>", '"', "\\", "{", "}"])),
+        }
+        text = text[:start] + middle[kind] + text[end:]
+    for sentinel in SENTINELS[: draw(st.integers(1, 6))]:
+        place = draw(st.integers(0, len(text)))
+        text = text[:place] + sentinel + text[place:]
+    return text
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), thinking=st.booleans(), cuts=st.lists(st.integers(0), max_size=40))
+def test_nothing_is_lost_of_what_cannot_be_read(
+    name: str, data: st.DataObject, thinking: bool, cuts: list[int]
+) -> None:
+    text = data.draw(broken(name))
+    events = read(name, text, [], thinking=thinking)
+    output = gathered(events)
+    told = (output.reasoning or "") + output.text + "".join(call.name + call.arguments for call in output.calls)
+    for sentinel in SENTINELS:
+        assert told.count(sentinel) == text.count(sentinel)
+    assert all(isinstance(json.loads(call.arguments), dict) for call in output.calls)
+    assert gathered(read(name, text, cuts, thinking=thinking)) == output
+    assert gathered(read(name, text, list(range(len(text))), thinking=thinking)) == output
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@settings(max_examples=60, deadline=None)
+@given(made=calls, end=st.integers(1, 40))
+def test_a_call_that_breaks_off_becomes_text(name: str, made: list[Any], end: int) -> None:
+    text = WRITERS[name](made)
+    events = read(name, text[: max(0, len(text) - end)], [])
+    whole = [event.index for event in events if isinstance(event, CallEnded)]
+    taken_back = [event.index for event in events if isinstance(event, IllFormed) and event.index is not None]
+    assert called(events) == made[: len(whole)]
+    for index in taken_back:
+        pieces = [event.text for event in events if isinstance(event, CallArguments) and event.index == index]
+        with pytest.raises(json.JSONDecodeError):  # nobody can take it for a whole call
+            json.loads("".join(pieces))
+    ill_formed = [place for place, event in enumerate(events) if isinstance(event, IllFormed)]
+    assert all(isinstance(events[place + 1], Text) for place in ill_formed)

@@ -1,0 +1,173 @@
+"""Which parser is chosen, and what it says while a model writes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.errors import UserError
+from slime.parsers.events import (
+    Call,
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Event,
+    IllFormed,
+    Output,
+    Reasoning,
+    Text,
+    gathered,
+)
+from slime.parsers.formats import Formats, call_id, formats_of, make_parser
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+
+
+def said(formats: Formats, *pieces: str, **how: Any) -> list[Event]:
+    parser = make_parser(formats, ids=lambda: "call_1", **how)
+    return [event for piece in pieces for event in parser.feed(piece)] + parser.end()
+
+
+@pytest.mark.parametrize(
+    ("template", "formats"),
+    [
+        ("qwen2_5", Formats("hermes", None)),
+        ("qwen3", Formats("hermes", "qwen3")),
+    ],
+)
+def test_the_formats_of_a_template(template: str, formats: Formats) -> None:
+    assert formats_of((TEMPLATES / f"{template}.jinja").read_text()) == formats
+
+
+@pytest.mark.parametrize("formats", [Formats("hermess", None), Formats(None, "think")])
+def test_an_unknown_name_is_answered_with_the_known_ones(formats: Formats) -> None:
+    with pytest.raises(UserError, match=r"hermes, .*qwen25|deepseek-r1, .*qwen3"):
+        make_parser(formats)
+
+
+def test_a_call_is_told_as_it_is_written() -> None:
+    parser = make_parser(Formats("hermes", "qwen3"), ids=lambda: "call_1")
+    written = [
+        ("<think>", []),
+        ("so", [Reasoning("so")]),
+        ("\n</think>\n\nlet me ", [Text("let me")]),
+        ("see\n<tool", [Text(" see")]),
+        ('_call>\n{"name": "look', []),
+        ('_up", ', [CallBegun(0, "call_1", "look_up")]),
+        ('"arguments": {"what": "', [CallArguments(0, '{"what": "')]),
+        ("tea", [CallArguments(0, "tea")]),
+        ('"}', [CallArguments(0, '"')]),
+        ("}\n</tool_call", []),
+        (">", [CallArguments(0, "}"), CallEnded(0)]),
+        ("\n", []),
+    ]
+    assert [(text, parser.feed(text)) for text, _ in written] == written
+    assert parser.end() == []
+
+
+def test_a_call_that_turns_out_unreadable_is_taken_back() -> None:
+    text = '<tool_call>{"name": "a", "arguments": {"b": 1} oops</tool_call>'
+    events = said(Formats("hermes", None), "well ", text)
+    assert events[:4] == [
+        Text("well"),
+        CallBegun(0, "call_1", "a"),
+        CallArguments(0, '{"b": 1'),
+        IllFormed("this is no JSON: a comma or } is missing", 0),
+    ]
+    assert gathered(events) == Output(None, f"well {text}", (), True)
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string"},
+                "count": {"type": "integer"},
+                "maybe": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+                "yes": {"type": ["boolean"]},
+                "kind": {"enum": ["1", "2"]},
+                "rows": {"items": {"type": "integer"}},
+                "any": {},
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("parameter", "written", "value"),
+    [
+        ("text", "12", '"12"'),
+        ("text", "null", '"null"'),
+        ("text", ' a"\n<b> ', '" a\\"\\n<b> "'),
+        ("count", " 12 ", "12"),
+        ("count", "12.5", '"12.5"'),
+        ("count", "many", '"many"'),
+        ("maybe", "12", "12"),
+        ("maybe", "1.5e3", "1500.0"),
+        ("maybe", "null", "null"),
+        ("yes", "True", "true"),
+        ("kind", "1", '"1"'),
+        ("rows", "[1, 2]", "[1, 2]"),
+        ("rows", "[1, 2", '"[1, 2"'),
+        ("rows", "[" * 5000, '"' + "[" * 5000 + '"'),
+        ("count", "9" * 5000, '"' + "9" * 5000 + '"'),
+        ("any", "1", '"1"'),
+        ("unknown", "1", '"1"'),
+    ],
+)
+def test_values_without_quotes_are_typed_by_the_schema(parameter: str, written: str, value: str) -> None:
+    text = f"<tool_call>\n<function=f>\n<parameter={parameter}>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    events = said(Formats("qwen3_coder", None), text, tools=[TOOL])
+    assert gathered(events).calls == (Call("call_1", "f", f'{{"{parameter}": {value}}}'),)
+
+
+@pytest.mark.parametrize(
+    ("text", "output"),
+    [
+        ("hello \n", Output(None, "hello \n")),
+        ("hello<|im_end|>", Output(None, "hello")),
+        ("a <|im_end|> b", Output(None, "a <|im_end|> b")),
+        ("<think>\n\n</think>\n\nhello", Output("", "hello")),
+        ("<think>a", Output("a", "")),
+        ("hello <think>a</think>", Output(None, "hello <think>a</think>")),
+        ("<think>a <tool_call> b</think> c", Output("a <tool_call> b", "c", (), True)),
+        ('<think>a <tool_call>{"name": "f"}</tool_call>', Output("a", "", (Call("call_1", "f", "{}"),))),
+        ('a\n<tool_call>{"name": "f"}</tool_call>\n b ', Output(None, "a\n b ", (Call("call_1", "f", "{}"),))),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', Output(None, "", (Call("call_1", "f", '{"a": 1}'),))),
+        (
+            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+            Output(None, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', (), True),
+        ),
+        ('<tool_call>{"name": 5}</tool_call>', Output(None, '<tool_call>{"name": 5}</tool_call>', (), True)),
+        ('<tool_call>{"name": ""}</tool_call>', Output(None, '<tool_call>{"name": ""}</tool_call>', (), True)),
+        (
+            '<tool_call>{"name": "\\ud800"}</tool_call>',
+            Output(None, '<tool_call>{"name": "\\ud800"}</tool_call>', (), True),
+        ),
+    ],
+)
+def test_text_reasoning_and_calls_are_told_apart(text: str, output: Output) -> None:
+    assert gathered(said(Formats("hermes", "qwen3"), text)) == output
+
+
+def test_what_is_not_asked_for_stays_in_the_text() -> None:
+    text = '<think>a</think> <tool_call>{"name": "f"}</tool_call>'
+    assert gathered(said(Formats(), text)) == Output(None, text)
+
+
+def test_reasoning_that_the_prompt_has_begun() -> None:
+    assert gathered(said(Formats(None, "qwen3"), "a</think>b", starts_in_reasoning=True)) == Output("a", "b")
+    assert gathered(said(Formats(None, "deepseek-r1"), "a</think>b")) == Output("a", "b")
+    assert gathered(said(Formats(None, "deepseek-r1"), "<think>a</think>b")) == Output("a", "b")
+
+
+def test_ids_cannot_be_guessed() -> None:
+    assert re.fullmatch("call_[0-9a-f]{24}", call_id())
+    assert len({call_id() for _ in range(100)}) == 100
