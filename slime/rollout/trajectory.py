@@ -449,3 +449,6 @@ async def _record(runtime: RolloutRuntime, dispatched: Produced, produced: Produ
         return
     if not any((sample.failure or "").startswith("engine: ") for sample in leaves([produced])):
         await runtime.journal.record(dispatched, produced)
+        if not any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
+            for told in runtime.when_recorded:
+                await told(dispatched)

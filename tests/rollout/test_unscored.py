@@ -146,6 +146,29 @@ def test_a_killed_run_finds_what_was_generated_and_only_scores_it(
     again.close()
 
 
+@pytest.mark.parametrize("given_up", [False, True])
+def test_who_keeps_the_way_of_a_sample_is_told_when_its_end_is_recorded(
+    engine: Any, make_runtime: Any, prompts: Any, write_plugin: Any, tmp_path: Path, given_up: bool
+) -> None:
+    runtime = make_runtime([engine.url], custom_rm_path=write_plugin(SLOW.format(slow="no")))
+    journal = journal_at(tmp_path)
+    journal.recover(0)
+    runtime.journal = journal
+    [group] = prompts(["a"], n=2).get_samples(1)
+    journal.hand_out([group], None)
+    told: list[tuple[int | None, list[str]]] = []
+
+    async def note(sample: Sample) -> None:
+        told.append((sample.index, _statuses(journal)))
+
+    runtime.when_recorded.append(note)
+    runtime.state.aborted = given_up
+    runtime.run(_dispatched(runtime, group), 30)
+    assert {index for index, _ in told} == (set() if given_up else {sample.index for sample in group})
+    assert all({"generated", "completed"} & set(statuses) for _, statuses in told)
+    journal.close()
+
+
 async def _dispatched(runtime: Any, group: Any) -> list[Any]:
     return await asyncio.gather(*runtime.state.submit_generate_tasks([group]))
 

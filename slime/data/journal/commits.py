@@ -11,15 +11,22 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
-
-from slime.data.journal.database import Database
+from typing import Any, Protocol
 
 Change = Callable[[Any], Callable[[], None] | None]
 """Writes into a connection, inside a transaction; gives what is to be done once that has succeeded."""
 
 MOST_AT_ONCE = 64
+
+
+class Transactions(Protocol):
+    """What is written to."""
+
+    def transaction(self) -> AbstractContextManager[Any]:
+        """A connection: all of what is written inside, or nothing."""
+        ...
 
 
 @dataclass
@@ -47,7 +54,7 @@ class _Write:
 class Commits:
     """The queue of a journal and its thread, which starts with the first write."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Transactions) -> None:
         self._database = database
         self._queue: deque[_Write] = deque()
         self._writing = threading.RLock()

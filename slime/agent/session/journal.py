@@ -1,0 +1,244 @@
+"""The journal of turns: what unfinished sessions have sampled, in an SQLite file beside the run.
+
+A row is a turn, written before the client has the last byte of it, and gone when the driver has recorded the samples
+that the session became. After a crash an attempt whose environment can be resumed goes on from its rows.
+
+Invariants: a turn whose `append` has returned is in the file, whatever happens to the process. Rows that cannot be
+read, or do not make a session, are the end of that session and of no other. A file that is no journal of turns is set
+aside: it never keeps a run from starting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.agent.session.limits import Limits
+from slime.agent.session.records import BadRecord
+from slime.agent.session.session import Session, Template
+from slime.data.journal import JournalFailed
+from slime.data.journal.codec import Codec
+from slime.data.journal.commits import Change, Commits
+from slime.data.sample import Sample
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "sessions.sqlite"
+APPLICATION_ID = 0x736C7475  # "sltu"
+FORMAT = 1
+_BUSY_S = 30.0
+_SCHEMA = """
+CREATE TABLE turns (
+    run TEXT NOT NULL, sample INTEGER NOT NULL, group_index INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    session TEXT NOT NULL, number INTEGER NOT NULL, record BLOB NOT NULL, digest BLOB NOT NULL,
+    PRIMARY KEY (run, sample, group_index, attempt, session, number)
+) WITHOUT ROWID;
+"""
+_OF_ATTEMPT = "run = ? AND sample = ? AND group_index = ? AND attempt = ?"
+_NONE = -1
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Whose turns they are: the sample of a run by its number and its group's, and how often it was tried before."""
+
+    run: str
+    sample: int | None
+    group: int | None
+    number: int = 0
+
+    @classmethod
+    def of(cls, run: str, sample: Sample, number: int = 0) -> Attempt:
+        return cls(run, sample.index, sample.group_index, number)
+
+    @property
+    def columns(self) -> tuple[str, int, int, int]:
+        group = _NONE if self.group is None else self.group
+        return (self.run, _NONE if self.sample is None else self.sample, group, self.number)
+
+
+class TurnJournal:
+    """One process's hands on the file; others may have theirs. Usable from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Make or open `path`."""
+        self.path = path
+        self._lock = threading.RLock()
+        self._codec = Codec()
+        if path.exists() and not _is_ours(path):
+            _set_aside(path)
+        try:
+            self._connection = self._connected()
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+        self._commits = Commits(self)
+
+    async def append(self, key: str, attempt: Attempt, record: Mapping[str, Any]) -> None:
+        """Keep a turn (`Session.turn_record`); in the file when this returns, and the event loop goes on meanwhile.
+
+        An attempt has one session: with the first turn of another one, the turns of the earlier are gone.
+        """
+        await self._commits.write(lambda: self._appending(key, attempt, record))
+
+    def append_now(self, key: str, attempt: Attempt, record: Mapping[str, Any]) -> None:
+        """`append`, for callers without an event loop."""
+        self._commits.drain()
+        with self.transaction() as connection:
+            self._appending(key, attempt, record)(connection)
+
+    async def forget(self, attempt: Attempt) -> None:
+        """The samples of an attempt are recorded elsewhere, or it is given up."""
+        await self._commits.write(lambda: _deleting(_OF_ATTEMPT, attempt.columns))
+
+    async def forget_sample(self, run: str, sample: Sample) -> None:
+        """`forget` for all attempts at a sample."""
+        columns = Attempt.of(run, sample).columns[:3]
+        await self._commits.write(lambda: _deleting("run = ? AND sample = ? AND group_index = ?", columns))
+
+    def forget_other_runs(self, run: str) -> None:
+        """What is left of other runs in this folder is nobody's any more."""
+        self._commits.drain()
+        with self.transaction() as connection:
+            connection.execute("DELETE FROM turns WHERE run != ?", (run,))
+
+    def attempts(self, run: str) -> list[Attempt]:
+        """The attempts of a run that have turns here."""
+        with self._lock:
+            rows = self._connection.execute(
+                "SELECT DISTINCT sample, group_index, attempt FROM turns WHERE run = ? ORDER BY 1, 2, 3", (run,)
+            ).fetchall()
+        return [Attempt(run, _or_none(sample), _or_none(group), number) for sample, group, number in rows]
+
+    def restore(
+        self,
+        attempt: Attempt,
+        template: Template | None = None,
+        *,
+        limits: Limits | None = None,
+        strict: bool = False,
+    ) -> Session | None:
+        """The session of an unfinished attempt as it was after its last turn; None if there is none to go on with."""
+        self._commits.drain()
+        try:
+            with self._lock:
+                rows = self._connection.execute(
+                    f"SELECT session, number, record, digest FROM turns WHERE {_OF_ATTEMPT} ORDER BY number",
+                    attempt.columns,
+                ).fetchall()
+            if not rows:
+                return None
+            records = [self._record_of(attempt, *row) for row in rows]
+            return Session.from_turns(str(rows[0][0]), records, template, limits=limits, strict=strict)
+        except (BadRecord, sqlite3.DatabaseError) as error:
+            logger.warning("%s: the session of sample %s begins anew: %s", self.path, attempt.sample, error)
+            return None
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All of what is written inside, or nothing."""
+        with self._lock:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise self._failed(error) from error
+            finally:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+
+    def close(self) -> None:
+        """Write what waits, and give the file back; safe to call again."""
+        self._commits.close()
+        with self._lock:
+            self._connection.close()
+
+    def _appending(self, key: str, attempt: Attempt, record: Mapping[str, Any]) -> Change:
+        number = int(record["turn"]["number"])
+        content = self._codec.pack(dict(record), f"turn {number} of sample {attempt.sample}")
+        digest = _digest(attempt, key, number, content)
+
+        def change(connection: sqlite3.Connection) -> None:
+            connection.execute(f"DELETE FROM turns WHERE {_OF_ATTEMPT} AND session != ?", (*attempt.columns, key))
+            connection.execute(
+                "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (*attempt.columns, key, number, content, digest),
+            )
+
+        return change
+
+    def _record_of(self, attempt: Attempt, session: Any, number: Any, content: Any, digest: Any) -> Mapping[str, Any]:
+        if not isinstance(content, bytes) or digest != _digest(attempt, str(session), number, content):
+            raise BadRecord(f"turn {number} is not what was written")
+        record: Mapping[str, Any] = self._codec.unpack(content)
+        return record
+
+    def _connected(self) -> sqlite3.Connection:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute("BEGIN IMMEDIATE")
+        if not connection.execute("PRAGMA user_version").fetchone()[0]:
+            connection.execute(_SCHEMA)
+            connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version={FORMAT}")
+        connection.execute("COMMIT")
+        return connection
+
+    def _failed(self, error: sqlite3.Error) -> JournalFailed:
+        return JournalFailed(
+            f"{self.path}: the turns of sessions cannot be written ({error}); make room on that disk if it is full, "
+            "and run the same command again"
+        )
+
+
+def _deleting(where: str, columns: tuple[Any, ...]) -> Change:
+    def change(connection: sqlite3.Connection) -> None:
+        connection.execute(f"DELETE FROM turns WHERE {where}", columns)
+
+    return change
+
+
+def _digest(attempt: Attempt, key: str, number: int, content: bytes) -> bytes:
+    """Of a row with all that it says: one that was copied under another name is as wrong as one with other bytes."""
+    digest = hashlib.blake2b(repr((*attempt.columns, key, number)).encode(), digest_size=16)
+    digest.update(content)
+    return digest.digest()
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether this is a journal of turns that can be read, or an empty file that is going to be one."""
+    try:
+        with closing(sqlite3.connect(f"file:{path.absolute()}?mode=ro", uri=True, timeout=_BUSY_S)) as connection:
+            known = [
+                int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")
+            ]
+            if known == [0, 0]:
+                return not connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+            connection.execute("SELECT number FROM turns LIMIT 1").fetchone()
+            return known == [APPLICATION_ID, FORMAT]
+    except sqlite3.DatabaseError:
+        return False
+
+
+def _set_aside(path: Path) -> None:
+    number = 1
+    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    for suffix in ("", "-wal", "-shm"):
+        beside = path.with_name(path.name + suffix)
+        if beside.exists():
+            beside.rename(f"{aside}{suffix}")
+    logger.warning("%s: is no journal of turns that this slime can read; it is now %s", path, aside)
+
+
+def _or_none(value: int) -> int | None:
+    return None if value == _NONE else value
