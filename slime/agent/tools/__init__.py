@@ -1,0 +1,25 @@
+"""Tools for multi-turn generate functions: what a model may call, and every way in which a call can end."""
+
+from slime.agent.tools.environment import ToolBox, ToolEnvironment
+from slime.agent.tools.functions import FunctionTool
+from slime.agent.tools.interpreter import PythonInterpreter
+from slime.agent.tools.mcp_servers import McpServer
+from slime.agent.tools.outcomes import ToolCounts, ToolError, ToolFailure, ToolOutcome, ToolRefusal, ToolResult
+from slime.agent.tools.tool import Tool, ToolLimits, ToolProvider
+
+__all__ = [
+    "FunctionTool",
+    "McpServer",
+    "PythonInterpreter",
+    "Tool",
+    "ToolBox",
+    "ToolCounts",
+    "ToolEnvironment",
+    "ToolError",
+    "ToolFailure",
+    "ToolLimits",
+    "ToolOutcome",
+    "ToolProvider",
+    "ToolRefusal",
+    "ToolResult",
+]

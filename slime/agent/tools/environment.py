@@ -1,0 +1,136 @@
+"""The tools of a task, and what happens when a model calls them.
+
+Invariant: `ToolBox.run` answers every call with exactly one result, in the order of the calls, whatever the tools do;
+calls of one turn run at the same time. Nothing that a tool raises, returns or keeps waiting for gets further than its
+result. A tool has its limits over all samples of the run; what it keeps for an attempt is gone with the attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from slime.agent.messages import ToolCall
+from slime.agent.tools.functions import FunctionTool, sample_here
+from slime.agent.tools.outcomes import ToolCounts, ToolFailure, ToolOutcome, ToolResult, bounded
+from slime.agent.tools.tool import Tool, ToolProvider
+from slime.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class ToolEnvironment:
+    """What a task's model may call: functions, interpreters, MCP servers.
+
+    Made once, at the top of a plugin file for instance; nothing is started before the first attempt. `max_calls` bounds
+    the calls of one attempt: those beyond it are refused. `aclose` ends what the tools started; in a run that happens
+    with the run.
+    """
+
+    def __init__(self, tools: Sequence[Callable[..., Any] | ToolProvider], *, max_calls: int | None = None) -> None:
+        self._providers: list[ToolProvider] = [_as_provider(tool) for tool in tools]
+        self._max_calls = max_calls
+        self._at_once: dict[str, asyncio.Semaphore] = {}
+
+    @asynccontextmanager
+    async def open(self, sample: Any = None) -> AsyncIterator[ToolBox]:
+        """The tools for one attempt; functions with a parameter `sample` get this one."""
+        async with AsyncExitStack() as stack:
+            tools: dict[str, Tool] = {}
+            for provider in self._providers:
+                for tool in await stack.enter_async_context(provider.open()):
+                    if tool.name in tools:
+                        raise UserError(f"two tools have the name {tool.name!r}: give one of them another")
+                    tools[tool.name] = tool
+            yield ToolBox(tools, self._at_once, self._max_calls, sample)
+
+    async def aclose(self) -> None:
+        """End what was started."""
+        for provider in self._providers:
+            await provider.aclose()
+
+
+def _as_provider(tool: Callable[..., Any] | ToolProvider) -> ToolProvider:
+    if hasattr(tool, "open") and hasattr(tool, "aclose"):
+        return tool
+    return FunctionTool(tool)
+
+
+class ToolBox:
+    """The tools of one attempt, with the counts of what came of the calls."""
+
+    def __init__(
+        self, tools: Mapping[str, Tool], at_once: dict[str, asyncio.Semaphore], max_calls: int | None, sample: Any
+    ) -> None:
+        self._tools, self._at_once, self._max_calls, self._sample = tools, at_once, max_calls, sample
+        self.counts = ToolCounts()
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """For the chat template and for `tools=` of a client."""
+        return [dict(tool.schema) for tool in self._tools.values()]
+
+    async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """All calls of a turn, at the same time; their results in the order of the calls."""
+        before = self.counts.outcomes.total()
+        left = len(calls) if self._max_calls is None else max(0, self._max_calls - before)
+        results = await asyncio.gather(*(self._one(call, is_allowed=i < left) for i, call in enumerate(calls)))
+        for result in results:
+            self.counts.add(result)
+        return results
+
+    async def call(self, name: str, arguments: Mapping[str, Any] | str) -> ToolResult:
+        """One call by name, for loops that read calls by themselves (`<search>...</search>`)."""
+        text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments))
+        return (await self.run([ToolCall(f"call_{self.counts.outcomes.total()}", name, text)]))[0]
+
+    async def _one(self, call: ToolCall, *, is_allowed: bool) -> ToolResult:
+        began = time.monotonic()
+        tool = self._tools.get(call.name)
+        limit = 8192 if tool is None else tool.limits.max_result_chars
+        try:
+            if tool is None:
+                known = ", ".join(self._tools) or "none"
+                raise ToolFailure(ToolOutcome.UNKNOWN_TOOL, f"there is no tool {call.name!r:.80}; there are: {known}")
+            if not is_allowed:
+                raise ToolFailure(ToolOutcome.REFUSED, f"no more than {self._max_calls} calls are allowed")
+            text, cut = bounded(await self._called(tool, _arguments(call)), limit)
+            return ToolResult(call, ToolOutcome.OK, text, time.monotonic() - began, cut)
+        except ToolFailure as failure:
+            text, cut = bounded(failure.text, limit)
+            return ToolResult(call, failure.outcome, f"Error: {text}", time.monotonic() - began, cut)
+
+    async def _called(self, tool: Tool, arguments: dict[str, Any]) -> str:
+        at_once = self._at_once.setdefault(tool.name, asyncio.Semaphore(tool.limits.concurrency))
+        token = sample_here.set(self._sample)
+        try:
+            async with at_once, asyncio.timeout(tool.limits.timeout_s) as deadline:
+                return await tool.call(arguments)
+        except TimeoutError as error:
+            if not deadline.expired():  # its own, of a request that it made
+                raise ToolFailure(ToolOutcome.ERROR, f"{type(error).__name__}: {error}") from error
+            text = f"{tool.name} did not answer within {tool.limits.timeout_s:g} s"
+            raise ToolFailure(ToolOutcome.TIMEOUT, text) from error
+        except (ToolFailure, UserError):
+            raise
+        except (Exception, SystemExit) as error:  # whatever a tool raises is its call's outcome
+            logger.info("tool %s raised", tool.name, exc_info=True)
+            raise ToolFailure(ToolOutcome.ERROR, f"{type(error).__name__}: {error}") from error
+        finally:
+            sample_here.reset(token)
+
+
+def _arguments(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        text = f"the arguments of {call.name} are no JSON: {error}"
+        raise ToolFailure(ToolOutcome.BAD_ARGUMENTS, text) from error
+    if not isinstance(arguments, dict):
+        raise ToolFailure(ToolOutcome.BAD_ARGUMENTS, f"the arguments of {call.name} are no JSON object")
+    return arguments

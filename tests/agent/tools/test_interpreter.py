@@ -1,0 +1,217 @@
+"""The interpreter keeps its variables for one attempt, and no code takes more with it than its call."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.agent.tools import PythonInterpreter, ToolBox, ToolEnvironment, ToolOutcome, ToolResult
+from slime.agent.tools.processes import subprocess_starter
+
+
+def in_box(work: Callable[[ToolBox], Awaitable[Any]], **options: Any) -> Any:
+    async def main() -> Any:
+        environment = ToolEnvironment([PythonInterpreter(**{"spare": 0, **options})])
+        try:
+            async with environment.open() as box:
+                return await work(box)
+        finally:
+            await environment.aclose()
+
+    return asyncio.run(main())
+
+
+def run(*pieces: str, **options: Any) -> list[ToolResult]:
+    async def work(box: ToolBox) -> list[ToolResult]:
+        return [await box.call("python", {"code": code}) for code in pieces]
+
+    return in_box(work, **options)
+
+
+def shown(*pieces: str, **options: Any) -> list[tuple[str, str]]:
+    return [(result.outcome.value, result.text) for result in run(*pieces, **options)]
+
+
+def test_variables_stay_and_the_last_value_is_shown() -> None:
+    assert shown("x = 6 * 7", "x", "print(x)\nx + 1", "_ * 2", "def f(n):\n  return n * x\nf(2)", "None") == [
+        ("ok", ""),
+        ("ok", "42"),
+        ("ok", "42\n43"),
+        ("ok", "86"),
+        ("ok", "84"),
+        ("ok", ""),
+    ]
+
+
+def test_errors_are_told_as_python_tells_them_and_cost_no_variables() -> None:
+    results = shown("x = 1", "def f():\n    return x / 0\nprint('so far')\nf()", "1 +", "import nothing_here", "x")
+    assert results[1] == (
+        "error",
+        "Error: so far\nline 4, in <module>\nline 2, in f\nZeroDivisionError: division by zero",
+    )
+    assert results[2][0] == "error"
+    assert results[2][1].endswith("SyntaxError: invalid syntax")
+    assert results[3] == (
+        "error",
+        "Error: line 1, in <module>\nModuleNotFoundError: No module named 'nothing_here'",
+    )
+    assert results[4] == ("ok", "1")
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome", "text"),
+    [
+        ("raise SystemExit", "ok", ""),
+        ("import sys; sys.exit('no')", "error", "Error: SystemExit: no"),
+        ("input()", "error", "EOFError: EOF when reading a line"),
+        ("raise KeyboardInterrupt", "error", "KeyboardInterrupt"),
+        ("def f(): f()\nf()", "error", "RecursionError: maximum recursion depth exceeded"),
+        ("print('a', file=__import__('sys').stderr)", "ok", "a"),
+        ("import os; os.system('echo from a child')", "ok", "0\nfrom a child"),
+        ("import os; os.write(1, b'raw')", "ok", "3\nraw"),
+    ],
+)
+def test_what_code_does_is_its_result(code: str, outcome: str, text: str) -> None:
+    [first, second] = shown(code, "'still here'")
+    assert first[0] == outcome
+    assert first[1].endswith(text)
+    assert second == ("ok", "'still here'")
+
+
+def test_code_out_of_time_is_interrupted_and_the_variables_stay() -> None:
+    assert shown("x = 5", "print('began')\nwhile True: pass", "x", timeout_s=0.5) == [
+        ("ok", ""),
+        ("timeout", "Error: began\nthe code took longer than 0.5 s and was interrupted"),
+        ("ok", "5"),
+    ]
+
+
+def test_code_that_cannot_be_interrupted_is_ended_and_the_next_call_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", 0.2)
+    deaf = "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass"
+    assert shown("x = 5", deaf, "x", "1", timeout_s=0.3) == [
+        ("ok", ""),
+        ("timeout", "Error: the code took longer than 0.3 s and the interpreter was ended"),
+        (
+            "error",
+            "Error: (the interpreter was started anew: variables are gone)\nline 1, in <module>\n"
+            "NameError: name 'x' is not defined",
+        ),
+        ("ok", "1"),
+    ]
+
+
+def test_an_interpreter_that_dies_ends_its_call() -> None:
+    assert shown("import os; os._exit(7)", "1 + 1") == [
+        ("crashed", "Error: the interpreter ended in the middle of the call (exit code 7)"),
+        ("ok", "(the interpreter was started anew: variables are gone)\n2"),
+    ]
+
+
+def test_code_that_writes_into_the_pipe_of_the_protocol_harms_only_itself() -> None:
+    code = "import os\nfor fd in range(3, 20):\n  try: os.write(fd, b'[1]\\n')\n  except OSError: pass\n"
+    [first, second] = shown(code, "2 + 2")
+    assert first[0] == "crashed"
+    assert second == ("ok", "(the interpreter was started anew: variables are gone)\n4")
+
+
+def test_output_is_bounded_while_it_is_printed() -> None:
+    [result, after] = shown("while True: print('spam')", "1", max_output_chars=1000, max_result_chars=100)
+    assert result[0] == "too_much_output"
+    assert result[1].endswith("the code printed more than 1000 characters")
+    assert result[1].startswith("Error: spam\nspam\n")
+    assert "characters left out" in result[1]
+    assert len(result[1]) < 200
+    assert after == ("ok", "1")
+    [child] = shown("import os; _ = os.system('yes | head -c 100000')", max_output_chars=1000)
+    assert child[0] == "too_much_output"
+
+
+def test_memory_is_bounded() -> None:
+    [first, second] = shown("x = bytearray(1 << 30)", "1", memory_mb=256)
+    assert first == ("error", "Error: MemoryError: the memory of the interpreter is used up")
+    assert second == ("ok", "1")
+
+
+def test_attempts_share_nothing_and_calls_of_one_turn_come_one_after_the_other() -> None:
+    async def main() -> None:
+        environment = ToolEnvironment([PythonInterpreter(spare=1)])
+
+        async def attempt(n: int) -> list[str]:
+            async with environment.open() as box:
+                await box.call("python", {"code": f"x = {n}"})
+                from slime.agent.messages import ToolCall
+
+                turn = [ToolCall(str(i), "python", '{"code": "x += 1; x"}') for i in range(3)]
+                return [result.text for result in await box.run(turn)]
+
+        assert await asyncio.gather(*(attempt(10 * n) for n in range(3))) == [
+            ["1", "2", "3"],
+            ["11", "12", "13"],
+            ["21", "22", "23"],
+        ]
+        await environment.aclose()
+
+    asyncio.run(main())
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not os.path.exists("/proc"), reason="looks at /proc")
+def test_no_process_is_left_and_spare_ones_are_fresh() -> None:
+    async def main() -> None:
+        pids: list[int] = []
+        start = subprocess_starter()
+
+        async def noting(program: str, *arguments: str, line_limit: int) -> Any:
+            process = await start(program, *arguments, line_limit=line_limit)
+            pids.append(process._process.pid)
+            return process
+
+        environment = ToolEnvironment([PythonInterpreter(spare=2, start=noting)])
+        seen = set()
+        for _ in range(3):
+            async with environment.open() as box:
+                child = "import os, subprocess\np = subprocess.Popen(['sleep', '1000'])\nprint(os.getpid(), p.pid)"
+                own, sleeper = map(int, (await box.call("python", {"code": child})).text.split())
+                assert is_running(own)
+                assert is_running(sleeper)
+                seen.add(own)
+            pids.append(sleeper)
+            assert not is_running(own)
+        await environment.aclose()
+        assert len(seen) == 3
+        assert len(pids) >= 3 + 3
+        assert not [pid for pid in pids if is_running(pid)]
+
+    asyncio.run(main())
+
+
+def test_an_interpreter_that_cannot_be_started_is_an_outcome() -> None:
+    [(outcome, text)] = shown("1", start=subprocess_starter(python="/nowhere/python"))
+    assert outcome == ToolOutcome.CRASHED
+    assert text.startswith("Error: no interpreter could be started: [Errno 2] No such file or directory")
+    assert shown("1", start=subprocess_starter(python="/bin/true")) == [
+        ("crashed", "Error: no interpreter could be started:  (exit code 0)")
+    ]
+
+
+def test_arguments_must_be_code() -> None:
+    async def work(box: ToolBox) -> list[str]:
+        return [(await box.call("python", arguments)).text for arguments in ({}, {"code": 3}, {"code": "1", "x": 1})]
+
+    assert in_box(work) == [
+        "Error: arguments lack 'code'",
+        "Error: code must be a string, not 3",
+        "Error: there is no parameter 'x'; there are: code",
+    ]

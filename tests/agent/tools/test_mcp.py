@@ -1,0 +1,168 @@
+"""Tools of real MCP servers, over stdio and HTTP: what dies or hangs takes its call with it and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.agent.messages import ToolCall
+from slime.agent.tools import McpServer, ToolBox, ToolEnvironment, ToolFailure
+from slime.cluster.ports import free_port
+from slime.errors import UserError
+
+SERVER = Path(__file__).with_name("mcp_server.py")
+COMMAND = [sys.executable, str(SERVER)]
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def http_server(port: int) -> Iterator[str]:
+    process = subprocess.Popen([*COMMAND, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not listens(port):
+            assert process.poll() is None
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@asynccontextmanager
+async def opened(server: McpServer) -> AsyncIterator[ToolBox]:
+    environment = ToolEnvironment([server])
+    try:
+        async with environment.open() as box:
+            yield box
+    finally:
+        await environment.aclose()
+
+
+def in_box(server: Callable[[], McpServer], work: Callable[[ToolBox], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with opened(server()) as box:
+            await work(box)
+
+    asyncio.run(main())
+
+
+async def said(box: ToolBox, name: str, **arguments: Any) -> tuple[str, str]:
+    result = await box.call(name, arguments)
+    return result.outcome.value, result.text
+
+
+async def both_ways(box: ToolBox) -> None:
+    schemas = {schema["function"]["name"]: schema["function"] for schema in box.schemas}
+    assert list(schemas) == ["add", "keep", "fail", "die", "hang", "doze"]
+    assert schemas["add"]["description"] == "Adds two numbers."
+    assert schemas["add"]["parameters"]["required"] == ["a", "b"]
+    assert await said(box, "add", a=2, b=3) == ("ok", "5")
+    outcome, text = await said(box, "add", a="x", b=3)
+    assert outcome == "error"
+    assert "valid integer" in text
+    outcome, text = await said(box, "fail")
+    assert outcome == "error"
+    assert "no such thing" in text
+    many = [ToolCall(str(i), "add", f'{{"a": {i}, "b": 1}}') for i in range(20)]
+    assert [result.text for result in await box.run(many)] == [str(i + 1) for i in range(20)]
+
+
+def test_stdio() -> None:
+    async def work(box: ToolBox) -> None:
+        await both_ways(box)
+        assert await said(box, "keep", value="a") == ("ok", "a")
+        # It dies: this call ends, the next one finds a server that was started anew.
+        outcome, text = await said(box, "die")
+        assert outcome == "crashed"
+        assert "MCP server" in text
+        assert await said(box, "keep", value="b") == ("ok", "b")
+
+    in_box(lambda: McpServer.stdio(COMMAND), work)
+
+
+def test_http() -> None:
+    port = free_port()
+
+    async def main() -> None:
+        with http_server(port) as url:
+            server = McpServer.http(url, timeout_s=10)
+            environment = ToolEnvironment([server])
+            async with environment.open() as box:
+                await both_ways(box)
+        async with environment.open() as box:  # the server is gone, attempts begin all the same
+            outcome, _ = await said(box, "add", a=1, b=1)
+            assert outcome == "crashed"
+            with http_server(port):
+                assert await said(box, "add", a=1, b=1) == ("ok", "2")
+            await environment.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_call_that_gets_no_answer_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(box: ToolBox) -> None:
+        assert await said(box, "keep", value="a") == ("ok", "a")
+        late, quick = await box.run([ToolCall("0", "doze", "{}"), ToolCall("1", "keep", '{"value": "b"}')])
+        assert (late.outcome.value, late.text) == ("timeout", "Error: doze did not answer within 1 s")
+        assert (quick.outcome.value, quick.text) == ("ok", "a,b")
+        assert await said(box, "keep", value="c") == ("ok", "a,b,c")  # the same server still
+
+    in_box(lambda: McpServer.stdio(COMMAND, timeout_s=1), work)
+
+
+def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("slime.agent.tools.mcp_servers.PROBE_TIMEOUT_S", 0.2)
+
+    async def work(box: ToolBox) -> None:
+        assert await said(box, "keep", value="a") == ("ok", "a")
+        assert (await said(box, "hang", file=str(tmp_path / "never")))[0] == "timeout"
+        while (answer := await said(box, "keep", value="b"))[0] != "ok":
+            assert answer[0] in ("timeout", "crashed")
+        assert answer[1] == "b"  # another process: it remembers nothing
+
+    in_box(lambda: McpServer.stdio(COMMAND, timeout_s=1.5), work)
+
+
+def test_a_server_per_attempt_and_chosen_tools() -> None:
+    async def main() -> None:
+        server = McpServer.stdio(COMMAND, tools=["keep"], prefix="my_", per_attempt=True)
+        environment = ToolEnvironment([server])
+
+        async def attempt(value: str) -> str:
+            async with environment.open() as box:
+                assert [schema["function"]["name"] for schema in box.schemas] == ["my_keep"]
+                return (await said(box, "my_keep", value=value))[1]
+
+        assert await asyncio.gather(attempt("a"), attempt("b")) == ["a", "b"]
+
+    asyncio.run(main())
+
+
+def test_a_tool_that_the_server_does_not_have_is_refused() -> None:
+    with pytest.raises(UserError, match=r"has no tool fly; it has: add, keep"):
+        in_box(lambda: McpServer.stdio(COMMAND, tools=["fly"]), lambda box: said(box, "fly"))
+
+
+def test_a_server_that_does_not_start_is_named_with_its_last_words() -> None:
+    command = [sys.executable, "-c", "raise SystemExit('the licence is missing')"]
+    with pytest.raises(ToolFailure, match=r"cannot be used.*its last words: the licence is missing"):
+        in_box(lambda: McpServer.stdio(command), lambda box: said(box, "add"))
+    with pytest.raises(ToolFailure, match="cannot be used: FileNotFoundError"):
+        in_box(lambda: McpServer.stdio(["/nowhere/server"]), lambda box: said(box, "add"))
+
+
+def test_without_the_package_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(UserError, match=r"MCP servers need the package mcp: pip install 'slime\[agents\]'"):
+        McpServer.http("http://127.0.0.1:1/mcp")
