@@ -1,13 +1,13 @@
 """What every dialect is to the server: a pure translator, that knows neither sockets nor sessions.
 
-Invariant: whatever body a client sends, `asked` returns or raises `Problem`, never anything else; and what a stream tells
-piece by piece is what `whole` tells at once.
+Invariant: whatever body a client sends, `asked` returns or raises `Problem`, never anything else; and what a stream
+tells piece by piece is what `whole` tells at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -56,8 +56,8 @@ class Asked:
     """A body, understood.
 
     `count_only`: the client wants to know how many tokens the prompt has, and no turn: answer with `Dialect.counted`.
-    `notes` are sentences for the log, about what was left out of the request. `body` is what was sent, for the
-    dialect's own use in its answers.
+    `notes` are sentences for the log, about what was left out of the request. `own` is what the dialect keeps for its
+    answer.
     """
 
     request: TurnRequest
@@ -67,7 +67,7 @@ class Asked:
     want_log_probs: bool = False
     count_only: bool = False
     notes: tuple[str, ...] = ()
-    body: Mapping[str, Any] = field(default_factory=dict)
+    own: Any = None
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class TokenLogProb:
 class Finished:
     """A turn that is recorded. `reference` is its id, the one that the writer of its stream was made with.
 
-    `finish_reason` is "stop", "tool_calls", "length" or "abort". `log_probs` cover every sampled token, those of reasoning,
-    calls and marks too, and are None where the client did not want them.
+    `finish_reason` is "stop", "tool_calls", "length" or "abort". `log_probs` cover every sampled token, those of
+    reasoning, calls and marks too, and are None where the client did not want them.
     """
 
     reference: str
@@ -131,7 +131,7 @@ class Dialect(Protocol):
     paths: tuple[str, ...]  # of POST requests
 
     def key(self, headers: Mapping[str, str], body: object) -> str | None:
-        """The key of the session: bearer token, `x-api-key`, `x-slime-session` or `x-session-id`, the first there is."""
+        """The key of the session: bearer token, `x-api-key`, `x-slime-session`, `x-session-id`: the first there is."""
         ...
 
     def asked(self, path: str, body: object, headers: Mapping[str, str]) -> Asked:
@@ -151,5 +151,5 @@ class Dialect(Protocol):
         ...
 
     def problem(self, problem: Problem) -> tuple[int, dict[str, str], dict[str, Any]]:
-        """Status, headers and body that end a client of this dialect at once (or, where it may help, have it ask again)."""
+        """Status, headers and body that end a client of this dialect at once, or have it ask again where that helps."""
         ...

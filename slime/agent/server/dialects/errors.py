@@ -1,0 +1,102 @@
+"""Problems in each dialect's own shape, with the status that makes its clients do what is best.
+
+Invariant: a problem that asking again cannot solve is never 408, 409, 429 or 5xx and carries `x-should-retry: false`,
+so that an agent stops at once, and does not spend minutes of its sandbox on retries. Which status stops which client
+was tried with the clients, or read in their sources:
+
+- Claude Code (messages) and Codex (responses) ask again after 401, Claude Code without a stream after 404: always 400.
+- mini-swe-agent (chat) asks again after 400, ten times, but not after 401, 404 or a prompt that is too long, nor do
+  opencode and Qwen Code: a session that is over is "not found" there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.agent.server.dialects.dialect import Kind, Problem
+from slime.agent.session.limits import Closed, LimitReached, PromptTooLong, SessionRefusal
+
+Answer = tuple[int, dict[str, str], dict[str, Any]]
+
+_CHAT_STATUS = {
+    Kind.NO_SESSION: 401,
+    Kind.CLOSED: 404,
+    Kind.TURN_LIMIT: 404,
+    Kind.TOKEN_LIMIT: 404,
+    Kind.DEADLINE: 404,
+    Kind.REFUSED: 404,
+    Kind.UNKNOWN_MODEL: 404,
+    Kind.NO_PATH: 404,
+    Kind.SHUTTING_DOWN: 404,
+    Kind.ENGINE_FAILED: 500,
+}
+_OTHER_STATUS = {Kind.NO_PATH: 404, Kind.ENGINE_FAILED: 500}
+_CODES = {
+    Kind.NO_SESSION: "invalid_api_key",
+    Kind.TOO_LONG: "context_length_exceeded",
+    Kind.UNKNOWN_MODEL: "model_not_found",
+    Kind.NO_PATH: "unknown_url",
+    Kind.ENGINE_FAILED: "server_error",
+}
+
+
+_LIMITS = {"turns": Kind.TURN_LIMIT, "tokens": Kind.TOKEN_LIMIT, "deadline": Kind.DEADLINE, "context": Kind.TOO_LONG}
+
+
+def refusal_problem(refusal: SessionRefusal) -> Problem:
+    """What a session's refusal is to a client."""
+    match refusal:
+        case PromptTooLong():
+            return Problem(Kind.TOO_LONG, str(refusal), tokens=refusal.tokens, limit=refusal.maximum)
+        case LimitReached():
+            return Problem(_LIMITS[refusal.kind], str(refusal))
+        case Closed():
+            return Problem(Kind.CLOSED, str(refusal))
+    return Problem(Kind.REFUSED, str(refusal))
+
+
+def chat_problem(problem: Problem) -> Answer:
+    return _CHAT_STATUS.get(problem.kind, 400), _headers(problem), {"error": openai_error(problem)}
+
+
+def responses_problem(problem: Problem) -> Answer:
+    return _OTHER_STATUS.get(problem.kind, 400), _headers(problem), {"error": openai_error(problem)}
+
+
+def messages_problem(problem: Problem) -> Answer:
+    return _OTHER_STATUS.get(problem.kind, 400), _headers(problem), anthropic_error(problem)
+
+
+def openai_error(problem: Problem) -> dict[str, Any]:
+    kind = "server_error" if problem.ask_again else "invalid_request_error"
+    code = _CODES.get(problem.kind, str(problem.kind))
+    return {"message": openai_message(problem), "type": kind, "param": problem.param, "code": code}
+
+
+def openai_message(problem: Problem) -> str:
+    """A prompt that is too long is told of in the words by which clients know it."""
+    if problem.kind is not Kind.TOO_LONG or problem.tokens is None:
+        return problem.message
+    return (
+        f"This model's maximum context length is {problem.limit} tokens. However, your messages resulted in "
+        f"{problem.tokens} tokens."
+    )
+
+
+def anthropic_error(problem: Problem) -> dict[str, Any]:
+    message = problem.message
+    if problem.kind is Kind.TOO_LONG and problem.tokens is not None:
+        message = f"prompt is too long: {problem.tokens} tokens > {problem.limit} maximum"
+    kind = {Kind.NO_PATH: "not_found_error", Kind.ENGINE_FAILED: "api_error"}.get(problem.kind, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def stream_code(problem: Problem) -> str:
+    """The code of `response.failed`. Codex asks again after any but these two."""
+    if problem.ask_again:
+        return "server_error"
+    return "context_length_exceeded" if problem.kind is Kind.TOO_LONG else "invalid_prompt"
+
+
+def _headers(problem: Problem) -> dict[str, str]:
+    return {"x-should-retry": "true" if problem.ask_again else "false"}

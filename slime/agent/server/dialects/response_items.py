@@ -1,0 +1,269 @@
+"""The answers of OpenAI's Responses: the items of an output, the response around them, and the stream of both.
+
+The id of every item carries the turn's reference and the item's place, and a reasoning item has the reference as its
+`encrypted_content` too: whichever of them a client sends back, its turn is known.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.agent.server.dialects import bodies, sse
+from slime.agent.server.dialects.dialect import Asked, Finished, Problem, Usage
+from slime.agent.server.dialects.errors import openai_message, stream_code
+from slime.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
+
+_OWN_ID = re.compile(r"(?:rs|msg|fc|ctc)_(.+)\.\d+", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolForms:
+    """How the tools that the model knows by one name each are called towards the client."""
+
+    spaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # the model's name: namespace, name there
+    custom: frozenset[str] = frozenset()  # the model's names of tools whose input is free text
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a request leaves to its answer: the forms of its tools, and fields that are said again in the response."""
+
+    forms: ToolForms
+    echo: Mapping[str, Any]
+
+
+def reference_in(item_id: str | None) -> str | None:
+    """The reference of a turn, if this is the id of one of its items."""
+    found = _OWN_ID.fullmatch(item_id or "")
+    return found[1] if found else None
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }
+
+
+def whole_response(asked: Asked, finished: Finished) -> dict[str, Any]:
+    items = _Items(asked, finished.reference)
+    output = finished.output
+    if sse.worth_showing(output.reasoning):
+        items.begin(Reasoning(""))
+        items.add(output.reasoning or "")
+    if sse.worth_showing(output.text):
+        items.begin(Text(""))
+        items.add(output.text)
+    for i, call in enumerate(output.calls):
+        items.begin(CallBegun(i, call.id, call.name))
+        items.add(call.arguments)
+    items.finish()
+    return _finished_response(asked, finished, items.done)
+
+
+class ResponseWriter:
+    """The stream of one response, its events numbered from 0."""
+
+    def __init__(self, asked: Asked, turn_ref: str) -> None:
+        self._asked = asked
+        self._reference = turn_ref
+        self._items = _Items(asked, turn_ref)
+        self._shown = sse.Shown()
+        self._open: type | int | None = None  # the kind of the open item, or the number of its call
+        self._number = 0
+
+    def begin(self) -> bytes:
+        response = _response(self._asked, self._reference, "in_progress")
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def event(self, event: Event) -> bytes:
+        return b"".join(self._piece(shown) for shown in self._shown.of(event))
+
+    def keep_alive(self) -> bytes:
+        return sse.COMMENT
+
+    def end(self, finished: Finished) -> bytes:
+        closed = self._close()
+        response = _finished_response(self._asked, finished, self._items.done)
+        return closed + self._event(f"response.{response['status']}", response=response)
+
+    def problem(self, problem: Problem) -> bytes:
+        error = {"code": stream_code(problem), "message": openai_message(problem)}
+        response = _response(self._asked, self._reference, "failed", self._items.done)
+        return self._event("response.failed", response={**response, "error": error})
+
+    def _piece(self, event: Event) -> bytes:
+        if isinstance(event, CallArguments):
+            self._items.add(event.text)
+            if self._items.is_custom:
+                return b""
+            return self._event("response.function_call_arguments.delta", delta=event.text, **self._items.place)
+        what = event.index if isinstance(event, CallBegun) else type(event)
+        begun = b"" if self._open == what else self._close() + self._begin(event)
+        self._open = what
+        if isinstance(event, CallBegun):
+            return begun
+        text = event.text if isinstance(event, Reasoning | Text) else ""
+        self._items.add(text)
+        place = {**self._items.place, "content_index": 0}
+        if isinstance(event, Reasoning):
+            return begun + self._event("response.reasoning_text.delta", delta=text, **place)
+        return begun + self._event("response.output_text.delta", delta=text, logprobs=[], **place)
+
+    def _begin(self, event: Event) -> bytes:
+        item = self._items.begin(event)
+        added = self._event("response.output_item.added", output_index=self._items.index, item=item)
+        if isinstance(event, CallBegun):
+            return added
+        part = _part(item["type"], "")
+        return added + self._event("response.content_part.added", part=part, content_index=0, **self._items.place)
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        place = self._items.place
+        item = self._items.finish()
+        match item["type"]:
+            case "function_call":
+                said = self._event(
+                    "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"], **place
+                )
+            case "custom_tool_call":
+                said = self._event("response.custom_tool_call_input.delta", delta=item["input"], **place)
+                said += self._event("response.custom_tool_call_input.done", input=item["input"], **place)
+            case kind:
+                part = item["content"][0]
+                name = "response.reasoning_text.done" if kind == "reasoning" else "response.output_text.done"
+                more: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": []}
+                said = self._event(name, text=part["text"], content_index=0, **place, **more)
+                said += self._event("response.content_part.done", part=part, content_index=0, **place)
+        return said + self._event("response.output_item.done", output_index=place["output_index"], item=item)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return sse.named(event)
+
+
+class _Items:
+    """The output, item by item: begun, filled, finished."""
+
+    def __init__(self, asked: Asked, reference: str) -> None:
+        self.done: list[dict[str, Any]] = []
+        self._forms = asked.own.forms if isinstance(asked.own, Own) else ToolForms()
+        self._reference = reference
+        self._item: dict[str, Any] | None = None
+        self._texts: list[str] = []
+
+    @property
+    def index(self) -> int:
+        return len(self.done)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        assert self._item is not None
+        return {"item_id": self._item["id"], "output_index": self.index}
+
+    @property
+    def is_custom(self) -> bool:
+        return self._item is not None and self._item["type"] == "custom_tool_call"
+
+    def begin(self, event: Event) -> dict[str, Any]:
+        self.finish()
+        match event:
+            case Reasoning():
+                self._item = {"type": "reasoning", "id": self._id("rs"), "summary": [], "content": []}
+                self._item["encrypted_content"] = self._reference
+            case Text():
+                self._item = {"type": "message", "id": self._id("msg"), "role": "assistant", "content": []}
+            case CallBegun():
+                self._item = self._call(event)
+            case _:
+                raise AssertionError(event)
+        self._item["status"] = "in_progress"
+        return self._item
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    def finish(self) -> dict[str, Any]:
+        """The item that was begun, whole; nothing where there is none."""
+        if self._item is None:
+            return {}
+        item, text = {**self._item, "status": "completed"}, "".join(self._texts)
+        match item["type"]:
+            case "function_call":
+                item["arguments"] = text or "{}"
+            case "custom_tool_call":
+                given = bodies.parsed_arguments(text).get("input", text)
+                item["input"] = given if isinstance(given, str) else sse.dumped(given)
+            case kind:
+                item["content"] = [_part(kind, text)]
+        self.done.append(item)
+        self._item, self._texts = None, []
+        return item
+
+    def _call(self, event: CallBegun) -> dict[str, Any]:
+        space, name = self._forms.spaces.get(event.name, (None, event.name))
+        if event.name in self._forms.custom:
+            item = {"type": "custom_tool_call", "id": self._id("ctc"), "call_id": event.id, "name": name, "input": ""}
+        else:
+            item = {"type": "function_call", "id": self._id("fc"), "call_id": event.id, "name": name, "arguments": ""}
+        return item if space is None else {**item, "namespace": space}
+
+    def _id(self, prefix: str) -> str:
+        return f"{prefix}_{self._reference}.{self.index}"
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _finished_response(asked: Asked, finished: Finished, items: list[dict[str, Any]]) -> dict[str, Any]:
+    """A turn that was cut off is incomplete, and so is its last item."""
+    cut = finished.finish_reason in ("length", "abort")
+    if cut and items:
+        items = [*items[:-1], {**items[-1], "status": "incomplete"}]
+    response = _response(asked, finished.reference, "incomplete" if cut else "completed", items)
+    response["usage"] = usage_body(finished.usage)
+    if cut:
+        response["incomplete_details"] = {"reason": "max_output_tokens"}
+    return response
+
+
+def _response(asked: Asked, reference: str, status: str, items: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    echo = asked.own.echo if isinstance(asked.own, Own) else {}
+    return {
+        "id": f"resp_{reference}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "model": asked.model,
+        "output": items or [],
+        "parallel_tool_calls": asked.request.parallel_tool_calls,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "max_output_tokens": asked.request.max_tokens,
+        "usage": None,
+        **echo,
+    }
