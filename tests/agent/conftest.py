@@ -1,0 +1,71 @@
+"""A model folder whose template knows tools, engines that play scripts, and runtimes that ask them."""
+
+import json
+
+import pytest
+
+from slime.config import Config, derive
+from slime.data.tokenizer import load_tokenizer
+from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.trajectory import generate_and_rm_group
+from tests.agent.scripted_engine import Script, ScriptedEngine
+from tests.migration.scripted import CHAT_TEMPLATE
+from tests.tiny_models import VOCAB, make_tokenizer
+
+CONTEXT = 4096
+
+
+@pytest.fixture(scope="session")
+def agent_folder(tmp_path_factory):
+    """A tokenizer, a template with tools and tool calls, and a config.json; no weights."""
+    folder = tmp_path_factory.mktemp("agent_model")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    facts = {"model_type": "qwen3", "max_position_embeddings": CONTEXT, "vocab_size": VOCAB}
+    (folder / "config.json").write_text(json.dumps(facts))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def agent_tokenizer(agent_folder):
+    return load_tokenizer(agent_folder)
+
+
+@pytest.fixture
+def play(agent_tokenizer):
+    """`play([turn, ...], **options)`: (engine, url) of an engine that plays these turns."""
+    serving = []
+
+    def make(*plays, **options):
+        engine = ScriptedEngine(Script(agent_tokenizer, plays), **options)
+        context = engine.serving()
+        serving.append(context)
+        return engine, context.__enter__()
+
+    yield make
+    for context in serving:
+        context.__exit__(None, None, None)
+
+
+@pytest.fixture
+def agent_runtime(agent_folder, tmp_path, monkeypatch):
+    """`agent_runtime(url, ..., **flags)`: a bound runtime over those engines; engine retries do not wait."""
+    monkeypatch.setattr("slime.rollout.asking.FIRST_BACKOFF_S", 0.01)
+    runtimes = []
+
+    def make(*urls, **flags):
+        usual = {
+            "rollout_batch_size": 1,
+            "n_samples_per_prompt": 1,
+            "rollout_max_response_len": 400,
+            "num_rollout": 1,
+            "output_dir": str(tmp_path / "run"),
+        }
+        config = derive(Config(hf_checkpoint=agent_folder, device="cpu", **(usual | flags)))
+        runtimes.append(RolloutRuntime(config, urls, dispatch=generate_and_rm_group))
+        return runtimes[-1]
+
+    yield make
+    for runtime in runtimes:
+        runtime.close()
