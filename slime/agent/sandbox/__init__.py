@@ -1,0 +1,29 @@
+"""Where agents work: the protocol, its backends, and the names that upstream has here."""
+
+from slime.agent.sandbox.choose import make_sandbox
+from slime.agent.sandbox.limits import SandboxLimits
+from slime.agent.sandbox.protocol import (
+    EXIT_TIME_BUDGET_EXCEEDED,
+    Changes,
+    CommandFailed,
+    Outcome,
+    Process,
+    Sandbox,
+    SandboxError,
+    SandboxGone,
+)
+from slime.agent.sandbox.snapshot import Snapshot
+
+__all__ = [
+    "EXIT_TIME_BUDGET_EXCEEDED",
+    "Changes",
+    "CommandFailed",
+    "Outcome",
+    "Process",
+    "Sandbox",
+    "SandboxError",
+    "SandboxGone",
+    "SandboxLimits",
+    "Snapshot",
+    "make_sandbox",
+]

@@ -1,0 +1,47 @@
+"""Which kind of sandbox: by name, or the best this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slime.agent.sandbox.limits import SandboxLimits
+from slime.agent.sandbox.local import LocalSandbox, refusal
+from slime.agent.sandbox.machine import MachineSandbox
+from slime.agent.sandbox.plain import SubprocessSandbox
+from slime.agent.sandbox.snapshot import Snapshot
+from slime.errors import UserError
+
+KINDS = ("auto", "local", "subprocess")
+
+
+def make_sandbox(
+    kind: str = "auto",
+    *,
+    limits: SandboxLimits | None = None,
+    files: Snapshot | None = None,
+    env: Mapping[str, str] | None = None,
+    visible: Sequence[str | Path] = (),
+) -> MachineSandbox:
+    """A sandbox that is not started yet.
+
+    `files` is what it starts with; `env` what its commands find in their environment, besides the usual; `visible` are
+    folders of this machine that are there under the same path, read-only. UserError where there is no such kind.
+    """
+    if kind == "auto":
+        kind = auto_kind()[0]
+    if kind == "local":
+        return LocalSandbox(limits=limits, files=files, env=env, visible=visible)
+    if kind == "subprocess":
+        return SubprocessSandbox(limits=limits, files=files, env=env, visible=visible)
+    raise UserError(f"there is no sandbox {kind!r}: choose one of {', '.join(KINDS)}")
+
+
+def auto_kind() -> tuple[str, str]:
+    """The kind that `auto` means here, and why."""
+    why = refusal("bwrap")
+    if why is None:
+        return "local", "bubblewrap is installed"
+    if refusal("unshare") is None:
+        return "local", f"own namespaces; {why}"
+    return "subprocess", f"no boundary: {refusal('unshare')}"

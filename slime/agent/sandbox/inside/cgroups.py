@@ -1,0 +1,179 @@
+"""What all processes of a sandbox may use together: control groups of version 1 and 2, whichever this machine has.
+
+A group is made below the one this process is in where that is allowed, so that no limit from above is escaped; in
+version 2 below the nearest one above it that hands its controllers down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+
+MEMORY, PROCESSES, CPUS = "memory", "processes", "cpus"
+_CONTROLLERS = {MEMORY: "memory", PROCESSES: "pids", CPUS: "cpu"}
+_PERIOD_US = 100_000
+_REMOVAL_S = 2.0
+
+
+class Groups:
+    """The groups of one sandbox, and which of its limits they hold."""
+
+    def __init__(self) -> None:
+        self.folders: list[str] = []
+        self.holds: set[str] = set()
+
+    def join(self) -> None:
+        """Put this process, and so all that it starts, into the groups."""
+        for folder in self.folders:
+            _write(os.path.join(folder, "cgroup.procs"), str(os.getpid()))
+
+    def remove(self) -> None:
+        """Remove the groups, whose processes have ended."""
+        for folder in self.folders:
+            deadline = time.monotonic() + _REMOVAL_S
+            while os.path.isdir(folder):
+                try:
+                    os.rmdir(folder)
+                except OSError:
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(0.01)
+        self.folders = []
+
+
+def make(
+    name: str, limits: Mapping[str, float], root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup"
+) -> Groups:
+    """Groups of that name with the limits, as far as this process may make them."""
+    groups = Groups()
+    places = _own_groups(own)
+    for limit, value in limits.items():
+        controller = _CONTROLLERS[limit]
+        if controller in places and os.path.isdir(os.path.join(root, controller)):
+            parent = os.path.join(root, controller, places[controller].lstrip("/"))
+            _first_version(groups, os.path.join(parent, name), limit, value)
+    missing = {limit: value for limit, value in limits.items() if limit not in groups.holds}
+    if missing and "" in places:
+        unified = root if os.path.exists(os.path.join(root, "cgroup.controllers")) else os.path.join(root, "unified")
+        _second_version(groups, unified, places[""], name, missing)
+    return groups
+
+
+def _own_groups(own: str) -> dict[str, str]:
+    """The group of this process by controller; that of version 2 under the empty name."""
+    found = {}
+    try:
+        with open(own) as lines:
+            for line in lines:
+                _, controllers, path = line.rstrip("\n").split(":", 2)
+                found.update(dict.fromkeys(controllers.split(","), path))
+    except OSError:
+        pass
+    return found
+
+
+def _first_version(groups: Groups, folder: str, limit: str, value: float) -> None:
+    files = {
+        MEMORY: {"memory.limit_in_bytes": int(value)},
+        PROCESSES: {"pids.max": int(value)},
+        CPUS: {"cpu.cfs_period_us": _PERIOD_US, "cpu.cfs_quota_us": int(value * _PERIOD_US)},
+    }[limit]
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for file, number in files.items():
+            _write(os.path.join(folder, file), str(number))
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+        return
+    if limit == MEMORY:
+        with contextlib.suppress(OSError):  # kernels without swap accounting
+            _write(os.path.join(folder, "memory.memsw.limit_in_bytes"), str(int(value)))
+    groups.folders.append(folder)
+    groups.holds.add(limit)
+
+
+def _second_version(groups: Groups, root: str, own: str, name: str, limits: Mapping[str, float]) -> None:
+    files = {
+        MEMORY: lambda value: {"memory.max": str(int(value))},
+        PROCESSES: lambda value: {"pids.max": str(int(value))},
+        CPUS: lambda value: {"cpu.max": f"{int(value * _PERIOD_US)} {_PERIOD_US}"},
+    }
+    folder = _delegated(root, own, name, [_CONTROLLERS[limit] for limit in limits])
+    if folder is None:
+        return
+    held = set()
+    for limit, value in limits.items():
+        with contextlib.suppress(OSError):
+            for file, text in files[limit](value).items():
+                if os.path.exists(os.path.join(folder, file)):
+                    _write(os.path.join(folder, file), text)
+                    held.add(limit)
+    if MEMORY in held:
+        with contextlib.suppress(OSError):
+            _write(os.path.join(folder, "memory.swap.max"), "0")
+    if not held:
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+        return
+    groups.folders.append(folder)
+    groups.holds |= held
+
+
+def _delegated(root: str, own: str, name: str, controllers: list[str]) -> str | None:
+    """A new group below the nearest one, from our own upwards, whose children get the controllers."""
+    place = own.strip("/")
+    while True:
+        parent = os.path.join(root, place)
+        available = set(_read(os.path.join(parent, "cgroup.controllers")).split())
+        wanted = [controller for controller in controllers if controller in available]
+        if wanted and _hands_down(parent, wanted):
+            folder = os.path.join(parent, name)
+            with contextlib.suppress(OSError):
+                os.makedirs(folder, exist_ok=True)
+                return folder
+        if not place:
+            return None
+        place = os.path.dirname(place)
+
+
+def _hands_down(parent: str, controllers: list[str]) -> bool:
+    control = os.path.join(parent, "cgroup.subtree_control")
+    for controller in controllers:
+        if controller not in _read(control).split():
+            try:
+                _write(control, f"+{controller}")
+            except OSError:  # a group with processes of its own hands nothing down
+                return False
+    return True
+
+
+def events(folders: list[str]) -> dict[str, int]:
+    """How often a limit was hit so far: processes killed for memory, processes that could not be started."""
+    counts = {MEMORY: 0, PROCESSES: 0}
+    for folder in folders:
+        for file, key, limit in (
+            ("memory.oom_control", "oom_kill", MEMORY),
+            ("memory.events", "oom_kill", MEMORY),
+            ("pids.events", "max", PROCESSES),
+        ):
+            for line in _read(os.path.join(folder, file)).splitlines():
+                word, _, number = line.partition(" ")
+                if word == key and number.isdigit():
+                    counts[limit] += int(number)
+    return counts
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)

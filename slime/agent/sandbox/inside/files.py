@@ -1,0 +1,68 @@
+"""Files of the sandbox, read and written from inside it: whatever a link points to, it points to it in here.
+
+Only plain files are opened, never a pipe or a device that would make the reader wait.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from typing import Any
+
+from . import wire
+
+_CHUNK = 1 << 20
+
+
+def read(spec: Mapping[str, Any], result: socket.socket) -> None:
+    """Answer with the size of a file and then its bytes."""
+    descriptor = os.open(_allowed(spec), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    size = _plain(descriptor, spec["path"]).st_size
+    if size > spec["most"]:
+        raise OSError(27, f"{spec['path']} has {size} bytes, more than the {spec['most']} that one file may have")
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(spec["most"] + 1)
+    wire.send(result, {"size": len(data)})
+    result.sendall(data)
+
+
+def write(spec: Mapping[str, Any], result: socket.socket, source: int) -> None:
+    """Make a file, and the folders above it, of what the descriptor `source` gives."""
+    path = _allowed(spec)
+    os.makedirs(os.path.dirname(path) or "/", exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    descriptor = os.open(path, flags, spec["mode"])
+    _plain(descriptor, spec["path"])
+    written = 0
+    with os.fdopen(source, "rb", buffering=0) as data, os.fdopen(descriptor, "wb", buffering=0) as file:
+        file.truncate(0)
+        while chunk := data.read(_CHUNK):
+            written += len(chunk)
+            if written > spec["most"]:
+                raise OSError(
+                    27, f"{spec['path']} would have more than the {spec['most']} bytes that one file may have"
+                )
+            rest = memoryview(chunk)
+            while rest:
+                rest = rest[file.write(rest) :]
+    wire.send(result, {"size": written})
+
+
+def _allowed(spec: Mapping[str, Any]) -> str:
+    """The absolute path; without a root folder of its own, a sandbox writes below `within` only."""
+    path = os.path.join(spec["cwd"], os.path.expanduser(spec["path"]))
+    if spec["within"] is not None:
+        real = os.path.realpath(path)
+        if os.path.commonpath([real, spec["within"]]) != spec["within"]:
+            raise PermissionError(13, f"{spec['path']} is outside of the sandbox's folder {spec['within']}")
+    return path
+
+
+def _plain(descriptor: int, path: str) -> os.stat_result:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise OSError(22, f"{path} is no plain file")
+    return status

@@ -1,0 +1,110 @@
+"""The first process of a sandbox: takes requests, forks a worker for each, reaps what is left behind.
+
+It ends when the driver's end of the control socket does. In a process namespace of its own everything ends with it; as
+a sub-reaper without one it sweeps what is below it first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from . import changes, files, kernel, wire, worker
+
+_FILE_WORK_S = 120
+
+
+def serve(control: socket.socket, lower: int | None = None, upper: int | None = None) -> None:
+    """Take requests until the driver is gone. `lower` and `upper` are folders of the snapshot, for the changes."""
+    wakeup, wakeup_write = os.pipe()
+    os.set_blocking(wakeup, False)
+    os.set_blocking(wakeup_write, False)
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    poller = select.poll()
+    for descriptor in (wakeup, control.fileno()):
+        poller.register(descriptor, select.POLLIN)
+    while True:
+        ready = [descriptor for descriptor, _ in poller.poll()]
+        if wakeup in ready:
+            os.read(wakeup, 4096)
+            reap()
+        if control.fileno() in ready:
+            try:
+                received = wire.receive(control)
+            except (wire.Broken, OSError):
+                return
+            if received is None:
+                return
+            if received[0]["do"] == "sweep":
+                sweep(own_processes=received[0]["own_processes"])
+            else:
+                _hand_to_worker(control, *received, lower=lower, upper=upper)
+
+
+def sweep(*, own_processes: bool) -> None:
+    """End all that runs in the sandbox, workers too: one of them was killed or stopped by what it watched over."""
+    if own_processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        reap()
+    else:
+        worker.sweep(0, reap, own_processes=False)
+
+
+def reap() -> None:
+    """Take leave of every child that has ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _hand_to_worker(
+    control: socket.socket, spec: Mapping[str, Any], descriptors: list[int], *, lower: int | None, upper: int | None
+) -> None:
+    result = socket.socket(fileno=descriptors[0])
+    rest = descriptors[1:]
+
+    def work() -> None:
+        control.close()
+        try:
+            _work(spec, result, rest, lower, upper)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                wire.send(result, {"error": error.strerror or str(error), "errno": error.errno})
+
+    try:
+        kernel.in_fork(work)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            wire.send(result, {"error": f"cannot start a process: {error.strerror}", "errno": error.errno})
+    result.close()
+    for descriptor in rest:
+        os.close(descriptor)
+
+
+def _work(
+    spec: Mapping[str, Any], result: socket.socket, descriptors: list[int], lower: int | None, upper: int | None
+) -> None:
+    kind = spec["do"]
+    if kind == "run":
+        worker.Command(spec, result, descriptors).run()
+        return
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_FILE_WORK_S)
+    if kind == "read":
+        files.read(spec, result)
+    elif kind == "write":
+        files.write(spec, result, descriptors[0])
+    elif kind == "listen":
+        with socket.create_server(("127.0.0.1", spec["port"]), backlog=128) as listener:
+            wire.send(result, {"port": listener.getsockname()[1]}, [listener.fileno()])
+    elif kind == "changes":
+        changes.answer(spec, result, lower, upper)

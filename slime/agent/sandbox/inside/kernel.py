@@ -1,0 +1,150 @@
+"""The system calls that Python has no names for. Linux on x86_64 and aarch64, where the numbers used here agree."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+from collections.abc import Callable
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_CAPBSET_DROP = 24
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+
+_AT_FDCWD = -100
+_AT_EMPTY_PATH = 0x1000
+_AT_RECURSIVE = 0x8000
+_OPEN_TREE = 428
+_MOVE_MOUNT = 429
+_MOUNT_SETATTR = 442
+_OPEN_TREE_CLONE = 1
+_MOVE_MOUNT_F_EMPTY_PATH = 4
+_MOUNT_ATTR_RDONLY = 1
+_MOUNT_ATTR_NOSUID = 2
+_MOUNT_ATTR_NODEV = 4
+_MOUNT_ATTR_IDMAP = 0x00100000
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_CAPABILITY_VERSION_3 = 0x20080522
+_HIGHEST_CAPABILITY = 63
+
+_libc = ctypes.CDLL(None, use_errno=True)
+IS_LINUX = sys.platform.startswith("linux")
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces that the flags name, for new ones."""
+    _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
+    """mount(2)."""
+    words = [None if word is None else os.fsencode(word) for word in (source, target, kind, data)]
+    _checked(_libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]), f"mount {target}")
+
+
+def unmount(target: str) -> None:
+    """Take a mount out of sight; it ends with its last user."""
+    _checked(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
+
+
+def pivot_root(new_root: str, put_old: str) -> None:
+    """Make one folder the root and move the present root to another."""
+    number = _PIVOT_ROOT[os.uname().machine]
+    _checked(_libc.syscall(number, os.fsencode(new_root), os.fsencode(put_old)), "pivot_root")
+
+
+def prctl(option: int, value: int) -> None:
+    """prctl(2) with one argument."""
+    _checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
+
+
+def die_with_parent() -> None:
+    """SIGKILL for this process when the thread that forked it ends. A change of its credentials undoes it."""
+    prctl(PR_SET_PDEATHSIG, 9)
+
+
+def drop_capabilities() -> None:
+    """No capability is left, and no program that is executed gains one."""
+    for capability in range(_HIGHEST_CAPABILITY + 1):
+        _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)  # fails for those this kernel does not know
+    header = ctypes.create_string_buffer(struct.pack("<Ii", _CAPABILITY_VERSION_3, 0))
+    nothing = ctypes.create_string_buffer(24)
+    _checked(_libc.syscall(_CAPSET[os.uname().machine], header, nothing), "capset")
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def read_only(target: str) -> None:
+    """A mount and all below it become read-only, without set-uid programs and devices."""
+    attributes = struct.pack("<QQQQ", _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV, 0, 0, 0)
+    _set_attributes(_AT_FDCWD, target, _AT_RECURSIVE, attributes)
+
+
+def bind_with_owner(source: str, target: str, user_namespace: int) -> None:
+    """Mount `source` read-only at `target`, with owners mapped as the user namespace says."""
+    tree = _checked(
+        _libc.syscall(_OPEN_TREE, ctypes.c_long(_AT_FDCWD), os.fsencode(source), ctypes.c_long(_OPEN_TREE_CLONE)),
+        f"open_tree {source}",
+    )
+    try:
+        attributes = struct.pack("<QQQQ", _MOUNT_ATTR_IDMAP | _MOUNT_ATTR_RDONLY, 0, 0, user_namespace)
+        _set_attributes(tree, "", _AT_EMPTY_PATH, attributes)
+        arguments = (tree, b"", ctypes.c_long(_AT_FDCWD), os.fsencode(target), ctypes.c_long(_MOVE_MOUNT_F_EMPTY_PATH))
+        _checked(_libc.syscall(_MOVE_MOUNT, *arguments), f"move_mount {target}")
+    finally:
+        os.close(tree)
+
+
+def _set_attributes(folder: int, path: str, flags: int, attributes: bytes) -> None:
+    buffer = ctypes.create_string_buffer(attributes, len(attributes))
+    arguments = (
+        ctypes.c_long(folder),
+        os.fsencode(path),
+        ctypes.c_long(flags),
+        buffer,
+        ctypes.c_size_t(len(attributes)),
+    )
+    _checked(_libc.syscall(_MOUNT_SETATTR, *arguments), f"mount_setattr {path}")
+
+
+def in_fork(run: Callable[[], None]) -> int:
+    """The pid of a fork that runs the function and ends, whatever it raises."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        run()
+        code = 0
+    except Exception as error:  # noqa: BLE001 (said, and the fork ends)
+        os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(code)

@@ -1,0 +1,175 @@
+"""The process between the driver and a sandbox: starts it, carries its connections, sees that nothing is left of it.
+
+Invariant: it ends only after every process of the sandbox has, and that is as soon as the driver closes its end of the
+life socket or is gone, however it died, or the sandbox's init has ended. Killed itself, it takes the init along, and
+with the init everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from . import cgroups, init, jail, kernel, relay, wire, worker
+
+_PARENT_POLL_S = 0.5
+
+
+class Monitor:
+    """One sandbox."""
+
+    def __init__(self, life: socket.socket, control: socket.socket, driver: int) -> None:
+        self.life = life
+        self.control = control
+        self.driver = driver
+        self.groups = cgroups.Groups()
+        self.init_pid = -1
+        self.over = False
+
+    def run(self) -> None:
+        """Start the sandbox and stay until it or the driver is gone."""
+        received = wire.receive(self.life)
+        if received is None:
+            return
+        spec = received[0]
+        selector = selectors.DefaultSelector()
+        self._catch_signals(selector)
+        if kernel.IS_LINUX:
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        self.groups = cgroups.make(f"slime-sandbox-{os.getpid()}", spec["groups"])
+        try:
+            self._start(spec)
+            told = {"folders": self.groups.folders, "holds": sorted(self.groups.holds), "init": self.init_pid}
+            wire.send(self.life, told)
+            self._stay(selector)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                wire.send(self.life, {"error": error.strerror or str(error)})
+        finally:
+            self._end(spec)
+
+    def _start(self, spec: Mapping[str, Any]) -> None:
+        if spec["jail"] is not None:
+            if spec["jail"]["rootless"]:
+                jail.own_user_namespace(os.getuid(), os.getgid(), spec["jail"]["uid"])
+            if not spec["jail"]["bwrap"]:
+                kernel.unshare(kernel.CLONE_NEWPID)
+        self.init_pid = kernel.in_fork(lambda: self._become_init(spec))
+        self.control.close()
+
+    def _become_init(self, spec: Mapping[str, Any]) -> None:
+        self.life.close()
+        try:
+            built = self._shut_in(spec)
+        except OSError as error:
+            wire.send(self.control, {"error": error.strerror or str(error)})
+            return
+        wire.send(self.control, {"ready": True, "overlay": built.overlay})
+        init.serve(self.control, built.lower, built.upper)
+        if spec["jail"] is None:
+            init.sweep(own_processes=False)
+
+    def _shut_in(self, spec: Mapping[str, Any]) -> jail.Built:
+        walls = spec["jail"]
+        self.groups.join()
+        if walls is None:
+            if kernel.IS_LINUX:
+                kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+                kernel.die_with_parent()
+            lower = os.open(spec["lower"], os.O_RDONLY | os.O_DIRECTORY) if spec["lower"] else None
+            return jail.Built(lower, None, False)
+        jail.isolate()
+        built = jail.build(walls)
+        if walls["bwrap"]:
+            self._execute_bubblewrap(walls, jail.hand_back_old_root(), built)
+        jail.enter(walls)
+        jail.give_up_privileges(walls)
+        return built
+
+    def _execute_bubblewrap(self, walls: Mapping[str, Any], root: str, built: jail.Built) -> None:
+        """Have bubblewrap do what is left: processes, users, and the privileges."""
+        kept = [self.control.fileno(), *(fd for fd in (built.lower, built.upper) if fd is not None)]
+        for descriptor in kept:
+            os.set_inheritable(descriptor, True)
+        words = [str(-1 if fd is None else fd) for fd in (self.control.fileno(), built.lower, built.upper)]
+        jail.become(walls["uid"])
+        kernel.die_with_parent()
+        entered = [*walls["bwrap"], "--dev-bind", root, "/", *walls["bwrap_end"]]
+        os.execv(entered[0], [*entered, *words, str(int(built.overlay))])
+
+    def _catch_signals(self, selector: selectors.BaseSelector) -> None:
+        wakeup, wakeup_write = os.pipe()
+        for end in (wakeup, wakeup_write):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, lambda signum, frame: setattr(self, "over", True))
+        selector.register(wakeup, selectors.EVENT_READ, lambda events: self._reap(wakeup))
+
+    def _reap(self, wakeup: int) -> None:
+        os.read(wakeup, 4096)
+        with contextlib.suppress(ChildProcessError):
+            while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                if pid == self.init_pid:
+                    self.init_pid = -1
+                    self.over = True
+
+    def _stay(self, selector: selectors.BaseSelector) -> None:
+        carrier = relay.Relay(selector)
+        selector.register(self.life, selectors.EVENT_READ, lambda events: self._told(carrier))
+        while not self.over:
+            for key, events in selector.select(_PARENT_POLL_S):
+                key.data(events)
+            if os.getppid() != self.driver:
+                self.over = True
+
+    def _told(self, carrier: relay.Relay) -> None:
+        try:
+            received = wire.receive(self.life)
+        except (wire.Broken, OSError):
+            received = None
+        if received is None:
+            self.over = True
+            return
+        message, descriptors = received
+        carrier.serve(socket.socket(fileno=descriptors[0]), message["relay"])
+
+    def _end(self, spec: Mapping[str, Any]) -> None:
+        if self.init_pid > 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.init_pid, signal.SIGKILL)
+        worker.sweep(0, init.reap, own_processes=False)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+        self.groups.remove()
+        if spec["remove"] is not None:
+            shutil.rmtree(spec["remove"], ignore_errors=True)
+
+
+def main() -> None:
+    """`LIFE_FD CONTROL_FD DRIVER_PID`."""
+    life, control, driver = (int(word) for word in sys.argv[1:4])
+    for descriptor in (life, control):
+        os.set_inheritable(descriptor, False)
+    Monitor(socket.socket(fileno=life), socket.socket(fileno=control), driver).run()
+
+
+def main_inside() -> None:
+    """`CONTROL_FD LOWER_FD UPPER_FD OVERLAY`: the init, executed by bubblewrap."""
+    control, lower, upper, overlay = (int(word) for word in sys.argv[1:5])
+    sock = socket.socket(fileno=control)
+    for descriptor in (control, lower, upper):
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, False)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    wire.send(sock, {"ready": True, "overlay": bool(overlay)})
+    init.serve(sock, lower if lower >= 0 else None, upper if upper >= 0 else None)

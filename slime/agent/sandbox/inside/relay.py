@@ -1,0 +1,116 @@
+"""Connections to a listening socket inside the sandbox, carried to an address outside, byte by byte."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+from dataclasses import dataclass, field
+
+_CHUNK = 1 << 16
+_MOST_WAITING = 1 << 20
+
+
+@dataclass(eq=False)
+class Side:
+    """One end of a connection, and what is still to be written to it."""
+
+    sock: socket.socket
+    other: Side | None = None
+    waiting: bytearray = field(default_factory=bytearray)
+    ended: bool = False
+    """The other side has sent all: shut down for writing once nothing is waiting."""
+    read_all: bool = False
+
+
+class Relay:
+    """All connections of one sandbox."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self.selector = selector
+
+    def serve(self, listener: socket.socket, target: str) -> None:
+        """Carry every connection to `target`: `host:port`, or the path of a unix socket."""
+        listener.setblocking(False)
+        self.selector.register(listener, selectors.EVENT_READ, lambda events: self._accept(listener, target))
+
+    def _accept(self, listener: socket.socket, target: str) -> None:
+        try:
+            near, _ = listener.accept()
+        except OSError:
+            return
+        try:
+            far = _connected(target)
+        except OSError:
+            near.close()
+            return
+        one, other = Side(near), Side(far)
+        one.other, other.other = other, one
+        for side in (one, other):
+            side.sock.setblocking(False)
+            self._watch(side)
+
+    def _watch(self, side: Side) -> None:
+        assert side.other is not None
+        events = 0
+        if not side.read_all and len(side.other.waiting) < _MOST_WAITING:
+            events |= selectors.EVENT_READ
+        if side.waiting:
+            events |= selectors.EVENT_WRITE
+        with contextlib.suppress(KeyError):
+            self.selector.unregister(side.sock)
+        if events:
+            self.selector.register(side.sock, events, lambda ready: self._move(side, ready))
+
+    def _move(self, side: Side, ready: int) -> None:
+        other = side.other
+        assert other is not None
+        try:
+            if ready & selectors.EVENT_READ:
+                data = side.sock.recv(_CHUNK)
+                side.read_all = not data
+                other.waiting += data
+                other.ended = side.read_all
+                self._flush(other)
+            if ready & selectors.EVENT_WRITE:
+                self._flush(side)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._close(side)
+            return
+        if side.read_all and other.read_all and not side.waiting and not other.waiting:
+            self._close(side)
+            return
+        self._watch(side)
+        self._watch(other)
+
+    def _flush(self, side: Side) -> None:
+        if side.waiting:
+            with contextlib.suppress(BlockingIOError):
+                del side.waiting[: side.sock.send(side.waiting)]
+        if side.ended and not side.waiting:
+            with contextlib.suppress(OSError):
+                side.sock.shutdown(socket.SHUT_WR)
+
+    def _close(self, side: Side) -> None:
+        for end in (side, side.other):
+            assert end is not None
+            with contextlib.suppress(KeyError, ValueError):
+                self.selector.unregister(end.sock)
+            end.sock.close()
+
+
+def _connected(target: str) -> socket.socket:
+    """A connection to a server on this machine, where connecting does not wait."""
+    if target.startswith("/"):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(5)
+        try:
+            sock.connect(target)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+    host, _, port = target.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=5)

@@ -1,0 +1,58 @@
+"""`subprocess`: commands on this machine as this user, with limits on each process. It is no boundary, and says so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from typing import Self
+
+from slime.agent.sandbox.box import Box
+from slime.agent.sandbox.machine import MachineSandbox
+from slime.errors import UserError
+
+
+class SubprocessSandbox(MachineSandbox):
+    """A folder of its own, limits, and an end for all that it started; everything else of this user is in reach."""
+
+    kind = "subprocess"
+    boundary = False
+
+    @property
+    def python(self) -> str:
+        """An interpreter that commands can use."""
+        return os.path.realpath(sys.executable)
+
+    async def __aenter__(self) -> Self:
+        if self.files is not None and self.files.root:
+            raise UserError("a root file system as a snapshot needs the local sandbox: use a folder with subprocess")
+        folder = _new_folder()
+        self._within = folder
+        self.workdir, self.home = os.path.join(folder, "workspace"), os.path.join(folder, "home")
+        self._env = {"TMPDIR": os.path.join(folder, "tmp"), **self._env}
+        try:
+            for name in ("home", "tmp"):
+                os.mkdir(os.path.join(folder, name))
+            if self.files is None:
+                os.mkdir(self.workdir)
+            else:
+                await asyncio.to_thread(shutil.copytree, self.files.path, self.workdir, symlinks=True)
+            return await super().__aenter__()
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _make_box(self) -> Box:
+        spec = {
+            "jail": None,
+            "groups": self.limits.of_the_group(),
+            "remove": self._within,
+            "lower": None if self.files is None else str(self.files.path),
+        }
+        return Box(spec, self.sandbox_id)
+
+
+def _new_folder() -> str:
+    return os.path.realpath(tempfile.mkdtemp(prefix="slime-sandbox-"))

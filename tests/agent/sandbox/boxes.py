@@ -1,0 +1,69 @@
+"""The sandboxes of this machine, each by every way it can be made here; what cannot be is asserted to say so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from slime.agent.sandbox.local import LocalSandbox, refusal
+from slime.agent.sandbox.machine import MachineSandbox
+from slime.agent.sandbox.plain import SubprocessSandbox
+from slime.errors import UserError
+
+LOCAL = ("unshare", "bwrap")
+ALL = (*LOCAL, "subprocess")
+
+
+def box(way: str, **options: Any) -> MachineSandbox | None:
+    """A sandbox of that kind; None where this machine has none, after checking that it says so in one sentence."""
+    if way == "subprocess":
+        return SubprocessSandbox(**options)
+    if (why := refusal(way)) is not None:
+        with pytest.raises(UserError, match="this machine has no local sandbox") as said:
+            LocalSandbox(via=way)
+        assert why in str(said.value)
+        return None
+    return LocalSandbox(via=way, **options)
+
+
+def inside(way: str, use: Callable[[MachineSandbox], Awaitable[None]], **options: Any) -> None:
+    """Start a sandbox, use it, end it."""
+    made = box(way, **options)
+    if made is None:
+        return
+
+    async def run() -> None:
+        async with made as sandbox:
+            await asyncio.wait_for(use(sandbox), 120)
+
+    asyncio.run(run())
+
+
+def alive(mark: str) -> list[int]:
+    """The processes of this machine whose environment or command line holds the mark."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        for file in ("cmdline", "environ"):
+            try:
+                with open(f"/proc/{name}/{file}", "rb") as stream:
+                    if mark.encode() in stream.read():
+                        found.append(int(name))
+                        break
+            except OSError:
+                continue
+    return found
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Poll until something holds."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come to hold"
+        time.sleep(0.01)
