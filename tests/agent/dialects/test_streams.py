@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.server.dialects import DIALECTS, Asked, Dialect, Finished, Kind, Problem, TokenLogProb, Usage
-from slime.parsers.events import CallArguments, CallBegun, Event, IllFormed, Reasoning, Text, gathered
+from slime.parsers.events import CallArguments, CallBegun, CallEnded, Event, IllFormed, Reasoning, Text, gathered
 from tests.agent.dialects.bodies import CODEX, SHELL
 
 CHAT, RESPONSES, MESSAGES = DIALECTS
@@ -127,9 +127,11 @@ THINK_TEXT_CALLS: list[Event] = [
     CallBegun(0, "call_a", "bash"),
     CallArguments(0, '{"command":'),
     CallArguments(0, ' "ls é"}'),
+    CallEnded(0),
     Text("\n"),
     CallBegun(1, "call_b", "bash"),
     CallArguments(1, '{"command": "pwd"}'),
+    CallEnded(1),
 ]
 CALLS = (ToolCall("call_a", "bash", '{"command": "ls é"}'), ToolCall("call_b", "bash", '{"command": "pwd"}'))
 
@@ -178,9 +180,11 @@ def test_tools_of_a_namespace_and_tools_with_free_text_are_called_as_declared(st
     events: list[Event] = [
         CallBegun(0, "call_a", "mcp__docs__find"),
         CallArguments(0, '{"command": "x"}'),
+        CallEnded(0),
         CallBegun(1, "call_b", "apply_patch"),
         CallArguments(1, '{"input": "*** Begin\\n'),
         CallArguments(1, 'é"}'),
+        CallEnded(1),
     ]
     _, items = response(events, stream)
     assert (items[0]["namespace"], items[0]["name"], items[0]["call_id"]) == ("mcp__docs", "find", "call_a")
@@ -208,17 +212,27 @@ def test_events_of_a_response_are_numbered_and_complete() -> None:
     ]
 
 
+CUT: list[Event] = [Text("So "), CallBegun(0, "call_a", "bash"), CallArguments(0, '{"command":'), IllFormed("cut", 0)]
+CUT.append(Text('<tool_call>{"command":'))
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_turn_that_was_cut_off_says_so(stream: bool) -> None:
-    cut = THINK_TEXT_CALLS[:7]
-    assert chat_message(cut, False, "length")[0].choices[0].finish_reason == "length"
-    answer, blocks = message(cut, stream, "length")
-    assert (answer.stop_reason, blocks[-1]["input"]) == ("max_tokens", {})
-    answer, items = response(cut, stream, "length")
+def test_a_call_that_breaks_off_is_text_and_the_turn_says_that_it_was_cut_off(stream: bool) -> None:
+    text = 'So <tool_call>{"command":'
+    answer, blocks = message(CUT, stream, "length")
+    assert (answer.stop_reason, blocks) == ("max_tokens", [{"type": "text", "text": text}])
+    answer, items = response(CUT, stream, "length")
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert [item["status"] for item in items] == ["completed", "completed", "incomplete"]
-    with pytest.raises(openai.LengthFinishReasonError):
-        chat_message(cut, True, "length")
+    assert [(item["type"], item["status"]) for item in items] == [("message", "incomplete")]
+    assert answer.output_text == text
+    if stream:
+        with pytest.raises(openai.LengthFinishReasonError) as caught:
+            chat_message(CUT, True, "length")
+        completion: Any = caught.value.completion
+    else:
+        completion, _ = chat_message(CUT, False, "length")
+    assert (completion.choices[0].finish_reason, completion.choices[0].message.content) == ("length", text)
+    assert not completion.choices[0].message.tool_calls
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -263,7 +277,7 @@ def answers(draw: Any) -> list[Event]:
         events.append(CallBegun(index, f"call_{index}", draw(st.sampled_from(["bash", "apply_patch"]))))
         arguments = json.dumps({"input": draw(WORDS)}, ensure_ascii=draw(st.booleans()))
         cut = draw(st.integers(0, len(arguments)))
-        events += [CallArguments(index, arguments[:cut]), CallArguments(index, arguments[cut:])]
+        events += [CallArguments(index, arguments[:cut]), CallArguments(index, arguments[cut:]), CallEnded(index)]
     return events
 
 
