@@ -1,6 +1,7 @@
 """Where agents work: the protocol, its backends, and the names that upstream has here."""
 
 from slime.agent.sandbox.choose import make_sandbox
+from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.limits import SandboxLimits
 from slime.agent.sandbox.protocol import (
     EXIT_TIME_BUDGET_EXCEEDED,
@@ -13,11 +14,13 @@ from slime.agent.sandbox.protocol import (
     SandboxGone,
 )
 from slime.agent.sandbox.snapshot import Snapshot
+from slime.agent.sandbox.waiting import ensure_agent_user, exec_and_wait
 
 __all__ = [
     "EXIT_TIME_BUDGET_EXCEEDED",
     "Changes",
     "CommandFailed",
+    "E2BSandbox",
     "Outcome",
     "Process",
     "Sandbox",
@@ -25,5 +28,7 @@ __all__ = [
     "SandboxGone",
     "SandboxLimits",
     "Snapshot",
+    "ensure_agent_user",
+    "exec_and_wait",
     "make_sandbox",
 ]

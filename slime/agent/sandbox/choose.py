@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.limits import SandboxLimits
 from slime.agent.sandbox.local import LocalSandbox, refusal
 from slime.agent.sandbox.machine import MachineSandbox
@@ -12,7 +13,7 @@ from slime.agent.sandbox.plain import SubprocessSandbox
 from slime.agent.sandbox.snapshot import Snapshot
 from slime.errors import UserError
 
-KINDS = ("auto", "local", "subprocess")
+KINDS = ("auto", "local", "subprocess", "e2b")
 
 
 def make_sandbox(
@@ -22,11 +23,13 @@ def make_sandbox(
     files: Snapshot | None = None,
     env: Mapping[str, str] | None = None,
     visible: Sequence[str | Path] = (),
-) -> MachineSandbox:
+    image: str | None = None,
+) -> MachineSandbox | E2BSandbox:
     """A sandbox that is not started yet.
 
     `files` is what it starts with; `env` what its commands find in their environment, besides the usual; `visible` are
-    folders of this machine that are there under the same path, read-only. UserError where there is no such kind.
+    folders of this machine that are there under the same path, read-only; `image` is what sandboxes start from that are
+    no part of this machine. UserError where there is no such kind.
     """
     if kind == "auto":
         kind = auto_kind()[0]
@@ -34,7 +37,17 @@ def make_sandbox(
         return LocalSandbox(limits=limits, files=files, env=env, visible=visible)
     if kind == "subprocess":
         return SubprocessSandbox(limits=limits, files=files, env=env, visible=visible)
+    if kind == "e2b":
+        _has_none_of_this_machine(kind, files, visible)
+        return E2BSandbox(image, limits=limits, env=env)
     raise UserError(f"there is no sandbox {kind!r}: choose one of {', '.join(KINDS)}")
+
+
+def _has_none_of_this_machine(kind: str, files: Snapshot | None, visible: Sequence[str | Path]) -> None:
+    if files is not None or visible:
+        raise UserError(
+            f"--sandbox {kind} starts from an image and sees no folder of this machine: put the files into it"
+        )
 
 
 def auto_kind() -> tuple[str, str]:
