@@ -5,9 +5,12 @@ Every dialect translates its bodies to these and its answers from them; no sessi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from slime.errors import UserError
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -23,7 +26,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One message. Of an assistant's, `reference` is the mark by which its turn is known, where the client echoes it."""
+    """One message. Of an assistant's, `reference` is the mark by which its turn is known, if the client echoes it."""
 
     role: Role
     content: str = ""
@@ -49,3 +52,29 @@ class TurnRequest:
     parallel_tool_calls: bool = True
     max_tokens: int | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
+
+
+def messages_of(prompt: str | Sequence[Mapping[str, Any]]) -> list[Message]:
+    """A sample's prompt as a conversation: messages in OpenAI's form, or a text, which is what the user says."""
+    if isinstance(prompt, str):
+        return [Message("user", prompt)]
+    return [_message_of(message, number) for number, message in enumerate(prompt)]
+
+
+def _message_of(given: Mapping[str, Any], number: int) -> Message:
+    role: Any = "system" if given.get("role") == "developer" else given.get("role")
+    if role not in get_args(Role):
+        raise UserError(f"message {number} of a prompt has the role {role!r}; there are: {', '.join(get_args(Role))}")
+    content = given.get("content")
+    if content is not None and not isinstance(content, str):
+        raise UserError(f"message {number} of a prompt must have text for its content, not {content!r:.80}")
+    calls = tuple(_call_of(call, f"call_{number}_{i}") for i, call in enumerate(given.get("tool_calls") or ()))
+    reasoning = given.get("reasoning_content")
+    return Message(role, content or "", reasoning, calls, given.get("tool_call_id"), given.get("name"))
+
+
+def _call_of(given: Mapping[str, Any], default_id: str) -> ToolCall:
+    function = given.get("function", given)
+    arguments = function.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(given.get("id") or default_id, function["name"], text)

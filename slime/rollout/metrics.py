@@ -30,6 +30,7 @@ def rollout_metrics(args: Config, samples: Sequence[Sample], rollout_time: float
     metrics |= _asked_for(args, [sample for sample in _usable(samples) if sample.reward is not None])
     if args.log_multi_turn:
         metrics |= _multi_turn_metrics(args, _usable(samples))
+    metrics |= _tool_metrics(samples)
     return metrics | {f"perf/{name}": value for name, value in _perf_metrics(args, samples, rollout_time).items()}
 
 
@@ -182,6 +183,20 @@ def _multi_turn_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
         metrics["multi_turn/multi_turn_metric/round_number_max"] = float(max(rounds))
         metrics["multi_turn/multi_turn_metric/round_number_min"] = float(min(rounds))
     return metrics
+
+
+def _tool_metrics(samples: Sequence[Sample]) -> Metrics:
+    """Calls of tools by how they ended: the sums of what attempts noted in `metadata["tool_calls"]`."""
+    totals: Counter[str] = Counter()
+    for sample in samples:
+        noted = sample.metadata.get("tool_calls")
+        if isinstance(noted, Mapping):
+            totals.update({name: value for name, value in noted.items() if isinstance(value, int | float)})
+    if not totals:
+        return {}
+    metrics = {"agent/tool_calls": float(totals.pop("calls", 0))}
+    metrics["agent/tool_failures"] = metrics["agent/tool_calls"] - totals["ok"]
+    return metrics | {f"agent/tool_{name}": float(value) for name, value in totals.items()}
 
 
 def _perf_metrics(args: Config, samples: Sequence[Sample], rollout_time: float) -> Metrics:

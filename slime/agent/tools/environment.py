@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -28,13 +28,20 @@ class ToolEnvironment:
     """What a task's model may call: functions, interpreters, MCP servers.
 
     Made once, at the top of a plugin file for instance; nothing is started before the first attempt. `max_calls` bounds
-    the calls of one attempt: those beyond it are refused. `aclose` ends what the tools started; in a run that happens
-    with the run.
+    the calls of one attempt: those beyond it are refused. An outcome in `fails_sample` is not shown to the model: it
+    raises, so that the sample fails instead of being trained on what was not its fault. `aclose` ends what the tools
+    started; in a run that happens with the run.
     """
 
-    def __init__(self, tools: Sequence[Callable[..., Any] | ToolProvider], *, max_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any] | ToolProvider],
+        *,
+        max_calls: int | None = None,
+        fails_sample: Collection[ToolOutcome] = (),
+    ) -> None:
         self._providers: list[ToolProvider] = [_as_provider(tool) for tool in tools]
-        self._max_calls = max_calls
+        self._max_calls, self._fails_sample = max_calls, frozenset(fails_sample)
         self._at_once: dict[str, asyncio.Semaphore] = {}
 
     @asynccontextmanager
@@ -47,7 +54,7 @@ class ToolEnvironment:
                     if tool.name in tools:
                         raise UserError(f"two tools have the name {tool.name!r}: give one of them another")
                     tools[tool.name] = tool
-            yield ToolBox(tools, self._at_once, self._max_calls, sample)
+            yield ToolBox(tools, self._at_once, self._max_calls, self._fails_sample, sample)
 
     async def aclose(self) -> None:
         """End what was started."""
@@ -65,9 +72,15 @@ class ToolBox:
     """The tools of one attempt, with the counts of what came of the calls."""
 
     def __init__(
-        self, tools: Mapping[str, Tool], at_once: dict[str, asyncio.Semaphore], max_calls: int | None, sample: Any
+        self,
+        tools: Mapping[str, Tool],
+        at_once: dict[str, asyncio.Semaphore],
+        max_calls: int | None,
+        fails_sample: frozenset[ToolOutcome],
+        sample: Any,
     ) -> None:
         self._tools, self._at_once, self._max_calls, self._sample = tools, at_once, max_calls, sample
+        self._fails_sample = fails_sample
         self.counts = ToolCounts()
 
     @property
@@ -82,6 +95,9 @@ class ToolBox:
         results = await asyncio.gather(*(self._one(call, is_allowed=i < left) for i, call in enumerate(calls)))
         for result in results:
             self.counts.add(result)
+        for result in results:
+            if result.outcome in self._fails_sample:
+                raise ToolFailure(result.outcome, f"tool {result.call.name}: {result.outcome}: {result.text}")
         return results
 
     async def call(self, name: str, arguments: Mapping[str, Any] | str) -> ToolResult:

@@ -82,7 +82,7 @@ class ToolCounts:
         self.cut_results += result.cut > 0
 
     def to_metadata(self) -> dict[str, float]:
-        """For `sample.metadata["tools"]`: every name becomes a metric `agent/tool_<name>`."""
+        """For `sample.metadata["tool_calls"]`, of which a run makes `agent/tool_*`."""
         counts = {"calls": self.outcomes.total(), **self.outcomes, "seconds": self.seconds}
         return {name: float(value) for name, value in counts.items()} | (
             {"cut_results": float(self.cut_results)} if self.cut_results else {}
