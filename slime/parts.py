@@ -242,7 +242,7 @@ class Parts:
             self._heal()
             published = self._published(version)
             self._version = version
-            self.runtime.state.weight_version = str(version)
+            self.runtime.state.weights_arrived(str(version))
             for supervisor in self.supervisors:
                 supervisor.weights_arrived()
         return published

@@ -33,9 +33,9 @@ class AbortedTooOften(Exception):
 class Draws:
     """The seed that a sample's sampling parameters carry, and how many requests have been made with it."""
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: int | None, begun: int = 0) -> None:
         self._seed = seed
-        self._requests = 0
+        self._requests = begun
 
     def apart(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of one more request, with a seed of its own if they carry this one."""

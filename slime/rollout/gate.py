@@ -8,7 +8,7 @@ gate knows who may pass, not what is asked: requests that it cut off are continu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
@@ -96,6 +96,8 @@ class Gate:
         self._opened.set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self.when_closed: list[Callable[[], None]] = []
+        """Told of each closing before whoever closes waits: for requests that another process makes."""
 
     @property
     def is_open(self) -> bool:
@@ -107,7 +109,10 @@ class Gate:
 
     def close(self) -> None:
         """Let nobody through; those at the engines are still there (`wait_until_idle`)."""
-        self._opened.clear()
+        if self.is_open:
+            self._opened.clear()
+            for told in list(self.when_closed):
+                told()
 
     async def wait_until_idle(self) -> None:
         """Until no request with a ticket is at an engine."""

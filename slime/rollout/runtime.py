@@ -165,6 +165,11 @@ class RolloutRuntime:
                 self._functions[key] = load_function(path, what=flag, params=params)
         return self._functions[key]
 
+    @property
+    def router_address(self) -> tuple[str | None, bool, str | None]:
+        """The router before the engines, if there is one; whether only it takes requests; and the engines' key."""
+        return self._router_url, self._router_only, engine_key(self.config)
+
     def owned(self, name: str, make: Callable[[], T], close: Callable[[T], Awaitable[None]] | None = None) -> T:
         """What others keep here for as long as the run lasts: made for the first who asks, closed with the runtime."""
         if name not in self._owned:

@@ -80,6 +80,8 @@ class GenerateState:
         self.evaluation_id: int | None = None
         self.weight_version: str | None = None
         """What all engines have, as far as is known: an update under way counts when it is over."""
+        self.when_updated: list[Callable[[str], None]] = []
+        """Told of each version that all engines have got, from whatever thread publishes it."""
         self._dp_users: Counter[int] = Counter()
         self.teacher: Teacher | None = None
         self.rewardless = args.use_opd and args.rm_type is None and args.custom_rm_path is None
@@ -101,6 +103,12 @@ class GenerateState:
     @aborted.setter
     def aborted(self, value: bool) -> None:
         self._aborted = value
+
+    def weights_arrived(self, version: str) -> None:
+        """All engines have this version now."""
+        self.weight_version = version
+        for told in list(self.when_updated):
+            told(version)
 
     @cached_property
     def typed_hub(self) -> RewardHub:

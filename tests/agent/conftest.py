@@ -48,6 +48,19 @@ def play(agent_tokenizer):
         context.__exit__(None, None, None)
 
 
+def make_agent_runtime(folder, run_dir, urls, **flags):
+    """A bound runtime over these engines, for whoever closes it."""
+    usual = {
+        "rollout_batch_size": 1,
+        "n_samples_per_prompt": 1,
+        "rollout_max_response_len": 400,
+        "num_rollout": 1,
+        "output_dir": str(run_dir),
+    }
+    config = derive(Config(hf_checkpoint=folder, device="cpu", **(usual | flags)))
+    return RolloutRuntime(config, urls, dispatch=generate_and_rm_group)
+
+
 @pytest.fixture
 def agent_runtime(agent_folder, tmp_path, monkeypatch):
     """`agent_runtime(url, ..., **flags)`: a bound runtime over those engines; engine retries do not wait."""
@@ -55,15 +68,7 @@ def agent_runtime(agent_folder, tmp_path, monkeypatch):
     runtimes = []
 
     def make(*urls, **flags):
-        usual = {
-            "rollout_batch_size": 1,
-            "n_samples_per_prompt": 1,
-            "rollout_max_response_len": 400,
-            "num_rollout": 1,
-            "output_dir": str(tmp_path / "run"),
-        }
-        config = derive(Config(hf_checkpoint=agent_folder, device="cpu", **(usual | flags)))
-        runtimes.append(RolloutRuntime(config, urls, dispatch=generate_and_rm_group))
+        runtimes.append(make_agent_runtime(agent_folder, tmp_path / "run", urls, **flags))
         return runtimes[-1]
 
     yield make

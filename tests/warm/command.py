@@ -1,6 +1,6 @@
 """Which commands can be run by a process that has slime imported already, and what Python would do with them.
 
-Those are the ones that import torch: drivers, engines and trainers, alone or behind the guard that watches over them.
+Those are the ones that import torch or transformers: drivers, engines, trainers and the endpoints of agents, alone or behind the guard that watches over them.
 Everything else, above all `python -c`, is started as ever, so that tests of what is imported when still see an
 interpreter that has imported nothing, and limits of memory count what a process really has.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 GUARD = str(ROOT / "slime/cluster/guard.py")
 LAUNCHER = str(ROOT / "slime/cluster/python.py")
-MODULES = {"slime.cli", "slime.engine.embedded", "slime.train.worker"}
+MODULES = {"slime.cli", "slime.engine.embedded", "slime.train.worker", "slime.agent.server"}
 SCRIPTS = {str(ROOT / name) for name in ("train.py", "train_async.py")}
 
 

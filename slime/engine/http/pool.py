@@ -69,6 +69,8 @@ class EnginePool:
         self._any_up.set()
         self._given_up: str | None = None
         self._pinned: OrderedDict[Hashable, _Member] = OrderedDict()
+        self.when_changed: list[Callable[[str, str], None]] = []
+        """Told, in the pool's event loop, of each engine's URL that is "up" or "down", and why all were "given up"."""
 
     @property
     def urls(self) -> list[str]:
@@ -162,6 +164,7 @@ class EnginePool:
     def set_down(self, url: str) -> None:
         """No more requests for this engine; those it has end now."""
         self._member(url).down.set()
+        self._tell("down", url)
         if self._given_up is None and all(member.down.is_set() for member in self._members):
             self._any_up.clear()
 
@@ -171,11 +174,17 @@ class EnginePool:
         member.down.clear()
         member.suspect_until = 0.0
         self._any_up.set()
+        self._tell("up", url)
 
     def give_up(self, reason: str) -> None:
         """Nobody brings engines back any more: those that answer go on, and whoever finds no other one is told."""
         self._given_up = reason
         self._any_up.set()
+        self._tell("given up", reason)
+
+    def _tell(self, state: str, what: str) -> None:
+        for told in list(self.when_changed):
+            told(state, what)
 
     @property
     def up(self) -> list[EngineClient]:

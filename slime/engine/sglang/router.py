@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ import aiohttp
 from slime.cluster.ports import free_ports, require_free_port
 from slime.cluster.process import ChildProcess
 from slime.config import Config
-from slime.engine.http.client import EngineClient
+from slime.engine.http.client import EngineClient, GenerateResult
+from slime.engine.http.errors import EngineError
 from slime.engine.http.plain_http import NoAnswer, ask
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import ROUTING_KEY_HEADER
@@ -286,6 +287,18 @@ class RoutedPool(EnginePool):
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         async with self._front.open(method, call, data=data, headers=_with_key(headers, affinity_key)) as response:
             yield response
+
+    async def generate_kept(
+        self,
+        payload: dict[str, Any],
+        affinity_key: Hashable | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+        on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
+    ) -> tuple[GenerateResult | None, EngineError | None]:
+        if self._router_only:
+            return await self._front.generate_kept(payload, headers=_with_key(headers, affinity_key), on_ids=on_ids)
+        return await super().generate_kept(payload, affinity_key, headers=headers, on_ids=on_ids)
 
     async def aclose(self) -> None:
         await self._front.aclose()

@@ -1,0 +1,87 @@
+"""The process of the endpoints from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from slime.agent.sampling.model import ChatModel
+from slime.agent.server.app import AgentApp
+from slime.agent.server.control import ControlApp
+from slime.agent.server.dialects import Kind, Problem
+from slime.agent.server.listeners import Listeners
+from slime.agent.server.sessions import Sessions
+from slime.agent.server.settings import AGENTS, CONTROL, LISTENERS, ServerSettings
+from slime.data.tokenizer import load_tokenizer, model_context_length
+from slime.errors import UserError
+
+DEFAULT_NAMES = ("slime-actor", "default")
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(
+    settings: ServerSettings, ready: Callable[[dict[str, Any]], None], over: Callable[[], asyncio.Future[Any]]
+) -> None:
+    """Serve until a signal comes or `over()` is done; `ready` is told the addresses once everybody may come."""
+    os.umask(0o077)
+    tokenizer = load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
+    model = ChatModel(tokenizer, context=model_context_length(settings.model))
+    pool = settings.make_pool()
+    sessions = Sessions(model, pool, fault_tolerant=settings.fault_tolerant, version=settings.version)
+    names = (*settings.names, Path(settings.model).name, settings.model, *DEFAULT_NAMES)
+    folder = Path(settings.folder)
+    agents = _runner(AgentApp(sessions, tokenizer, names).app)
+    listeners = Listeners(agents, str(folder / LISTENERS), settings.secret)
+    control = _runner(ControlApp(sessions, pool, listeners, settings.secret).app)
+    try:
+        port = await _listen(agents, settings, folder / AGENTS)
+        await control.setup()
+        await web.UnixSite(control, str(folder / CONTROL)).start()
+        await listeners.start()
+        ready({"host": settings.host, "port": port, "model": names[0], "folder": str(folder)})
+        await _told_to_end(over())
+    finally:
+        await sessions.close_all(Problem(Kind.SHUTTING_DOWN, "the run is over"))
+        await listeners.aclose()
+        await agents.cleanup()
+        await control.cleanup()
+        await pool.aclose()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _runner(app: web.Application) -> web.AppRunner:
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+
+
+async def _listen(agents: web.AppRunner, settings: ServerSettings, path: Path) -> int:
+    """Listen for agents on a port and on a socket file; returns the port."""
+    await agents.setup()
+    try:
+        await web.TCPSite(agents, settings.host, settings.port).start()
+    except OSError as error:
+        raise UserError(
+            f"agents cannot be served at {settings.host}:{settings.port} ({error.strerror}): choose another port with "
+            "--agent-server-port, or another address with --host"
+        ) from error
+    port = int(agents.addresses[0][1])
+    await web.UnixSite(agents, str(path)).start()
+    os.chmod(path, 0o666)  # for whoever has it bound into a sandbox; the folder is closed to all others
+    return port
+
+
+async def _told_to_end(over: asyncio.Future[Any]) -> None:
+    loop, signalled = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled.set)
+    waiting = asyncio.ensure_future(signalled.wait())
+    await asyncio.wait({waiting, over}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()

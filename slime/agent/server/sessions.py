@@ -1,0 +1,160 @@
+"""The open sessions of the process, by their keys.
+
+Invariant: a session that ends, for whatever reason, ends its clients with it: requests that are being answered are
+told at once, later ones find out that it is closed; and it is handed over only when none is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from slime.agent.messages import TurnRequest
+from slime.agent.sampling.engines import EngineSampler
+from slime.agent.sampling.model import ChatModel
+from slime.agent.sampling.turn import OnEvent, ParserFactory, TakenTurn, take_prepared
+from slime.agent.server.dialects import Kind, Problem, refusal_problem
+from slime.agent.server.settings import Opening
+from slime.agent.session.limits import Limits, SessionRefusal
+from slime.agent.session.session import Prompt, Session
+from slime.engine.http.pool import EnginePool
+from slime.rollout.asking import Draws
+from slime.rollout.gate import Gate, Ticket
+
+REMEMBERED = 16384
+"""Closed sessions whose clients are told so; of those before them nobody knows any more."""
+
+
+class OpenSession:
+    """A session, whoever samples for it, and the requests that are being answered."""
+
+    def __init__(
+        self, session: Session, params: Mapping[str, Any], sampler: EngineSampler, parsers: ParserFactory
+    ) -> None:
+        self.session = session
+        self.ticket: Ticket | None = None
+        self.names: frozenset[str] = frozenset()
+        self.failure: str | None = None
+        """What last kept a turn from being sampled."""
+        self._params, self._sampler, self._parsers = params, sampler, parsers
+        self.ended: asyncio.Future[Problem] = asyncio.get_running_loop().create_future()
+        self._answering: set[asyncio.Task[TakenTurn]] = set()
+
+    def begin(self, request: TurnRequest, on_event: OnEvent | None) -> tuple[Prompt, asyncio.Task[TakenTurn]]:
+        """One more turn, which is being sampled from now on, or a `Problem`; whoever cancels the task gives it up."""
+        if self.ended.done():
+            raise self.ended.result()
+        try:
+            prompt = self.session.prepare(request)
+        except SessionRefusal as refusal:
+            raise refusal_problem(refusal) from refusal
+        is_begun = False
+
+        async def take() -> TakenTurn:
+            nonlocal is_begun
+            is_begun = True
+            return await take_prepared(
+                self.session, request, prompt, self._sampler, self._parsers, self._params, on_event
+            )
+
+        def done(task: asyncio.Task[TakenTurn]) -> None:
+            self._answering.discard(task)
+            if not is_begun:  # cancelled before its first step
+                self.session.abandon(prompt)
+
+        task = asyncio.create_task(take())
+        self._answering.add(task)
+        task.add_done_callback(done)
+        return prompt, task
+
+    async def hold(self) -> None:
+        """Send what is at the engines to the gate, which lets nobody through from now on; returns when all is there."""
+        if self.ticket is not None:
+            self.ticket.gate.close()
+            await self._sampler.leave_engines()
+            await self.ticket.gate.wait_until_idle()
+
+    def release(self) -> None:
+        """The gate is open again; tokens that were sampled before are masked, if they are to be."""
+        if self.ticket is None or self.ticket.gate.is_open:
+            return
+        if self.ticket.masks:
+            for turn in self.session.tree.turns.values():
+                turn.meta_info["masked_until"] = len(turn.ids)
+        self.ticket.gate.open()
+
+    async def end(self, problem: Problem) -> None:
+        """Close it, tell its clients why, and wait until no turn is being sampled."""
+        self.session.close()
+        if not self.ended.done():
+            self.ended.set_result(problem)
+        for task in self._answering:
+            task.cancel()
+        if self._answering:
+            await asyncio.wait(set(self._answering))
+
+
+class Sessions:
+    """Sessions by key."""
+
+    def __init__(self, model: ChatModel, pool: EnginePool, *, fault_tolerant: bool, version: str | None) -> None:
+        self._model, self._pool, self._fault_tolerant = model, pool, fault_tolerant
+        self.version = version
+        """Of the weights that all engines have, as far as is known."""
+        self._open: dict[str, OpenSession] = {}
+        self._closed: OrderedDict[str, Problem] = OrderedDict()
+        self.opened = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, opening: Opening) -> OpenSession:
+        """A new session; a `ValueError` if there is one of this key."""
+        if opening.key in self._open or opening.key in self._closed:
+            raise ValueError("there is a session with this key")
+        template = self._model.template(opening.template_kwargs)
+        limits = Limits(**opening.limits)
+        if opening.record is None:
+            session = Session(opening.key, template, limits=limits, strict=opening.strict)
+        else:
+            record = {**opening.record, "key": opening.key, "closed": False}
+            session = Session.from_record(record, template, limits=limits, strict=opening.strict)
+        ticket = Ticket(Gate(asyncio.Semaphore(1)), masks=opening.masks) if opening.held else None
+        draws = Draws(opening.params.get("sampling_seed"), begun=len(session.tree.turns))
+        sampler = EngineSampler(
+            self._pool,
+            self._model.tokenizer,
+            stop_ids=template.stop_ids,
+            fault_tolerant=self._fault_tolerant,
+            ticket=ticket,
+            version=lambda: self.version,
+            draws=draws.apart,
+        )
+        made = OpenSession(session, opening.params, sampler, self._model.parsers(template))
+        made.ticket, made.names = ticket, frozenset(opening.names)
+        self._open[opening.key] = made
+        self.opened += 1
+        return made
+
+    def find(self, key: str | None) -> OpenSession:
+        """The session of a key, or a `Problem`."""
+        if key is not None and (found := self._open.get(key)) is not None:
+            return found
+        if key is not None and (problem := self._closed.get(key)) is not None:
+            raise problem
+        raise Problem(Kind.NO_SESSION, "no session has this key: a session is opened by the run, not by its client")
+
+    async def close(self, key: str, problem: Problem) -> OpenSession:
+        """End a session and forget it but for its end; a `KeyError` if there is none of this key."""
+        ending = self._open.pop(key)
+        self._closed[key] = problem
+        if len(self._closed) > REMEMBERED:
+            self._closed.popitem(last=False)
+        await ending.end(problem)
+        return ending
+
+    async def close_all(self, problem: Problem) -> None:
+        """End all of them."""
+        await asyncio.gather(*(self.close(key, problem) for key in list(self._open)))

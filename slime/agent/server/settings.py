@@ -1,0 +1,70 @@
+"""What the process of the endpoints is told: when it starts (secrets among it, so it comes through a socket), and of
+each session that is opened there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from slime.engine.http.pool import EnginePool
+from slime.engine.sglang.router import RoutedPool
+
+AGENTS, CONTROL, LISTENERS = "agents.sock", "control.sock", "listeners.sock"
+"""Sockets in the folder of the process."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a session is opened with. `held` ones wait at the driver's gate; `masks`: what was sampled before a wait is
+    not trained on. `record` is what an earlier attempt left (`Session.to_record`), `names` are further model names."""
+
+    key: str
+    params: Mapping[str, Any]
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    held: bool = False
+    masks: bool = False
+    names: tuple[str, ...] = ()
+    record: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """`names` are those that clients may call the model by; the first is the one that they are told.
+
+    `folder` belongs to this user alone: its sockets are for the driver (`control.sock`, which asks for `secret`, and
+    `listeners.sock`) and for sandboxes that bind `agents.sock` into theirs.
+    """
+
+    model: str
+    engines: tuple[str, ...]
+    folder: str
+    secret: str = field(repr=False)
+    names: tuple[str, ...] = ()
+    trust_remote_code: bool = False
+    router: str | None = None
+    router_only: bool = False
+    engine_key: str | None = field(default=None, repr=False)
+    engine_timeout_s: float = 3600.0
+    fault_tolerant: bool = False
+    version: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ServerSettings:
+        """The inverse of `to_dict`, from JSON values too."""
+        lists = {name: tuple(values[name]) for name in ("engines", "names")}
+        return cls(**{**values, **lists})
+
+    def make_pool(self) -> EnginePool:
+        """The engines, as this process asks them."""
+        if self.router is not None:
+            return RoutedPool(self.engines, self.router, router_only=self.router_only, timeout_s=self.engine_timeout_s)
+        return EnginePool(self.engines, timeout_s=self.engine_timeout_s, api_key=self.engine_key)
