@@ -51,13 +51,14 @@ format: $(VENV)/.installed-dev   ## rewrite files the way lint wants them
 example-smollm2: $(VENV)/.installed-smollm2   ## GRPO on a real pretrained model, about 15 minutes on a CPU
 	$(RUN) examples/smollm2/run.py $(ARGS)
 
-benchmark: $(VENV)/.installed-dev   ## engine against generate, training against Trainer, how evenly trainers share the work, the modes, the journal
+benchmark: $(VENV)/.installed-dev   ## engine against generate, training against Trainer, how evenly trainers share the work, the modes, the journal, agents
 	$(RUN) benchmarks/engine.py $(ARGS)
 	$(RUN) benchmarks/train_step.py
 	$(RUN) benchmarks/balance.py
 	$(RUN) benchmarks/async.py
 	$(RUN) benchmarks/journal.py
 	$(RUN) benchmarks/data_plane.py
+	$(RUN) benchmarks/agents.py
 
 clean:           ## remove the virtual environments (outputs stay)
 	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV)
