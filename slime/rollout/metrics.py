@@ -30,6 +30,7 @@ def rollout_metrics(args: Config, samples: Sequence[Sample], rollout_time: float
     metrics |= _asked_for(args, [sample for sample in _usable(samples) if sample.reward is not None])
     if args.log_multi_turn:
         metrics |= _multi_turn_metrics(args, _usable(samples))
+    metrics |= _session_metrics(samples)
     metrics |= _tool_metrics(samples)
     return metrics | {f"perf/{name}": value for name, value in _perf_metrics(args, samples, rollout_time).items()}
 
@@ -197,6 +198,41 @@ def _tool_metrics(samples: Sequence[Sample]) -> Metrics:
     metrics = {"agent/tool_calls": float(totals.pop("calls", 0))}
     metrics["agent/tool_failures"] = metrics["agent/tool_calls"] - totals["ok"]
     return metrics | {f"agent/tool_{name}": float(value) for name, value in totals.items()}
+
+
+_SESSION_TOTALS = (
+    "turns",
+    "extended",
+    "forked",
+    "refused",
+    "abandoned",
+    "sampled_tokens",
+    "trained_tokens",
+    "retokenised_tokens",
+)
+_SESSION_NUMBERS = (*_SESSION_TOTALS, "samples", "prompt_tokens", "shared_tokens")
+
+
+def _session_metrics(samples: Sequence[Sample]) -> Metrics:
+    """What happened in sessions (`slime.agent.session.counters`); the first sample of each carries its counters."""
+    sessions = [numbers for sample in samples if (numbers := _session_of(sample)) is not None]
+    if not sessions:
+        return {}
+    metrics = {f"agent/{name}": float(sum(session[name] for session in sessions)) for name in _SESSION_TOTALS}
+    metrics["agent/sessions"] = float(len(sessions))
+    metrics["agent/turns_per_session"] = fmean(session["turns"] for session in sessions)
+    metrics["agent/samples_per_session"] = fmean(session["samples"] for session in sessions)
+    prompt_tokens = sum(session["prompt_tokens"] for session in sessions)
+    metrics["agent/shared_ratio"] = sum(s["shared_tokens"] for s in sessions) / prompt_tokens if prompt_tokens else 0.0
+    return metrics
+
+
+def _session_of(sample: Sample) -> Mapping[str, int] | None:
+    """The counters of a session, unless the user keeps something else under that name."""
+    numbers = sample.metadata.get("session")
+    if not isinstance(numbers, dict) or not all(isinstance(numbers.get(name), int) for name in _SESSION_NUMBERS):
+        return None
+    return numbers
 
 
 def _perf_metrics(args: Config, samples: Sequence[Sample], rollout_time: float) -> Metrics:

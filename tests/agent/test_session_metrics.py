@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from slime.config import Config, derive
+from slime.data.sample import Sample
+from slime.rollout.metrics import rollout_metrics
+from tests.agent.byte_template import assistant, user
+from tests.agent.test_session import Talk, base_sample
+
+
+def agent_metrics(samples: list[Sample]) -> dict[str, float]:
+    found = rollout_metrics(derive(Config(rollout_batch_size=1)), samples, 1.0)
+    return {name: value for name, value in found.items() if name.startswith("agent/")}
+
+
+def test_the_sessions_of_a_rollout_in_numbers() -> None:
+    plain, forked = Talk(), Talk()
+    plain.turn(assistant("one"))
+    forked.turn(assistant("one"))
+    forked.turn(assistant("two"), user("left"))
+    forked.messages[-2:] = []
+    forked.turn(assistant("three"), user("right"))
+    forked.session.abandon(forked.session.prepare(forked.request(user("more"))))
+    samples = plain.session.samples(base_sample(), 1.0) + forked.session.samples(base_sample(index=8), 0.0)
+    last = len(forked.sent[-1].ids) + len("three") + 2  # what was held when the client asked and hung up
+    abandoned = last + len("<user\nmore><assistant\n")
+    prompts = sum(len(prompt.ids) for prompt in plain.sent + forked.sent) + abandoned
+    shared = sum(prompt.shared for prompt in forked.sent) + last
+    tokens = sum(len(text) + 2 for text in ("one", "one", "two", "three"))
+    assert agent_metrics(samples) == {
+        "agent/sessions": 2.0,
+        "agent/turns": 4.0,
+        "agent/turns_per_session": 2.0,
+        "agent/extended": 3.0,
+        "agent/forked": 1.0,
+        "agent/refused": 0.0,
+        "agent/abandoned": 1.0,
+        "agent/samples_per_session": 1.5,
+        "agent/sampled_tokens": tokens,
+        "agent/trained_tokens": tokens,
+        "agent/retokenised_tokens": 0.0,
+        "agent/shared_ratio": shared / prompts,
+    }
+
+
+def test_a_rollout_without_sessions_says_nothing_of_them() -> None:
+    samples = [base_sample(metadata={"session": value}) for value in ("mine", {"turns": 1}, {"turns": "x"})]
+    assert agent_metrics(samples) == {}
