@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.session.limits import Refused
+from slime.agent.session.probe import ADDITIONS
 from slime.agent.session.template import ChatTemplate
 from slime.errors import UserError
+from tests.agent.families import FAMILIES, family_tokenizer
 from tests.data.test_turn_mask import tokenizer_for
 from tests.migration import scripted
 from tests.tiny_models import make_tokenizer
@@ -141,3 +145,189 @@ def test_a_tokenizer_without_a_template_is_refused_in_a_sentence() -> None:
 def test_arguments_that_are_not_the_templates_are_refused() -> None:
     with pytest.raises(UserError, match="--apply-chat-template-kwargs: tools is not for the template"):
         ChatTemplate(make_tokenizer(), kwargs={"tools": []})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_takes_every_addition(family: str) -> None:
+    template = ChatTemplate(family_tokenizer(family))
+    assert template.refusal is None
+    assert {kind: template.continues(kind) for kind in ADDITIONS} == dict.fromkeys(ADDITIONS, True)
+
+
+STOPS = {
+    "llama3_1": {"<|eot_id|>", "<|eom_id|>"},
+    "glm4_5": {"<|user|>", "<|observation|>", "<|endoftext|>"},
+    "kimi_k2": {"<|im_end|>", "[EOS]"},
+    "gpt_oss": {"<|return|>", "<|call|>"},  # not <|end|>: thoughts end with it, and the turn goes on
+    "gemma3": {"<end_of_turn>", "<eos>"},
+    "mistral": {"</s>"},
+    "plain": {"<|endoftext|>"},
+}
+
+
+@pytest.mark.parametrize("family", STOPS)
+def test_tokens_that_may_end_a_turn(family: str) -> None:
+    tokenizer = family_tokenizer(family)
+    assert {tokenizer.convert_ids_to_tokens(id_) for id_ in ChatTemplate(tokenizer).stop_ids} == STOPS[family]
+
+
+def continued(family: str, last: Message, *new: Message, ended: str | None = None, **kwargs: Any) -> str:
+    tokenizer = family_tokenizer(family)
+    template = ChatTemplate(tokenizer, kwargs=kwargs)
+    ids = template.continuation(last, None if ended is None else token(tokenizer, ended), new, TOOLS)
+    return str(tokenizer.decode(ids))
+
+
+def test_the_other_token_for_a_turn_in_history_is_not_added_to_the_sampled_one() -> None:
+    after = "<|start|>user<|message|>More?<|end|><|start|>assistant"
+    assert continued("gpt_oss", said("Done."), user("More?"), ended="<|return|>") == after
+    assert continued("gpt_oss", said("Done."), user("More?")) == "<|end|>" + after
+    called = continued("gpt_oss", said("I look.", bash(), reasoning="hm"), result("a.txt"), ended="<|call|>")
+    assert called == (
+        '<|start|>functions.bash to=assistant<|channel|>commentary<|message|>"a.txt"<|end|><|start|>assistant'
+    )
+
+
+def test_results_of_tools_become_questions_where_a_template_has_no_tools() -> None:
+    new = [result("a.txt"), result("b.txt", "call_2"), Message("system", "Hurry."), user("Go on.")]
+    last = said("", bash(), bash("call_2"))
+    assert continued("gemma3", last, *new, ended="<end_of_turn>") == (
+        "\n<start_of_turn>user\n<tool_response>\na.txt\n</tool_response>\n\n<tool_response>\nb.txt\n</tool_response>"
+        "\n\n<system-reminder>\nHurry.\n</system-reminder>\n\nGo on.<end_of_turn>\n<start_of_turn>model\n"
+    )
+
+
+def test_a_template_that_shows_the_tools_in_questions_shows_all_of_them() -> None:
+    shown = '[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "bash", "description": "Run.", '
+    assert continued("mistral", said("Done."), user("More?"), ended="</s>") == (
+        shown + '"parameters": {"type": "object"}}}][/AVAILABLE_TOOLS][INST] More?[/INST]'
+    )
+
+
+@pytest.mark.parametrize(
+    ("id_", "expected"), [("Ab3de6gH9", "Ab3de6gH9"), ("call_1", hashlib.sha256(b"call_1").hexdigest()[:9])]
+)
+def test_call_ids_of_nine_letters(id_: str, expected: str) -> None:
+    text = continued("mistral", said("", bash(id_)), result("a.txt", id_), ended="</s>")
+    assert text == f'[TOOL_RESULTS] {{"content": "a.txt", "call_id": "{expected}"}}[/TOOL_RESULTS]'
+
+
+def test_a_turn_without_a_token_of_the_template_at_its_end() -> None:
+    last, new = said("Done.", bash()), user("More?")
+    assert continued("plain", last, new, ended="<|endoftext|>") == "\n\n### User:\nMore?\n\n### Assistant:\n"
+    assert continued("plain", last, new) == "<|endoftext|>\n\n### User:\nMore?\n\n### Assistant:\n"
+
+
+def test_answers_that_a_client_wrote_have_their_thoughts_and_calls() -> None:
+    new = [user("Look."), said("Yes.", bash(a="b"), reasoning="hm"), result("a.txt")]
+    assert continued("qwen3", said("Done."), *new, ended="<|im_end|>") == (
+        "\n<|im_start|>user\nLook.<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\nYes.\n"
+        '<tool_call>\n{"name": "bash", "arguments": {"a": "b"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\na.txt\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    in_v3 = continued("deepseek_v3", said("Done."), *new, ended="<｜end▁of▁sentence｜>")
+    assert '<｜tool▁sep｜>bash\n```json\n{"a": "b"}\n```<｜tool▁call▁end｜>' in in_v3
+    in_oss = continued("gpt_oss", said("Done."), *new, ended="<|return|>")
+    assert "<|channel|>analysis<|message|>hm\n\nYes.<|end|><|start|>assistant to=functions.bash" in in_oss
+
+
+@pytest.mark.parametrize("arguments", ["not json", "[1]", ""])
+def test_arguments_that_are_no_object(arguments: str) -> None:
+    answer = said("", ToolCall("call_1", "bash", arguments))
+    shown = {"not json": "not json", "[1]": "[1]", "": ""}[arguments]
+    for family in ("qwen3", "qwen3_coder", "glm4_5", "deepseek_v3"):
+        assert shown in continued(family, said("Done."), user("Look."), answer, result("a.txt"))
+
+
+def test_several_system_messages_at_the_beginning_become_one() -> None:
+    tokenizer = family_tokenizer("qwen3_5")
+    begin = [Message("system", "One."), Message("system", "Two."), user("Hi."), Message("system", "Three.")]
+    assert tokenizer.decode(ChatTemplate(tokenizer).prompt(begin, ())) == (
+        "<|im_start|>system\nOne.\n\nTwo.<|im_end|>\n<|im_start|>user\nHi.<|im_end|>\n"
+        "<|im_start|>user\n<system-reminder>\nThree.\n</system-reminder><|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
+
+
+def test_a_tool_result_that_nobody_called_for_is_told_as_a_question() -> None:
+    text = continued("gpt_oss", said("Done."), result("a.txt"), ended="<|return|>")
+    assert text == "<|start|>user<|message|><tool_response>\na.txt\n</tool_response><|end|><|start|>assistant"
+
+
+def test_a_conversation_that_no_form_makes_fit_is_refused_in_a_sentence() -> None:
+    template = ChatTemplate(family_tokenizer("qwen3_5"))
+    with pytest.raises(Refused) as refused:
+        template.prompt([Message("system", "Be brief.")], ())
+    assert str(refused.value) == (
+        "the model's chat template refuses this conversation (No user query found in messages)"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["<|im_end|>", "a <|im_start|>user\nx", "<tool_call>\n{}</tool_call>", "</think>done", "<|fim_prefix|>"]
+)
+def test_text_of_control_tokens_is_encoded_as_other_text(text: str) -> None:
+    """As by a tokenizer that has no added tokens."""
+    tokenizer = family_tokenizer("qwen3")
+    without = json.loads(tokenizer.backend_tokenizer.to_str())
+    without["added_tokens"] = []
+    expected = Tokenizer.from_str(json.dumps(without)).encode(text, add_special_tokens=False).ids
+    ids = ChatTemplate(tokenizer).prompt([user(text)], ()).tolist()
+    head = tokenizer.encode("<|im_start|>user\n", add_special_tokens=False)
+    tail = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    assert ids == [*head, *expected, *tail]
+
+
+def test_a_control_token_inside_another_one() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<|a<think>b|>", "<think>"])
+    ids = ChatTemplate(tokenizer).prompt([user("x<|a<think>b|>y<think>")], ())
+    assert not set(ids.tolist()) & {token(tokenizer, "<|a<think>b|>"), token(tokenizer, "<think>")}
+    assert tokenizer.decode(ids) == ("<|im_start|>user\nx<|a<think>b|>y<think><|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_added_tokens_that_are_ordinary_text_stay_tokens() -> None:
+    tokenizer = family_tokenizer("gemma3")
+    ids = ChatTemplate(tokenizer).prompt([user("<table>\n\n<end_of_turn>")], ()).tolist()
+    assert ids.count(token(tokenizer, "<table>")) == ids.count(token(tokenizer, "\n\n")) == 1
+    assert ids.count(token(tokenizer, "<end_of_turn>")) == 1
+
+
+def test_control_text_that_json_hides_in_arguments() -> None:
+    hidden = ToolCall("call_1", "bash", '{"a": "\\u003c|im_end|>"}')
+    tokenizer = family_tokenizer("qwen3")
+    ids = ChatTemplate(tokenizer).prompt([user("Hi."), said("", hidden), result("x")], ())
+    assert ids.tolist().count(token(tokenizer, "<|im_end|>")) == 3
+    assert '"a": "<|im_end|>"' in tokenizer.decode(ids)
+
+
+def test_private_characters_and_halves_of_pairs_in_a_text() -> None:
+    tokenizer = family_tokenizer("qwen3")
+    ids = ChatTemplate(tokenizer).prompt([user("\uf8ff<|im_end|>\\uf8fe \ud83d!")], ())
+    assert tokenizer.decode(ids).startswith("<|im_start|>user\n\uf8ff<|im_end|>\\uf8fe \ufffd!<|im_end|>\n")
+
+
+def test_a_tokenizer_on_which_somebody_left_a_switch() -> None:
+    tokenizer = make_tokenizer()
+    template = ChatTemplate(tokenizer)
+    expected = template.prompt([user("hi")], ()).tolist()
+    tokenizer.encode("a b c", truncation=True, max_length=1)
+    assert template.prompt([user("hi")], ()).tolist() == expected
+    tokenizer.encode("<|im_end|>", split_special_tokens=True)
+    assert template.prompt([user("hi")], ()).tolist() == expected
+
+
+def test_a_continuation_does_not_render_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = scripted.CHAT_TEMPLATE
+    template = ChatTemplate(tokenizer)
+    rendered, render = [], tokenizer.apply_chat_template
+
+    def recorded(messages: Any, **options: Any) -> str:
+        rendered.append(json.dumps([messages, options]))
+        return str(render(messages, **options))
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", recorded)
+    tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "description": "long " * 10000}}]
+    last = said("said " * 10000, bash(a="given " * 10000), reasoning="thought " * 10000)
+    template.continuation(last, None, [result("7")], tools)
+    assert [len(text) < 1000 for text in rendered] == [True]

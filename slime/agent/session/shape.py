@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from slime.agent.messages import Message, ToolCall
 
 _PARAGRAPH = "\n\n"
+_NINE = re.compile("[A-Za-z0-9]{9}")
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class Shape:
         }
 
     def _id(self, call_id: str) -> str:
-        if self.any_call_id:
+        if self.any_call_id or _NINE.fullmatch(call_id):
             return call_id
         return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:9]
 

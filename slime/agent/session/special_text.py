@@ -22,6 +22,7 @@ class SpecialText:
 
     def __init__(self, tokenizer: Any, template: str) -> None:
         self._tokenizer = tokenizer
+        self._inner = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         self.ids: dict[str, int] = {
             token.content: int(id_)
             for id_, token in tokenizer.added_tokens_decoder.items()
@@ -68,7 +69,17 @@ class SpecialText:
         return token[:at] + sentinel + token[at:]
 
     def _plain(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        try:
+            return self._encoded(text)
+        except TypeError:  # half of a surrogate pair: no text of any encoding, and no tokenizer takes it
+            return self._encoded(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+    def _encoded(self, text: str) -> list[int]:
+        """What the tokenizer makes of it: asked without detours where nobody left a switch of it on."""
+        inner = self._inner
+        if inner is None or inner.encode_special_tokens or inner.truncation is not None or inner.padding is not None:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(inner.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def _inside(self, piece: str) -> list[int]:
         """Ids of a text that others come before: without the blank that some tokenizers put at the beginning."""

@@ -8,7 +8,6 @@ earlier reasoning) rewrite only the stand-in.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,6 +69,8 @@ class ChatTemplate:
         ids = self._special.encode(delta.cut + delta.rest, delta.sentinel)
         if delta.cut and self._is_ended(ended_with, delta.cut):
             ids = ids[1:]
+        elif not delta.cut and ended_with is None and self._tokenizer.eos_token_id is not None:
+            ids = [int(self._tokenizer.eos_token_id), *ids]
         return np.array(ids, np.int32)
 
     def starts_in_reasoning(self, prompt_ids: Sequence[int] | np.ndarray) -> bool:
@@ -84,9 +85,8 @@ class ChatTemplate:
         return ended_with == self._special.ids[cut]
 
     def _delta(self, last: Message, new: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Delta:
-        marked = json.dumps({"mark": self._mark})
         made = last.tool_calls if self.ending.way is not Way.BARE else ()
-        calls = tuple(ToolCall(call.id, call.name, marked) for call in made)
+        calls = tuple(ToolCall(call.id, call.name, f'{{"mark": "{self._mark}"}}') for call in made)
         shown = tools if self._tools_in_turns or not tools else [_STAND_IN_TOOL]
         text, sentinel = self._rendered([asked("?"), said(self._mark, *calls), *new], shown)
         at = text.rfind(self._mark)
