@@ -7,7 +7,6 @@ format or white space beside one; whatever pieces it came in.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 
 from slime.parsers.calls import Calls, ToolFormat
@@ -16,17 +15,18 @@ from slime.parsers.reader import NoCall, Reader, Steps, Unreadable
 from slime.parsers.reasoning import Think
 
 TAILS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<｜end▁of▁sentence｜>",
-         "<|user|>", "<|observation|>", "[EOS]", "<|return|>", "<|call|>", "<end_of_turn>")  # fmt: skip
+         "<|user|>", "<|observation|>", "<end_of_turn>")  # fmt: skip
 """Tokens that end an answer: at its very end they are marks."""
 _SPACE = re.compile(r"\s*")
-_TAIL = re.compile(rf"\s*(?:(?:{'|'.join(map(re.escape, TAILS))})\s*)+\Z")
 
 
 class Channel:
     """Text on its way out: white space at its end, and marks that may mean nothing, wait until more follows."""
 
-    def __init__(self, events: list[Event], kind: type[Reasoning] | type[Text], *, after_mark: bool) -> None:
-        self._events, self._kind = events, kind
+    def __init__(
+        self, events: list[Event], kind: type[Reasoning] | type[Text], *, after_mark: bool, tails: Sequence[str] = ()
+    ) -> None:
+        self._events, self._kind, self._tails = events, kind, tails
         self._held: list[str] = []
         self._after_mark = after_mark  # white space at the beginning belongs to a mark before it
         self._spoke = False
@@ -50,15 +50,28 @@ class Channel:
         self._held.clear()
         self._after_mark = self.is_new = True
 
+    def next_message(self) -> None:
+        """What follows is a message of its own."""
+        self.cut()
+        if self._spoke:
+            self.hold("\n")
+
     def end(self) -> None:
         """Nothing follows: marks that led nowhere are text, and so is white space unless a mark is beside it."""
-        rest = _TAIL.sub("", "".join(self._held))
+        rest = "".join(self._without_tails())
         self._held.clear()
         if rest.strip():
             self._events.append(IllFormed("marks of calls without a call"))
             self._tell(rest)
         elif rest and self._kind is Text and not (self.is_new and self._after_mark):
             self._tell(rest)
+
+    def _without_tails(self) -> list[str]:
+        end = place = len(self._held)
+        while place and (self._held[place - 1].isspace() or self._held[place - 1] in self._tails):
+            place -= 1
+            end = place if self._held[place] in self._tails else end
+        return self._held[:end]
 
     def tell_nothing(self) -> None:
         """Say that there was nothing to say, where nothing was."""
@@ -70,6 +83,41 @@ class Channel:
         self._spoke, self.is_new = True, False
 
 
+class Marks:
+    """Where a mark is, and where one may have begun; none begins like all of another."""
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._pattern = re.compile("|".join(map(re.escape, marks)))
+        self._beginnings = frozenset(mark[:size] for mark in marks for size in range(1, len(mark)))
+        self._longest = max(map(len, marks)) - 1
+
+    def tell_before(self, reader: Reader, channel: Channel) -> str | None:
+        """Say what is certainly before the next mark; read the mark if it is there."""
+        if found := self._pattern.search(reader.text, reader.at):
+            channel.say(reader.text[reader.at : found.start()])
+            reader.at = found.end()
+            return found.group()
+        certain = len(reader.text) - self._begun(reader.text, reader.at)
+        channel.say(reader.text[reader.at : certain])
+        reader.at = certain
+        return None
+
+    def _begun(self, text: str, at: int) -> int:
+        """How many of the last characters, from `at` on, may be the beginning of a mark."""
+        most = min(self._longest, len(text) - at)
+        return next((size for size in range(most, 0, -1) if text[len(text) - size :] in self._beginnings), 0)
+
+
+def told_until(marks: Marks, reader: Reader, channel: Channel) -> Steps[str | None]:
+    """Say what is written before the next mark and read it; None at the end."""
+    while (mark := marks.tell_before(reader, channel)) is None:
+        if not (yield from reader.more()):
+            channel.say(reader.text[reader.at :])
+            reader.at = len(reader.text)
+            return None
+    return mark
+
+
 class AnswerParser:
     """The parser of every format that has marks in its text."""
 
@@ -78,10 +126,11 @@ class AnswerParser:
         self._events: list[Event] = []
         self._reader = Reader()
         self._calls = Calls(self._reader, self._events, ids)
-        self._text = Channel(self._events, Text, after_mark=thinking)
-        self._reasoning = Channel(self._events, Reasoning, after_mark=True)
+        self._tails = (*TAILS, *tool.tails)
+        self._text = Channel(self._events, Text, after_mark=thinking, tails=self._tails)
+        self._reasoning = Channel(self._events, Reasoning, after_mark=True, tails=self._tails)
         self._thinking = thinking
-        self._marks = _Marks([*tool.begins, *tool.opens, *tool.closes, *TAILS, *(think.marks if think else ())])
+        self._marks = Marks([*tool.begins, *tool.opens, *tool.closes, *self._tails, *(think.marks if think else ())])
         self._steps = self._run()
         self._resume()
 
@@ -118,16 +167,12 @@ class AnswerParser:
         reader = self._reader
         while True:
             if self._tool.bare and self._text.is_new and not self._thinking:
-                self._text.hold((yield from reader.run(_SPACE, sys.maxsize)))
+                self._text.hold((yield from reader.run(_SPACE)))
                 if reader.text[reader.at : reader.at + 1] in self._tool.bare and reader.at < len(reader.text):
                     return ""
-            if found := self._marks.pattern.search(reader.text, reader.at):
-                self._channel.say(reader.text[reader.at : found.start()])
-                reader.at = found.end()
-                return found.group()
-            certain = len(reader.text) - self._marks.begun(reader.text, reader.at)
-            self._channel.say(reader.text[reader.at : certain])
-            reader.at = certain
+            mark = self._marks.tell_before(reader, self._channel)
+            if mark is not None:
+                return mark
             if not (yield from reader.more()):
                 self._channel.say(reader.text[reader.at :])
                 return None
@@ -150,6 +195,7 @@ class AnswerParser:
             self._channel.say(self._reader.since_begin())
         else:
             self._after_call()
+            self._text.say(self._reader.since_begin())
         self._reader.forget()
 
     def _after_call(self) -> None:
@@ -172,21 +218,7 @@ class AnswerParser:
             self._thinking = True
         elif mark in self._tool.closes and self._calls.ended and self._text.is_new and not self._thinking:
             self._text.cut()
-        elif mark in self._tool.opens or mark in TAILS:
+        elif mark in self._tool.opens or mark in self._tails:
             self._channel.hold(mark)
         else:
             self._channel.say(mark)
-
-
-class _Marks:
-    """Where a mark is, and where one may have begun."""
-
-    def __init__(self, marks: Sequence[str]) -> None:
-        self.pattern = re.compile("|".join(map(re.escape, marks)))
-        self._beginnings = frozenset(mark[:size] for mark in marks for size in range(1, len(mark)))
-        self._longest = max(map(len, marks)) - 1
-
-    def begun(self, text: str, at: int) -> int:
-        """How many of the last characters, from `at` on, may be the beginning of a mark."""
-        most = min(self._longest, len(text) - at)
-        return next((size for size in range(most, 0, -1) if text[len(text) - size :] in self._beginnings), 0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from slime.parsers.events import CallArguments, CallBegun, CallEnded, Event
 from slime.parsers.json_text import json_object, json_string, json_value, object_text
 from slime.parsers.reader import Reader, Steps, Unreadable
 
 _LONGEST_NAME = 256
+_NAME = re.compile(r"[\w.:/-]*")
 _IGNORED = {"id": re.compile(r"[\w.:-]*", re.ASCII), "type": re.compile("function")}
 """What may stand in a call besides its name and arguments, and says nothing."""
 
@@ -38,9 +39,9 @@ class Calls:
             self._has_arguments = True
             self._events.append(CallArguments(self.open, text))
 
-    def argument(self, name: str, value: object) -> None:
-        """One member of the object."""
-        member = f"{json.dumps(name, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+    def argument(self, name: str, value: str) -> None:
+        """One member of the object; `value` is JSON text."""
+        member = f"{json.dumps(name, ensure_ascii=False)}: {value}"
         self.arguments((", " if self._has_arguments else "{") + member)
 
     def end(self) -> None:
@@ -62,14 +63,15 @@ class ToolFormat:
     """How a family of models writes tool calls.
 
     `begins` are the marks with which a call begins, `bare` the characters with which one may begin where nothing was
-    said before, `opens` and `closes` marks around several calls. `read` reads on after a mark ("" for a bare one) and
-    raises `Unreadable` where that is no call.
+    said before, `opens` and `closes` marks around several calls, `tails` tokens that end an answer. `read` reads on
+    after a mark ("" for a bare one) and raises `Unreadable` where that is no call.
     """
 
     begins: Sequence[str] = ()
     bare: str = ""
     opens: Sequence[str] = ()
     closes: Sequence[str] = ()
+    tails: Sequence[str] = ()
 
     def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
         raise NotImplementedError
@@ -81,8 +83,17 @@ def closed(reader: Reader, mark: str) -> Steps[None]:
         raise Unreadable(f"{mark} is missing")
 
 
-def named_object(reader: Reader, calls: Calls) -> Steps[None]:
-    """Read `{"name": ..., "arguments": {...}}`; the call stays open. `parameters` is another word for the arguments."""
+def tool_name(reader: Reader) -> Steps[str]:
+    """Read a name without quotes."""
+    yield from reader.next()
+    return (yield from reader.run(_NAME, _LONGEST_NAME))
+
+
+def named_object(reader: Reader, calls: Calls, known: Container[str] | None = None) -> Steps[None]:
+    """Read `{"name": ..., "arguments": {...}}`, where only names that are `known` count; the call stays open.
+
+    `parameters` is another word for the arguments.
+    """
     if (yield from reader.next()) != "{":
         raise Unreadable("a call must be a JSON object")
     reader.at += 1
@@ -98,7 +109,10 @@ def named_object(reader: Reader, calls: Calls) -> Steps[None]:
             raise Unreadable(f"{key!r} is there twice")
         seen.add(key)
         if key == "name":
-            calls.begin((yield from json_string(reader)))
+            name = yield from json_string(reader)
+            if known is not None and name not in known:
+                raise Unreadable("there is no such tool")
+            calls.begin(name)
             calls.arguments("".join(early))
         elif key == "arguments":
             yield from _arguments(reader, early.append if calls.open is None else calls.arguments)

@@ -13,8 +13,16 @@ from typing import Any
 from slime.errors import UserError
 from slime.parsers.answer import AnswerParser
 from slime.parsers.calls import ToolFormat
+from slime.parsers.deepseek import DeepSeekV3, DeepSeekV31
 from slime.parsers.events import OutputParser
+from slime.parsers.glm45 import Glm45
+from slime.parsers.gpt_oss import HarmonyParser
 from slime.parsers.hermes import Hermes
+from slime.parsers.invoke import Dsml, Invoke
+from slime.parsers.kimi_k2 import KimiK2
+from slime.parsers.llama3 import Llama3
+from slime.parsers.mistral import Mistral
+from slime.parsers.pythonic import Pythonic
 from slime.parsers.qwen3_coder import Qwen3Coder
 from slime.parsers.reasoning import THINK
 
@@ -23,9 +31,19 @@ Tools = Sequence[Mapping[str, Any]]
 _TOOL_FORMATS: dict[str, Callable[[Tools], ToolFormat]] = {
     **dict.fromkeys(("hermes", "qwen", "qwen25"), lambda tools: Hermes()),
     **dict.fromkeys(("qwen3_coder", "nanbeige", "step3p5"), Qwen3Coder),
+    **dict.fromkeys(("glm", "glm45", "glm47"), Glm45),
+    "deepseekv3": lambda tools: DeepSeekV3(),
+    "deepseekv31": lambda tools: DeepSeekV31(),
+    "deepseekv32": Dsml,
+    "kimi_k2": lambda tools: KimiK2(),
+    "llama3": Llama3,
+    "minimax-m2": Invoke,
+    "mistral": lambda tools: Mistral(),
+    "pythonic": Pythonic,
 }
-TOOL_CALL_PARSERS = tuple(sorted(_TOOL_FORMATS))
-REASONING_PARSERS = tuple(sorted(THINK))
+HARMONY = "gpt-oss"
+TOOL_CALL_PARSERS = tuple(sorted([*_TOOL_FORMATS, HARMONY]))
+REASONING_PARSERS = tuple(sorted([*THINK, HARMONY]))
 
 
 @dataclass(frozen=True)
@@ -52,16 +70,40 @@ def formats_of(chat_template: str) -> Formats:
 
 
 _TOOL_SIGNS = (
+    (HARMONY, ("<|channel|>", "<|message|>")),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("deepseekv32", ("<｜DSML｜",)),
+    ("deepseekv3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseekv31", ("<｜tool▁calls▁begin｜>",)),
+    ("minimax-m2", ("<minimax:tool_call>",)),
+    ("glm45", ("<arg_key>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("hermes", ("<tool_call>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("llama3", ('"parameters": dictionary',)),
+    ("llama3", ("<|python_tag|>",)),
+    ("pythonic", ("<|python_start|>",)),
 )
 """Of each format what its templates have in them; the first that fits, so the special before the general."""
 
 
+_REASONING_SIGNS = (
+    ("kimi", "◁think▷"),
+    ("mistral", "[THINK]"),
+    ("deepseek-r1", "<｜Assistant｜><think>"),
+    ("deepseek-v3", "<｜Assistant｜>"),
+    ("qwen3", "</think>"),
+    ("qwen3", "<think>"),
+)
+
+
 def _reasoning_of(chat_template: str, tool: str | None) -> str | None:
-    if "</think>" in chat_template:
-        return "qwen3"
-    return None
+    if tool == HARMONY:
+        return HARMONY
+    name = next((name for name, mark in _REASONING_SIGNS if mark in chat_template), None)
+    if name == "deepseek-v3" and "think>" not in chat_template:
+        return None
+    return {"glm45": "glm45", "kimi_k2": "kimi_k2"}.get(tool or "", name) if name == "qwen3" else name
 
 
 def make_parser(
@@ -78,6 +120,8 @@ def make_parser(
     without one for reasoning so does that.
     """
     formats.check()
+    if HARMONY in (formats.tool, formats.reasoning):
+        return HarmonyParser(reads_calls=formats.tool is not None, ids=ids or call_id)
     tool = _TOOL_FORMATS[formats.tool](tools) if formats.tool is not None else ToolFormat()
     think = THINK[formats.reasoning] if formats.reasoning is not None else None
     thinking = think is not None and (starts_in_reasoning or think.always)

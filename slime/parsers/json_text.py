@@ -178,14 +178,28 @@ def json_string(reader: Reader) -> Steps[str]:
     pieces: list[str] = []
     yield from json_value(reader, pieces.append)
     text = json.loads("".join(pieces))
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise Unreadable("half a character is escaped")
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        raise Unreadable("half a character is escaped") from cause
     return text
+
+
+_KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
+_INTEGER = re.compile("-?[0-9]+")
+_MOST_DIGITS = 300
+
+
+def json_kind(text: str) -> str | None:
+    """The type of the JSON value that this text is, by the words of JSON schemas; None where it is none."""
+    scanner = JsonScanner()
+    if text != text.strip() or scanner.scan(text + " ", 0) < len(text) or not scanner.whole:
+        return None
+    number = "integer" if _INTEGER.fullmatch(text) else "number"
+    return _KINDS.get(text[0], number if len(text) <= _MOST_DIGITS else None)
 
 
 def object_text(text: str) -> str | None:
     """This text if it is one JSON object, without white space around it."""
-    scanner = JsonScanner()
-    text = text.strip(" \t\n\r")
-    is_one = text.startswith("{") and scanner.scan(text, 0) == len(text) and scanner.whole
-    return text if is_one else None
+    text = text.strip()
+    return text if json_kind(text) == "object" else None

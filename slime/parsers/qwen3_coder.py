@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.parsers.calls import Calls, ToolFormat, closed
+from slime.parsers.calls import Calls, ToolFormat, closed, tool_name
 from slime.parsers.reader import Reader, Steps, Unreadable
 from slime.parsers.schemas import Schemas
 
@@ -33,7 +33,8 @@ class Qwen3Coder(ToolFormat):
         calls.end()
 
     def _function(self, reader: Reader, calls: Calls) -> Steps[None]:
-        tool = yield from _name(reader)
+        tool = yield from tool_name(reader)
+        yield from _closed_tag(reader)
         calls.begin(tool)
         while True:
             yield from reader.next()
@@ -41,15 +42,14 @@ class Qwen3Coder(ToolFormat):
                 return
             if not (yield from reader.take("<parameter=")):
                 raise Unreadable("a parameter or </function> is missing")
-            name = yield from _name(reader)
+            name = (yield from reader.run(_NAME, 256)).strip()
+            yield from _closed_tag(reader)
             value = yield from reader.upto("</parameter>")
             if value is None:
                 raise Unreadable("the answer ends inside of a call")
             calls.argument(name, self._schemas.value(tool, name, value.removeprefix("\n").removesuffix("\n")))
 
 
-def _name(reader: Reader) -> Steps[str]:
-    name = yield from reader.run(_NAME, 256)
+def _closed_tag(reader: Reader) -> Steps[None]:
     if not (yield from reader.take(">")):
         raise Unreadable("> is missing after a name")
-    return name.strip()

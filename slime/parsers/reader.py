@@ -13,6 +13,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
+_ANY = 1 << 60
 _SPACE = re.compile(r"\s*")
 
 
@@ -77,7 +78,7 @@ class Reader:
             if not mark.startswith(self.text[self.at : self.at + len(mark)]) or not (yield from self.more()):
                 return False
 
-    def run(self, characters: re.Pattern[str], most: int) -> Steps[str]:
+    def run(self, characters: re.Pattern[str], most: int = _ANY) -> Steps[str]:
         """Read the characters of a class, such as those of a name, up to `most`."""
         pieces: list[str] = []
         while True:

@@ -6,9 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.parsers.json_text import JsonScanner
-
-_WORDS = {"true": True, "false": False}
+from slime.parsers.json_text import json_kind
 
 
 class Schemas:
@@ -23,24 +21,32 @@ class Schemas:
                 properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
                 self._properties[function["name"]] = properties if isinstance(properties, Mapping) else {}
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._properties
 
     def __bool__(self) -> bool:
         return bool(self._properties)
 
-    def value(self, tool: str, parameter: str, text: str) -> Any:
-        """What this text stands for: a string stays one, and so does what the schema does not know or does not fit."""
+    def value(self, tool: str, parameter: str, text: str) -> str:
+        """The JSON text of what this stands for.
+
+        A string stays one, and so does what the schema does not know or does not fit.
+        """
         types = _types(self._properties.get(tool, {}).get(parameter))
         word = text.strip()
         if "null" in types and word.lower() in ("null", "none"):
-            return None
+            return "null"
         if "string" in types or not types:
-            return text
-        if "boolean" in types and word.lower() in _WORDS:
-            return _WORDS[word.lower()]
-        found = _parsed(word)
-        return found if _kind(found) in types or (_kind(found) == "integer" and "number" in types) else text
+            return as_string(text)
+        if "boolean" in types and word.lower() in ("true", "false"):
+            return word.lower()
+        kind = json_kind(word)
+        return word if kind in types or (kind == "integer" and "number" in types) else as_string(text)
+
+
+def as_string(text: str) -> str:
+    """The JSON text of a string."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _types(schema: Any, depth: int = 0) -> set[str]:
@@ -64,14 +70,3 @@ def _types(schema: Any, depth: int = 0) -> set[str]:
 def _kind(value: Any) -> str:
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
     return kinds.get(type(value), "null")
-
-
-def _parsed(text: str) -> Any:
-    """The value that this JSON text writes; None, which no caller asks for, where it is not JSON."""
-    scanner = JsonScanner()
-    if scanner.scan(text + " ", 0) < len(text) or not scanner.whole:
-        return None
-    try:
-        return json.loads(text)
-    except ValueError:  # a number of thousands of digits
-        return None

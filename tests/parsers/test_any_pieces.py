@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slime.parsers.events import CallArguments, CallEnded, Event, IllFormed, Text, gathered
 from slime.parsers.formats import Formats, make_parser
-from tests.parsers.writers import MARKS, WRITERS
+from tests.parsers.writers import MARKS, WRITERS, written
 
 TYPES = {"text": "string", "count": "integer", "share": "number", "yes": "boolean", "some": "array", "all": "object"}
 PROPERTIES = {name: {"type": type_} for name, type_ in TYPES.items()}
@@ -36,14 +36,20 @@ arguments = st.fixed_dictionaries(
         "all": st.dictionaries(words, scalars, max_size=3),
     },
 )
-calls = st.lists(st.tuples(st.sampled_from(["look_up", "write-file", "a.b"]), arguments), min_size=1, max_size=3)
+
+
+def calls(name: str) -> st.SearchStrategy[list[Any]]:
+    """Calls that can be written in this format."""
+    names = ["look_up", "a.b"] if name == "pythonic" else ["look_up", "a.b", "write-file"]
+    return st.lists(st.tuples(st.sampled_from(names), arguments), min_size=1, max_size=3)
 
 
 def read(
     name: str, text: str, cuts: list[int], *, reasoning: str | None = "qwen3", thinking: bool = False
 ) -> list[Event]:
     ids = (f"call_{number}" for number in itertools.count())
-    formats = Formats(name, "gpt-oss" if name == "gpt-oss" else reasoning)
+    tool = name.split(" ")[0]
+    formats = Formats(tool, "gpt-oss" if tool == "gpt-oss" else reasoning)
     parser = make_parser(formats, tools=TOOLS, starts_in_reasoning=thinking, ids=ids.__next__)
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     events = [event for start, end in itertools.pairwise(places) for event in parser.feed(text[start:end])]
@@ -55,12 +61,13 @@ def called(events: list[Event]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=60, deadline=None)
-@given(thought=st.none() | plain, before=plain, made=calls, cuts=st.lists(st.integers(0), max_size=40))
-def test_what_is_written_is_read(name: str, thought: str | None, before: str, made: list[Any], cuts: list[int]) -> None:
-    text = f"{before}\n{WRITERS[name](made)}"
-    if thought is not None:
-        text = f"<think>\n{thought}\n</think>\n\n{text}"
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), thought=st.none() | plain, before=plain, cuts=st.lists(st.integers(0), max_size=40))
+def test_what_is_written_is_read(
+    name: str, data: st.DataObject, thought: str | None, before: str, cuts: list[int]
+) -> None:
+    made = data.draw(calls(name))
+    text = written(name, thought, before, made)
     events = read(name, text, cuts)
     output = gathered(events)
     assert (output.reasoning, output.text, called(events)) == (thought, before, made)
@@ -74,7 +81,9 @@ SENTINELS = [chr(0xE000 + number) for number in range(12)]
 @st.composite
 def broken(draw: st.DrawFn, name: str) -> str:
     """An answer with parts cut out, doubled or put in, and characters of which none may get lost."""
-    parts = draw(st.lists(plain | calls.map(WRITERS[name]) | st.sampled_from(MARKS[name]), min_size=1, max_size=4))
+    parts = draw(
+        st.lists(plain | calls(name).map(WRITERS[name]) | st.sampled_from(MARKS[name]), min_size=1, max_size=4)
+    )
     text = draw(st.sampled_from(["", "<think>", "<think>\n</think>"])) + " ".join(parts)
     for _ in range(draw(st.integers(0, 3))):
         start = draw(st.integers(0, len(text)))
@@ -93,7 +102,7 @@ def broken(draw: st.DrawFn, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data(), thinking=st.booleans(), cuts=st.lists(st.integers(0), max_size=40))
 def test_nothing_is_lost_of_what_cannot_be_read(
     name: str, data: st.DataObject, thinking: bool, cuts: list[int]
@@ -110,9 +119,10 @@ def test_nothing_is_lost_of_what_cannot_be_read(
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=60, deadline=None)
-@given(made=calls, end=st.integers(1, 40))
-def test_a_call_that_breaks_off_becomes_text(name: str, made: list[Any], end: int) -> None:
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), end=st.integers(1, 40))
+def test_a_call_that_breaks_off_becomes_text(name: str, data: st.DataObject, end: int) -> None:
+    made = data.draw(calls(name))
     text = WRITERS[name](made)
     events = read(name, text[: max(0, len(text) - end)], [])
     whole = [event.index for event in events if isinstance(event, CallEnded)]

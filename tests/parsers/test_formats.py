@@ -110,7 +110,7 @@ TOOL = {
         ("count", "12.5", '"12.5"'),
         ("count", "many", '"many"'),
         ("maybe", "12", "12"),
-        ("maybe", "1.5e3", "1500.0"),
+        ("maybe", "1.5e3", "1.5e3"),
         ("maybe", "null", "null"),
         ("yes", "True", "true"),
         ("kind", "1", '"1"'),

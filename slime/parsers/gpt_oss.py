@@ -1,0 +1,132 @@
+"""Harmony, the format of gpt-oss: messages on channels, each `<|channel|>NAME to=RECIPIENT<|message|>...<|end|>`.
+
+The analysis channel is reasoning, a message to `functions.NAME` a call, every other one text. Invariant: as in the
+other formats, what is read is told once, less the marks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from slime.parsers.answer import Channel, Marks, told_until
+from slime.parsers.calls import Calls
+from slime.parsers.events import Event, IllFormed, Reasoning, Text
+from slime.parsers.json_text import json_object
+from slime.parsers.reader import NoCall, Reader, Steps, Unreadable
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_MARKS = Marks([_START, _CHANNEL, *_ENDS])
+_TO = r"(?:\s*to=(?P<{}>[\w.:/-]+))?\s*"
+_HEADER = re.compile(
+    rf"(?:<\|start\|>assistant)?{_TO.format('early')}(?:<\|channel\|>(?P<channel>\w+){_TO.format('late')})?"
+    r"(?:<\|constrain\|>)?\s*(?:json)?\s*",
+    re.ASCII,
+)
+_HEADER_TEXT = re.compile(r"[^<]*")
+_LONGEST_HEADER = 400
+
+
+class HarmonyParser:
+    """The parser of gpt-oss; without `reads_calls` they stay in the text."""
+
+    def __init__(self, *, reads_calls: bool, ids: Callable[[], str]) -> None:
+        self._reads_calls = reads_calls
+        self._events: list[Event] = []
+        self._reader = Reader()
+        self._calls = Calls(self._reader, self._events, ids)
+        self._text = Channel(self._events, Text, after_mark=False)
+        self._reasoning = Channel(self._events, Reasoning, after_mark=True)
+        self._steps = self._run()
+        self._resume()
+
+    def feed(self, text: str) -> list[Event]:
+        self._reader.feed(text)
+        return self._resume()
+
+    def end(self) -> list[Event]:
+        self._reader.ended = True
+        return self._resume()
+
+    def _resume(self) -> list[Event]:
+        next(self._steps, None)
+        told = self._events.copy()
+        self._events.clear()
+        return told
+
+    def _run(self) -> Steps[None]:
+        """The prompt ends after `<|start|>assistant`, so an answer may begin with a recipient."""
+        self._reader.begin()
+        yield from self._reader.next()
+        mark: str | None = ""
+        if not (yield from self._reader.take("to=")):
+            self._text.say(self._reader.since_begin())
+            self._reader.forget()
+            mark = yield from told_until(_MARKS, self._reader, self._text)
+        while mark is not None:
+            if mark in _ENDS:  # of no message
+                self._text.say(mark)
+                mark = yield from told_until(_MARKS, self._reader, self._text)
+            else:
+                mark = yield from self._message(mark)
+        self._text.end()
+
+    def _message(self, mark: str) -> Steps[str | None]:
+        """Read a message whose header begins with `mark`; the mark that follows."""
+        if mark:
+            self._reader.begin(mark)
+        try:
+            channel, recipient = yield from self._header()
+            if recipient:
+                yield from self._call(recipient)
+        except Unreadable as why:
+            if not isinstance(why, NoCall):
+                self._events.append(IllFormed(str(why), self._calls.take_back()))
+            self._text.say(self._reader.since_begin())
+            recipient = "nobody"
+        self._reader.forget()
+        if recipient:
+            return (yield from told_until(_MARKS, self._reader, self._text))
+        return (yield from self._body(self._reasoning if channel == "analysis" else self._text))
+
+    def _header(self) -> Steps[tuple[str | None, str | None]]:
+        """Read on up to the message; its channel and its recipient."""
+        room = _LONGEST_HEADER
+        while True:
+            room -= len((yield from self._reader.run(_HEADER_TEXT, room)))
+            if (yield from self._reader.take(_MESSAGE)):
+                break
+            if not (yield from self._reader.take(_CHANNEL)) and not (yield from self._reader.take("<|constrain|>")):
+                raise Unreadable("the header of a message cannot be read")
+        found = _HEADER.fullmatch(self._reader.since_begin().removesuffix(_MESSAGE))
+        if found is None:
+            raise Unreadable("the header of a message cannot be read")
+        return found["channel"], found["early"] or found["late"]
+
+    def _call(self, recipient: str) -> Steps[None]:
+        if not self._reads_calls:
+            raise NoCall("calls stay in the text")
+        self._calls.begin(recipient.removeprefix("functions."))
+        yield from json_object(self._reader, self._calls.arguments)
+        if (yield from self._reader.next()) == "<":
+            for end in _ENDS:
+                if (yield from self._reader.take(end)):
+                    break
+            else:
+                raise Unreadable("<|call|> is missing")
+        elif self._reader.at < len(self._reader.text):
+            raise Unreadable("<|call|> is missing")
+        self._calls.end()
+        self._text.cut()
+
+    def _body(self, channel: Channel) -> Steps[str | None]:
+        channel.next_message()
+        mark = yield from told_until(_MARKS, self._reader, channel)
+        if channel is self._reasoning:
+            channel.end()
+            channel.tell_nothing()
+            self._text.cut()
+        if mark in _ENDS:
+            return (yield from told_until(_MARKS, self._reader, self._text))
+        return mark

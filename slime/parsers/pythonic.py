@@ -1,0 +1,137 @@
+"""`[NAME(key=value), ...]`: calls as Python writes them, alone or after `<|python_start|>`: Llama 4 and others.
+
+They are told when the list is whole: what a Python literal stands for is known at its end.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.parsers.calls import Calls, ToolFormat
+from slime.parsers.reader import NoCall, Reader, Steps, Unreadable
+from slime.parsers.schemas import Schemas
+
+_NAME = re.compile(r"[\w.]*", re.ASCII)
+_PLAIN = re.compile(r"""[^\[\](){}'"#]*""")
+_IN_QUOTES = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
+_WORDS = {"true": True, "false": False, "null": None}
+_DEEPEST = 40
+
+
+class Pythonic(ToolFormat):
+    """Invariant: a list without the mark is one of calls only if all of them name tools."""
+
+    begins = ("<|python_start|>",)
+    closes = ("<|python_end|>",)
+    bare = "["
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._schemas = Schemas(tools)
+
+    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+        try:
+            made = _calls((yield from _list(reader)))
+            if not mark and self._schemas and not all(name in self._schemas for name, _ in made):
+                raise Unreadable("there is no such tool")
+        except Unreadable as why:
+            raise why if mark else NoCall(str(why)) from why
+        for name, arguments in made:
+            calls.begin(name)
+            for key, value in arguments:
+                calls.argument(key, json.dumps(value, ensure_ascii=False))
+            calls.end()
+
+
+def _list(reader: Reader) -> Steps[str]:
+    """Read a list that begins with a call; its text."""
+    if (yield from reader.next()) != "[":
+        raise Unreadable("a list of calls is missing")
+    reader.at += 1
+    yield from reader.next()
+    pieces = ["[", (yield from reader.run(_NAME, 256))]
+    depth = 1
+    if (yield from reader.next()) != "(":
+        raise Unreadable("the name of a tool is missing")
+    while depth:
+        pieces.append((yield from reader.run(_PLAIN)))
+        character = reader.text[reader.at : reader.at + 1]
+        if character in ("", "#") or depth > _DEEPEST:
+            raise Unreadable("the list of calls has no end")
+        reader.at += 1
+        pieces.append(character)
+        if character in _IN_QUOTES:
+            pieces.append((yield from _quoted(reader, character)))
+        else:
+            depth += 1 if character in "[({" else -1
+    return "".join(pieces)
+
+
+def _quoted(reader: Reader, quote: str) -> Steps[str]:
+    pieces: list[str] = []
+    while True:
+        pieces.append((yield from reader.run(_IN_QUOTES[quote])))
+        is_escape = reader.text[reader.at : reader.at + 1] == "\\"
+        size = 2 if is_escape else 1
+        while len(reader.text) < reader.at + size:
+            if not (yield from reader.more()):
+                raise Unreadable("a string has no end")
+        pieces.append(reader.text[reader.at : reader.at + size])
+        reader.at += size
+        if not is_escape:
+            return "".join(pieces)
+
+
+def _calls(text: str) -> list[tuple[str, list[tuple[str, Any]]]]:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            parsed = ast.parse(text, mode="eval").body
+        assert isinstance(parsed, ast.List)
+        return [_call(each) for each in parsed.elts]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
+        raise Unreadable(f"this is no list of calls: {cause}") from cause
+
+
+def _call(node: ast.expr) -> tuple[str, list[tuple[str, Any]]]:
+    if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
+        raise ValueError("a call must be NAME(key=value)")
+    if any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError("** has no place in a call")
+    name = ast.unparse(node.func)
+    if _NAME.fullmatch(name) is None:
+        raise ValueError("a call must be NAME(key=value)")
+    return name, [(str(keyword.arg), _literal(keyword.value)) for keyword in node.keywords]
+
+
+def _literal(node: ast.expr | None) -> Any:
+    """The JSON value of a literal; raises ValueError where it has none."""
+    match node:
+        case ast.Constant(value=bool() | int() | None):
+            return node.value
+        case ast.Constant(value=float() as value) if abs(value) != float("inf"):
+            return value
+        case ast.Constant(value=str() as value):
+            value.encode()
+            return value
+        case ast.Name(id=word) if word in _WORDS:
+            return _WORDS[word]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return [_literal(each) for each in elements]
+        case ast.Dict(keys=keys, values=values):
+            made = {_key(key): _literal(value) for key, value in zip(keys, values, strict=True)}
+            if len(made) == len(keys):
+                return made
+    raise ValueError("a value is no literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    key = _literal(node)
+    if not isinstance(key, str):
+        raise ValueError("a key is no string")
+    return key
