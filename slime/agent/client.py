@@ -16,6 +16,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, replace
 from typing import Any
 
 from slime.agent.messages import Message
@@ -23,6 +24,7 @@ from slime.agent.server.dialects import Kind
 from slime.agent.server.process import AgentServer, RunningServer
 from slime.agent.server.remote import AgentServerFailed
 from slime.agent.server.settings import Opening
+from slime.agent.session.journal import Attempt, TurnJournal
 from slime.agent.session.records import message_of
 from slime.agent.session.session import Session
 from slime.agent.talk import session_limits, template_kwargs
@@ -48,8 +50,11 @@ class AgentSession:
     network, and `public_url` for those on other machines (`--agent-public-url`).
     """
 
-    def __init__(self, runtime: RolloutRuntime, server: RunningServer, key: str, base: Sample) -> None:
+    def __init__(
+        self, runtime: RolloutRuntime, server: RunningServer, key: str, base: Sample, *, resumed_turns: int = 0
+    ) -> None:
         self.key = key
+        self.resumed_turns = resumed_turns
         self.model = server.remote.model
         self.url = server.remote.url
         self.openai_url, self.anthropic_url = f"{self.url}/v1", self.url
@@ -118,30 +123,41 @@ async def open_session(
     *,
     max_turns: int | None = None,
     models: Sequence[str] = (),
+    resume: bool = False,
 ) -> AsyncIterator[AgentSession]:
     """A session on behalf of `sample`, under the run's limits (`--max-turns`, `--session-max-tokens`).
 
-    `models` are names that its client may call the model by, beside those that are always known. Leaving without
-    `finish` drops the session.
+    `models` are names that its client may call the model by, beside those that are always known. With `resume` it goes
+    on from the turns of an attempt that a crash of the run cut short (`AgentSession.resumed_turns`), for agents whose
+    environment has outlived that. Leaving without `finish` drops the session.
     """
-    runtime = runtime_for(args)
-    server = await agent_server(runtime).running()
-    key, ticket = secrets.token_urlsafe(KEY_BYTES), ticket_here()
-    opened = await server.remote.open(_opening(runtime, sample, sampling_params, key, ticket, max_turns, models))
-    session = AgentSession(runtime, server, key, sample)
+    runtime, ticket = runtime_for(args), ticket_here()
+    endpoints = agent_server(runtime)
+    server = await endpoints.running()
+    opening = _opening(runtime, sample, sampling_params, ticket, max_turns, models)
+    if endpoints.journal is not None and not evaluating.get():
+        opening = await _kept(endpoints.journal, endpoints.run, sample, opening, resume)
+    opened = await server.remote.open(opening)
+    session = AgentSession(runtime, server, opening.key, sample, resumed_turns=opened["turns"])
     watch = _GateWatch(session, server, runtime.state.gate, ticket)
+    is_cut_short = False
     try:
         if opened["refusal"] is not None and max_turns != 1:
             raise UserError(f"{runtime.args.hf_checkpoint}: {opened['refusal']}; agents of several turns need that")
         if not evaluating.get():
             watch.start()
         yield session
+    except asyncio.CancelledError:
+        is_cut_short = True
+        raise
     except Exception as error:
         if (failure := session.failure()) is not None and not isinstance(error, UserError):
             raise failure from error
         raise
     finally:
         await watch.stop()
+        if not session.is_over and not is_cut_short:
+            await endpoints.forget(opening)
         await session.drop(Kind.CLOSED, "this session is over")
 
 
@@ -154,7 +170,6 @@ def _opening(
     runtime: RolloutRuntime,
     sample: Sample,
     params: Mapping[str, Any],
-    key: str,
     ticket: Ticket | None,
     max_turns: int | None,
     models: Sequence[str],
@@ -164,7 +179,7 @@ def _opening(
     limits = session_limits(config, params, model_context_length(config.hf_checkpoint), max_turns)
     names = ("max_turns", "max_tokens", "max_new_tokens", "max_context")
     return Opening(
-        key=key,
+        key=secrets.token_urlsafe(KEY_BYTES),
         params=dict(params),
         limits={name: getattr(limits, name) for name in names},
         strict=config.strict_tokens,
@@ -173,6 +188,16 @@ def _opening(
         masks=ticket is not None and ticket.masks,
         names=tuple(models),
     )
+
+
+async def _kept(journal: TurnJournal, run: str, sample: Sample, opening: Opening, resume: bool) -> Opening:
+    """The same session, whose turns are journaled; with those that are in the journal already, if they are wanted."""
+    attempt = Attempt.of(run, sample)
+    opening = replace(opening, attempt=asdict(attempt))
+    if not resume:
+        return opening
+    earlier = await asyncio.to_thread(journal.restore, attempt)
+    return opening if earlier is None else replace(opening, key=earlier.key, record=earlier.to_record())
 
 
 def _given_up() -> GivenUp:

@@ -233,8 +233,8 @@ def test_a_client_that_goes_away_leaves_no_turn(says, agent_tokenizer):
         await asyncio.to_thread(engine.holding.wait)
         asking.cancel()
         remote = (await agent_server(runtime).running()).remote
-        while not (counters := (await remote.turns(session.key))["counters"])["abandoned"]:
-            await asyncio.sleep(0.01)  # noqa: ASYNC110 - it happens in another process
+        while not (counters := (await remote.turns(session.key))["counters"])["abandoned"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         return counters
 
     counters = in_session(runtime, use)

@@ -7,6 +7,7 @@ process knows, in the same order.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -15,12 +16,15 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from slime.agent.server.remote import AgentServerFailed, RemoteServer
-from slime.agent.server.settings import ServerSettings
+from slime.agent.server.settings import Opening, ServerSettings
+from slime.agent.session.journal import FILE_NAME, Attempt, TurnJournal
 from slime.cluster.process import ChildProcess
 from slime.cluster.python import module_command
+from slime.data.journal import run_identity
 from slime.errors import UserError
 from slime.rollout.runtime import RolloutRuntime
 from slime.waits import waiting
@@ -80,10 +84,24 @@ class AgentServer:
         self._config, self._pool, self._state = runtime.config, runtime.pool, runtime.state
         self._loop = runtime.loop_thread.loop
         self._where = runtime.router_address
+        self.run = ""
+        """What the turns of this run are kept under."""
+        self.journal = self._open_journal(runtime)
         self._starting = asyncio.Lock()
         self._running: tuple[RunningServer, asyncio.StreamWriter, str] | None = None
         self._pool.when_changed.append(self._engines_changed)
         self._state.when_updated.append(self._weights_arrived)
+
+    def _open_journal(self, runtime: RolloutRuntime) -> TurnJournal | None:
+        """Where the turns of unfinished sessions are kept, in runs that have a journal."""
+        if runtime.journal is None or self._config.output_dir is None:
+            return None
+        facts = json.dumps(run_identity(self._config), sort_keys=True)
+        self.run = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        journal = TurnJournal(Path(self._config.output_dir) / FILE_NAME)
+        journal.forget_other_runs(self.run)
+        runtime.when_recorded.append(partial(journal.forget_sample, self.run))
+        return journal
 
     async def running(self) -> RunningServer:
         """The process, which is up and answers."""
@@ -95,12 +113,19 @@ class AgentServer:
             assert self._running is not None
             return self._running[0]
 
+    async def forget(self, opening: Opening) -> None:
+        """Nobody goes on from the turns of this session."""
+        if self.journal is not None and opening.attempt is not None:
+            await self.journal.forget(Attempt(**opening.attempt))
+
     async def aclose(self) -> None:
         """End the process; sessions that are open fail."""
         self._pool.when_changed.remove(self._engines_changed)
         self._state.when_updated.remove(self._weights_arrived)
         async with self._starting:
             await self._end()
+        if self.journal is not None:
+            await asyncio.to_thread(self.journal.close)
 
     async def _start(self) -> None:
         folder = tempfile.mkdtemp(prefix="slime-agents-")  # a path that is short enough for a socket
@@ -172,6 +197,7 @@ class AgentServer:
             engine_timeout_s=float(config.engine_request_timeout),
             fault_tolerant=config.use_fault_tolerance,
             version=self._state.weight_version,
+            journal=None if self.journal is None else str(self.journal.path.absolute()),
             host=config.host,
             port=config.agent_server_port or 0,
         )

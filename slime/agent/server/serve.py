@@ -20,6 +20,7 @@ from slime.agent.server.dialects import Kind, Problem
 from slime.agent.server.listeners import Listeners
 from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import AGENTS, CONTROL, LISTENERS, ServerSettings
+from slime.agent.session.journal import TurnJournal
 from slime.data.tokenizer import load_tokenizer, model_context_length
 from slime.errors import UserError
 
@@ -36,7 +37,8 @@ async def serve(
     tokenizer = load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
     model = ChatModel(tokenizer, context=model_context_length(settings.model))
     pool = settings.make_pool()
-    sessions = Sessions(model, pool, fault_tolerant=settings.fault_tolerant, version=settings.version)
+    journal = None if settings.journal is None else TurnJournal(Path(settings.journal))
+    sessions = Sessions(model, pool, fault_tolerant=settings.fault_tolerant, version=settings.version, journal=journal)
     names = (*settings.names, Path(settings.model).name, settings.model, *DEFAULT_NAMES)
     folder = Path(settings.folder)
     agents = _runner(AgentApp(sessions, tokenizer, names).app)
@@ -55,6 +57,8 @@ async def serve(
         await agents.cleanup()
         await control.cleanup()
         await pool.aclose()
+        if journal is not None:
+            journal.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from slime.agent.messages import TurnRequest
@@ -17,8 +18,10 @@ from slime.agent.sampling.model import ChatModel
 from slime.agent.sampling.turn import OnEvent, ParserFactory, TakenTurn, take_prepared
 from slime.agent.server.dialects import Kind, Problem, refusal_problem
 from slime.agent.server.settings import Opening
+from slime.agent.session.journal import Attempt, TurnJournal
 from slime.agent.session.limits import Limits, SessionRefusal
 from slime.agent.session.session import Prompt, Session
+from slime.agent.session.tree import Turn
 from slime.engine.http.pool import EnginePool
 from slime.rollout.asking import Draws
 from slime.rollout.gate import Gate, Ticket
@@ -36,6 +39,8 @@ class OpenSession:
         self.session = session
         self.ticket: Ticket | None = None
         self.names: frozenset[str] = frozenset()
+        self.journaled: Callable[[Turn], Awaitable[None]] | None = None
+        """Keeps a turn before its client has all of it."""
         self.failure: str | None = None
         """What last kept a turn from being sampled."""
         self._params, self._sampler, self._parsers = params, sampler, parsers
@@ -55,9 +60,12 @@ class OpenSession:
         async def take() -> TakenTurn:
             nonlocal is_begun
             is_begun = True
-            return await take_prepared(
+            taken = await take_prepared(
                 self.session, request, prompt, self._sampler, self._parsers, self._params, on_event
             )
+            if self.journaled is not None:
+                await self.journaled(taken.turn)
+            return taken
 
         def done(task: asyncio.Task[TakenTurn]) -> None:
             self._answering.discard(task)
@@ -99,8 +107,16 @@ class OpenSession:
 class Sessions:
     """Sessions by key."""
 
-    def __init__(self, model: ChatModel, pool: EnginePool, *, fault_tolerant: bool, version: str | None) -> None:
-        self._model, self._pool, self._fault_tolerant = model, pool, fault_tolerant
+    def __init__(
+        self,
+        model: ChatModel,
+        pool: EnginePool,
+        *,
+        fault_tolerant: bool = False,
+        version: str | None = None,
+        journal: TurnJournal | None = None,
+    ) -> None:
+        self._model, self._pool, self._fault_tolerant, self._journal = model, pool, fault_tolerant, journal
         self.version = version
         """Of the weights that all engines have, as far as is known."""
         self._open: dict[str, OpenSession] = {}
@@ -134,9 +150,14 @@ class Sessions:
         )
         made = OpenSession(session, opening.params, sampler, self._model.parsers(template))
         made.ticket, made.names = ticket, frozenset(opening.names)
+        if self._journal is not None and opening.attempt is not None:
+            made.journaled = partial(self._keep, self._journal, session, Attempt(**opening.attempt))
         self._open[opening.key] = made
         self.opened += 1
         return made
+
+    async def _keep(self, journal: TurnJournal, session: Session, attempt: Attempt, turn: Turn) -> None:
+        await journal.append(session.key, attempt, session.turn_record(turn))
 
     def find(self, key: str | None) -> OpenSession:
         """The session of a key, or a `Problem`."""

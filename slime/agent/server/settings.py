@@ -17,8 +17,12 @@ AGENTS, CONTROL, LISTENERS = "agents.sock", "control.sock", "listeners.sock"
 
 @dataclass(frozen=True)
 class Opening:
-    """What a session is opened with. `held` ones wait at the driver's gate; `masks`: what was sampled before a wait is
-    not trained on. `record` is what an earlier attempt left (`Session.to_record`), `names` are further model names."""
+    """What a session is opened with.
+
+    `held` ones wait at the driver's gate; `masks`: what was sampled before a wait is not trained on. `names` are
+    further names of the model. `attempt` are the fields of the `Attempt` under which the turns are journaled, and
+    `record` is what an earlier life of the run left of it (`Session.to_record`).
+    """
 
     key: str
     params: Mapping[str, Any]
@@ -28,6 +32,7 @@ class Opening:
     held: bool = False
     masks: bool = False
     names: tuple[str, ...] = ()
+    attempt: Mapping[str, Any] | None = None
     record: Mapping[str, Any] | None = None
 
 
@@ -51,6 +56,8 @@ class ServerSettings:
     engine_timeout_s: float = 3600.0
     fault_tolerant: bool = False
     version: str | None = None
+    journal: str | None = None
+    """The file in which the turns of unfinished sessions are kept."""
     host: str = "127.0.0.1"
     port: int = 0
 
