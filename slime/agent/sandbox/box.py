@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from slime.agent.sandbox.inside import wire
+from slime.agent.sandbox.inside import cgroups, wire
 from slime.agent.sandbox.protocol import SandboxError, SandboxGone
 
 HERE = Path(__file__).resolve().parent
@@ -150,6 +150,7 @@ class Box:
             life.close()
         if process is not None:
             await asyncio.to_thread(process.wait)
+            await asyncio.to_thread(cgroups.remove, self.told.get("folders", []))  # if the monitor was killed
         if self._errors is not None and not keep_errors:
             self._errors.close()
 

@@ -29,8 +29,6 @@ from slime.agent.sandbox.protocol import (
 )
 from slime.agent.sandbox.snapshot import Snapshot
 
-_OVERDUE_S = 10.0
-"""How much longer than its time a worker may take before it counts as stopped by what it watches over."""
 _PATCH_BYTES = 4 << 20
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -41,6 +39,8 @@ class MachineSandbox:
     kind = ""
     own_processes = False
     """The process namespace is its own."""
+    overdue_s = 10.0
+    """How much longer than its time a worker may take before it counts as stopped by what it watches over."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class MachineSandbox:
         answer = await self.box.ask(self._command(cmd, env, seconds, cwd))
         with answer:
             try:
-                async with asyncio.timeout(seconds + self.limits.grace_seconds + _OVERDUE_S):
+                async with asyncio.timeout(seconds + self.limits.grace_seconds + self.overdue_s):
                     outcome = await self._outcome(answer, before)
             except (EOFError, TimeoutError) as error:
                 outcome = await self._lost_worker(error, before)

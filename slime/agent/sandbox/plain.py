@@ -44,6 +44,11 @@ class SubprocessSandbox(MachineSandbox):
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
+    async def __aexit__(self, *exc: object) -> None:
+        await super().__aexit__(*exc)
+        if self._within is not None:  # the monitor has done it, unless it was killed
+            await asyncio.to_thread(shutil.rmtree, self._within, ignore_errors=True)
+
     def _make_box(self) -> Box:
         spec = {
             "jail": None,

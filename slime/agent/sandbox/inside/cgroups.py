@@ -15,6 +15,8 @@ MEMORY, PROCESSES, CPUS = "memory", "processes", "cpus"
 _CONTROLLERS = {MEMORY: "memory", PROCESSES: "pids", CPUS: "cpu"}
 _PERIOD_US = 100_000
 _REMOVAL_S = 2.0
+_PREFIX = "slime-sandbox-"
+_STALE_S = 60.0
 
 
 class Groups:
@@ -31,28 +33,45 @@ class Groups:
 
     def remove(self) -> None:
         """Remove the groups, whose processes have ended."""
-        for folder in self.folders:
-            deadline = time.monotonic() + _REMOVAL_S
-            while os.path.isdir(folder):
-                try:
-                    os.rmdir(folder)
-                except OSError:
-                    if time.monotonic() > deadline:
-                        break
-                    time.sleep(0.01)
+        remove(self.folders)
         self.folders = []
 
 
-def make(
-    name: str, limits: Mapping[str, float], root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup"
-) -> Groups:
-    """Groups of that name with the limits, as far as this process may make them."""
+def remove(folders: list[str]) -> None:
+    """Remove groups; one whose last process is still on its way out is waited for."""
+    for folder in folders:
+        deadline = time.monotonic() + _REMOVAL_S
+        while os.path.isdir(folder):
+            try:
+                os.rmdir(folder)
+            except OSError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+
+
+def remove_stale(parent: str) -> None:
+    """Remove the groups of sandboxes whose monitor and driver were killed at once. One in use is not removed."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(parent):
+            pid = name.removeprefix(_PREFIX)
+            folder = os.path.join(parent, name)
+            if pid != name and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+                with contextlib.suppress(OSError):
+                    if time.time() - os.stat(folder).st_ctime > _STALE_S:
+                        os.rmdir(folder)
+
+
+def make(limits: Mapping[str, float], root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> Groups:
+    """Groups of this process with the limits, as far as it may make them."""
+    name = f"{_PREFIX}{os.getpid()}"
     groups = Groups()
     places = _own_groups(own)
     for limit, value in limits.items():
         controller = _CONTROLLERS[limit]
         if controller in places and os.path.isdir(os.path.join(root, controller)):
             parent = os.path.join(root, controller, places[controller].lstrip("/"))
+            remove_stale(parent)
             _first_version(groups, os.path.join(parent, name), limit, value)
     missing = {limit: value for limit, value in limits.items() if limit not in groups.holds}
     if missing and "" in places:
@@ -130,6 +149,7 @@ def _delegated(root: str, own: str, name: str, controllers: list[str]) -> str | 
         available = set(_read(os.path.join(parent, "cgroup.controllers")).split())
         wanted = [controller for controller in controllers if controller in available]
         if wanted and _hands_down(parent, wanted):
+            remove_stale(parent)
             folder = os.path.join(parent, name)
             with contextlib.suppress(OSError):
                 os.makedirs(folder, exist_ok=True)

@@ -16,22 +16,27 @@ from typing import Any
 
 from . import changes, files, kernel, wire, worker
 
+PARENT_DIED = signal.SIGTERM
+"""What an init gets that has to sweep when its monitor is killed; from others it means nothing."""
 _FILE_WORK_S = 120
 
 
 def serve(control: socket.socket, lower: int | None = None, upper: int | None = None) -> None:
     """Take requests until the driver is gone. `lower` and `upper` are folders of the snapshot, for the changes."""
+    parent = os.getppid()
     wakeup, wakeup_write = os.pipe()
     os.set_blocking(wakeup, False)
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
+    ended: list[int] = []
+    signal.signal(PARENT_DIED, lambda signum, frame: ended.append(signum) if os.getppid() != parent else None)
     poller = select.poll()
     for descriptor in (wakeup, control.fileno()):
         poller.register(descriptor, select.POLLIN)
-    while True:
+    while not ended:
         ready = [descriptor for descriptor, _ in poller.poll()]
         if wakeup in ready:
             os.read(wakeup, 4096)

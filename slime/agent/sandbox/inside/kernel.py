@@ -87,9 +87,9 @@ def prctl(option: int, value: int) -> None:
     _checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 
-def die_with_parent() -> None:
-    """SIGKILL for this process when the thread that forked it ends. A change of its credentials undoes it."""
-    prctl(PR_SET_PDEATHSIG, 9)
+def die_with_parent(signum: int = 9) -> None:
+    """A signal for this process when the thread that forked it ends. A change of its credentials undoes it."""
+    prctl(PR_SET_PDEATHSIG, signum)
 
 
 def drop_capabilities() -> None:

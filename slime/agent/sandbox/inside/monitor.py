@@ -43,7 +43,7 @@ class Monitor:
         self._catch_signals(selector)
         if kernel.IS_LINUX:
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-        self.groups = cgroups.make(f"slime-sandbox-{os.getpid()}", spec["groups"])
+        self.groups = cgroups.make(spec["groups"])
         try:
             self._start(spec)
             told = {"folders": self.groups.folders, "holds": sorted(self.groups.holds), "init": self.init_pid}
@@ -82,7 +82,7 @@ class Monitor:
         if walls is None:
             if kernel.IS_LINUX:
                 kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-                kernel.die_with_parent()
+                kernel.die_with_parent(init.PARENT_DIED)
             lower = os.open(spec["lower"], os.O_RDONLY | os.O_DIRECTORY) if spec["lower"] else None
             return jail.Built(lower, None, False)
         jail.isolate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,6 @@ from typing import Any
 _LENGTH = struct.Struct("!I")
 LONGEST = 16 << 20
 MOST_DESCRIPTORS = 8
-_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # macOS has none
 
 
 class Broken(Exception):
@@ -33,7 +33,9 @@ def send(sock: socket.socket, message: Mapping[str, Any], descriptors: Sequence[
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """The next message on a blocking socket; None at the end."""
-    length, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, MOST_DESCRIPTORS, _CLOSE_ON_EXEC)
+    length, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, MOST_DESCRIPTORS)
+    for descriptor in descriptors:  # or every command would hold its own answer's socket
+        os.set_inheritable(descriptor, False)
     if not length:
         return None
     length += exactly(sock, _LENGTH.size - len(length))

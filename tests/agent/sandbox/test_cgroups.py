@@ -1,0 +1,97 @@
+"""Control groups of both versions, in folders made like the kernel's: which files are written where."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from slime.agent.sandbox.inside import cgroups
+
+LIMITS = {"memory": 1 << 30, "processes": 100, "cpus": 1.5}
+NAME = f"slime-sandbox-{os.getpid()}"
+
+
+def own_groups(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "self-cgroup"
+    path.write_text(text)
+    return str(path)
+
+
+def test_in_version_1_each_controller_has_its_group_below_our_own(tmp_path: Path) -> None:
+    for place in ("memory/jobs/7", "pids", "cpu"):
+        (tmp_path / place).mkdir(parents=True)
+    own = own_groups(tmp_path, "9:name=systemd:/\n8:pids:/\n4:memory:/jobs/7\n1:cpu,cpuacct:/\n0::/\n")
+    groups = cgroups.make(LIMITS, str(tmp_path), own)
+    memory = tmp_path / "memory/jobs/7" / NAME
+    assert groups.holds == {"memory", "processes", "cpus"}
+    assert groups.folders == [str(memory), str(tmp_path / "pids" / NAME), str(tmp_path / "cpu" / NAME)]
+    assert (memory / "memory.limit_in_bytes").read_text() == str(1 << 30)
+    assert (tmp_path / "pids" / NAME / "pids.max").read_text() == "100"
+    assert (tmp_path / "cpu" / NAME / "cpu.cfs_quota_us").read_text() == "150000"
+    groups.join()
+    assert (memory / "cgroup.procs").read_text() == str(os.getpid())
+
+
+def second_version(folder: Path, controllers: str, handed_down: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cgroup.controllers").write_text(controllers)
+    (folder / "cgroup.subtree_control").write_text(handed_down)
+    return folder
+
+
+def test_in_version_2_the_nearest_group_that_hands_its_controllers_down(tmp_path: Path, monkeypatch) -> None:
+    second_version(tmp_path, "cpu memory pids", "cpu memory pids")
+    second_version(tmp_path / "user.slice", "cpu memory pids", "")
+    (tmp_path / "user.slice/cgroup.subtree_control").chmod(0o400)
+    written: list[str] = []
+    real = cgroups._write
+
+    def write(path: str, text: str) -> None:
+        written.append(os.path.relpath(path, tmp_path))
+        if path.endswith("user.slice/cgroup.subtree_control"):
+            raise OSError(16, "Device or resource busy")  # a group that has processes
+        real(path, text)
+
+    monkeypatch.setattr(cgroups, "_write", write)
+    made = tmp_path / NAME
+    made.mkdir()
+    for file in ("memory.max", "pids.max", "cpu.max"):
+        (made / file).write_text("max")
+    groups = cgroups.make(LIMITS, str(tmp_path), own_groups(tmp_path, "0::/user.slice\n"))
+    assert groups.folders == [str(made)]
+    assert groups.holds == {"memory", "processes", "cpus"}
+    assert (made / "memory.max").read_text() == str(1 << 30)
+    assert (made / "memory.swap.max").read_text() == "0"
+    assert (made / "pids.max").read_text() == "100"
+    assert (made / "cpu.max").read_text() == "150000 100000"
+    assert written[0] == "user.slice/cgroup.subtree_control"
+
+
+def test_without_control_groups_no_limit_is_held(tmp_path: Path) -> None:
+    groups = cgroups.make(LIMITS, str(tmp_path), own_groups(tmp_path, "0::/\n"))
+    assert (groups.folders, groups.holds) == ([], set())
+    assert cgroups.make(LIMITS, str(tmp_path), str(tmp_path / "none")).holds == set()
+
+
+def test_the_kernels_counts_are_read_in_both_versions(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    (one / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    (one / "pids.events").write_text("max 5\n")
+    (two / "memory.events").write_text("low 0\nhigh 0\nmax 9\noom 1\noom_kill 1\noom_group_kill 0\n")
+    assert cgroups.events([str(one)]) == {"memory": 2, "processes": 5}
+    assert cgroups.events([str(two)]) == {"memory": 1, "processes": 0}
+
+
+def test_groups_of_the_dead_are_removed_and_no_others(tmp_path: Path, monkeypatch) -> None:
+    gone, other = tmp_path / "slime-sandbox-4194999", tmp_path / "slime-sandbox-x"
+    for folder in (gone, other, tmp_path / NAME):
+        folder.mkdir()
+    cgroups.remove_stale(str(tmp_path))
+    assert gone.exists()  # it may be about to be used
+    later = time.time() + 3600
+    monkeypatch.setattr(cgroups.time, "time", lambda: later)
+    cgroups.remove_stale(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([NAME, other.name])

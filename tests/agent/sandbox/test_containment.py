@@ -1,0 +1,305 @@
+"""What a hostile or broken command does stays in its sandbox, ends with it, and is called by its name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from slime.agent.sandbox import SandboxError, SandboxGone, SandboxLimits
+from slime.agent.sandbox.local import refusal
+from slime.agent.sandbox.machine import MachineSandbox
+from tests.agent.sandbox.boxes import ALL, LOCAL, alive, inside, wait_until
+
+QUICK = SandboxLimits(grace_seconds=0.1)
+
+
+def marked() -> str:
+    return f"sandbox-mark-{os.urandom(8).hex()}"
+
+
+@pytest.mark.parametrize("way", LOCAL)
+def test_a_fork_bomb(way: str) -> None:
+    mark = marked()
+
+    async def use(sandbox: MachineSandbox) -> None:
+        bomb = await sandbox.exec("b() { b | b & }; b; sleep 0.3", env={"MARK": mark}, timeout=20)
+        assert bomb.cause == ("processes" if "processes" in sandbox.held else bomb.cause)
+        again = await sandbox.exec("sleep 0.2; sleep 0.2; sleep 0.2", timeout=20)
+        assert again.cause in ("processes", None)
+
+    inside(way, use, limits=SandboxLimits(processes=48, grace_seconds=0.1))
+    assert alive(mark) == []
+
+
+@pytest.mark.parametrize("way", LOCAL)
+def test_a_fork_bomb_that_runs_out_of_time_is_gone_and_the_sandbox_is_not(way: str) -> None:
+    mark = marked()
+
+    async def use(sandbox: MachineSandbox) -> None:
+        line = "b() { b | b & }; while :; do b; done"
+        bomb = await sandbox.exec(line, env={"MARK": mark}, timeout=0.5)
+        assert bomb.cause in ("timeout", "processes", "killed")
+        await sandbox.box.sweep(own_processes=sandbox.own_processes)
+        await asyncio.to_thread(wait_until, lambda: not alive(mark))
+        assert (await sandbox.exec("echo here")).out == "here\n"
+
+    inside(way, use, limits=SandboxLimits(processes=48, grace_seconds=0.1))
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_a_hog_of_memory(way: str) -> None:
+    async def use(sandbox: MachineSandbox) -> None:
+        hog = await sandbox.exec([sandbox.python, "-I", "-c", "x = bytearray(1 << 30); print(len(x))"])
+        assert hog.cause == "memory"
+        assert hog.code != 0
+        assert (await sandbox.exec("echo here")).out == "here\n"
+
+    inside(way, use, limits=SandboxLimits(memory_mb=256))
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_output_without_end(way: str) -> None:
+    async def use(sandbox: MachineSandbox) -> None:
+        endless = await sandbox.exec("echo begin; yes")
+        assert (endless.code, endless.cause, endless.truncated) == (-1, "output", True)
+        assert endless.out.startswith("begin\ny\n")
+        assert "bytes left out" in endless.out
+        assert len(endless.out) < 5000
+        long = await sandbox.exec("seq 100000")
+        assert (long.code, long.cause, long.truncated) == (0, None, True)
+        assert long.out.startswith("1\n2\n")
+        assert long.out.endswith("99999\n100000\n")
+
+    inside(way, use, limits=SandboxLimits(output_kb=4, output_mb=2, grace_seconds=0.1))
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_a_huge_file(way: str) -> None:
+    async def use(sandbox: MachineSandbox) -> None:
+        assert (await sandbox.exec("head -c 9000000 /dev/zero > huge")).cause == "file size"
+        code = "open('huge', 'wb').write(bytes(9_000_000))"
+        assert (await sandbox.exec([sandbox.python, "-I", "-c", code])).cause == "file size"
+        assert len(await sandbox.read_bytes("huge")) == 4 << 20
+        with pytest.raises(SandboxError, match="more than the 4194304 bytes"):
+            await sandbox.write_file("huge", bytes(5_000_000))
+
+    inside(way, use, limits=SandboxLimits(file_mb=4))
+
+
+@pytest.mark.parametrize("way", LOCAL)
+def test_a_full_disk(way: str) -> None:
+    async def use(sandbox: MachineSandbox) -> None:
+        full = await sandbox.exec(
+            "for place in . /tmp ~ /run; do head -c 7000000 /dev/zero > $place/part || exit 1; done"
+        )
+        assert full.cause == "disk"
+        many = await sandbox.exec("rm -f part /tmp/part; mkdir -p x; cd x; seq -f f%g 40000 | xargs touch")
+        assert many.cause == "disk"
+
+    inside(way, use, limits=SandboxLimits(disk_mb=16))
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_time_that_is_computed_away(way: str) -> None:
+    async def use(sandbox: MachineSandbox) -> None:
+        assert (await sandbox.exec("while :; do :; done")).cause == "cpu time"
+
+    inside(way, use, limits=SandboxLimits(cpu_seconds=1))
+
+
+@pytest.mark.parametrize("way", ALL)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "setsid sh -c 'setsid nohup sleep 600 & sleep 600' & sleep 600",
+        "(sleep 600 &) ; sleep 600",
+        "kill -STOP $$; sleep 600",
+        "sleep 600 & kill -STOP $!; wait",
+        "trap '' TERM HUP INT; sleep 600; sleep 600",
+    ],
+    ids=["daemons", "double fork", "stopped", "stopped child", "ignores SIGTERM"],
+)
+def test_nothing_outlives_its_time(way: str, line: str) -> None:
+    mark = marked()
+
+    async def use(sandbox: MachineSandbox) -> None:
+        late = await sandbox.exec(line, env={"MARK": mark}, timeout=0.3)
+        assert (late.code, late.cause) == (-1, "timeout")
+        assert alive(mark) == []
+
+    inside(way, use, limits=QUICK)
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_what_stops_or_kills_the_one_who_watches_over_it_ends_all_the_same(way: str) -> None:
+    mark = marked()
+
+    async def use(sandbox: MachineSandbox) -> None:
+        sandbox.overdue_s = 0.5
+        killer = await sandbox.exec("(setsid sleep 600 &); kill -9 $PPID; sleep 600", env={"MARK": mark})
+        assert (killer.code, killer.cause) == (-1, "killed")
+        await asyncio.to_thread(wait_until, lambda: not alive(mark))
+        stopper = await sandbox.exec("kill -STOP $PPID; sleep 600", env={"MARK": mark}, timeout=0.2)
+        assert (stopper.code, stopper.cause) == (-1, "timeout")
+        await asyncio.to_thread(wait_until, lambda: not alive(mark))
+        assert (await sandbox.exec("echo here")).out == "here\n"
+
+    inside(way, use, limits=QUICK)
+
+
+@pytest.mark.parametrize("way", LOCAL)
+def test_killing_everything_it_sees_leaves_the_sandbox_in_order(way: str) -> None:
+    async def use(sandbox: MachineSandbox) -> None:
+        assert (await sandbox.exec("kill -STOP 1; kill -KILL 1; kill -KILL -1")).cause == "killed"
+        assert (await sandbox.exec("echo here")).out == "here\n"
+
+    inside(way, use)
+
+
+@pytest.mark.parametrize("way", LOCAL)
+def test_no_file_of_the_host_is_read_by_whatever_path(way: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("not for agents")
+    tmp_path.chmod(0o755)
+    secret.chmod(0o644)
+
+    async def use(sandbox: MachineSandbox) -> None:
+        for number, target in enumerate((secret, "/etc/shadow", f"/proc/1/root{secret}", f"../../../../..{secret}")):
+            await sandbox.exec(f"ln -s {target} link{number}")
+            for path in (f"link{number}", str(target)):
+                with pytest.raises((FileNotFoundError, PermissionError)):
+                    await sandbox.read_file(path)
+        await sandbox.exec(f"mkdir -p {tmp_path} 2>/dev/null; ln -sfn / around")
+        with pytest.raises((FileNotFoundError, PermissionError, SandboxError)):
+            await sandbox.read_file(f"around{secret}")
+        await sandbox.exec(f"ln -s {secret} out")
+        await sandbox.write_file("out", "changed")  # the sandbox has a /tmp of its own
+        found = await sandbox.exec(
+            f"cat {secret} /proc/*/root{secret} /proc/*/cwd/../..{secret} 2>/dev/null; ls /root /home"
+        )
+        assert "not for agents" not in found.out
+        assert (await sandbox.exec("ls -A /home /root | grep -v pyenv; find / -xdev -name '*.jsonl' | head")).out.count(
+            "agent"
+        ) == 1
+
+    inside(way, use)
+    assert secret.read_text() == "not for agents"
+
+
+@pytest.mark.parametrize("way", LOCAL)
+def test_the_memory_and_the_environment_of_the_processes_outside_are_out_of_reach(way: str) -> None:
+    async def use(sandbox: MachineSandbox) -> None:
+        tries = "cat /proc/1/environ /proc/1/mem /proc/$PPID/environ /proc/$PPID/mem; ls -l /proc/1/fd /proc/1/cwd"
+        outcome = await sandbox.exec(f"({tries}) 2>&1 >/dev/null")
+        refused = outcome.out.count("Permission denied") + outcome.out.count("cannot read symbolic link")
+        assert refused >= 5, outcome.out
+        pids = (await sandbox.exec("ls /proc | grep -c '^[0-9]'")).out
+        assert int(pids) < 10
+        assert str(os.getpid()) not in (await sandbox.exec("ls /proc")).out.split()
+
+    inside(way, use)
+
+
+@pytest.mark.parametrize("way", LOCAL)
+def test_there_is_no_privilege_to_gain(way: str) -> None:
+    async def use(sandbox: MachineSandbox) -> None:
+        status = (await sandbox.exec("grep -E '^(Cap|NoNewPrivs|Groups)' /proc/self/status")).out
+        assert {line.split()[-1] for line in status.splitlines() if line.startswith("Cap")} == {"0" * 16}
+        assert "NoNewPrivs:\t1" in status
+        assert (await sandbox.exec("id -u")).out.strip() != "0"
+        assert (await sandbox.exec("ls /proc/self/fd")).out.split() == ["0", "1", "2", "3"]  # the last is of ls itself
+        for line in (
+            "unshare -U true",
+            "unshare -rm true",
+            "mount -t tmpfs none /tmp",
+            "chown 0 .",
+            "touch /usr/x",
+            "touch /x",
+        ):
+            assert (await sandbox.exec(line)).code != 0, line
+        assert (await sandbox.exec("touch /tmp/x ~/x x /var/tmp/x /dev/shm/x && echo yes")).out == "yes\n"
+
+    inside(way, use)
+
+
+@pytest.mark.parametrize("way", LOCAL)
+def test_there_is_no_network_but_what_was_given(way: str) -> None:
+    name = f"\0{marked()}"
+    with socket.create_server(("127.0.0.1", 0)) as port, socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind(name)
+        abstract.listen()
+
+        async def use(sandbox: MachineSandbox) -> None:
+            code = f"""
+import errno, socket
+def tried(family, address):
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.settimeout(5)
+        return errno.errorcode[sock.connect_ex(address)]
+print(tried(socket.AF_INET, ("127.0.0.1", {port.getsockname()[1]})))
+print(tried(socket.AF_INET, ("192.0.2.1", 80)), tried(socket.AF_INET, ("8.8.8.8", 53)))
+try:
+    tried(socket.AF_UNIX, {name!r})
+except OSError as error:
+    print(error.errno)
+else:
+    print(tried(socket.AF_UNIX, {name!r}))
+"""
+            out = (await sandbox.exec([sandbox.python, "-I", "-c", code])).out.split()
+            assert out == ["ECONNREFUSED", "ENETUNREACH", "ENETUNREACH", "ECONNREFUSED"]
+            assert "options timeout:1 attempts:1" in await sandbox.read_file("/etc/resolv.conf")
+            assert (
+                await sandbox.exec("ls /sys/class/net 2>/dev/null; sed 1,2d /proc/net/dev | cut -d: -f1")
+            ).out.split() == ["lo"]
+
+        inside(way, use)
+
+
+@pytest.mark.parametrize("way", LOCAL)
+def test_two_sandboxes_do_not_see_each_other(way: str) -> None:
+    async def use(one: MachineSandbox) -> None:
+        async def other(two: MachineSandbox) -> None:
+            await one.exec("echo mine > /tmp/x; (setsid sleep 600 &)")
+            assert (await two.exec("cat /tmp/x; ls /tmp; pgrep sleep")).out == ""
+            ids = [(await sandbox.exec("id -u")).out for sandbox in (one, two)]
+            assert os.geteuid() != 0 or ids[0] != ids[1]
+
+        await asyncio.to_thread(inside, way, other)
+
+    inside(way, use)
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_a_sandbox_whose_monitor_is_killed_is_gone_with_all_it_started(way: str) -> None:
+    mark = marked()
+
+    async def use(sandbox: MachineSandbox) -> None:
+        await sandbox.exec("(setsid sleep 600 & setsid sh -c 'kill -STOP $$' &); sleep 0.05", env={"MARK": mark})
+        assert alive(mark)
+        process = sandbox.box._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        await asyncio.to_thread(wait_until, lambda: not alive(mark))
+        process.wait()
+        with pytest.raises(SandboxGone):
+            await sandbox.exec("true")
+        folders.extend(sandbox.box.told["folders"])
+
+    folders: list[str] = []
+    inside(way, use)
+    assert not [folder for folder in folders if os.path.exists(folder)]
+
+
+def test_where_a_local_sandbox_cannot_be_made_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal.cache_clear()
+    try:
+        monkeypatch.setattr("sys.platform", "darwin")
+        assert refusal("unshare") == "namespaces are Linux's, and this is darwin"
+    finally:
+        monkeypatch.undo()
+        refusal.cache_clear()

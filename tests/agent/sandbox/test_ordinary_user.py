@@ -1,0 +1,81 @@
+"""A local sandbox without being root: a user namespace in the place of a throw-away user."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.agent.sandbox.local import refusal
+from tests.agent.sandbox.boxes import box
+
+ROOT = Path(__file__).parents[3]
+USER = "54321"
+RUN = (
+    'mount --bind "$PREFIX" /mnt && mount --bind "$REPOSITORY" /media && cd / && '
+    "exec setpriv --reuid $USER_ID --regid $USER_ID --clear-groups env -i PATH=/usr/bin:/bin PYTHONPATH=/media "
+    'PYTHONDONTWRITEBYTECODE=1 SNAPSHOT="$SNAPSHOT" "/mnt/bin/$PYTHON" -m tests.agent.sandbox.ordinary_user'
+)
+"""The interpreter and the checkout may be in a folder that only root may enter: show them elsewhere."""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any] | None:
+    if refusal("unshare") is not None:
+        assert box("unshare") is None
+        return None
+    task = tmp_path_factory.mktemp("task")
+    (task / "old").mkdir()
+    (task / "old/gone").write_text("x\n")
+    (task / "task.txt").write_text("begin\n")
+    for path in (task, *task.rglob("*")):
+        os.chown(path, int(USER), int(USER)) if os.geteuid() == 0 else None
+    for path in task.parents:
+        if path.owner() == Path.home().owner() and "pytest" in path.name:
+            path.chmod(0o755)
+    environment = {
+        **os.environ, "PREFIX": sys.base_prefix, "REPOSITORY": str(ROOT), "USER_ID": USER, "SNAPSHOT": str(task),
+        "PYTHON": Path(os.path.realpath(sys.executable)).name, "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    words = ["unshare", "--mount", "--propagation", "private", "sh", "-ec", RUN]
+    if os.geteuid() != 0:
+        words = [sys.executable, "-m", "tests.agent.sandbox.ordinary_user"]
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (task / "task.txt").read_text() == "begin\n"
+    answer = json.loads(done.stdout)
+    if "refusal" in answer:
+        assert answer["auto"] == ["subprocess", f"no boundary: {answer['refusal']}"]
+        return None
+    return answer
+
+
+def test_an_ordinary_user_has_a_boundary_too(said: dict[str, Any] | None) -> None:
+    if said is None:
+        return
+    assert said["uid"] == "1000"
+    assert said["ids"] in ([USER, "1"], [str(os.getuid()), "1"])
+    assert said["capabilities"] == "0" * 16
+    assert said["nested"] != 0
+    assert said["network"] == ["lo"]
+    assert "farm" not in said["home"]
+    assert "work\n" not in said["home"]
+
+
+def test_its_limits_hold_and_those_that_cannot_are_named(said: dict[str, Any] | None) -> None:
+    if said is None:
+        return
+    assert (said["file"], said["memory"], said["time"]) == ("file size", "memory", "timeout")
+    assert set(said["unenforced"]) <= {"memory", "processes"}
+
+
+def test_it_starts_from_a_snapshot_and_leaves_it_as_it_was(said: dict[str, Any] | None) -> None:
+    if said is None:
+        return
+    assert said["wrote"] == [0, "begin\nmore\n", ""]
+    assert said["diff"] == [["deleted", "old/gone"], ["modified", "task.txt"]]

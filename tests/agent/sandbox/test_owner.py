@@ -1,0 +1,40 @@
+"""However the process that owns a sandbox ends, nothing is left: no process, no control group, no folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime.agent.sandbox.local import refusal
+from tests.agent.sandbox.boxes import ALL, alive, box, wait_until
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("way", ALL)
+def test_nothing_is_left_when_the_owner_is_gone(way: str, how: signal.Signals) -> None:
+    if way != "subprocess" and refusal(way) is not None:
+        assert box(way) is None
+        return
+    mark = f"sandbox-owner-{os.urandom(8).hex()}"
+    words = [sys.executable, "-m", "tests.agent.sandbox.owner", way, mark]
+    owner = subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert owner.stdout is not None
+    with owner.stdout:
+        folders = owner.stdout.readline().split()
+    assert len(folders) >= 1
+    running = set(alive(mark)) - {owner.pid}
+    assert len(running) >= 4
+    owner.send_signal(how)
+    owner.wait()
+    wait_until(lambda: not alive(mark))
+    own = folders if way == "subprocess" else folders[1:]  # /workspace is a path inside
+    wait_until(lambda: not [folder for folder in own if os.path.exists(folder)])
