@@ -45,12 +45,17 @@ def ppo_advantages(
     kl_coef: float,
     gamma: float,
     lambd: float,
+    placed: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """GAE of each sample, its reward at the last unmasked token and the KL charged at every unmasked one."""
+    """GAE of each sample, its reward at the last unmasked token and the KL charged at every unmasked one.
+
+    Rewards of single turns are `placed` at tokens of theirs.
+    """
     advantages, returns = [], []
     penalties = [None] * len(rewards) if kl is None else kl
-    for reward, value, penalty, mask in zip(rewards, values, penalties, masks, strict=True):
-        by_token = token_rewards(reward, penalty, mask, kl_coef=kl_coef, dtype=value.dtype)
+    own = [None] * len(rewards) if placed is None else placed
+    for reward, value, penalty, mask, turns in zip(rewards, values, penalties, masks, own, strict=True):
+        by_token = token_rewards(reward, penalty, mask, kl_coef=kl_coef, dtype=value.dtype, placed=turns)
         advantage, target = gae(by_token, value, mask, gamma=gamma, lambd=lambd)
         advantages.append(advantage)
         returns.append(target)

@@ -24,13 +24,18 @@ def reinforce_plus_plus_advantages(
     *,
     kl_coef: float,
     gamma: float,
+    placed: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Returns of each sample's token rewards; a sample that is masked as a whole gets zeros."""
+    """Returns of each sample's token rewards; a sample that is masked as a whole gets zeros.
+
+    Rewards of single turns are `placed` at tokens of theirs.
+    """
     advantages = []
     penalties = [None] * len(rewards) if kl is None else kl
-    for reward, penalty, mask in zip(rewards, penalties, masks, strict=True):
-        earned = reward if mask.any() else 0.0
-        by_token = token_rewards(earned, penalty, mask, kl_coef=kl_coef, dtype=reward_dtype(penalty, mask))
+    own = [None] * len(rewards) if placed is None else placed
+    for reward, penalty, mask, turns in zip(rewards, penalties, masks, own, strict=True):
+        earned, dtype = reward if mask.any() else 0.0, reward_dtype(penalty, mask)
+        by_token = token_rewards(earned, penalty, mask, kl_coef=kl_coef, dtype=dtype, placed=turns)
         advantages.append(discounted_returns(by_token, gamma))
     return advantages
 

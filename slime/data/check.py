@@ -56,9 +56,27 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
     _numbers(sample, "rollout_log_probs", length)
     _numbers(sample, "teacher_log_probs", length)
     _check_top_p(sample, length)
+    turn_rewards(sample)
     experts = sample.rollout_routed_experts
     if experts is not None and (not isinstance(experts, np.ndarray) or len(experts) != total - 1):
         raise BadSample(f"rollout_routed_experts must be an array of {max(0, total - 1)} rows for {total} tokens")
+
+
+def turn_rewards(sample: Sample) -> list[tuple[int, int, float]]:
+    """`metadata["turn_rewards"]`: `(start, stop, reward)` of turns, as positions of the response.
+
+    What somebody else keeps under that name, of another form, is left alone.
+    """
+    given = sample.metadata.get("turn_rewards")
+    if not isinstance(given, list) or not all(isinstance(one, list | tuple) and len(one) == 3 for one in given):
+        return []
+    for start, stop, reward in given:
+        is_span = _is_one_of(start, (Integral,)) and _is_one_of(stop, (Integral,))
+        if not is_span or not 0 <= start < stop <= sample.response_length:
+            raise BadSample(f"turn_rewards has {start!r:.40} to {stop!r:.40}, which is no part of the response")
+        if not _is_one_of(reward, (Real,)) or not np.isfinite(reward):
+            raise BadSample(f"turn_rewards has {reward!r:.80}, which is no finite number")
+    return [(int(start), int(stop), float(reward)) for start, stop, reward in given]
 
 
 def mend(sample: Sample) -> None:

@@ -45,14 +45,24 @@ def set_advantages(config: Config, data: RolloutData, ranks: Summing) -> None:
 
 def _estimate(config: Config, data: RolloutData) -> None:
     rewards, masks, kl = data["rewards"], data["loss_masks"], data.get("kl")
+    placed = data.get("turn_rewards")
     match config.advantage_estimator:
         case "ppo":
             data["advantages"], data["returns"] = ppo_advantages(
-                rewards, data["values"], kl, masks, kl_coef=config.kl_coef, gamma=config.gamma, lambd=config.lambd
+                rewards,
+                data["values"],
+                kl,
+                masks,
+                kl_coef=config.kl_coef,
+                gamma=config.gamma,
+                lambd=config.lambd,
+                placed=placed,
             )
             return
         case "reinforce_plus_plus":
-            advantages = reinforce_plus_plus_advantages(rewards, kl, masks, kl_coef=config.kl_coef, gamma=config.gamma)
+            advantages = reinforce_plus_plus_advantages(
+                rewards, kl, masks, kl_coef=config.kl_coef, gamma=config.gamma, placed=placed
+            )
         case "reinforce_plus_plus_baseline":
             advantages = reinforce_plus_plus_baseline_advantages(rewards, kl, masks, kl_coef=config.kl_coef)
         case _:

@@ -20,9 +20,9 @@ from slime.data.bad_sample import keep_bad_sample
 from slime.data.columns import mask_of
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.train.shaping import shape_rewards
+from slime.train.shaping import placed_turn_rewards, shape_rewards
 
-_BY_TOKEN = ("tokens", "loss_masks", "rollout_log_probs", "teacher_log_probs")
+_BY_TOKEN = ("tokens", "loss_masks", "rollout_log_probs", "teacher_log_probs", "turn_rewards")
 
 
 @dataclass
@@ -47,6 +47,7 @@ class TrainBatch:
     teacher_log_probs: list[np.ndarray] | None
     train_metadata: list[dict[str, Any] | None]
     version_spans: list[list[list[Any]]] | None = None  # runs of tokens by the weights that sampled them
+    turn_rewards: list[np.ndarray] | None = None  # rewards of single turns, each at a token of its turn
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of a user's own conversion
 
     def __len__(self) -> int:
@@ -67,7 +68,9 @@ class TrainBatch:
         return TrainBatch(**lists, extra=extra)  # type: ignore[arg-type]
 
     def followed_by(self, other: TrainBatch) -> TrainBatch:
-        """This batch's rows, then the other's; a column that one of them lacks is dropped."""
+        """This batch's rows, then the other's; a column that one of them lacks is dropped, turn rewards are 0 there."""
+        if (self.turn_rewards is None) != (other.turn_rewards is None):
+            return self._with_turn_rewards().followed_by(other._with_turn_rewards())
         theirs = dict(other._columns())
         lists = {
             name: None if column is None or theirs[name] is None else column + theirs[name]
@@ -75,6 +78,12 @@ class TrainBatch:
         }
         extra = {name: column + other.extra[name] for name, column in self.extra.items() if name in other.extra}
         return TrainBatch(**lists, extra=extra)  # type: ignore[arg-type]
+
+    def _with_turn_rewards(self) -> TrainBatch:
+        if self.turn_rewards is not None:
+            return self
+        none = [np.zeros(length, dtype=np.float32) for length in self.response_lengths]
+        return dataclasses.replace(self, turn_rewards=none)
 
     def _columns(self) -> Iterator[tuple[str, Any]]:
         return ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "extra")
@@ -177,6 +186,7 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
         teacher_log_probs=_log_prob_column(samples, masks, "teacher_log_probs", config.output_dir),
         train_metadata=[sample.train_metadata for sample in samples],
         version_spans=[sample.version_spans for sample in samples] if config.keep_old_actor else None,
+        turn_rewards=placed_turn_rewards(config, samples, masks, excluded),
     )
 
 

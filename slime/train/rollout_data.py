@@ -52,7 +52,7 @@ def make_rollout_data(batch: TrainBatch) -> RolloutData:
     }
     if batch.version_spans is not None:
         data["version_spans"] = list(batch.version_spans)
-    for name in ("rollout_log_probs", "teacher_log_probs"):
+    for name in ("rollout_log_probs", "teacher_log_probs", "turn_rewards"):
         column = getattr(batch, name)
         if column is not None:
             data[name] = [torch.from_numpy(values) for values in column]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from slime.algorithms.overlong import overlong_penalties
 from slime.algorithms.rewards import normalize_group_rewards
 from slime.algorithms.rloo import leave_one_out_rewards
@@ -16,11 +18,13 @@ from slime.config import Config
 from slime.config.algorithm import GROUP_CENTRED
 from slime.config.plugin_args import plugin_args
 from slime.data.bad_sample import keep_bad_sample
+from slime.data.check import BadSample, turn_rewards
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.plugins import load_function
 
 SCALED_BY_STD = ("grpo", "gspo", "cispo", "dapo")
+REWARDED_BY_TOKEN = ("ppo", "reinforce_plus_plus")
 
 
 def shape_rewards(
@@ -46,6 +50,48 @@ def shape_rewards(
         return raw, rewards
     by_std = estimator in SCALED_BY_STD and not config.disable_grpo_std_normalization
     return raw, normalize_group_rewards(rewards, groups, rollout_ids, divide_by_std=by_std, excluded=excluded)
+
+
+def placed_turn_rewards(
+    config: Config, samples: Sequence[Sample], masks: Sequence[np.ndarray], excluded: Sequence[bool]
+) -> list[np.ndarray] | None:
+    """For each response token what its turn earned, at the last token of the turn that is trained on.
+
+    Only for estimators with a reward at every token; the others go by the reward of the whole. Where that is nothing
+    but the sum of the turns' it is taken off again at the end, where the estimators put it. None where no turn has a
+    reward, or a function of the user makes the rewards.
+    """
+    own_shaping = config.custom_reward_post_process_path is not None
+    if config.advantage_estimator not in REWARDED_BY_TOKEN or own_shaping:
+        return None
+    turns = [[] if skip else _turns_of(sample) for sample, skip in zip(samples, excluded, strict=True)]
+    if not any(turns):
+        return None
+    sums = [sample.metadata.get("turn_rewards_sum") for sample in samples]
+    return [
+        _placed(own, mask, total if total is not None and total == sample.reward and not skip else 0.0)
+        for own, mask, total, sample, skip in zip(turns, masks, sums, samples, excluded, strict=True)
+    ]
+
+
+def _turns_of(sample: Sample) -> list[tuple[int, int, float]]:
+    try:
+        return turn_rewards(sample)
+    except BadSample as error:
+        raise UserError(f"sample {sample.index}: {error}") from error
+
+
+def _placed(turns: Sequence[tuple[int, int, float]], mask: np.ndarray, at_the_end: float) -> np.ndarray:
+    placed = np.zeros(len(mask), dtype=np.float32)
+    actions = np.flatnonzero(mask)
+    if not len(actions):
+        return placed
+    for _, stop, reward in turns:
+        before = int(np.searchsorted(actions, stop))
+        if before:  # a turn of which nothing is trained on is paid to the one before
+            placed[actions[before - 1]] += reward
+    placed[actions[-1]] -= at_the_end
+    return placed
 
 
 def _reward_of(config: Config, sample: Sample, excluded: bool) -> float:

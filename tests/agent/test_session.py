@@ -408,8 +408,10 @@ def test_turn_rewards_stand_where_the_turns_are() -> None:
     (sample,) = talk.session.samples(base_sample())
     start = len(first.ids) + len(second.context.ids)
     assert sample.metadata["turn_rewards"] == [(0, len(first.ids), 0.5), (start, start + len(second.ids), 0.5)]
-    assert sample.reward == 1.0
-    assert talk.session.samples(base_sample(), 0.1)[0].reward == 0.1
+    assert (sample.reward, sample.metadata["turn_rewards_sum"]) == (1.0, 1.0)
+    (given,) = talk.session.samples(base_sample(), 0.1)
+    assert given.reward == 0.1
+    assert "turn_rewards_sum" not in given.metadata
 
 
 def test_a_turn_reward_is_given_once_in_a_fan_out() -> None:

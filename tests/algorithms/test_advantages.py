@@ -25,16 +25,20 @@ def test_grpo_spreads_the_reward_over_the_response() -> None:
     assert [a.tolist() for a in advantages] == [[0.5, 0.5, 0.5], [-1.0]]
 
 
-@given(ragged(), st.sampled_from([0.0, 0.9, 1.0]), st.booleans())
-def test_reinforce_plus_plus_token_by_token(batch: Ragged, gamma: float, with_kl: bool) -> None:
+@given(ragged(), st.sampled_from([0.0, 0.9, 1.0]), st.booleans(), st.booleans())
+def test_reinforce_plus_plus_token_by_token(batch: Ragged, gamma: float, with_kl: bool, with_turns: bool) -> None:
     rewards = batch.numbers(0)[: len(batch.lengths)].tolist()
     kls, masks = batch.parts(batch.numbers(1)), batch.parts(batch.mask)
-    got = reinforce_plus_plus_advantages(rewards, kls if with_kl else None, masks, kl_coef=0.2, gamma=gamma)
+    turns = batch.parts(batch.numbers(2) * with_turns)
+    got = reinforce_plus_plus_advantages(
+        rewards, kls if with_kl else None, masks, kl_coef=0.2, gamma=gamma, placed=turns if with_turns else None
+    )
     assert len(got) == len(rewards)
     for i, reward in enumerate(rewards):
         mask, kl = masks[i].tolist(), kls[i].tolist()
         last = max((t for t, m in enumerate(mask) if m), default=None)
         earned = [(-0.2 * kl[t] * mask[t] if with_kl else 0.0) + reward * (t == last) for t in range(len(mask))]
+        earned = [own + turn for own, turn in zip(earned, turns[i].tolist(), strict=True)]
         expected = [sum(gamma**k * r for k, r in enumerate(earned[t:])) for t in range(len(mask))]
         assert got[i].tolist() == pytest.approx(expected, abs=1e-12)
         assert got[i].dtype == torch.float64

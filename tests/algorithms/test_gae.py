@@ -83,18 +83,29 @@ def test_a_tool_answer_costs_nothing() -> None:
     assert padded[1].tolist()[1::2] == [5.0, -5.0, 2.0]
 
 
-@given(ragged(), DISCOUNTS, DISCOUNTS, st.booleans())
-def test_ppo_charges_the_kl_and_pays_at_the_last_action(batch: Ragged, gamma: float, lambd: float, with_kl) -> None:
+@given(ragged(), DISCOUNTS, DISCOUNTS, st.booleans(), st.booleans())
+def test_ppo_charges_the_kl_and_pays_at_the_last_action(
+    batch: Ragged, gamma: float, lambd: float, with_kl: bool, with_turns: bool
+) -> None:
     rewards = batch.numbers(0)[: len(batch.lengths)].tolist()
     values, kls, masks = (batch.parts(x) for x in (batch.numbers(1), batch.numbers(2), batch.mask))
+    turns = batch.parts(batch.numbers(3) * with_turns)
     advantages, returns = ppo_advantages(
-        rewards, values, kls if with_kl else None, masks, kl_coef=0.3, gamma=gamma, lambd=lambd
+        rewards,
+        values,
+        kls if with_kl else None,
+        masks,
+        kl_coef=0.3,
+        gamma=gamma,
+        lambd=lambd,
+        placed=turns if with_turns else None,
     )
     assert len(advantages) == len(returns) == len(rewards)
     for i, reward in enumerate(rewards):
         mask = masks[i].tolist()
         by_token = [-0.3 * k if with_kl else 0.0 for k in kls[i].tolist()]
         by_token[max((t for t, m in enumerate(mask) if m), default=-1)] += reward
+        by_token = [own + turn for own, turn in zip(by_token, turns[i].tolist(), strict=True)]
         expected = loop_gae(by_token, values[i].tolist(), mask, gamma, lambd)
         assert advantages[i].tolist() == pytest.approx(expected[0], abs=1e-12)
         assert returns[i].tolist() == pytest.approx(expected[1], abs=1e-12)

@@ -31,14 +31,16 @@ def session_samples(
     tree: Tree, base: Sample, reward: Reward | None, metadata: Mapping[str, Any] | None, args: Any = None
 ) -> Finished:
     """One sample a leaf, in the order in which they were sampled; none without a turn."""
-    if reward is None:
-        reward = _sum_of_turns(tree)
+    total = _sum_of_turns(tree) if reward is None else None
+    reward = total if reward is None else reward
     samples, trained_tokens, differing = [], 0, 0
     seen: set[str] = set()
     for leaf in tree.leaves():
         turns = path(leaf)
         sample = _sample_of(base, turns, seen, args)
         sample.reward = copy.deepcopy(reward) if reward is not None else sample.reward
+        if total is not None:
+            sample.metadata["turn_rewards_sum"] = total
         sample.metadata |= copy.deepcopy(dict(metadata or {}))
         seen.update(turn.id for turn in turns)
         trained_tokens += sample.effective_response_length

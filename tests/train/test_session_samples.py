@@ -1,0 +1,137 @@
+"""What sessions become, in training: fan-outs of any size count once, and turns have their own rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime.config import Config
+from slime.data.check import BadSample, check_sample
+from slime.data.sample import Sample
+from slime.errors import UserError
+from slime.train.advantages import set_advantages
+from slime.train.batch import TrainBatch, flatten_samples, make_train_batch
+from slime.train.rollout_data import make_rollout_data
+from tests.agent.byte_template import assistant, user
+from tests.agent.test_session import Talk, base_sample
+
+
+def config(**changes: Any) -> Config:
+    return Config(hf_checkpoint="unused", rollout_batch_size=1, **changes)
+
+
+def branched(index: int, branches: int, reward: float | None) -> list[Sample]:
+    """A session of one turn and so many ways on from it."""
+    talk = Talk()
+    talk.turn(assistant("one"))
+    for branch in range(branches):
+        talk.messages[3:] = []
+        talk.turn(assistant(f"way {branch}"), user(f"go {branch}"))
+    return talk.session.samples(base_sample(index=index), reward)
+
+
+def test_a_session_counts_once_however_many_samples_it_became() -> None:
+    nested = [[branched(0, 3, 1.0), branched(1, 1, 0.0), branched(2, 2, 0.5)]]
+    samples = flatten_samples(nested)
+    batch = make_train_batch(config(), samples)
+    assert batch.rollout_ids == [0, 0, 0, 1, 2, 2]
+    assert batch.group_indices == [3] * 6
+    rewards = np.array([1.0, 0.0, 0.5])
+    normal = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+    assert batch.rewards == pytest.approx(normal.repeat([3, 1, 2]))
+    for rollout in range(3):
+        own = [i for i, rollout_id in enumerate(batch.rollout_ids) if rollout_id == rollout]
+        sampled = sum(int(batch.loss_masks[i].sum()) for i in own)
+        assert {batch.rollout_mask_sums[i] for i in own} == {sampled}
+        assert sampled == samples[own[0]].metadata["session"]["trained_tokens"]
+
+
+def rewarded(reward: float | None) -> tuple[Sample, list[int]]:
+    """A sample of three turns, of which the first and the last have rewards; and the last position of each."""
+    talk = Talk()
+    turns = [talk.turn(assistant(text), user("go on")) for text in ("one", "two", "three")]
+    talk.session.reward(turns[0].id, 0.5)
+    talk.session.reward(turns[2].id, -2.0)
+    (sample,) = talk.session.samples(base_sample(), reward)
+    ends = np.cumsum([len(turns[0].ids), *(len(turn.context.ids) + len(turn.ids) for turn in turns[1:])]) - 1
+    return sample, ends.tolist()
+
+
+@pytest.mark.parametrize(("reward", "at_the_end"), [(None, 0.0), (1.0, 1.0)])
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "ppo"])
+def test_turn_rewards_are_earned_at_the_end_of_their_turns(
+    estimator: str, reward: float | None, at_the_end: float
+) -> None:
+    sample, ends = rewarded(reward)
+    own = config(advantage_estimator=estimator, gamma=1.0, lambd=1.0)
+    batch = TrainBatch.from_message(make_train_batch(own, [sample]).to_message())
+    data = make_rollout_data(batch)
+    data["values"] = [torch.zeros(sample.response_length)]
+    set_advantages(own, data, ranks=None)  # type: ignore[arg-type]
+    advantages = data["advantages"][0]
+    expected = [-1.5 + at_the_end, -2.0 + at_the_end, -2.0 + at_the_end]
+    assert [advantages[end].item() for end in ends] == pytest.approx(expected)
+    assert advantages[ends[0] + 1].item() == pytest.approx(0.0 if estimator == "ppo" else expected[1])
+
+
+def test_estimators_with_one_reward_go_by_the_sum() -> None:
+    sample, _ = rewarded(None)
+    batch = make_train_batch(config(advantage_estimator="dr_grpo", disable_rewards_normalization=True), [sample])
+    assert (batch.rewards, batch.turn_rewards) == ([-1.5], None)
+    assert (
+        make_train_batch(config(advantage_estimator="ppo"), [base_sample(tokens=[1], reward=1.0)]).turn_rewards is None
+    )
+
+
+def test_the_turns_of_a_batch_that_is_carried_over_keep_their_rewards() -> None:
+    own = config(advantage_estimator="ppo")
+    sample, _ = rewarded(None)
+    plain = Sample(
+        index=1, group_index=4, tokens=[1, 2, 3], response_length=2, reward=1.0, rollout_log_probs=[-1.0] * 2
+    )
+    with_turns, without = make_train_batch(own, [sample]), make_train_batch(own, [plain])
+    assert with_turns.turn_rewards is not None
+    expected = [with_turns.turn_rewards[0].tolist(), [0.0, 0.0]]
+    assert sum(expected[0]) == pytest.approx(-1.5 + 1.5)  # the turns' and, at the end, less their sum
+    for batch, columns in (
+        (with_turns.followed_by(without), expected),
+        (without.followed_by(with_turns), expected[::-1]),
+    ):
+        assert [column.tolist() for column in batch.turn_rewards or []] == columns
+
+
+def test_a_turn_that_is_not_trained_on_is_paid_before() -> None:
+    sample = Sample(
+        index=1,
+        group_index=4,
+        tokens=[1, 2, 3, 4, 5, 6],
+        response_length=5,
+        loss_mask=[1, 0, 0, 1, 0],
+        rollout_log_probs=[-1.0] * 5,
+        reward=1.0,
+        metadata={"turn_rewards": [[0, 1, 1.0], [1, 3, 2.0], [3, 5, 4.0]]},
+    )
+    batch = make_train_batch(config(advantage_estimator="ppo"), [sample])
+    assert batch.turn_rewards is not None
+    assert batch.turn_rewards[0].tolist() == [3.0, 0.0, 0.0, 4.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "turn", [(0, 9, 1.0), (1, 1, 1.0), (-1, 1, 1.0), (0, 1, "x"), (0, 1, float("nan")), (0.5, 1, 1.0)]
+)
+def test_turn_rewards_that_do_not_fit_are_refused(turn: tuple[Any, ...]) -> None:
+    sample = base_sample(tokens=[1, 2, 3], response_length=2, reward=1.0, metadata={"turn_rewards": [turn]})
+    with pytest.raises(BadSample, match="turn_rewards has"):
+        check_sample(sample)
+    with pytest.raises(UserError, match="sample 7: turn_rewards has"):
+        make_train_batch(config(advantage_estimator="ppo"), [sample])
+
+
+@pytest.mark.parametrize("own", [[0.5, 1.0], "text", {"a": 1}, [[1.0, 2.0]]])
+def test_what_a_plugin_keeps_under_that_name_is_its_own(own: Any) -> None:
+    sample = base_sample(tokens=[1, 2, 3], response_length=2, reward=1.0, metadata={"turn_rewards": own})
+    check_sample(sample)
+    assert make_train_batch(config(advantage_estimator="ppo"), [sample]).turn_rewards is None
