@@ -1,23 +1,29 @@
 """A Python interpreter as a tool: variables stay from call to call of one attempt and are gone with it.
 
-Invariant: every attempt has a process of its own (`interpreter_worker`), from a pool of processes that are started
-ahead, so that a call costs milliseconds; nobody gets one that has run anything. What a call may not take, time, memory
-or output, ends the call and never the attempt: after a time-out the variables are still there where the code could be
-interrupted, and where the process had to be ended the next call begins with a new one and says so.
+Invariant: every attempt has a process of its own, forked for it by a program that runs no code itself
+(`interpreter_worker`), in a sandbox that no other attempt is in at that time; programs are started ahead and used
+again, so that a call costs milliseconds. What a call may not take, time, memory or output, ends the call and never the
+attempt: after a time-out the variables are still there where the code could be interrupted, and where the process had
+to be ended the next call begins with a new one and says so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
+import os
+import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+from slime.agent.sandbox import SandboxError
 from slime.agent.tools.outcomes import ToolFailure, ToolOutcome
-from slime.agent.tools.processes import Process, ProcessStarter, subprocess_starter
+from slime.agent.tools.processes import Process, ProcessStarter, starter
 from slime.agent.tools.schemas import misfit
 from slime.agent.tools.tool import Tool, ToolLimits
 
@@ -27,6 +33,8 @@ GRACE_S = 2.0
 """How long code may take to notice that its time is over, before its process is ended."""
 START_TIMEOUT_S = 30.0
 MOST_OUTPUT_CHARS = 1 << 20
+KEPT = 128
+"""Programs that wait for their next attempt, at most: some 10 MB each."""
 LINE_LIMIT = 8 * MOST_OUTPUT_CHARS
 """Bytes of one answer: each character of the output may take six in JSON."""
 DESCRIPTION = (
@@ -38,8 +46,9 @@ class PythonInterpreter:
     """The provider: give it to a `ToolEnvironment`.
 
     `timeout_s` and `memory_mb` bound each call and each process, `max_output_chars` what a call may print at all,
-    `max_result_chars` what the model gets to read of it. `spare` processes are kept ready. `start` makes processes:
-    by default in the strongest sandbox that this machine has.
+    `max_result_chars` what the model gets to read of it. `spare` processes are kept ready. `sandbox` is a kind of
+    sandbox (docs/sandboxes.md), or "none" for plain child processes: no boundary, the code has your rights. The code
+    finds the standard library, and with `packages` what is installed beside slime.
     """
 
     def __init__(
@@ -53,6 +62,8 @@ class PythonInterpreter:
         max_result_chars: int = 8192,
         concurrency: int = 16,
         spare: int = 4,
+        sandbox: str = "auto",
+        packages: bool = False,
         start: ProcessStarter | None = None,
     ) -> None:
         self.name = name
@@ -66,7 +77,7 @@ class PythonInterpreter:
         }
         function = {"name": name, "description": description, "parameters": parameters}
         self.schema: dict[str, Any] = {"type": "function", "function": function}
-        self._pool = _Pool(start or subprocess_starter(), memory_mb, spare)
+        self._pool = _Pool(start or starter(sandbox, memory_mb=memory_mb, packages=packages), memory_mb, spare)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Sequence[Tool]]:
@@ -75,7 +86,7 @@ class PythonInterpreter:
         try:
             yield (attempt,)
         finally:
-            await attempt.aclose()
+            attempt.leave()
 
     async def aclose(self) -> None:
         """End the processes that nobody has taken."""
@@ -148,65 +159,142 @@ class _Attempt:
         if worker is not None:
             await worker.end()
 
+    def leave(self) -> None:
+        """The attempt is over."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._pool.give_back(worker)
+
 
 class _Gone(Exception):
     """The process hung up."""
 
 
 class _Worker:
-    """One process, and its two pipes."""
+    """One program, and its two pipes."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._number = 0
+        self._held = bytearray()
 
-    async def ready(self) -> None:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            await self._line()
+    async def begin(self) -> None:
+        """A new attempt: nothing of the one before is left."""
+        nonce = secrets.token_hex(8)
+        await self._send({"begin": nonce})
+        while (await self._line()).get("ready") != nonce:  # else something that the last attempt's code wrote
+            pass
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._number += 1
-        try:
-            self._process.stdin.write(json.dumps(request | {"number": self._number}).encode() + b"\n")
-            await self._process.stdin.drain()
-        except (ConnectionError, RuntimeError) as error:
-            raise _Gone from error
+        nonce = secrets.token_hex(8)
+        await self._send(request | {"nonce": nonce})
         answer = await self._line()
-        if not isinstance(answer, dict) or answer.get("number") != self._number:  # the code found the pipe
+        if "over" in answer:
+            raise _Gone(_why(answer["over"]))
+        if answer.get("nonce") != nonce:  # the code found the pipe
             raise _Gone(" (it answered what it was not asked)")
         return answer
 
-    async def _line(self) -> Any:
+    async def finish(self) -> None:
+        """End the attempt; raises where the program cannot be used for another."""
+        await self._send({"end": True})
+        while "over" not in await self._line():
+            pass
+
+    async def _send(self, message: dict[str, Any]) -> None:
         try:
-            line = await self._process.stdout.readline()
-            if line.endswith(b"\n"):
-                return json.loads(line)
-        except (ConnectionError, ValueError) as error:  # ValueError: a line longer than any answer, or no JSON
-            raise _Gone from error
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            await self._process.stdin.drain()
+        except (ConnectionError, RuntimeError):
+            raise await self._gone() from None
+
+    async def _line(self) -> dict[str, Any]:
+        while b"\n" not in self._held:
+            piece = await self._process.stdout.read(1 << 16)
+            if not piece:
+                raise await self._gone()
+            self._held += piece
+            if len(self._held) > LINE_LIMIT:
+                raise _Gone(" (it does not stop to answer)")
+        line, _, rest = bytes(self._held).partition(b"\n")
+        self._held = bytearray(rest)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        return answer if isinstance(answer, dict) else {}
+
+    async def _gone(self) -> _Gone:
         code = await self._process.exit_code()
-        raise _Gone("" if code is None else f" (exit code {code})")
+        return _Gone("" if code is None else f" (exit code {code})")
 
     async def end(self) -> None:
         await self._process.kill()
 
 
+def _why(status: object) -> str:
+    code = os.waitstatus_to_exitcode(status) if isinstance(status, int) else None
+    return "" if code is None else f" (exit code {code})"
+
+
 class _Pool:
-    """Processes that are ready and have run nothing."""
+    """Programs that are ready: an attempt has begun in them and has run nothing."""
 
     def __init__(self, start: ProcessStarter, memory_mb: int, spare: int) -> None:
         self._start, self._memory_mb, self._spare = start, memory_mb, spare
         self._ready: deque[_Worker] = deque()
-        self._starting: set[asyncio.Task[None]] = set()
+        self._waiting: deque[asyncio.Future[_Worker | None]] = deque()
+        self._returning = 0
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def take(self) -> _Worker:
+        """One that is ready or about to be; a new one is started where there is none."""
         worker = self._ready.popleft() if self._ready else None
+        if worker is None and len(self._waiting) < self._returning:
+            place: asyncio.Future[_Worker | None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(place)
+            worker = await place
         if worker is None:
             worker = await self._make()
-        while len(self._ready) + len(self._starting) < self._spare:
-            task = asyncio.create_task(self._add())
-            self._starting.add(task)
-            task.add_done_callback(self._starting.discard)
+        for _ in range(self._spare - len(self._ready) - len(self._tasks)):
+            self._later(self._add())
         return worker
+
+    def give_back(self, worker: _Worker) -> None:
+        """After an attempt that ended well."""
+        self._returning += 1
+        self._later(self._again(worker))
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _again(self, worker: _Worker) -> None:
+        fresh: _Worker | None = None
+        try:
+            async with asyncio.timeout(GRACE_S):
+                await worker.finish()
+                await worker.begin()
+            fresh = worker
+        except (TimeoutError, _Gone):
+            logger.debug("an interpreter could not be used again")
+        finally:
+            self._returning -= 1
+            is_wanted = self._hand_out(fresh)
+            if not is_wanted:
+                await worker.end()
+
+    def _hand_out(self, worker: _Worker | None) -> bool:
+        """Give it to who waits first, or keep it; None: who waits starts one. Whether it is used."""
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():  # else the deadline of its call came first
+                place.set_result(worker)
+                return worker is not None
+        if worker is None or len(self._ready) >= max(self._spare, KEPT):
+            return False
+        self._ready.append(worker)
+        return True
 
     async def _add(self) -> None:
         try:
@@ -215,18 +303,17 @@ class _Pool:
             logger.warning("a Python interpreter could not be started ahead: %s", failure)
 
     async def _make(self) -> _Worker:
-        from slime.agent.tools.interpreter_worker import __file__ as program
-
         process: Process | None = None
         try:
-            process = await self._start(program, str(self._memory_mb), line_limit=LINE_LIMIT)
+            process = await self._start(_program(), [str(self._memory_mb)])
             worker = _Worker(process)
-            await worker.ready()
-        except (OSError, TimeoutError, _Gone) as error:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await worker.begin()
+        except (OSError, SandboxError, TimeoutError, _Gone) as error:
             if process is not None:
                 await process.kill()
-            why = str(error) or type(error).__name__
-            raise ToolFailure(ToolOutcome.CRASHED, f"no interpreter could be started: {why}") from error
+            why = str(error) if isinstance(error, _Gone) else f": {error or type(error).__name__}"
+            raise ToolFailure(ToolOutcome.CRASHED, f"no interpreter could be started{why}") from error
         except asyncio.CancelledError:
             if process is not None:
                 await process.kill()
@@ -234,8 +321,13 @@ class _Pool:
         return worker
 
     async def aclose(self) -> None:
-        for task in self._starting:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         while self._ready:
             await self._ready.popleft().end()
+
+
+@functools.cache
+def _program() -> str:
+    return Path(__file__).with_name("interpreter_worker.py").read_text()

@@ -1,19 +1,26 @@
 """The process inside which a model's code runs: one JSON line in, one JSON line out, variables kept between them.
 
-Started by its path as a program of its own (`python -I interpreter_worker.py`), with nothing but the standard library.
-It is no boundary by itself; that is the sandbox around it. Its own limits are for code that means no harm: an alarm in
-every call after which the variables are still there, memory, processor time, and a bound on what is printed.
+A program of its own, of the standard library alone; it is given to `python -I -c`, so that it needs no file where it
+runs. It is no boundary by itself; that is the sandbox around it. Its own limits are for code that means no harm: an
+alarm in every call after which the variables are still there, memory, processor time, and a bound on what is printed.
+
+The program itself runs no code. For each attempt (`{"begin": nonce}`) it forks, and the child does, in a folder of its
+own; after the attempt (`{"end": ...}`) nothing of the child is left, no process and no file in that folder, and the
+next attempt costs a fork. Where the kernel cannot give us the children of children it says so and is not used again.
 
 Whatever the code writes to its standard output goes to the answer: through `print`, or from a child through the
-descriptor. The lines of the protocol go over descriptors that the code is not told of. When the other side hangs up,
-the process ends, in the middle of a call too.
+descriptor. The lines of the protocol go over descriptors that the code is not told of; code that finds them can spoil
+its own attempt only, since every answer repeats the nonce of its request. When the other side hangs up, the process
+ends, in the middle of a call too.
 """
 
 import ast
+import ctypes
 import json
 import os
 import queue
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -98,7 +105,7 @@ class Worker:
         if len(spilled) + len(text) > request["max_output"]:
             outcome, error = "too_much_output", error or ""
         return {
-            "number": request["number"],
+            "nonce": request["nonce"],
             "outcome": outcome,
             "output": (text + spilled)[: request["max_output"]],
             "error": error,
@@ -171,8 +178,13 @@ def requests(source):
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read():
-        with os.fdopen(source, "rb") as pipe:
-            for line in pipe:
+        held = b""
+        while piece := os.read(source, 1 << 16):
+            held += piece
+            *whole, held = held.split(b"\n")
+            for line in whole:
+                if b'"end"' in line and "end" in json.loads(line):
+                    os._exit(0)
                 lines.put(line)
         os._exit(0)
 
@@ -185,19 +197,80 @@ def out_of_time(signum, frame):
     raise OutOfTime
 
 
-def main():
-    source, sink = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+def send(sink, message):
+    line = json.dumps(message).encode() + b"\n"
+    while line:
+        line = line[os.write(sink, line) :]
+
+
+def serve_attempt(source, sink, nonce, memory_mb, folder):
+    """In the child: answer requests until the attempt ends."""
+    os.chdir(folder)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, out_of_time)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     worker = Worker()
-    limit_memory(int(sys.argv[1]))
-    os.write(sink, b'{"ready": true}\n')
+    limit_memory(memory_mb)
+    send(sink, {"ready": nonce})
     for request in requests(source):
-        line = json.dumps(worker.answer(request)).encode() + b"\n"
-        while line:
-            line = line[os.write(sink, line) :]
+        send(sink, worker.answer(request))
+
+
+def adopt_orphans():
+    """Whether the children of our children become ours when their parents end; Linux does that."""
+    if not sys.platform.startswith("linux"):
+        return False
+    set_child_subreaper = 36
+    return ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0) == 0
+
+
+def end_all_children():
+    """End every process that descends from this one; none can hide, since orphans are handed to us."""
+    while True:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            children = [int(pid) for pid in file.read().split()]
+        if not children:
+            return
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def leave(signum, frame):
+    end_all_children()
+    os._exit(0)
+
+
+def main():
+    memory_mb, *packages = sys.argv[1:]
+    sys.path.extend(packages)
+    source, sink = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nothing, standard)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    is_reusable = adopt_orphans()
+    if is_reusable:
+        signal.signal(signal.SIGTERM, leave)
+    while True:
+        line = b""
+        while not line.endswith(b"\n"):
+            piece = os.read(source, 1 << 10)
+            if not piece:
+                return
+            line += piece
+        nonce = json.loads(line.splitlines()[-1]).get("begin")
+        if nonce is None:  # what was meant for a child that had ended
+            continue
+        folder = tempfile.mkdtemp(prefix="attempt-")
+        child = os.fork()
+        if not child:
+            serve_attempt(source, sink, nonce, int(memory_mb), folder)
+        _, status = os.waitpid(child, 0)
+        if not is_reusable:
+            return
+        end_all_children()
+        shutil.rmtree(folder, ignore_errors=True)
+        send(sink, {"over": status})
 
 
 if __name__ == "__main__":

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slime.agent.sandbox.choose import auto_kind
 from slime.agent.tools import PythonInterpreter, ToolBox, ToolEnvironment, ToolOutcome, ToolResult
-from slime.agent.tools.processes import subprocess_starter
+from slime.agent.tools.processes import plain_starter
 
 
 def in_box(work: Callable[[ToolBox], Awaitable[Any]], **options: Any) -> Any:
     async def main() -> Any:
-        environment = ToolEnvironment([PythonInterpreter(**{"spare": 0, **options})])
+        environment = ToolEnvironment([PythonInterpreter(**{"spare": 0, "sandbox": "none", **options})])
         try:
             async with environment.open() as box:
                 return await work(box)
@@ -140,7 +141,7 @@ def test_memory_is_bounded() -> None:
 
 def test_attempts_share_nothing_and_calls_of_one_turn_come_one_after_the_other() -> None:
     async def main() -> None:
-        environment = ToolEnvironment([PythonInterpreter(spare=1)])
+        environment = ToolEnvironment([PythonInterpreter(spare=1, sandbox="none")])
 
         async def attempt(n: int) -> list[str]:
             async with environment.open() as box:
@@ -168,41 +169,81 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc"), reason="looks at /proc")
-def test_no_process_is_left_and_spare_ones_are_fresh() -> None:
+def test_attempts_leave_nothing_behind_and_the_program_is_used_again() -> None:
     async def main() -> None:
-        pids: list[int] = []
-        start = subprocess_starter()
+        programs: list[int] = []
+        start = plain_starter()
 
-        async def noting(program: str, *arguments: str, line_limit: int) -> Any:
-            process = await start(program, *arguments, line_limit=line_limit)
-            pids.append(process._process.pid)
+        async def noting(program: str, arguments: Sequence[str]) -> Any:
+            process = await start(program, arguments)
+            programs.append(process._process.pid)
             return process
 
-        environment = ToolEnvironment([PythonInterpreter(spare=2, start=noting)])
-        seen = set()
+        interpreter = PythonInterpreter(spare=0, start=noting)
+        environment = ToolEnvironment([interpreter])
+        seen: list[int] = []
+        daemon = (
+            "import os, subprocess\nopen('left', 'w').close()\n"
+            "p = subprocess.Popen('(setsid sleep 1000 & echo $!)', shell=True, stdout=subprocess.PIPE)\n"
+            "print(os.getpid(), p.stdout.readline().decode(), os.getcwd())\nos.listdir()"
+        )
         for _ in range(3):
             async with environment.open() as box:
-                child = "import os, subprocess\np = subprocess.Popen(['sleep', '1000'])\nprint(os.getpid(), p.pid)"
-                own, sleeper = map(int, (await box.call("python", {"code": child})).text.split())
-                assert is_running(own)
-                assert is_running(sleeper)
-                seen.add(own)
-            pids.append(sleeper)
-            assert not is_running(own)
+                own, sleeper, folder, listed = (await box.call("python", {"code": daemon})).text.split()
+                assert listed == "['left']"
+                assert is_running(int(sleeper))
+                seen.append(int(own))
+            await asyncio.gather(*interpreter._pool._tasks)
+            assert not is_running(int(own))
+            assert not is_running(int(sleeper))
+            assert not os.path.exists(folder)  # noqa: ASYNC240
         await environment.aclose()
-        assert len(seen) == 3
-        assert len(pids) >= 3 + 3
-        assert not [pid for pid in pids if is_running(pid)]
+        assert len(set(seen)) == 3
+        assert len(programs) == 1
+        assert not is_running(programs[0])
 
     asyncio.run(main())
 
 
+def test_code_cannot_answer_for_the_next_attempt() -> None:
+    async def main() -> None:
+        environment = ToolEnvironment([PythonInterpreter(spare=0, sandbox="none")])
+        forged = 'for fd in range(3, 20):\n  try: os.write(fd, b\'{"over": 0}\\n{"ready": 1}\\n{"nonce": 1}\\n\')\n  except OSError: pass'
+        for _ in range(3):
+            async with environment.open() as box:
+                assert (await box.call("python", {"code": "import threading, os\n6 * 7"})).text == "42"
+                await box.call("python", {"code": f"import threading\ndef later():\n  {forged!r}\n" + forged})
+        await environment.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(auto_kind()[0] != "local", reason="needs namespaces")
+def test_in_a_sandbox_the_code_sees_nothing_of_the_host(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    reach = "import socket; socket.create_connection(('127.0.0.1', 22))"
+    results = shown("x = 6 * 7", "x", f"open({str(secret)!r})", reach, "import os; os._exit(3)", "1", sandbox="local")
+    assert results[:2] == [("ok", ""), ("ok", "42")]
+    assert results[2][0] == results[3][0] == "error"
+    assert "FileNotFoundError" in results[2][1] or "PermissionError" in results[2][1]
+    assert "ConnectionRefusedError" in results[3][1]
+    assert results[4] == ("crashed", "Error: the interpreter ended in the middle of the call (exit code 3)")
+    assert results[5] == ("ok", "(the interpreter was started anew: variables are gone)\n1")
+
+
+def test_packages_are_found_where_they_are_asked_for() -> None:
+    for sandbox in ("none", "auto"):
+        options: dict[str, Any] = {"sandbox": sandbox, "memory_mb": 2048}
+        assert shown("import numpy; int(numpy.arange(4).sum())", packages=True, **options) == [("ok", "6")]
+
+
 def test_an_interpreter_that_cannot_be_started_is_an_outcome() -> None:
-    [(outcome, text)] = shown("1", start=subprocess_starter(python="/nowhere/python"))
+    [(outcome, text)] = shown("1", start=plain_starter(python="/nowhere/python"))
     assert outcome == ToolOutcome.CRASHED
     assert text.startswith("Error: no interpreter could be started: [Errno 2] No such file or directory")
-    assert shown("1", start=subprocess_starter(python="/bin/true")) == [
-        ("crashed", "Error: no interpreter could be started:  (exit code 0)")
+    assert shown("1", start=plain_starter(python="/bin/true")) == [
+        ("crashed", "Error: no interpreter could be started (exit code 0)")
     ]
 
 
