@@ -353,3 +353,44 @@ def test_an_environment_with_a_customer_who_is_a_model_too(tmp_path: Path) -> No
     assert {Sample.Status.COMPLETED, "respond", "get_order", "cancel_order"} <= set(seen)
     [rollout] = records(tmp_path / "out", "rollout")
     assert rollout["rollout/raw_reward"] == pytest.approx(sum(sample.reward for sample in samples) / 16)
+
+
+CALLED = '<tool_call>{"name": "bash", "arguments": {"command": "echo '
+CODER = {
+    "\n": {CALLED: 0.6, "done": 0.4},
+    CALLED: {"q": 0.7, "fox": 0.3},
+    **spelled("quick", ' > answer.txt"}}</tool_call>'),
+    "fox": {' > answer.txt"}}</tool_call>': 1.0},
+}
+
+
+def test_a_coding_agent_behind_the_openai_adapter(tmp_path: Path) -> None:
+    rows = [{"prompt": f"write it, {i}", "label": "quick"} for i in range(4)]
+    folder = make_folder(tmp_path, "coding_agent", CODER, rows)
+    flags = "--input-key prompt --label-key label --custom-generate-function-path generate_with_agent.generate"
+    done = folder.train(*flags.split(), "--rollout-max-context-len", "1024")
+    assert done.code == 0, done.err
+    samples = folder.samples()
+    assert len(samples) == 16
+    encode = folder.model.tokenizer.encode
+    spelled_out = [encode(char)[0] for char in "quick"]
+    seen = Counter[Any]()
+    for sample in samples:
+        folder.check_log_probs(sample)  # as sampled, at the temperature of the run and not of the client
+        turns = [tokens for bit, tokens in stretches(sample) if bit]
+        calls = [tokens for tokens in turns if folder.decode(tokens).startswith("<tool_call>")]
+        assert all(tokens[1:-2] == spelled_out for tokens in calls if "fox" not in folder.decode(tokens))
+        counted = sample.metadata["session"]
+        assert (counted["turns"], counted["retokenised_tokens"], counted["forked"]) == (len(turns), 0, 0)
+        wrote_last = calls and "fox" not in folder.decode(calls[-1])
+        assert sample.reward == float(bool(wrote_last))
+        limited = len(calls) == 4
+        assert sample.status is (Sample.Status.TRUNCATED if limited else Sample.Status.COMPLETED)
+        assert sample.metadata["exit_code"] == int(limited)
+        assert sample.metadata["use_tool"] == bool(calls)
+        seen.update([len(turns), f"reward {sample.reward}"])
+    assert {1, 2, 3, "reward 0.0", "reward 1.0"} <= set(seen)
+    [rollout] = records(tmp_path / "out", "rollout")
+    assert rollout["rollout/raw_reward"] == pytest.approx(sum(sample.reward for sample in samples) / 16)
+    [train] = records(tmp_path / "out", "train")
+    assert train["train/train_rollout_logprob_abs_diff_max"] <= 1e-4

@@ -1,0 +1,333 @@
+"""Upstream slime's `BaseAdapter`: an aiohttp application in front of one engine or router, with sessions by id.
+
+Invariant: sessions are touched in the event loop of the application only, from whichever thread or loop they are opened
+and finished; and a turn's tokens are those that were sampled, as behind `slime.agent.server`, whose parts these are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from slime.agent.adapters.common import Session
+from slime.agent.sampling.model import ChatModel
+from slime.agent.server.answering import answer_stream, answer_whole, json_response
+from slime.agent.server.dialects import Asked, Dialect, Kind, Problem, dialect_of, models_body, refusal_problem
+from slime.agent.server.sessions import OpenSession, Sessions
+from slime.agent.server.settings import Opening
+from slime.agent.session.limits import SessionRefusal
+from slime.agent.session.rendering import TemplateRefused
+from slime.agent.session.tree import Turn
+from slime.data.sample import Sample
+from slime.engine.http.answers import parse_json
+from slime.engine.http.errors import EngineError
+from slime.engine.http.pool import EnginePool
+from slime.engine.http.protocol import GenerateResult
+from slime.engine.http.router import ROUTING_KEY_HEADER
+from slime.parsers.formats import Formats
+
+MODEL = "slime-actor"
+MOST_BODY_BYTES = 64 << 20
+REMEMBERED = 16384
+NEW_TOKENS = 4096
+"""Of a turn that neither the session nor the client bounds: engines would stop after 128."""
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class BaseAdapter:
+    """Endpoints of the APIs in `dialects`; a session answers to requests under its id from `open_session` on.
+
+    `tool_parser` and `reasoning_parser` are SGLang's names; without them the chat template says. The sampling
+    parameters of a session win over its client's. `fork_threshold_tokens` decides nothing: no sampled turn is ever
+    written over. `debug_callback` is called with a dict for each turn that was recorded. A session is touched by its id
+    alone, so ids should not be guessable where agents are not to reach each other's.
+    """
+
+    dialects: tuple[Dialect, ...] = ()
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        sglang_url: str,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        max_turns_per_sid: int | None = None,
+        fork_threshold_tokens: int | None = None,
+        debug_callback: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.sglang_url = sglang_url.rstrip("/")
+        self.max_turns_per_sid = max_turns_per_sid
+        self.fork_threshold_tokens = fork_threshold_tokens
+        self.debug_callback = debug_callback
+        self.store: dict[str, Session] = {}
+        self.inflight: Counter[str] = Counter()
+        self.closed: OrderedDict[str, None] = OrderedDict()
+        self.manager = Trajectories(self)
+        self._model = ChatModel(tokenizer)
+        self._model.formats = _formats(self._model.formats, tool_parser, reasoning_parser)
+        self._model.template({})  # probed now, and not under the first request
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pool: EnginePool | None = None
+        self._sessions: Sessions | None = None
+        self._held: dict[str, OpenSession] = {}
+        self._idle: dict[str, asyncio.Event] = {}
+        self.app = web.Application(client_max_size=MOST_BODY_BYTES)
+        self.app.on_startup.append(self._start)
+        self.app.on_cleanup.append(self._stop)
+        self._register_routes()
+
+    # sessions, from any thread
+
+    def open_session(
+        self, sid: str, *, sampling_defaults: Mapping[str, Any] | None = None, max_context_tokens: int = 0
+    ) -> None:
+        """Answer to requests under this id from now on; a `ValueError` if the id is or was in use."""
+        if sid in self.store or sid in self.closed:
+            raise ValueError(f"session {sid!r} is known already")
+        self.store[sid] = Session(sid, dict(sampling_defaults or {}), max_context_tokens)
+
+    async def finish_session(
+        self,
+        sid: str,
+        *,
+        base_sample: Sample,
+        reward: Any = 0.0,
+        extra_metadata: Mapping[str, Any] | None = None,
+        wait_timeout: float = 5.0,
+    ) -> list[Sample]:
+        """End a session and have its turns as samples; none where it had no turn, and none the second time."""
+        held = await self._in_app(self._ended(sid, wait_timeout))
+        if held is None:
+            return []
+        return held.session.samples(base_sample, reward, extra_metadata)
+
+    async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
+        """Take no further request under this id, and wait for those that are being answered.
+
+        What they sampled is kept: `finish_session` has it.
+        """
+        await self._in_app(self._quiet(sid, wait_timeout))
+
+    async def drop_session(self, sid: str, *, wait_timeout: float = 0.0) -> None:
+        """End a session and forget what was sampled."""
+        await self._in_app(self._ended(sid, wait_timeout))
+
+    # hooks of subclasses
+
+    def _register_routes(self) -> None:
+        for dialect in self.dialects:
+            for path in dialect.paths:
+                self.app.router.add_post(path, partial(self._post, dialect))
+        self.app.router.add_get("/v1/models", self._models)
+        self.app.router.add_get("/healthz", self._healthy)
+        self.app.router.add_route("*", "/{rest:.*}", self._no_path)
+
+    def _session_id(self, request: web.Request, body: Mapping[str, Any]) -> str:
+        """The id of the session that a request belongs to."""
+        raise NotImplementedError
+
+    def _preprocess_body(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The body as it is to be understood."""
+        return body
+
+    def _translate(self, dialect: Dialect, request: web.Request, body: Mapping[str, Any]) -> Asked:
+        """What the client asks for; raises `Problem`."""
+        return dialect.asked(request.path, body, request.headers)
+
+    def _build_reply(self, dialect: Dialect, problem: Problem) -> web.Response:
+        """The answer where there is no turn."""
+        status, headers, body = dialect.problem(problem)
+        return json_response(body, status, headers)
+
+    async def _respond(
+        self, request: web.Request, held: OpenSession, dialect: Dialect, asked: Asked
+    ) -> web.StreamResponse:
+        """Take a turn and answer with it."""
+        if asked.count_only:
+            return json_response(dialect.counted(held.session.count_tokens(asked.request)))
+        if asked.stream:
+            return await answer_stream(request, held, dialect, asked, self.tokenizer)
+        return await answer_whole(held, dialect, asked, self.tokenizer)
+
+    # requests, in the application's loop
+
+    async def _post(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        try:
+            body = self._preprocess_body(await _object_of(request))
+            sid = self._session_id(request, body)
+            held = self._session_of(sid)
+            asked = self._translate(dialect, request, body)
+            with _Answering(self, sid):
+                return await self._respond(request, held, dialect, asked)
+        except SessionRefusal as refusal:
+            return self._build_reply(dialect, refusal_problem(refusal))
+        except TemplateRefused as refused:
+            return self._build_reply(dialect, Problem(Kind.BAD_BODY, str(refused)))
+        except Problem as problem:
+            return self._build_reply(dialect, problem)
+
+    def _session_of(self, sid: str) -> OpenSession:
+        """The session of an id, which begins with its first request."""
+        if sid in self.closed:
+            raise Problem(Kind.CLOSED, "this session is over")
+        if sid not in self.store:
+            raise Problem(Kind.NO_SESSION, f"session {sid!r} was not opened")
+        if sid not in self._held:
+            if self._sessions is None:
+                raise Problem(Kind.SHUTTING_DOWN, "the endpoints are shutting down")
+            opened = self.store[sid]
+            bound = opened.sampling_defaults.get("max_new_tokens")
+            limits = {"max_turns": self.max_turns_per_sid, "max_context": opened.max_context_tokens or None}
+            limits["max_new_tokens"] = bound or (None if opened.max_context_tokens else NEW_TOKENS)
+            self._held[sid] = self._sessions.open(Opening(sid, opened.sampling_defaults, limits))
+        return self._held[sid]
+
+    def _told(self, sid: str, turns: list[Turn]) -> None:
+        for turn in turns if self.debug_callback is not None else []:
+            told = {"sid": sid, "turn": turn.number, "prompt_ids": turn.context.ids.tolist()}
+            told |= {"output_ids": turn.ids.tolist(), "text": turn.text, "finish_reason": turn.finish_reason}
+            try:
+                self.debug_callback(told)  # type: ignore[misc]
+            except Exception:
+                logger.exception("debug_callback failed")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return json_response(models_body([MODEL]))
+
+    async def _healthy(self, request: web.Request) -> web.Response:
+        return json_response({"ok": True})
+
+    async def _no_path(self, request: web.Request) -> web.Response:
+        problem = Problem(Kind.NO_PATH, f"{request.method} {request.path} is not served here")
+        return self._build_reply(dialect_of(request.path, request.headers), problem)
+
+    # the ends of sessions, in the application's loop
+
+    async def _quiet(self, sid: str, wait_timeout: float) -> None:
+        if sid in self.store:
+            self.closed[sid] = None
+        if self.inflight[sid]:
+            idle = self._idle.setdefault(sid, asyncio.Event())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_timeout):
+                    await idle.wait()
+        while len(self.closed) > REMEMBERED and next(iter(self.closed)) not in self.store:
+            self.closed.popitem(last=False)
+
+    async def _ended(self, sid: str, wait_timeout: float) -> OpenSession | None:
+        await self._quiet(sid, wait_timeout)
+        self.store.pop(sid, None)
+        self._idle.pop(sid, None)
+        held = self._held.pop(sid, None)
+        if held is not None and self._sessions is not None:
+            await self._sessions.close(sid, Problem(Kind.CLOSED, "this session is over"))
+        return held
+
+    async def _in_app(self, coro: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine returns in the application's loop, awaited from any."""
+        if self._loop is None or self._loop is asyncio.get_running_loop():
+            return await coro
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self._loop))
+
+    async def _start(self, app: web.Application) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pool = KeyedPool([self.sglang_url])
+        self._sessions = Sessions(self._model, self._pool, fault_tolerant=False, version=None)
+
+    async def _stop(self, app: web.Application) -> None:
+        assert self._sessions is not None
+        assert self._pool is not None
+        await self._sessions.close_all(Problem(Kind.SHUTTING_DOWN, "the endpoints are shutting down"))
+        await self._pool.aclose()
+        self._loop = self._sessions = self._pool = None
+
+
+class KeyedPool(EnginePool):
+    """One engine or router; the session goes along as the key by which a router chooses an engine."""
+
+    async def generate_result(
+        self, payload: dict[str, Any], affinity_key: Hashable | None = None, *, timeout_s: float | None = None
+    ) -> GenerateResult:
+        headers = {ROUTING_KEY_HEADER: str(affinity_key)}
+        return await self._asked(
+            lambda client: client.generate_result(payload, headers=headers, timeout_s=timeout_s), affinity_key
+        )
+
+    async def generate_kept(
+        self,
+        payload: dict[str, Any],
+        affinity_key: Hashable | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+        on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
+    ) -> tuple[GenerateResult | None, EngineError | None]:
+        keyed = {ROUTING_KEY_HEADER: str(affinity_key), **(headers or {})}
+        return await super().generate_kept(payload, affinity_key, headers=keyed, on_ids=on_ids)
+
+
+class Trajectories:
+    """The turns of an adapter's sessions, by upstream's questions."""
+
+    def __init__(self, adapter: BaseAdapter) -> None:
+        self._adapter = adapter
+
+    def has_session(self, sid: str) -> bool:
+        """Whether a turn was recorded under this id."""
+        return self.turn_count(sid) > 0
+
+    def turn_count(self, sid: str) -> int:
+        """How many turns were recorded under this id."""
+        held = self._adapter._held.get(sid)
+        return 0 if held is None else len(held.session.tree.turns)
+
+
+class _Answering:
+    """While a request is being answered: it counts, and whoever waits for the last one hears of its end."""
+
+    def __init__(self, adapter: BaseAdapter, sid: str) -> None:
+        self._adapter, self._sid = adapter, sid
+        self._turns = adapter._held[sid].session.tree.turns
+        self._before = len(self._turns)
+
+    def __enter__(self) -> None:
+        self._adapter.inflight[self._sid] += 1
+
+    def __exit__(self, *exception: object) -> None:
+        adapter, sid = self._adapter, self._sid
+        adapter.inflight[sid] -= 1
+        if not adapter.inflight[sid]:
+            del adapter.inflight[sid]
+            if sid in adapter._idle:
+                adapter._idle[sid].set()
+        adapter._told(sid, list(self._turns.values())[self._before :])
+
+
+async def _object_of(request: web.Request) -> dict[str, Any]:
+    """The body of a request, or a `Problem`."""
+    try:
+        body = parse_json(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise Problem(Kind.BAD_BODY, f"the body is not JSON: {error}") from error
+    except web.HTTPRequestEntityTooLarge as error:
+        raise Problem(Kind.BAD_BODY, f"the body has more than {MOST_BODY_BYTES} bytes") from error
+    if not isinstance(body, dict):
+        raise Problem(Kind.BAD_BODY, "the body must be an object")
+    return body
+
+
+def _formats(found: Formats, tool: str | None, reasoning: str | None) -> Formats:
+    chosen = dataclasses.replace(found, tool=tool or found.tool, reasoning=reasoning or found.reasoning)
+    chosen.check()
+    return chosen
