@@ -6,10 +6,11 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint co
 ARGS ?=
 SGLANG_VENV := .venv-sglang
 ROUTER_VENV := .venv-router
+AGENTS_CLI := .agents-cli
 WORKERS ?= auto
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-fast test-learning test-migration test-crash test-fuzz test-sglang lint format example-smollm2 benchmark clean help
+.PHONY: quickstart test test-fast test-learning test-migration test-crash test-fuzz test-sglang test-agents test-agents-all lint format example-smollm2 benchmark clean help
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 20
@@ -17,11 +18,11 @@ help:            ## this list
 quickstart: $(VENV)/.installed   ## train a tiny model on arithmetic, whole system, a few minutes on a CPU (ARGS="--device cuda")
 	$(RUN) examples/quickstart/run.py $(ARGS)
 
-test: $(VENV)/.installed-dev lint   ## lint, and all tests but the learning and migration ones
-	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not migration'
+test: $(VENV)/.installed-dev lint   ## lint, and all tests but the learning, migration and agent program ones
+	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not migration and not agents'
 
 test-fast: $(VENV)/.installed-dev   ## the tests that start no run, no engine and no trainer: two minutes, for the inner loop
-	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not processes'
+	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not processes and not agents'
 
 test-learning: $(VENV)/.installed-dev   ## every estimator learns a little: short whole runs
 	$(RUN) -m pytest $(PARALLEL) --dist load -m slow
@@ -38,6 +39,12 @@ test-fuzz: $(VENV)/.installed-dev   ## 100,000 malformed, half-sent and aborted 
 test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed $(ROUTER_VENV)/.installed   ## the engine contract with real SGLang servers and sglang-router, on a CPU
 	SLIME_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python SLIME_ROUTER_PYTHON=$(abspath $(ROUTER_VENV))/bin/python \
 	$(RUN) -m pytest $(PARALLEL) tests/engine_contract
+
+test-agents: $(VENV)/.installed-dev $(AGENTS_CLI)/npm/.installed   ## real agent programs (Claude Code, Codex) work in sandboxes for an engine that plays a script
+	$(RUN) -m pytest $(PARALLEL) --dist load -m agents tests/agents_cli
+
+test-agents-all: $(VENV)/.installed-dev $(AGENTS_CLI)/npm/.installed $(AGENTS_CLI)/npm_more/.installed $(AGENTS_CLI)/mini/.installed   ## the same with opencode, Qwen Code and mini-swe-agent too
+	SLIME_AGENTS_ALL=1 $(RUN) -m pytest $(PARALLEL) --dist load -m agents tests/agents_cli
 
 lint: $(VENV)/.installed-dev   ## ruff and mypy
 	$(RUN) -m ruff check .
@@ -60,8 +67,8 @@ benchmark: $(VENV)/.installed-dev   ## engine against generate, training against
 	$(RUN) benchmarks/data_plane.py
 	$(RUN) benchmarks/agents.py
 
-clean:           ## remove the virtual environments (outputs stay)
-	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV)
+clean:           ## remove the virtual environments and agent programs (outputs stay)
+	rm -rf $(VENV) $(SGLANG_VENV) $(ROUTER_VENV) $(AGENTS_CLI)
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "slime needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -99,4 +106,22 @@ $(ROUTER_VENV)/.installed: tests/sglang_cpu/router-requirements.txt
 	@echo "installing sglang-router into $(ROUTER_VENV): downloads about 36 MB"
 	$(PYTHON) -m venv $(ROUTER_VENV)
 	$(ROUTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+$(AGENTS_CLI)/npm/.installed: tests/agents_cli/npm/package.json tests/agents_cli/npm/package-lock.json
+	@command -v npm >/dev/null || { echo "make test-agents installs its agent programs with npm, which is not on the PATH: install Node.js 20 or newer"; exit 1; }
+	@echo "installing Claude Code and Codex into $(AGENTS_CLI)/npm: downloads about 270 MB, takes 740 MB of disk"
+	mkdir -p $(@D) && cp $^ $(@D) && npm --prefix $(@D) ci --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(AGENTS_CLI)/npm_more/.installed: tests/agents_cli/npm_more/package.json tests/agents_cli/npm_more/package-lock.json
+	@command -v npm >/dev/null || { echo "make test-agents-all installs its agent programs with npm, which is not on the PATH: install Node.js 20 or newer"; exit 1; }
+	@echo "installing opencode, Qwen Code and Node.js 22 into $(AGENTS_CLI)/npm_more: downloads about 190 MB, takes 500 MB of disk"
+	mkdir -p $(@D) && cp $^ $(@D) && npm --prefix $(@D) ci --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(AGENTS_CLI)/mini/.installed: tests/agents_cli/mini-requirements.txt
+	@echo "installing mini-swe-agent into $(AGENTS_CLI)/mini: downloads about 250 MB, takes 720 MB of disk"
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@

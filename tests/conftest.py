@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if path.parts[0] == "migration" and path.name not in TABLE_WALKS:
             item.add_marker("processes")
             item.add_marker("migration")
+        if path.parts[0] == "agents_cli":
+            item.add_marker("agents")
 
 
 @pytest.fixture(autouse=True)

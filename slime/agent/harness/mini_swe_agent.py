@@ -39,7 +39,7 @@ class MiniSweAgentHarness(BaseHarness):
             "MSWEA_CONFIGURED": "true",
             "MSWEA_SILENT_STARTUP": "1",
             "MSWEA_COST_TRACKING": "ignore_errors",
-            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": str(max(1, self.retries)),
+            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # its client retries by itself; this one waits 4 to 60 s
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
 
