@@ -27,6 +27,7 @@ from slime.engine.fleet.backend import EXTERNAL, choose_backend
 from slime.engine.fleet.engines import check_engines, count_engines, refuse_quantised
 from slime.engine.fleet.external import ExternalEngines
 from slime.engine.http.plain_http import why_unreachable
+from slime.engine.launch import EMBEDDED_PARSERS
 from slime.errors import UserError
 from slime.models.shape import ModelShape
 from slime.plan_data import check_data, data_rows, steps_per_epoch, training_prompts
@@ -395,7 +396,7 @@ def _notes(config: Config, backend: str) -> list[str]:
     notes += flags_without_effect(config)
     sglang = [name for name in config.carried if name.startswith(("sglang_", "router_"))]
     if backend == "embedded":
-        sglang = [name for name in sglang if name != "sglang_tool_call_parser"]
+        sglang = [name for name in sglang if name not in EMBEDDED_PARSERS]
     if sglang and backend in ("embedded", "external"):
         those = "the embedded engine" if backend == "embedded" else "engines that run already"
         notes.append(f"SGLang flags without effect on {those}: {flag_list(sglang)}")

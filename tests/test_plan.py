@@ -194,7 +194,8 @@ def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) ->
     carried = {
         "tensor_model_parallel_size": 2,
         "sglang_context_length": 9,
-        "sglang_tool_call_parser": "qwen",
+        "sglang_tool_call_parser": "glm45",
+        "sglang_reasoning_parser": "glm45",
         "mine": 1,
     }
     del flags["save"]
@@ -203,7 +204,7 @@ def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) ->
     notes = "\n".join(make_plan(config, device="cpu", gpu_count=0).notes)
     assert "Megatron flags without effect on the FSDP trainer: --tensor-model-parallel-size" in notes
     assert "SGLang flags without effect on the embedded engine: --sglang-context-length" in notes
-    assert "--sglang-tool-call-parser" not in notes  # has one
+    assert "-parser" not in notes  # these have one
     assert "without --eval-interval" in notes
     assert "no --save: the trained model is not kept" in notes
     assert "advantage 0" in notes

@@ -11,10 +11,11 @@ from slime.cluster.precision import resolve_rollout_dtype
 from slime.cluster.python import module_command
 from slime.config import Config
 from slime.models.shape import count_parameters
+from slime.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 STREAM_INTERVAL = 32  # tokens between two events of a stream: what a dying engine may lose of each request
-TOOL_CALL_PARSERS = ("hermes", "qwen", "qwen25")
-"""Of those that SGLang has, by its names, the ones that the embedded engine knows."""
+EMBEDDED_PARSERS = {"sglang_tool_call_parser": TOOL_CALL_PARSERS, "sglang_reasoning_parser": REASONING_PARSERS}
+"""SGLang's flags that the embedded engine has too, and the names that it knows."""
 EMBEDDED_ENGINE = module_command("slime.engine.embedded")
 
 
@@ -88,8 +89,9 @@ def _embedded_argv(config: Config, port: int, device: str, model_path: str) -> l
     argv += ["--chunked-prefill-size", str(config.engine_chunked_prefill_size)]
     argv += ["--mem-fraction", str(config.engine_mem_fraction)]
     argv += ["--log-level", config.log_level]
-    if (parser := config.carried.get("sglang_tool_call_parser")) is not None:
-        argv += ["--tool-call-parser", str(parser)]
+    for name in EMBEDDED_PARSERS:
+        if (parser := config.carried.get(name)) is not None:
+            argv += [f"--{name.removeprefix('sglang_').replace('_', '-')}", str(parser)]
     if config.use_fault_tolerance:
         argv += ["--stream-interval", str(STREAM_INTERVAL), "--incremental-streaming-output"]
     if config.rollout_compile is not None:

@@ -76,6 +76,10 @@ class ToolFormat:
     def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
         raise NotImplementedError
 
+    def opening(self, name: str | None) -> str:
+        """The text with which a call begins, of the tool of this name or of any."""
+        raise NotImplementedError
+
 
 def closed(reader: Reader, mark: str) -> Steps[None]:
     """Read the mark that ends a call; an answer may end without it."""
@@ -87,6 +91,11 @@ def tool_name(reader: Reader) -> Steps[str]:
     """Read a name without quotes."""
     yield from reader.next()
     return (yield from reader.run(_NAME, _LONGEST_NAME))
+
+
+def opened_object(name: str | None, arguments: str = "arguments") -> str:
+    """The beginning of such a call as `named_object` reads."""
+    return '{"name": "' if name is None else f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": '
 
 
 def named_object(reader: Reader, calls: Calls, known: Container[str] | None = None) -> Steps[None]:

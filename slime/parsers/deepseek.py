@@ -28,6 +28,9 @@ class DeepSeekV31(ToolFormat):
         yield from closed(reader, _END)
         calls.end()
 
+    def opening(self, name: str | None) -> str:
+        return self.opens[0] + self.begins[0] + (f"{name}{_SEP}" if name is not None else "")
+
 
 class DeepSeekV3(DeepSeekV31):
     """The same with `function<｜tool▁sep｜>NAME` and the arguments in a fenced block: V3 and R1."""
@@ -45,6 +48,9 @@ class DeepSeekV3(DeepSeekV31):
         yield from _taken(reader, "```")
         yield from closed(reader, _END)
         calls.end()
+
+    def opening(self, name: str | None) -> str:
+        return f"{self.opens[0]}{self.begins[0]}function{_SEP}" + (f"{name}\n```json\n" if name is not None else "")
 
 
 def _taken(reader: Reader, mark: str) -> Steps[None]:

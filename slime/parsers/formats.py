@@ -16,7 +16,7 @@ from slime.parsers.calls import ToolFormat
 from slime.parsers.deepseek import DeepSeekV3, DeepSeekV31
 from slime.parsers.events import OutputParser
 from slime.parsers.glm45 import Glm45
-from slime.parsers.gpt_oss import HarmonyParser
+from slime.parsers.gpt_oss import HarmonyParser, harmony_opening
 from slime.parsers.hermes import Hermes
 from slime.parsers.invoke import Dsml, Invoke
 from slime.parsers.kimi_k2 import KimiK2
@@ -126,6 +126,28 @@ def make_parser(
     think = THINK[formats.reasoning] if formats.reasoning is not None else None
     thinking = think is not None and (starts_in_reasoning or think.always)
     return AnswerParser(tool, think, thinking=thinking, ids=ids or call_id)
+
+
+def opens_reasoning(formats: Formats, prompt: str) -> bool:
+    """Whether a prompt ends inside of a think block."""
+    think = THINK.get(formats.reasoning or "")
+    return think is not None and prompt.rstrip().endswith(think.begin)
+
+
+def call_opening(formats: Formats, name: str | None, *, starts_in_reasoning: bool) -> str:
+    """What makes the model call a tool, the one of this name or any, if its prompt ends with it.
+
+    An answer that would begin with reasoning has none then.
+    """
+    formats.check()
+    if formats.tool is None:
+        raise ValueError("there is no tool format")
+    if formats.tool == HARMONY:
+        return harmony_opening(name)
+    think = THINK.get(formats.reasoning or "")
+    is_thinking = think is not None and (starts_in_reasoning or think.always)
+    ends = f"\n{think.end}\n\n" if think is not None and is_thinking else ""
+    return ends + _TOOL_FORMATS[formats.tool](()).opening(name)
 
 
 def call_id() -> str:

@@ -30,6 +30,9 @@ class Glm45(ToolFormat):
             yield from reader.next()
         calls.end()
 
+    def opening(self, name: str | None) -> str:
+        return "<tool_call>" + (f"{name}\n" if name is not None else "")
+
 
 def _between(reader: Reader, begin: str, end: str) -> Steps[str]:
     if not (yield from reader.take(begin)):

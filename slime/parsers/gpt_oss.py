@@ -28,6 +28,11 @@ _HEADER_TEXT = re.compile(r"[^<]*")
 _LONGEST_HEADER = 400
 
 
+def harmony_opening(name: str | None) -> str:
+    """The text with which a call begins, of the tool of this name or of any."""
+    return f"{_CHANNEL}commentary to=functions." + (f"{name} <|constrain|>json{_MESSAGE}" if name is not None else "")
+
+
 class HarmonyParser:
     """The parser of gpt-oss; without `reads_calls` they stay in the text."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.parsers.calls import Calls, ToolFormat, closed, named_object
+from slime.parsers.calls import Calls, ToolFormat, closed, named_object, opened_object
 from slime.parsers.reader import Reader, Steps
 
 
@@ -13,3 +13,6 @@ class Hermes(ToolFormat):
         yield from named_object(reader, calls)
         yield from closed(reader, "</tool_call>")
         calls.end()
+
+    def opening(self, name: str | None) -> str:
+        return "<tool_call>\n" + opened_object(name)

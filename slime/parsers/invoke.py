@@ -44,6 +44,9 @@ class Invoke(ToolFormat):
             yield from reader.next()
         calls.end()
 
+    def opening(self, name: str | None) -> str:
+        return f"{self.opens[0]}\n{self._begin}" + (f'{name}">\n' if name is not None else "")
+
     def _is_text(self, reader: Reader) -> Steps[bool | None]:
         """Whether the value is a string, where the model says so."""
         yield from ()

@@ -29,3 +29,6 @@ class KimiK2(ToolFormat):
         yield from json_object(reader, calls.arguments)
         yield from closed(reader, "<|tool_call_end|>")
         calls.end()
+
+    def opening(self, name: str | None) -> str:
+        return f"{self.opens[0]}{self.begins[0]}functions." + (f"{name}:0{_ARGUMENTS}" if name is not None else "")

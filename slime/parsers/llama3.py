@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.parsers.calls import Calls, ToolFormat, named_object
+from slime.parsers.calls import Calls, ToolFormat, named_object, opened_object
 from slime.parsers.reader import NoCall, Reader, Steps, Unreadable
 from slime.parsers.schemas import Schemas
 
@@ -24,6 +24,9 @@ class Llama3(ToolFormat):
         while (yield from reader.next()) == ";":
             reader.at += 1
             yield from self._one(reader, calls, is_marked=False)
+
+    def opening(self, name: str | None) -> str:
+        return opened_object(name, "parameters")
 
     def _one(self, reader: Reader, calls: Calls, *, is_marked: bool) -> Steps[None]:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from slime.parsers.calls import Calls, ToolFormat, named_object, tool_name
+from slime.parsers.calls import Calls, ToolFormat, named_object, opened_object, tool_name
 from slime.parsers.json_text import json_object
 from slime.parsers.reader import Reader, Steps, Unreadable
 
@@ -28,6 +28,9 @@ class Mistral(ToolFormat):
         calls.begin(name)
         yield from json_object(reader, calls.arguments)
         calls.end()
+
+    def opening(self, name: str | None) -> str:
+        return "[TOOL_CALLS] [" + opened_object(name)
 
     def _array(self, reader: Reader, calls: Calls) -> Steps[None]:
         while True:

@@ -46,6 +46,9 @@ class Pythonic(ToolFormat):
                 calls.argument(key, json.dumps(value, ensure_ascii=False))
             calls.end()
 
+    def opening(self, name: str | None) -> str:
+        return "[" + (f"{name}(" if name is not None else "")
+
 
 def _list(reader: Reader) -> Steps[str]:
     """Read a list that begins with a call; its text."""

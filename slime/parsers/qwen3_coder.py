@@ -32,6 +32,9 @@ class Qwen3Coder(ToolFormat):
             yield from closed(reader, "</tool_call>")
         calls.end()
 
+    def opening(self, name: str | None) -> str:
+        return f"<tool_call>\n{_FUNCTION}" + (f"{name}>\n" if name is not None else "")
+
     def _function(self, reader: Reader, calls: Calls) -> Steps[None]:
         tool = yield from tool_name(reader)
         yield from _closed_tag(reader)

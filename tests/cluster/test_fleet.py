@@ -138,10 +138,9 @@ def test_sglang_that_is_not_there_is_refused_in_one_sentence(tmp_path: Path) -> 
         make_fleet(tmp_path, "fine", rollout_backend="sglang", sglang_python="/nowhere/python")
     with pytest.raises(UserError, match="--prefill-num-servers is about SGLang servers"):
         make_fleet(tmp_path, "fine", rollout_num_gpus=2, prefill_num_servers=1)
-    with pytest.raises(
-        UserError, match="--sglang-tool-call-parser glm: the embedded engine knows hermes, qwen, qwen25"
-    ):
-        make_fleet(tmp_path, "fine", carried={"sglang_tool_call_parser": "glm"})
+    for flag, known in (("tool-call-parser", "deepseekv3, .*hermes"), ("reasoning-parser", "deepseek-r1, .*qwen3")):
+        with pytest.raises(UserError, match=rf"--sglang-{flag} inkling: the embedded engine knows {known}"):
+            make_fleet(tmp_path, "fine", carried={f"sglang_{flag.replace('-', '_')}": "inkling"})
 
 
 def test_no_engine_or_several_gpus_per_engine_are_user_errors(tmp_path: Path) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
-from slime.engine.embedded.http.chat import chat_text
+from slime.engine.embedded.http.chat import chat_text, forced_call
 from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.refusals import BadRequest
-from slime.engine.embedded.tool_calls import PARSERS, HeldBack, split_calls
-from slime.engine.launch import TOOL_CALL_PARSERS
 from tests.engine.conftest import EngineProcess
 from tests.migration.scripted import make_scripted_model
 from tests.tiny_models import make_tokenizer
@@ -35,7 +36,10 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 def text(**body: Any) -> str:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    return chat_text(tokenizer, Fields({"messages": [USER], **body}))
+    fields = Fields({"messages": [USER], **body})
+    prompt = chat_text(tokenizer, fields)
+    forced_call(fields)
+    return prompt
 
 
 def called(arguments: Any) -> list[dict[str, Any]]:
@@ -79,7 +83,11 @@ def test_arguments_of_tool_calls_are_objects_to_the_template(arguments: Any, ren
         ({"tools": {}}, "tools"),
         ({"tools": ["add"]}, "tools"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"function": "add"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": ["add"]}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"messages": called(7)}, "messages"),
@@ -92,60 +100,102 @@ def test_what_the_template_cannot_be_told(body: dict[str, Any], param: str) -> N
     assert refused.value.param == param
 
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+def test_an_answer_that_must_be_a_call() -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    given = {"messages": [USER], "tools": [TOOL]}
+    assert forced_call(Fields({**given, "tool_choice": "required"})) == (True, None)
+    assert forced_call(Fields({**given, "tool_choice": named})) == (True, "add")
+    for choice in (None, "auto", "none"):
+        assert forced_call(Fields({**given, "tool_choice": choice})) == (False, None)
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "called"),
-    [
-        ("hello", "hello", []),
-        (CALL, "", [("add", '{"a":1}')]),
-        (f"let me see\n{CALL}\n{CALL}", "let me see", [("add", '{"a":1}')] * 2),
-        (f"a {CALL} <tool_call>broken</tool_call>", f"a {CALL} <tool_call>broken</tool_call>", []),
-        ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
-        ('<tool_call>{"name": "add"}', '<tool_call>{"name": "add"}', []),
-        ('x <tool_call>{"name": "add", "parameters": {}}</tool_call>', "x", [("add", "{}")]),
-    ],
-)
-@pytest.mark.parametrize("size", [1, 5, 1000])
-def test_calls_in_a_text_whole_or_in_pieces(text: str, content: str, called: list[Any], size: int) -> None:
-    found, calls = split_calls(text)
-    assert (found, [(c["function"]["name"], c["function"]["arguments"]) for c in calls]) == (content, called)
-    held = HeldBack()
-    told = "".join(held.take(text[start : start + size]) for start in range(0, len(text), size))
-    assert "<" not in told
-    rest, calls = held.rest()
-    assert ((told + rest).rstrip(), len(calls)) == (content, len(called))
+PIECES = ["<think>", "hm", "</think>", "so ", "<tool_call>", '{"name": "add", ', '"arguments": {"a": ', '"x', 'y"}}', "</tool_call>"]  # fmt: skip
+FORCED = {" ": {'{"a": 7}}': 1.0}, '{"a": 7}}': {"</tool_call>": 1.0}, '"': {'add", "arguments": {}}': 1.0}}
+SCRIPT = {before: {after: 1.0} for before, after in itertools.pairwise(["\n", *PIECES])} | FORCED
+ARGUMENTS = '{"a": "xy"}'
 
 
-def test_an_engine_with_a_parser_answers_with_tool_calls(tmp_path: Path) -> None:
-    assert PARSERS == TOOL_CALL_PARSERS  # what a run takes is what its engines know
-    call = '{"name": "add", "arguments": {"a": 1}}'
-    script = {"\n": {"so ": 1.0}, "so ": {"<tool_call>": 1.0}, "<tool_call>": {call: 1.0}, call: {"</tool_call>": 1.0}}
-    folder = make_scripted_model(tmp_path / "model", script).folder
-    engine = EngineProcess(folder, tmp_path / "log", "--tool-call-parser", "qwen25")
-    try:
-        body = {"messages": [USER], "tools": [TOOL], "max_tokens": 16}
-        [choice] = engine.post("/v1/chat/completions", body)[1]["choices"]
-        [plain] = engine.post("/v1/chat/completions", {**body, "tool_choice": "none"})[1]["choices"]
-        request = urllib.request.Request(
-            engine.url + "/v1/chat/completions",
-            data=json.dumps({**body, "stream": True}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            lines = [line.removeprefix(b"data: ") for line in response.read().splitlines() if line]
-    finally:
-        engine.stop()
-    function = {"name": "add", "arguments": '{"a":1}'}
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("so", "tool_calls")
-    assert [made["function"] for made in choice["message"]["tool_calls"]] == [function]
-    assert plain["message"] == {"role": "assistant", "content": f"so <tool_call>{call}</tool_call>"}
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """An engine whose model thinks, says something and calls a tool."""
+    folder = tmp_path_factory.mktemp("caller")
+    made = make_scripted_model(folder / "model", SCRIPT)
+    flags = ("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3")
+    running = EngineProcess(made.folder, folder / "log", *flags)
+    yield running
+    assert running.stop() == 0
+
+
+CHAT: dict[str, Any] = {"messages": [USER], "tools": [TOOL], "max_tokens": 16}
+
+
+def answered(engine: EngineProcess, **body: Any) -> dict[str, Any]:
+    status, answer = engine.post("/v1/chat/completions", {**CHAT, **body})
+    assert status == 200, answer
+    [choice] = answer["choices"]
+    for call in choice["message"].get("tool_calls") or ():
+        assert re.fullmatch("call_[0-9a-f]{24}", call.pop("id"))
+    return choice
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"index": 0, "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+def test_an_engine_with_parsers_tells_reasoning_text_and_calls_apart(caller: EngineProcess) -> None:
+    choice = answered(caller)
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "so",
+        "reasoning_content": "hm",
+        "tool_calls": [call(ARGUMENTS)],
+    }
+    assert choice["finish_reason"] == "tool_calls"
+    made = "".join(PIECES[4:])
+    plain = answered(caller, tool_choice="none")
+    assert plain["message"] == {"role": "assistant", "content": f"so {made}", "reasoning_content": "hm"}
     assert plain["finish_reason"] == "stop"
-    deltas = [json.loads(line)["choices"][0] for line in lines if line != b"[DONE]"]
-    assert "".join(one["delta"]["content"] or "" for one in deltas).rstrip() == "so"
-    assert [made["function"] for made in deltas[-1]["delta"]["tool_calls"]] == [function]
-    assert [one["finish_reason"] for one in deltas] == [None] * (len(deltas) - 1) + ["tool_calls"]
+    whole = answered(caller, tools=None, separate_reasoning=False)
+    assert whole["message"] == {"role": "assistant", "content": f"<think>hm</think>so {made}"}
+
+
+def test_a_call_that_is_cut_off_is_text(caller: EngineProcess) -> None:
+    choice = answered(caller, max_tokens=8)
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "so " + "".join(PIECES[4:8]),
+        "reasoning_content": "hm",
+    }
+    assert choice["finish_reason"] == "length"
+
+
+def test_a_request_may_ask_for_a_call(caller: EngineProcess, engine: EngineProcess) -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice, arguments in (("required", "{}"), (named, '{"a": 7}')):
+        forced = answered(caller, tool_choice=choice)
+        assert forced["message"] == {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}
+        assert forced["finish_reason"] == "tool_calls"
+        status, answer = engine.post("/v1/chat/completions", {**CHAT, "tool_choice": choice})
+        assert (status, answer["error"]["param"]) == (400, "tool_choice")
+        assert "--tool-call-parser" in answer["error"]["message"]
+
+
+def test_openais_client_sees_a_call_as_it_is_written(caller: EngineProcess) -> None:
+    client = openai.OpenAI(base_url=f"{caller.url}/v1", api_key="none", max_retries=0)
+    chunks = list(client.chat.completions.create(**CHAT, model="any", stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.content or "" for delta in deltas) == "so"
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm"
+    calls = [made.function for delta in deltas for made in delta.tool_calls or ()]
+    assert [(made.name, made.arguments) for made in calls] == [
+        ("add", ""), (None, '{"a": '), (None, '"x'), (None, 'y"'), (None, "}"),
+    ]  # fmt: skip
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    with client.chat.completions.stream(**CHAT, model="any") as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert (message.role, message.content) == ("assistant", "so")
+    assert [made.function.arguments for made in message.tool_calls or ()] == [ARGUMENTS]
 
 
 def test_a_prompt_may_be_texts_or_ids(engine: EngineProcess) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.parsers.events import CallArguments, CallEnded, Event, IllFormed, Text, gathered
-from slime.parsers.formats import Formats, make_parser
+from slime.parsers.formats import Formats, call_opening, make_parser, opens_reasoning
 from tests.parsers.writers import MARKS, WRITERS, written
 
 TYPES = {"text": "string", "count": "integer", "share": "number", "yes": "boolean", "some": "array", "all": "object"}
@@ -134,3 +134,24 @@ def test_a_call_that_breaks_off_becomes_text(name: str, data: st.DataObject, end
             json.loads("".join(pieces))
     ill_formed = [place for place, event in enumerate(events) if isinstance(event, IllFormed)]
     assert all(isinstance(events[place + 1], Text) for place in ill_formed)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_call_can_be_begun_for_the_model(name: str) -> None:
+    formats = Formats(name.split(" ")[0], "qwen3")
+    text = WRITERS["mistral" if name == "mistral compact" else name]([("look_up", {"text": "a"})])
+    for tool in ("look_up", None):
+        opening = call_opening(formats, tool, starts_in_reasoning=False)
+        assert text.startswith(opening)
+        assert opening
+        if formats.tool != "gpt-oss":
+            thinking = call_opening(formats, tool, starts_in_reasoning=True)
+            assert thinking == "\n</think>\n\n" + opening
+            events = read(name, thinking + text.removeprefix(opening), [], thinking=True)
+            assert called(events) == [("look_up", {"text": "a"})]
+
+
+def test_a_prompt_that_begins_the_reasoning() -> None:
+    assert opens_reasoning(Formats(None, "qwen3"), "<|im_start|>assistant\n<think>\n")
+    assert not opens_reasoning(Formats(None, "qwen3"), "<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not opens_reasoning(Formats("hermes", None), "<think>")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.engine.embedded.tool_calls import PARSERS
+from slime.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, Formats
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class EngineOptions:
     max_samples_per_request: int
     max_body_mb: int
     tool_call_parser: str | None
+    reasoning_parser: str | None
+
+    @property
+    def formats(self) -> Formats:
+        """What is read out of the answers to chats."""
+        return Formats(self.tool_call_parser, self.reasoning_parser)
 
 
 def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
@@ -71,8 +77,12 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
         help="prompts of one request times its n; 400 beyond them")  # fmt: skip
     add("--max-body-mb", type=int, default=256,
         help="largest JSON body in MiB, weights excepted; 413 beyond it")  # fmt: skip
-    add("--tool-call-parser", choices=PARSERS,
-        help="tool_calls in answers to chats with tools; default: calls stay in the text")  # fmt: skip
+    add("--tool-call-parser", choices=TOOL_CALL_PARSERS, metavar="NAME",
+        help="tool_calls in answers to chats with tools; default: calls stay in the text; "
+        f"one of {', '.join(TOOL_CALL_PARSERS)}")  # fmt: skip
+    add("--reasoning-parser", choices=REASONING_PARSERS, metavar="NAME",
+        help="reasoning_content in answers to chats; default: it stays in the text; "
+        f"one of {', '.join(REASONING_PARSERS)}")  # fmt: skip
     given = parser.parse_args(argv)
     given.served_model_name = given.served_model_name or given.model_path.rstrip("/").rsplit("/", 1)[-1]
     return EngineOptions(**vars(given))

@@ -19,7 +19,7 @@ from slime.cluster.ports import free_ports, require_free_port
 from slime.cluster.process import ChildProcess, ProcessSet
 from slime.config import Config
 from slime.engine.fleet.backend import EMBEDDED, choose_backend, installed_sglang
-from slime.engine.launch import EMBEDDED_ENGINE, TOOL_CALL_PARSERS, Launch, client_host, embedded_launches
+from slime.engine.launch import EMBEDDED_ENGINE, EMBEDDED_PARSERS, Launch, client_host, embedded_launches
 from slime.engine.sglang.installed import Installed
 from slime.engine.sglang.launch import PORTS_PER_ENGINE, check_server_flags, sglang_launches
 from slime.engine.sglang.topology import ServedModel, simple_model
@@ -227,12 +227,13 @@ def refuse_for_embedded(config: Config, device: str) -> None:
             raise UserError(
                 f"{flag} is about SGLang servers, but the embedded engine was chosen: use --rollout-backend sglang"
             )
-    parser = config.carried.get("sglang_tool_call_parser")
-    if parser is not None and parser not in TOOL_CALL_PARSERS:
-        raise UserError(
-            f"--sglang-tool-call-parser {parser}: the embedded engine knows {', '.join(TOOL_CALL_PARSERS)}; choose one "
-            "of them, or use --rollout-backend sglang"
-        )
+    for name, known in EMBEDDED_PARSERS.items():
+        parser = config.carried.get(name)
+        if parser is not None and parser not in known:
+            raise UserError(
+                f"--{name.replace('_', '-')} {parser}: the embedded engine knows {', '.join(known)}; choose one of "
+                "them, or use --rollout-backend sglang"
+            )
     if device == "cuda" and config.rollout_num_gpus_per_engine > 1:
         raise UserError(
             f"--rollout-num-gpus-per-engine {config.rollout_num_gpus_per_engine}: the embedded engine runs on one "

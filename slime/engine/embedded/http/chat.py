@@ -74,10 +74,24 @@ def _parsed(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
+def forced_call(fields: Fields) -> tuple[bool, str | None]:
+    """Whether the answer must be a call, and of which tool if the request names one."""
+    choice, tools = fields.body.get("tool_choice"), _tools(fields)
+    if choice in (None, "auto", "none"):
+        return False, None
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if choice != "required" and name not in [tool["function"]["name"] for tool in tools or ()]:
+        raise BadRequest(
+            f"tool_choice must be auto, none, required or one of the tools, not {shown(choice)}", "tool_choice"
+        )
+    if not tools:
+        raise BadRequest("tool_choice required: the request has no tools", "tool_choice")
+    return True, name
+
+
 def _tools(fields: Fields) -> list[Any] | None:
     tools, choice = fields.body.get("tools"), fields.body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise BadRequest(f"tool_choice must be auto or none here, not {shown(choice)}", "tool_choice")
     if tools is None:
         return None
     if not isinstance(tools, list):

@@ -6,26 +6,28 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
 from slime.engine.embedded.http.bridge import EngineBridge
-from slime.engine.embedded.http.chat import chat_text
+from slime.engine.embedded.http.chat import chat_text, forced_call
 from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.http.pieces import Piece, whole
+from slime.engine.embedded.http.reply import Reading, Reply, reading_of
 from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
 from slime.engine.embedded.http.wire import event_stream, json_answer, json_body, send_event
 from slime.engine.embedded.refusals import BadRequest, is_neutral, shown
 from slime.engine.embedded.sequence import Sequence
-from slime.engine.embedded.tool_calls import HeldBack, split_calls
+from slime.parsers.formats import call_opening, opens_reasoning
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
              "no_stop_trim", "n", "spaces_between_special_tokens", "custom_params")  # fmt: skip
 _READ = {*_SAMPLING, "model", "messages", "prompt", "tools", "tool_choice", "chat_template", "chat_template_kwargs",
          "seed", "min_tokens", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "rid", "stream",
-         "stream_options"}  # fmt: skip
+         "stream_options", "separate_reasoning"}  # fmt: skip
 _NEUTRAL = {"response_format": {"type": "text"}, "best_of": 1, "length_penalty": 1.0}
 """Fields that ask for what happens anyway."""
 _CHANGES_TOKENS = {"response_format", "best_of", "length_penalty", "use_beam_search", "suffix", "echo", "regex", "ebnf",
@@ -56,20 +58,35 @@ class OpenAIRoutes:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = await json_body(request)
-        ids = self._engine.loaded.encode(chat_text(self._engine.loaded.tokenizer, body), special=False)
-        return await self._complete(request, body, {"input_ids": ids}, chat=True)
+        prompt = chat_text(self._engine.loaded.tokenizer, body)
+        reading = self._reading(body, prompt)
+        ids = self._engine.loaded.encode(prompt + reading.opening, special=False)
+        return await self._complete(request, body, {"input_ids": ids}, reading)
+
+    def _reading(self, body: Fields, prompt: str) -> Reading:
+        """How the answers to this chat are to be read."""
+        separate = body.flag("separate_reasoning", default=True)
+        reading = reading_of(self._engine.core.options.formats, body.body, separate_reasoning=separate)
+        begun = opens_reasoning(reading.formats, prompt)
+        is_forced, name = forced_call(body)
+        if not is_forced:
+            return replace(reading, starts_in_reasoning=begun)
+        if reading.formats.tool is None:
+            raise BadRequest("tool_choice must be auto or none in an engine without --tool-call-parser", "tool_choice")
+        opening = call_opening(reading.formats, name, starts_in_reasoning=begun)
+        return replace(reading, starts_in_reasoning=begun, opening=opening)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await json_body(request)
         prompt = body.body.get("prompt")
         items = prompt if isinstance(prompt, list) else [prompt]
         if all(isinstance(item, str) for item in items):
-            return await self._complete(request, body, {"text": prompt}, chat=False)
+            return await self._complete(request, body, {"text": prompt})
         if not isinstance(prompt, list):
             raise BadRequest(f"prompt must be a string, token ids, or a list of them, not {shown(prompt)}", "prompt")
-        return await self._complete(request, body, {"input_ids": prompt}, chat=False)
+        return await self._complete(request, body, {"input_ids": prompt})
 
-    def _parse(self, body: Fields, prompt: dict[str, Any], *, chat: bool) -> list[GenerateRequest]:
+    def _parse(self, body: Fields, prompt: dict[str, Any], reading: Reading | None) -> list[GenerateRequest]:
         given = body.body
         self._leave_out(given)
         params = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
@@ -79,7 +96,9 @@ class OpenAIRoutes:
         room = self._engine.loaded.context_len
         limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         params["max_new_tokens"] = body.integer(limit, room, low=0, high=_MOST_TOKENS)
-        if chat:
+        if reading is not None and reading.has_marks:
+            params.setdefault("skip_special_tokens", False)  # the marks may be special tokens
+        if reading is not None:
             wants, top = body.flag("logprobs"), body.integer("top_logprobs", 0, low=0, high=128)
         else:
             wants, top = "logprobs" in body, body.integer("logprobs", 0, low=0, high=128)
@@ -96,35 +115,31 @@ class OpenAIRoutes:
             self._engine.loaded.left_out.note(name)
 
     async def _complete(
-        self, http: web.Request, body: Fields, prompt: dict[str, Any], *, chat: bool
+        self, http: web.Request, body: Fields, prompt: dict[str, Any], reading: Reading | None = None
     ) -> web.StreamResponse:
-        requests = self._parse(body, prompt, chat=chat)
+        """Complete a prompt; an answer that is a message has a `reading`."""
+        requests = self._parse(body, prompt, reading)
+        chat = reading is not None
         kind = "chat.completion" if chat else "text_completion"
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}" if chat else f"cmpl-{uuid.uuid4().hex}",
                 "created": int(time.time()), "model": self._model}  # fmt: skip
-        parses = chat and self._parses_calls(body)
         with self._engine.admitted(requests):
             if requests[0].stream:
-                return await self._stream(http, body, requests, head, chat=chat, parses=parses)
+                return await self._stream(http, body, requests, head, reading)
             results = await asyncio.gather(*(self._engine.run(request) for request in requests))
         choices = [
-            {**self._choice(seq, request, chat=chat, parses=parses), "index": at * request.params.n + seq.choice}
+            {**self._choice(seq, request, reading), "index": at * request.params.n + seq.choice}
             for at, (request, sequences) in enumerate(zip(requests, results, strict=True))
             for seq in sequences
         ]
         return json_answer({**head, "object": kind, "choices": choices, "usage": _usage(results),
                             "metadata": {"weight_version": self._engine.core.weight_version}})  # fmt: skip
 
-    def _parses_calls(self, body: Fields) -> bool:
-        """Whether calls in the answer belong into its `tool_calls`."""
-        is_asked = bool(body.body.get("tools")) and body.body.get("tool_choice") != "none"
-        return is_asked and self._engine.core.options.tool_call_parser is not None
-
-    def _choice(self, seq: Sequence, request: GenerateRequest, *, chat: bool, parses: bool) -> dict[str, Any]:
+    def _choice(self, seq: Sequence, request: GenerateRequest, reading: Reading | None) -> dict[str, Any]:
         piece = whole(seq, self._engine.loaded)
-        text, calls = split_calls(piece.text) if parses else (piece.text, [])
-        content = {"message": _said(text, calls)} if chat else {"text": text}
-        return {**content, "finish_reason": _reason(piece, calls), "logprobs": self._logprobs(piece, request)}
+        reply = Reply(None) if reading is None else reading.reply()
+        content = {"text": piece.text} if reading is None else {"message": reply.message(piece.text)}
+        return {**content, "finish_reason": _reason(piece, reply), "logprobs": self._logprobs(piece, request)}
 
     def _logprobs(self, piece: Piece, request: GenerateRequest) -> dict[str, Any] | None:
         if not request.return_logprob:
@@ -145,45 +160,31 @@ class OpenAIRoutes:
         body: Fields,
         requests: list[GenerateRequest],
         head: dict[str, Any],
-        *,
-        chat: bool,
-        parses: bool,
+        reading: Reading | None,
     ) -> web.StreamResponse:
         if len(requests) > 1 or requests[0].params.n > 1:
             raise BadRequest("stream takes one prompt and n = 1", "stream")
         [request] = requests
         with_usage = Fields(body.body.get("stream_options") or {}).flag("include_usage")
-        kind = "chat.completion.chunk" if chat else "text_completion"
-        held = HeldBack() if parses else None
-        calls: list[dict[str, Any]] = []
+        kind = "text_completion" if reading is None else "chat.completion.chunk"
+        reply = Reply(None) if reading is None else reading.reply()
         async with event_stream(http) as response:
             async for seq, piece in self._engine.pieces(request):
-                text = piece.text
-                if held is not None:
-                    text = held.take(piece.text)
-                    if piece.finish is not None:
-                        rest, calls = held.rest()
-                        text += rest
-                said = {"delta": _said(text, calls)} if chat else {"text": text}
-                ends = {"finish_reason": _reason(piece, calls), "logprobs": self._logprobs(piece, request)}
+                said: dict[str, Any] = {"text": piece.text}
+                if reading is not None:
+                    said = {"delta": reply.delta(piece.text, ends=piece.finish is not None)}
+                ends = {"finish_reason": _reason(piece, reply), "logprobs": self._logprobs(piece, request)}
                 await send_event(response, {**head, "object": kind, "choices": [{"index": 0, **said, **ends}]})
                 if piece.finish is not None and with_usage:
                     await send_event(response, {**head, "object": kind, "choices": [], "usage": _usage([[seq]])})
         return response
 
 
-def _said(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """A message of the assistant, or a part of one."""
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": text or None, "tool_calls": calls}
-
-
-def _reason(piece: Piece, calls: list[dict[str, Any]]) -> str | None:
+def _reason(piece: Piece, reply: Reply) -> str | None:
     if piece.finish is None:
         return None
     kind = str(piece.finish["type"])
-    return "tool_calls" if calls and kind == "stop" else kind
+    return "tool_calls" if reply.calls and kind == "stop" else kind
 
 
 def _usage(results: list[list[Sequence]]) -> dict[str, Any]:
