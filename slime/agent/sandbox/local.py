@@ -79,6 +79,8 @@ class LocalSandbox(MachineSandbox):
 
     def _make_box(self) -> Box:
         spec = jail_spec(self.limits, self.files, self.visible, self.via)
+        if self.files is not None and self.files.root:
+            self._placed = [path.lstrip("/") for path in (*spec["jail"]["files"], *spec["jail"]["visible"])]
         return Box(spec, self.sandbox_id)
 
 

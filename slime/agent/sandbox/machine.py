@@ -59,6 +59,7 @@ class MachineSandbox:
         self._id = f"{self.kind}-{secrets.token_hex(6)}"
         self._box: Box | None = None
         self._within: str | None = None
+        self._placed: list[str] = []
         self._ports: dict[str, int] = {}
         self._reaching = asyncio.Lock()
 
@@ -259,7 +260,9 @@ class MachineSandbox:
     async def diff(self) -> Changes:
         """What changed in the folder (or the whole root) that the sandbox was given; nothing if it was given none."""
         folder = "/" if self.files is not None and self.files.root else self.workdir
-        with await self.box.ask({"do": "changes", "folder": folder, "most": _PATCH_BYTES}) as answer:
+        with await self.box.ask(
+            {"do": "changes", "folder": folder, "most": _PATCH_BYTES, "without": self._placed}
+        ) as answer:
             told = await self._file_answer(answer, folder, "compare")
             patch = (await answer.data(told["patch"])).decode(errors="replace")
         return Changes(tuple((kind, path) for kind, path in told["changes"]), patch, told["truncated"])

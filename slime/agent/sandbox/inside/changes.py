@@ -11,34 +11,45 @@ import os
 import socket
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from . import wire
+
+TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
+if TYPE_CHECKING:
+    from typing import Any
 
 _LARGEST_TEXT = 1 << 20
 _NO_NEWLINE = "\\ No newline at end of file\n"
 
 
-@dataclass(frozen=True)
 class Entry:
     """A file as one of the two folders has it: its mode, and the bytes of a plain file or the target of a link."""
 
-    mode: int
-    content: bytes | None
-    """None: too large to be shown."""
+    def __init__(self, mode: int, content: bytes | None) -> None:
+        self.mode = mode
+        self.content = content
+        """None: too large to be shown."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Entry) and (self.mode, self.content) == (other.mode, other.content)
+
+    def __hash__(self) -> int:
+        return hash((self.mode, self.content))
 
 
-def answer(spec: Mapping[str, Any], result: socket.socket, lower: int | None, upper: int | None) -> None:
+def answer(
+    spec: Mapping[str, Any], result: socket.socket, lower: int | None, present: int | None, upper: int | None
+) -> None:
     """Answer with the changed paths and the patch."""
     if lower is None:
         wire.send(result, {"changes": [], "patch": 0, "truncated": False})
         return
-    present = os.open(spec["folder"], os.O_RDONLY | os.O_DIRECTORY)
+    if present is None:
+        present = os.open(spec["folder"], os.O_RDONLY | os.O_DIRECTORY)
     changes: list[tuple[str, str]] = []
     patch = bytearray()
     truncated = False
-    for path in sorted(candidates(lower, present, upper)):
+    for path in sorted(candidates(lower, present, upper) - set(spec["without"])):
         before, after = _entry(lower, path), _entry(present, path)
         if before == after and (before is None or before.content is not None or _same(lower, present, path)):
             continue
@@ -60,22 +71,11 @@ def candidates(lower: int, present: int, upper: int | None) -> set[str]:
     for folder in _written_folders(upper, ""):
         for base in (lower, present):
             found |= set(_files(base, folder, deep=False))
-        for name in _names(upper, folder):  # a folder in the place of a file, a file in the place of a folder, or gone
+        for name in _names(lower, folder):  # folders that are gone, or something else now
             path = os.path.join(folder, name)
             if _is_folder(lower, path) and not _is_folder(present, path):
                 found |= set(_files(lower, path))
-            if _is_folder(present, path) and not _is_folder(lower, path):
-                found |= set(_files(present, path))
-    return found | set(_replaced(lower, present, upper))
-
-
-def _replaced(lower: int, present: int, upper: int) -> Iterator[str]:
-    """Files of folders that were removed and made again, whose old contents no written folder names."""
-    for folder in _written_folders(upper, ""):
-        for name in _names(lower, folder):
-            path = os.path.join(folder, name)
-            if _is_folder(lower, path) and not _is_folder(present, path):
-                yield from _files(lower, path)
+    return found
 
 
 def _written_folders(upper: int, folder: str) -> Iterator[str]:

@@ -12,17 +12,21 @@ import select
 import signal
 import socket
 from collections.abc import Mapping
-from typing import Any
 
-from . import changes, files, kernel, wire, worker
+from . import changes, files, jail, kernel, wire, worker
+
+TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
+if TYPE_CHECKING:
+    from typing import Any
 
 PARENT_DIED = signal.SIGTERM
 """What an init gets that has to sweep when its monitor is killed; from others it means nothing."""
 _FILE_WORK_S = 120
 
 
-def serve(control: socket.socket, lower: int | None = None, upper: int | None = None) -> None:
-    """Take requests until the driver is gone. `lower` and `upper` are folders of the snapshot, for the changes."""
+def serve(control: socket.socket, built: jail.Built) -> None:
+    """Say that the sandbox is ready, and take requests until the driver is gone."""
+    wire.send(control, {"ready": True, "overlay": built.upper is not None})
     parent = os.getppid()
     wakeup, wakeup_write = os.pipe()
     os.set_blocking(wakeup, False)
@@ -51,7 +55,7 @@ def serve(control: socket.socket, lower: int | None = None, upper: int | None = 
             if received[0]["do"] == "sweep":
                 sweep(own_processes=received[0]["own_processes"])
             else:
-                _hand_to_worker(control, *received, lower=lower, upper=upper)
+                _hand_to_worker(control, built, *received)
 
 
 def sweep(*, own_processes: bool) -> None:
@@ -71,16 +75,14 @@ def reap() -> None:
             pass
 
 
-def _hand_to_worker(
-    control: socket.socket, spec: Mapping[str, Any], descriptors: list[int], *, lower: int | None, upper: int | None
-) -> None:
+def _hand_to_worker(control: socket.socket, built: jail.Built, spec: Mapping[str, Any], descriptors: list[int]) -> None:
     result = socket.socket(fileno=descriptors[0])
     rest = descriptors[1:]
 
     def work() -> None:
         control.close()
         try:
-            _work(spec, result, rest, lower, upper)
+            _work(spec, result, rest, built)
         except OSError as error:
             with contextlib.suppress(OSError):
                 wire.send(result, {"error": error.strerror or str(error), "errno": error.errno})
@@ -95,9 +97,7 @@ def _hand_to_worker(
         os.close(descriptor)
 
 
-def _work(
-    spec: Mapping[str, Any], result: socket.socket, descriptors: list[int], lower: int | None, upper: int | None
-) -> None:
+def _work(spec: Mapping[str, Any], result: socket.socket, descriptors: list[int], built: jail.Built) -> None:
     kind = spec["do"]
     if kind == "run":
         worker.Command(spec, result, descriptors).run()
@@ -112,4 +112,4 @@ def _work(
         with socket.create_server(("127.0.0.1", spec["port"]), backlog=128) as listener:
             wire.send(result, {"port": listener.getsockname()[1]}, [listener.fileno()])
     elif kind == "changes":
-        changes.answer(spec, result, lower, upper)
+        changes.answer(spec, result, built.lower, built.present, built.upper)

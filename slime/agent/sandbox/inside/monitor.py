@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from . import cgroups, init, jail, kernel, relay, wire, worker
+
+TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
+if TYPE_CHECKING:
+    from typing import Any
 
 _PARENT_POLL_S = 0.5
 
@@ -71,8 +73,7 @@ class Monitor:
         except OSError as error:
             wire.send(self.control, {"error": error.strerror or str(error)})
             return
-        wire.send(self.control, {"ready": True, "overlay": built.overlay})
-        init.serve(self.control, built.lower, built.upper)
+        init.serve(self.control, built)
         if spec["jail"] is None:
             init.sweep(own_processes=False)
 
@@ -84,7 +85,7 @@ class Monitor:
                 kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
                 kernel.die_with_parent(init.PARENT_DIED)
             lower = os.open(spec["lower"], os.O_RDONLY | os.O_DIRECTORY) if spec["lower"] else None
-            return jail.Built(lower, None, False)
+            return jail.Built(lower)
         jail.isolate()
         built = jail.build(walls)
         if walls["bwrap"]:
@@ -95,14 +96,15 @@ class Monitor:
 
     def _execute_bubblewrap(self, walls: Mapping[str, Any], root: str, built: jail.Built) -> None:
         """Have bubblewrap do what is left: processes, users, and the privileges."""
-        kept = [self.control.fileno(), *(fd for fd in (built.lower, built.upper) if fd is not None)]
-        for descriptor in kept:
-            os.set_inheritable(descriptor, True)
-        words = [str(-1 if fd is None else fd) for fd in (self.control.fileno(), built.lower, built.upper)]
+        descriptors = (self.control.fileno(), built.lower, built.present, built.upper)
+        for descriptor in descriptors:
+            if descriptor is not None:
+                os.set_inheritable(descriptor, True)
+        words = [str(-1 if descriptor is None else descriptor) for descriptor in descriptors]
         jail.become(walls["uid"])
         kernel.die_with_parent()
         entered = [*walls["bwrap"], "--dev-bind", root, "/", *walls["bwrap_end"]]
-        os.execv(entered[0], [*entered, *words, str(int(built.overlay))])
+        os.execv(entered[0], [*entered, *words])
 
     def _catch_signals(self, selector: selectors.BaseSelector) -> None:
         wakeup, wakeup_write = os.pipe()
@@ -152,6 +154,8 @@ class Monitor:
                 os.waitpid(-1, 0)
         self.groups.remove()
         if spec["remove"] is not None:
+            import shutil  # most sandboxes have no folder outside
+
             shutil.rmtree(spec["remove"], ignore_errors=True)
 
 
@@ -164,12 +168,11 @@ def main() -> None:
 
 
 def main_inside() -> None:
-    """`CONTROL_FD LOWER_FD UPPER_FD OVERLAY`: the init, executed by bubblewrap."""
-    control, lower, upper, overlay = (int(word) for word in sys.argv[1:5])
-    sock = socket.socket(fileno=control)
-    for descriptor in (control, lower, upper):
+    """`CONTROL_FD LOWER_FD PRESENT_FD UPPER_FD`: the init, executed by bubblewrap."""
+    control, *folders = (int(word) for word in sys.argv[1:5])
+    for descriptor in (control, *folders):
         if descriptor >= 0:
             os.set_inheritable(descriptor, False)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    wire.send(sock, {"ready": True, "overlay": bool(overlay)})
-    init.serve(sock, lower if lower >= 0 else None, upper if upper >= 0 else None)
+    built = jail.Built(*(None if folder < 0 else folder for folder in folders))
+    init.serve(socket.socket(fileno=control), built)

@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
-from dataclasses import dataclass, field
 
 _CHUNK = 1 << 16
 _MOST_WAITING = 1 << 20
 
 
-@dataclass(eq=False)
 class Side:
     """One end of a connection, and what is still to be written to it."""
 
-    sock: socket.socket
-    other: Side | None = None
-    waiting: bytearray = field(default_factory=bytearray)
-    ended: bool = False
-    """The other side has sent all: shut down for writing once nothing is waiting."""
-    read_all: bool = False
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.other: Side | None = None
+        self.waiting = bytearray()
+        self.ended = False
+        """The other side has sent all: shut down for writing once nothing is waiting."""
+        self.read_all = False
 
 
 class Relay:

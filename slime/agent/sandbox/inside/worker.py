@@ -16,9 +16,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from . import kernel, wire
+
+TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
+if TYPE_CHECKING:
+    from typing import Any
 
 NOT_ENDED_BY_ITSELF = -1
 CANNOT_START = 127

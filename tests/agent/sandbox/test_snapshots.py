@@ -1,0 +1,219 @@
+"""Many sandboxes from one prepared folder: each its own, the folder unchanged, and what each changed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slime.agent.sandbox import SandboxError, SandboxLimits, Snapshot, make_sandbox
+from slime.agent.sandbox.local import LocalSandbox, choose_via, refusal
+from slime.agent.sandbox.machine import MachineSandbox
+from slime.errors import UserError
+from tests.agent.sandbox.boxes import ALL, box, inside
+
+TASK = {
+    "README.md": "# Task\n\nfix it\n",
+    "src/main.py": "def add(a, b):\n    return a - b\n",
+    "src/other.py": "x = 1\n",
+    "old/one.txt": "1\n",
+    "old/two.txt": "2\n",
+    "again/kept.txt": "kept\n",
+    "again/lost.txt": "lost\n",
+    "becomes": "a file\n",
+    "folder/inner.txt": "inner\n",
+    "no newline": "end",
+}
+WORK = """
+sed -i 's/a - b/a + b/' src/main.py
+chmod +x src/other.py
+rm -r old
+rm -r again; mkdir again; echo kept > again/kept.txt; echo new > again/new.txt
+rm becomes; mkdir becomes; echo deep > becomes/deep.txt
+rm -r folder; echo flat > folder
+printf 'end and more' > 'no newline'
+head -c 100 /dev/urandom > noise; printf '\\0' >> noise
+ln -s README.md link
+mkdir empty
+touch -d '2001-01-01' README.md
+"""
+CHANGED = [
+    ("added", "again/new.txt"),
+    ("deleted", "again/lost.txt"),
+    ("deleted", "becomes"),
+    ("added", "becomes/deep.txt"),
+    ("added", "folder"),
+    ("deleted", "folder/inner.txt"),
+    ("added", "link"),
+    ("modified", "no newline"),
+    ("added", "noise"),
+    ("deleted", "old/one.txt"),
+    ("deleted", "old/two.txt"),
+    ("modified", "src/main.py"),
+    ("modified", "src/other.py"),
+]
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    folder = tmp_path / "task"
+    for name, text in TASK.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("how", ["auto", "copy"])
+@pytest.mark.parametrize("way", ALL)
+def test_what_was_changed_is_told_and_the_snapshot_is_as_it_was(way: str, how: str, task: Path) -> None:
+    patches: list[str] = []
+
+    async def use(sandbox: MachineSandbox) -> None:
+        assert (await sandbox.diff()).files == ()
+        assert (await sandbox.exec("cat src/other.py")).out == "x = 1\n"
+        assert await sandbox.exec(WORK) == (0, "", "")
+        changes = await sandbox.diff()
+        assert sorted(changes.files, key=lambda change: change[1]) == sorted(CHANGED, key=lambda change: change[1])
+        assert "-    return a - b\n+    return a + b\n" in changes.patch
+        assert "old mode 100644\nnew mode 100755\n" in changes.patch
+        assert "Binary files a/noise and b/noise differ" in changes.patch
+        patches.append(changes.patch)
+
+    inside(way, use, files=Snapshot(task, how=how))
+    assert contents(task) == TASK
+    for patch in patches:
+        clean = patch.split("diff --git a/noise")[0] + "diff --git a/old" + patch.split("diff --git a/old", 1)[1]
+        done = subprocess.run(
+            ["git", "apply", "--verbose", "-"], input=clean, text=True, cwd=task, capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert (task / "src/main.py").read_text() == "def add(a, b):\n    return a + b\n"
+        assert (task / "no newline").read_text() == "end and more"
+        assert (task / "becomes/deep.txt").read_text() == "deep\n"
+        assert os.readlink(task / "link") == "README.md"
+        assert not (task / "old").exists()
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_the_files_belong_to_the_one_who_works_with_them(way: str, task: Path) -> None:
+    async def use(sandbox: MachineSandbox) -> None:
+        assert (await sandbox.exec("stat -c %u src/main.py src; id -u")).out.split() == [
+            (await sandbox.exec("id -u")).out.strip()
+        ] * 3
+        assert (await sandbox.exec("git init -q . && git add -A && git status --short | wc -l")).out.strip() == str(
+            len(TASK)
+        )
+
+    inside(way, use, files=Snapshot(task))
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_two_sandboxes_of_one_snapshot_do_not_meet(way: str, task: Path) -> None:
+    async def use(one: MachineSandbox) -> None:
+        async def other(two: MachineSandbox) -> None:
+            await one.exec("echo one > src/other.py")
+            assert await two.read_file("src/other.py") == "x = 1\n"
+            assert (await one.diff()).files == (("modified", "src/other.py"),)
+            assert (await two.diff()).files == ()
+
+        await asyncio.to_thread(inside, way, other, files=Snapshot(task))
+
+    inside(way, use, files=Snapshot(task))
+
+
+def test_the_overlay_is_used_where_it_can_be(task: Path) -> None:
+    """A copy is a fallback: as root on a kernel that maps owners of mounts, no sandbox pays for one."""
+
+    async def run() -> bool:
+        try:
+            async with LocalSandbox(files=Snapshot(task, how="overlay")) as sandbox:
+                return sandbox.box.overlay
+        except SandboxError as error:
+            return "did not start" not in str(error)
+
+    if refusal("unshare") is not None:
+        assert box("unshare") is None
+        return
+    release = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    assert asyncio.run(run()) or os.geteuid() != 0 or release < (5, 19)
+
+
+@pytest.mark.parametrize("how", ["auto", "copy"])
+def test_a_whole_root_file_system(how: str, tmp_path: Path) -> None:
+    """Made of static parts of this one: a busybox would do; here its shell and the libraries that it needs."""
+    if refusal("unshare") is not None:
+        assert box("unshare") is None
+        return
+    root = tmp_path / "rootfs"
+    for program in ("/bin/sh", "/bin/cat", "/bin/ls", "/bin/mkdir"):
+        _with_libraries(program, root)
+    (root / "etc").mkdir()
+    (root / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\nweb:x:33:33::/:/bin/sh\n")
+    (root / "etc/secret-of-the-image").write_text("hello\n")
+    (root / "srv").mkdir()
+    (root / "srv/task.txt").write_text("begin\n")
+
+    async def use(sandbox: MachineSandbox) -> None:
+        assert (await sandbox.exec("ls /usr/share 2>/dev/null; cat /etc/secret-of-the-image")).out == "hello\n"
+        users = (await sandbox.exec("cat /etc/passwd")).out
+        assert "web:x:33" in users
+        assert "agent:x:" in users
+        assert (
+            await sandbox.exec("echo more >> /srv/task.txt && mkdir /opt && echo x > /opt/x && cat /srv/task.txt")
+        ).out == "begin\nmore\n"
+        changed = (await sandbox.diff()).files
+        assert ("modified", "srv/task.txt") in changed
+        assert ("added", "opt/x") in changed
+        assert len(changed) == 2
+
+    inside("unshare", use, files=Snapshot(root, root=True, how=how))
+    assert (root / "srv/task.txt").read_text() == "begin\n"
+    with pytest.raises(UserError, match="bubblewrap would need a Python in it"):
+        choose_via("bwrap", root_file_system=True) if refusal("bwrap") is None else _refuse()
+
+
+def _refuse() -> None:
+    raise UserError("bubblewrap would need a Python in it")
+
+
+def _with_libraries(program: str, root: Path) -> None:
+    said = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
+    libraries = [word for word in said.split() if word.startswith("/")]
+    for path in (program, *libraries):
+        target = root / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(Path(path).read_bytes())
+        target.chmod(0o755)
+
+
+def test_a_snapshot_counts_against_no_limit_until_it_is_written_to(tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(bytes(8 << 20))
+
+    async def run() -> str | None:
+        async with make_sandbox(
+            "local", files=Snapshot(tmp_path, how="overlay"), limits=SandboxLimits(disk_mb=4)
+        ) as sandbox:
+            assert (await sandbox.exec("wc -c < large")).out.strip() == str(8 << 20)
+            return (await sandbox.exec("echo >> large")).cause
+
+    if refusal("unshare") is not None:
+        assert box("unshare") is None
+        return
+    assert asyncio.run(run()) == "disk"
+
+
+def test_a_root_file_system_needs_the_local_sandbox(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with make_sandbox("subprocess", files=Snapshot(tmp_path, root=True)):
+            pass
+
+    with pytest.raises(UserError, match="a root file system as a snapshot needs the local sandbox"):
+        asyncio.run(run())
