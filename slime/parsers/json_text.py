@@ -7,6 +7,7 @@ wrong.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SCALAR_PART = re.compile(r"[-+.0-9A-Za-z]*")
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _DEEPEST = 100
+_LONGEST_SCALAR = 300  # characters: readers of JSON refuse numbers of thousands of digits
 
 
 class JsonScanner:
@@ -31,6 +33,7 @@ class JsonScanner:
         self._may_close = False  # right after an opening bracket
         self._hex = 0
         self._scalar: list[str] = []
+        self._scalar_size = 0
 
     def scan(self, text: str, at: int) -> int:
         """Read on from `at`; where it stopped, which is before a character that is wrong."""
@@ -136,15 +139,22 @@ class JsonScanner:
         return at + 1
 
     def _scalar_part(self, text: str, at: int) -> int:
-        found = _SCALAR_PART.match(text, at)
+        found = _SCALAR_PART.match(text, at, at + _LONGEST_SCALAR - self._scalar_size)
         assert found is not None
         self._scalar.append(found.group())
+        self._scalar_size += len(found.group())
         if found.end() < len(text):
-            if _SCALAR.fullmatch("".join(self._scalar)) is None:
+            if not _is_scalar("".join(self._scalar)):
                 return self._wrong(found.end(), "a number, true, false or null")
             self._scalar.clear()
+            self._scalar_size = 0
             self._end_of_value()
         return found.end()
+
+
+def _is_scalar(text: str) -> bool:
+    """Whether this is a scalar that every reader of JSON has a value for."""
+    return _SCALAR.fullmatch(text) is not None and (text[0] in "tfn" or not math.isinf(float(text)))
 
 
 def json_value(reader: Reader, tell: Callable[[str], None], *, closes: bool = True) -> Steps[None]:
@@ -187,7 +197,6 @@ def json_string(reader: Reader) -> Steps[str]:
 
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _INTEGER = re.compile("-?[0-9]+")
-_MOST_DIGITS = 300
 
 
 def json_kind(text: str) -> str | None:
@@ -196,7 +205,7 @@ def json_kind(text: str) -> str | None:
     if text != text.strip() or scanner.scan(text + " ", 0) < len(text) or not scanner.whole:
         return None
     number = "integer" if _INTEGER.fullmatch(text) else "number"
-    return _KINDS.get(text[0], number if len(text) <= _MOST_DIGITS else None)
+    return _KINDS.get(text[0], number)
 
 
 def object_text(text: str) -> str | None:

@@ -145,6 +145,13 @@ def test_values_without_quotes_are_typed_by_the_schema(parameter: str, written: 
             '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
             Output(None, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', (), True),
         ),
+        *(
+            (text, Output(None, text, (), True))
+            for text in (
+                f'<tool_call>{{"name": "f", "arguments": {{"a": {number}}}}}'
+                for number in ("9" * 5000, "1e999", "01", "+1", "tru")
+            )
+        ),
         ('<tool_call>{"name": 5}</tool_call>', Output(None, '<tool_call>{"name": 5}</tool_call>', (), True)),
         ('<tool_call>{"name": ""}</tool_call>', Output(None, '<tool_call>{"name": ""}</tool_call>', (), True)),
         (

@@ -1,0 +1,33 @@
+"""Upstream slime's names for reading a whole answer."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from slime.agent.parsing import ParsedModelOutput, parse_model_output
+from slime.errors import UserError
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+CALL = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
+
+
+def test_an_answer_is_read_at_once() -> None:
+    parsed = parse_model_output(f"hm</think>so {CALL}<|im_end|>", [TOOL], "qwen3_coder", "deepseek-r1")
+    [use] = parsed.tool_uses
+    assert re.fullmatch("call_[0-9a-f]{24}", use.pop("id"))
+    assert parsed == ParsedModelOutput("hm", "so", [{"name": "f", "input": {"a": 1}}], False)
+
+
+def test_what_cannot_be_read_or_has_no_format_is_text() -> None:
+    broken = CALL.removesuffix("</function></tool_call>")
+    assert parse_model_output(broken, tool_parser="qwen3_coder") == ParsedModelOutput("", broken, [], True)
+    assert parse_model_output(CALL) == ParsedModelOutput("", CALL, [], False)
+    digits = '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>"
+    assert parse_model_output(digits, tool_parser="hermes") == ParsedModelOutput("", digits, [], True)
+
+
+def test_a_format_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(UserError, match="choose one of"):
+        parse_model_output("", tool_parser="morse")
