@@ -1,6 +1,7 @@
 """Numbers about samples, under upstream's names. Pure functions of the samples.
 
-Failed samples are counted and otherwise left out: no length, reward or ratio below includes them.
+Failed samples are counted and otherwise left out: no length, reward or ratio below includes them. Rewards count
+rollouts: one that became several samples (a session with branches) has the mean of theirs, once.
 """
 
 from __future__ import annotations
@@ -43,15 +44,14 @@ def eval_metrics(args: Config, data: Mapping[str, Mapping[str, Any]]) -> Metrics
     metrics: Metrics = {}
     for name, result in data.items():
         rewards, samples = result["rewards"], result.get("samples")
-        metrics[f"eval/{name}"] = fmean(rewards)
+        groups = _by_rollout(samples, rewards) if samples is not None else {None: rewards}
+        metrics[f"eval/{name}"] = fmean(reward for group in groups.values() for reward in group)
         if result.get("truncated"):
             metrics[f"eval/{name}-truncated_ratio"] = fmean(result["truncated"])
         if samples is None:
             continue
-        groups: dict[Hashable, list[bool]] = defaultdict(list)
-        for sample, reward in zip(samples, rewards, strict=True):
-            groups[sample.group_index].append(reward == 1)
-        metrics |= {f"eval/{name}-{key}": value for key, value in pass_at_k(groups.values()).items()}
+        right = [[reward == 1 for reward in group] for group in groups.values()]
+        metrics |= {f"eval/{name}-{key}": value for key, value in pass_at_k(right).items()}
         every = [*samples, *result.get("failed", ())]
         metrics |= {f"eval/{name}/{key}": value for key, value in sample_metrics(every).items()}
     return metrics
@@ -120,10 +120,8 @@ def _engine_metrics(samples: Sequence[Sample]) -> Metrics:
 
 def _reward_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
     """Mean raw reward, and how many groups got the same reward throughout (they teach nothing)."""
-    groups: dict[Hashable, list[float]] = defaultdict(list)
-    for sample in samples:
-        if has_number(args, sample):
-            groups[sample.group_index].append(float(sample.reward_number(args)))
+    scored = [sample for sample in samples if has_number(args, sample)]
+    groups = _by_rollout(scored, [float(sample.reward_number(args)) for sample in scored])
     if not groups:
         return {}
     metrics: Metrics = {"raw_reward": fmean(reward for rewards in groups.values() for reward in rewards)}
@@ -132,6 +130,16 @@ def _reward_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
     for reward, count in Counter(round(reward, 1) for reward in flat).items():
         metrics[f"zero_std/count_{reward}"] = float(count)
     return metrics
+
+
+def _by_rollout(samples: Sequence[Sample], values: Sequence[float]) -> dict[Hashable, list[float]]:
+    """By group, one value for each of its rollouts: the mean over its samples."""
+    rollouts: dict[Hashable, dict[Hashable, list[float]]] = defaultdict(dict)
+    for place, (sample, value) in enumerate(zip(samples, values, strict=True)):
+        alone = ("sample", place)
+        rollout = alone if sample.rollout_id is None else sample.rollout_id
+        rollouts[sample.group_index].setdefault(rollout, []).append(value)
+    return {group: [fmean(own) for own in members.values()] for group, members in rollouts.items()}
 
 
 def _asked_for(args: Config, scored: Sequence[Sample]) -> Metrics:
@@ -143,10 +151,8 @@ def _asked_for(args: Config, scored: Sequence[Sample]) -> Metrics:
     scored = [sample for sample in scored if has_number(args, sample)]
     right = [sample.reward_number(args) == 1 for sample in scored]
     if args.log_passrate:
-        groups: dict[Hashable, list[bool]] = defaultdict(list)
-        for sample, is_right in zip(scored, right, strict=True):
-            groups[sample.group_index].append(is_right)
-        metrics |= {f"passrate/{name}": value for name, value in pass_at_k(groups.values()).items()}
+        groups = [[share == 1 for share in group] for group in _by_rollout(scored, right).values()]
+        metrics |= {f"passrate/{name}": value for name, value in pass_at_k(groups).items()}
     if args.log_correct_samples:
         lengths = [sample.effective_response_length for sample, yes in zip(scored, right, strict=True) if yes]
         metrics["rollout/correct_samples/count"] = float(len(lengths))

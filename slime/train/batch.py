@@ -8,6 +8,7 @@ zero and no say in its group's statistics.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -191,16 +192,22 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
 
 
 def batch_metrics(batch: TrainBatch, *, with_rewards: bool = True) -> dict[str, float]:
-    """Means of the per-sample numbers under `rollout/`; excluded samples are counted, not averaged in."""
+    """Means of the per-sample numbers under `rollout/`; excluded samples are counted, not averaged in.
+
+    Of rewards it is the mean over rollouts, however many samples one became.
+    """
     kept = [i for i in range(len(batch)) if not batch.excluded[i]]
     columns: dict[str, Sequence[float]] = {
         "truncated": batch.truncated,
         "response_lengths": batch.response_lengths,
         "total_lengths": batch.total_lengths,
     }
-    if with_rewards:
-        columns |= {"rewards": batch.rewards, "raw_reward": batch.raw_reward}
     metrics = {f"rollout/{name}": float(np.mean([column[i] for i in kept])) for name, column in columns.items() if kept}
+    if with_rewards and kept:
+        siblings = Counter(batch.rollout_ids[i] for i in kept)
+        weights = [1 / siblings[batch.rollout_ids[i]] for i in kept]
+        for name, column in (("rewards", batch.rewards), ("raw_reward", batch.raw_reward)):
+            metrics[f"rollout/{name}"] = float(np.average([column[i] for i in kept], weights=weights))
     metrics["rollout/excluded_samples"] = float(len(batch) - len(kept))
     return metrics
 

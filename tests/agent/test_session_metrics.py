@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from slime.config import Config, derive
 from slime.data.sample import Sample
-from slime.rollout.metrics import rollout_metrics
+from slime.rollout.metrics import eval_metrics, rollout_metrics
+from slime.train.batch import batch_metrics, make_train_batch
 from tests.agent.byte_template import assistant, user
 from tests.agent.test_session import Talk, base_sample
 
@@ -45,3 +46,27 @@ def test_the_sessions_of_a_rollout_in_numbers() -> None:
 def test_a_rollout_without_sessions_says_nothing_of_them() -> None:
     samples = [base_sample(metadata={"session": value}) for value in ("mine", {"turns": 1}, {"turns": "x"})]
     assert agent_metrics(samples) == {}
+
+
+def test_a_session_with_branches_is_one_try() -> None:
+    forked = Talk()
+    forked.turn(assistant("one"))
+    for branch in range(3):
+        forked.messages[3:] = []
+        forked.turn(assistant(f"way {branch}"), user(f"go {branch}"))
+    plain = [Talk() for _ in range(3)]
+    for talk in plain:
+        talk.turn(assistant("one"))
+    tries = [forked.session.samples(base_sample(index=0), 1.0)]
+    tries += [talk.session.samples(base_sample(index=i + 1), 0.0) for i, talk in enumerate(plain)]
+    samples = [sample for one in tries for sample in one]
+    config = derive(Config(rollout_batch_size=1, log_passrate=True))
+    found = rollout_metrics(config, samples, 1.0)
+    assert found["rollout/raw_reward"] == 0.25
+    assert [found[f"passrate/pass@{k}"] for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    assert "passrate/pass@8" not in found
+    batch = batch_metrics(make_train_batch(config, samples))
+    assert batch["rollout/raw_reward"] == 0.25
+    result = {"rewards": [sample.reward for sample in samples], "samples": samples}
+    held_out = eval_metrics(config, {"set": result})
+    assert (held_out["eval/set"], held_out["eval/set-pass@1"], held_out["eval/set-pass@4"]) == (0.25, 0.25, 1.0)
