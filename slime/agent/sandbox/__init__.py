@@ -1,6 +1,6 @@
 """Where agents work: the protocol, its backends, and the names that upstream has here."""
 
-from slime.agent.sandbox.choose import make_sandbox
+from slime.agent.sandbox.choose import make_sandbox, sandbox_from
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.limits import SandboxLimits
 from slime.agent.sandbox.protocol import (
@@ -31,4 +31,5 @@ __all__ = [
     "ensure_agent_user",
     "exec_and_wait",
     "make_sandbox",
+    "sandbox_from",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.limits import SandboxLimits
@@ -41,6 +42,25 @@ def make_sandbox(
         _has_none_of_this_machine(kind, files, visible)
         return E2BSandbox(image, limits=limits, env=env)
     raise UserError(f"there is no sandbox {kind!r}: choose one of {', '.join(KINDS)}")
+
+
+def sandbox_from(
+    args: Any,
+    *,
+    files: Snapshot | None = None,
+    env: Mapping[str, str] | None = None,
+    visible: Sequence[str | Path] = (),
+    image: str | None = None,
+) -> MachineSandbox | E2BSandbox:
+    """A sandbox as the run's flags say; `image` is a sample's own, in the place of `--sandbox-image`."""
+    limits = SandboxLimits(
+        seconds=args.sandbox_timeout,
+        memory_mb=args.sandbox_memory_mb,
+        processes=args.sandbox_processes,
+        disk_mb=args.sandbox_disk_mb,
+    )
+    image = image or args.sandbox_image
+    return make_sandbox(args.sandbox, limits=limits, files=files, env=env, visible=visible, image=image)
 
 
 def _has_none_of_this_machine(kind: str, files: Snapshot | None, visible: Sequence[str | Path]) -> None:

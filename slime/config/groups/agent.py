@@ -1,10 +1,8 @@
 """Sessions: what talks to the model over several turns, from our own loops to somebody's command-line agent."""
 
-# ruff: noqa: RUF009 (`flag` declares a dataclass field)
-
 from dataclasses import dataclass
 
-from slime.config.flag import at_least, between, flag
+from slime.config.flag import above, at_least, between, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +29,16 @@ class AgentFlags:
         "base URL under which sandboxes on other machines reach these endpoints (needs --host and --agent-server-port)",
         metavar="URL",
     )
+    sandbox: str = flag(
+        "auto",
+        "where agents and tools run commands; auto: local where this machine has namespaces, else subprocess, which is "
+        "no boundary",
+        choices=("auto", "local", "subprocess", "docker", "podman", "e2b"),
+    )
+    sandbox_image: str | None = flag(None, "image that sandboxes of docker, podman and e2b start from", metavar="NAME")
+    sandbox_timeout: float = flag(120.0, "seconds that one command in a sandbox may take", check=above(0))
+    sandbox_memory_mb: int = flag(
+        4096, "memory of one sandbox, all its processes and the files they wrote together", check=at_least(1)
+    )
+    sandbox_processes: int = flag(512, "most processes of one sandbox", check=at_least(1))
+    sandbox_disk_mb: int = flag(2048, "what one sandbox may write to files", check=at_least(1))
