@@ -237,7 +237,9 @@ def test_log_probs_are_those_of_the_sampled_tokens(run: Any) -> None:
 
     done = run(client)
     assert [entry.logprob for entry in done.returned] == pytest.approx([log_prob(i) for i in done.turns[0].ids])
-    assert all(entry.bytes for entry in done.returned)
+    said = b"".join(bytes(entry.bytes) for entry in done.returned)
+    assert said.decode() == f"{SAID[0]}<|im_end|>"
+    assert b"\xc3" in [bytes(entry.bytes) for entry in done.returned]  # half of é
 
 
 def test_the_end_of_a_session_ends_each_sdk_at_once(run: Any) -> None:

@@ -6,6 +6,7 @@ The cost of a piece is that of its own ids and of a few before it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -51,3 +52,31 @@ class Detokenizer:
         if not ids:
             return ""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def token_bytes(tokenizer: Any, ids: Sequence[int]) -> list[bytes]:
+    """The bytes of each token, which need not be whole characters; together they are the text of all of them."""
+    pieces = tokenizer.convert_ids_to_tokens(list(ids))
+    added = tokenizer.get_added_vocab()
+    is_byte_level = "".join(tokenizer.tokenize("é")).endswith("Ã©")
+    alphabet = _byte_alphabet() if is_byte_level else {}
+    found = []
+    for token, piece in zip(ids, pieces, strict=True):
+        if piece in added:
+            found.append(str(piece).encode())
+        elif is_byte_level and all(letter in alphabet for letter in piece):
+            found.append(bytes(alphabet[letter] for letter in piece))
+        elif re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            found.append(bytes([int(piece[3:5], 16)]))
+        elif "\u2581" in piece:  # SentencePiece's blank, which decoding one token alone may drop
+            found.append(piece.replace("\u2581", " ").encode())
+        else:
+            found.append(tokenizer.decode([token], skip_special_tokens=False).encode())
+    return found
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The letters that byte-level tokenizers write bytes as: printable ones stand for themselves, others follow 255."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from slime.agent.sampling.detokenizer import token_bytes
 from slime.agent.sampling.turn import TakenTurn
 from slime.agent.server.dialects import Asked, Dialect, Finished, Kind, Problem, StreamWriter, TokenLogProb, Usage
 from slime.agent.server.sessions import OpenSession
@@ -144,8 +145,8 @@ def finished_turn(taken: TakenTurn, asked: Asked, tokenizer: Any) -> Finished:
 def _log_probs(taken: TakenTurn, tokenizer: Any) -> list[TokenLogProb]:
     ids = taken.answer.ids.tolist()
     texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-    pairs = zip(texts, taken.answer.log_probs.tolist(), strict=True)
-    return [TokenLogProb(text, text.encode(errors="replace"), log_prob) for text, log_prob in pairs]
+    each = zip(texts, token_bytes(tokenizer, ids), taken.answer.log_probs.tolist(), strict=True)
+    return [TokenLogProb(*entry) for entry in each]
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
