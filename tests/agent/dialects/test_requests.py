@@ -165,9 +165,10 @@ def test_sampling_parameters_have_the_engines_names() -> None:
     ],
 )
 def test_tool_choice(dialect: Dialect, body: dict[str, Any], choice: Any, expected: str) -> None:
-    got = asked(dialect, {**body, "tool_choice": choice}).request
-    assert got.tool_choice == expected
-    assert got.parallel_tool_calls == ("disable_parallel_tool_use" not in choice)
+    whole = asked(dialect, {**body, "tool_choice": choice})
+    assert whole.request.tool_choice == expected
+    assert whole.request.parallel_tool_calls == ("disable_parallel_tool_use" not in choice)
+    assert any("is not forced on the model" in note for note in whole.notes) == (expected != "none")
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}

@@ -220,6 +220,13 @@ def chosen(name: object, tools: Collection[Mapping[str, Any]]) -> str:
     return text
 
 
+def choice_notes(choice: str) -> tuple[str, ...]:
+    """What is to be known about a choice that is not the model's: forced tokens are not sampled ones."""
+    if choice in ("auto", "none"):
+        return ()
+    return (f"tool_choice {choice!r} is not forced on the model: what is trained on is sampled freely",)
+
+
 def session_key(headers: Mapping[str, str]) -> str | None:
     """The key that the client sent, wherever it sent it."""
     lower = {name.lower(): value.strip() for name, value in headers.items()}

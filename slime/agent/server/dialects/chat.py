@@ -54,10 +54,11 @@ class ChatCompletions:
         stream = bodies.a_flag(fields, "stream", False)
         options = bodies.a_mapping(fields.get("stream_options") or {}, "stream_options")
         longest = bodies.an_int(fields, "max_completion_tokens", 1)
+        choice = _tool_choice(fields.get("tool_choice"), tools)
         request = TurnRequest(
             messages=conversation(fields.get("messages")),
             tools=tools,
-            tool_choice=_tool_choice(fields.get("tool_choice"), tools),
+            tool_choice=choice,
             parallel_tool_calls=bodies.a_flag(fields, "parallel_tool_calls", True),
             max_tokens=longest if longest is not None else bodies.an_int(fields, "max_tokens", 1),
             params=sampling_params(fields),
@@ -68,6 +69,7 @@ class ChatCompletions:
             stream=stream,
             include_usage=not stream or bodies.a_flag(options, "include_usage", False),
             want_log_probs=bodies.a_flag(fields, "logprobs", False),
+            notes=bodies.choice_notes(choice),
         )
 
     def writer(self, asked: Asked, turn_ref: str) -> ChatWriter:

@@ -62,7 +62,7 @@ class AnthropicMessages:
             model=bodies.a_name(fields.get("model"), "model"),
             stream=bodies.a_flag(fields, "stream", False) and not counting,
             count_only=counting,
-            notes=notes,
+            notes=notes + bodies.choice_notes(choice),
         )
 
     def writer(self, asked: Asked, turn_ref: str) -> MessagesWriter:

@@ -72,7 +72,7 @@ class OpenAIResponses:
             model=bodies.a_name(fields.get("model"), "model"),
             stream=bodies.a_flag(fields, "stream", False) and not counting,
             count_only=counting,
-            notes=tuple(tools.notes),
+            notes=(*tools.notes, *bodies.choice_notes(request.tool_choice)),
             own=Own(forms, _echo(fields)),
         )
 
