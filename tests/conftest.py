@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two w
 LONGEST_FIRST = ("e2e", "migration", "train", "plugins", "weights", "engine_contract", "engine", "waits")
 """Folders whose files take long; begun first, so that the workers end at about the same time."""
 PROCESSES = (
-    "e2e", "engine_contract", "learning", "warm",
+    "e2e", "engine_contract", "learning", "warm", "agent/coding_agent/test_coding_agent.py",
     "agent/sandbox/test_containment.py", "agent/sandbox/test_ordinary_user.py", "agent/sandbox/test_owner.py",
     "engine/test_fuzz.py", "engine/test_http.py", "engine/test_isolation.py", "engine/test_key.py",
     "engine/test_openai.py", "engine/test_supervisor.py", "plugins/test_examples_in_a_run.py",
