@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +22,6 @@ from slime.parsers.events import (
 )
 from slime.parsers.formats import Formats, call_id, formats_of, make_parser
 
-TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
-
 
 def said(formats: Formats, *pieces: str, **how: Any) -> list[Event]:
     parser = make_parser(formats, ids=lambda: "call_1", **how)
@@ -34,12 +31,19 @@ def said(formats: Formats, *pieces: str, **how: Any) -> list[Event]:
 @pytest.mark.parametrize(
     ("template", "formats"),
     [
-        ("qwen2_5", Formats("hermes", None)),
-        ("qwen3", Formats("hermes", "qwen3")),
+        ("<｜tool▁calls▁begin｜> <｜Assistant｜> </think>", Formats("deepseekv31", "deepseek-v3")),
+        ("<minimax:tool_call> <think>", Formats("minimax-m2", "qwen3")),
+        ("<|tool_calls_section_begin|> </think>", Formats("kimi_k2", "kimi_k2")),
+        ("◁think▷", Formats(None, "kimi")),
+        ("[TOOL_CALLS] [THINK]", Formats("mistral", "mistral")),
+        ('{"name": function name, "parameters": dictionary of argument', Formats("llama3", None)),
+        ("<|python_start|>", Formats("pythonic", None)),
+        ("", Formats()),
     ],
 )
 def test_the_formats_of_a_template(template: str, formats: Formats) -> None:
-    assert formats_of((TEMPLATES / f"{template}.jinja").read_text()) == formats
+    """Those of whole templates: test_templates.py."""
+    assert formats_of(template) == formats
 
 
 @pytest.mark.parametrize("formats", [Formats("hermess", None), Formats(None, "think")])

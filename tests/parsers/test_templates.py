@@ -1,0 +1,76 @@
+"""What a family's chat template writes of an assistant's turn is what its parsers read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slime.parsers.events import gathered
+from slime.parsers.formats import Formats, formats_of, make_parser, opens_reasoning
+from tests.agent.families import FAMILIES, family_tokenizer
+
+FORMATS = {
+    "deepseek_r1": Formats("deepseekv3", "deepseek-r1"),
+    "deepseek_v3": Formats("deepseekv3", None),
+    "gemma3": Formats(),
+    "glm4": Formats(),
+    "glm4_5": Formats("glm45", "glm45"),
+    "gpt_oss": Formats("gpt-oss", "gpt-oss"),
+    "kimi_k2": Formats("kimi_k2", None),
+    "llama3": Formats(),
+    "llama3_1": Formats("llama3", None),
+    "marked": Formats(),
+    "mistral": Formats("mistral", None),
+    "nemotron": Formats("qwen3_coder", "qwen3"),
+    "plain": Formats(),
+    "qwen2_5": Formats("hermes", None),
+    "qwen3": Formats("hermes", "qwen3"),
+    "qwen3_5": Formats("qwen3_coder", "qwen3"),
+    "qwen3_coder": Formats("qwen3_coder", None),
+    "qwen3_instruct": Formats("hermes", None),
+}
+"""Of GLM-4 and Gemma 3 no parser of SGLang's reads the calls."""
+PROPERTIES = {"what": {"type": "string"}, "count": {"type": "integer"}, "some": {"type": "array"}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "d",
+        "parameters": {"type": "object", "properties": PROPERTIES},
+    },
+}
+ARGUMENTS = [{"what": 'say "hi"\n to <b> & é', "count": 3}, {"some": [1, "two", {"three": None}]}]
+
+
+def test_the_formats_of_every_family() -> None:
+    assert {name: formats_of(family_tokenizer(name).chat_template) for name in FAMILIES} == FORMATS
+
+
+@pytest.mark.parametrize(
+    "family", [name for name, formats in FORMATS.items() if formats.tool and name != "deepseek_r1"]
+)
+def test_calls_that_a_template_writes_are_read(family: str) -> None:
+    """DeepSeek-R1's template writes history without the reasoning that its prompts begin."""
+    tokenizer, formats = family_tokenizer(family), FORMATS[family]
+    made = ARGUMENTS[:1] if family in ("llama3_1", "gpt_oss") else ARGUMENTS  # one call at a time
+    calls = [
+        {
+            "id": f"functions.look_up:{place}" if family == "kimi_k2" else "abcDEF123",
+            "type": "function",
+            "function": {
+                "name": "look_up",
+                "arguments": json.dumps(arguments) if family == "deepseek_v3" else arguments,
+            },
+        }
+        for place, arguments in enumerate(made)
+    ]
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    whole = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False)
+    prompt = tokenizer.apply_chat_template(messages[:1], tools=[TOOL], tokenize=False, add_generation_prompt=True)
+    begun = prompt if whole.startswith(prompt) else prompt.rstrip()
+    assert whole.startswith(begun)
+    parser = make_parser(formats, tools=[TOOL], starts_in_reasoning=opens_reasoning(formats, prompt))
+    output = gathered([*parser.feed(whole[len(begun) :]), *parser.end()])
+    assert [(call.name, json.loads(call.arguments)) for call in output.calls] == [("look_up", each) for each in made]
+    assert (output.text, output.ill_formed) == ("", False)
