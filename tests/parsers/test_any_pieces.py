@@ -155,3 +155,16 @@ def test_a_prompt_that_begins_the_reasoning() -> None:
     assert opens_reasoning(Formats(None, "qwen3"), "<|im_start|>assistant\n<think>\n")
     assert not opens_reasoning(Formats(None, "qwen3"), "<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert not opens_reasoning(Formats("hermes", None), "<think>")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_piece_costs_its_own_length(name: str) -> None:
+    """What is unread after a piece, and so read again with the next one, is less than a mark however long the answer."""
+    long = {"text": "x < 1 and { [" * 500}
+    text = written(name, "so " * 500, "and " * 500, [("look_up", long)] * 2)
+    parser = make_parser(Formats(name.split(" ")[0], "qwen3"), tools=TOOLS)
+    unread = []
+    for character in text:
+        parser.feed(character)
+        unread.append(len(parser._reader.text) - parser._reader.at)  # type: ignore[attr-defined]
+    assert max(unread) < 40
