@@ -165,3 +165,10 @@ def test_an_answer_with_nan_or_broken_text_fails_as_what_it_is() -> None:
     assert _asked(body.replace(b'"x"', b'"\xff\\ud800"')).text == "\ufffd\ud800"
     with pytest.raises(EngineProtocolError, match=r"not a list of \[finite log-prob"):
         _asked(body.replace(b"100000", b"1" * 30))
+
+
+def test_token_ids_may_be_an_array() -> None:
+    ids = np.arange(5, dtype=np.int32)
+    ids.flags.writeable = False
+    params = {"sampling_params": {"temperature": 0.5}}
+    assert request_body({"input_ids": ids, **params}) == request_body({"input_ids": ids.tolist(), **params})

@@ -139,7 +139,7 @@ class _Growing:
         """The request for what is left of it."""
         ids = np.concatenate([self._prompt, *(part.id_array for part in self._parts)]) if self._parts else self._prompt
         params = continued_params(self._params, self._sampled)
-        return {"input_ids": ids.tolist(), "sampling_params": params, "return_logprob": True}
+        return {"input_ids": ids, "sampling_params": params, "return_logprob": True}
 
     async def came(self, ids: list[int]) -> None:
         """More ids were sampled."""

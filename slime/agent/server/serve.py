@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import shutil
@@ -49,6 +50,8 @@ async def serve(
         await control.setup()
         await web.UnixSite(control, str(folder / CONTROL)).start()
         await listeners.start()
+        gc.collect()
+        gc.freeze()  # what was loaded stays: nobody looks through it again
         ready({"host": settings.host, "port": port, "model": names[0], "folder": str(folder)})
         await _told_to_end(over())
     finally:
