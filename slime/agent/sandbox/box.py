@@ -24,22 +24,21 @@ from slime.agent.sandbox.protocol import SandboxError, SandboxGone
 HERE = Path(__file__).resolve().parent
 _START_S = 60.0
 _CLEAN = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
-_BOOT = "import sys; sys.path.insert(0, {folder!r}); from {package}.monitor import {entry}; {entry}()"
+_BOOT = "import sys; sys.path.insert(0, {folder!r}); from inside.{module} import {entry}; {entry}()"
 
 
-def python_command(entry: str, folder: str, python: str = "") -> list[str]:
+def python_command(entry: str, folder: str, module: str = "monitor") -> list[str]:
     """The words that start a program of `inside`, with nothing of the environment and of site packages."""
-    code = _BOOT.format(folder=folder, package="inside", entry=entry)
-    return [python or os.path.realpath(sys.executable), "-I", "-S", "-c", code]
+    code = _BOOT.format(folder=folder, module=module, entry=entry)
+    return [os.path.realpath(sys.executable), "-I", "-S", "-c", code]
 
 
 class Box:
     """One monitor, from its start to its end."""
 
-    def __init__(self, spec: Mapping[str, Any], name: str, prefix: Sequence[str] = ()) -> None:
+    def __init__(self, spec: Mapping[str, Any], name: str) -> None:
         self.spec = spec
         self.name = name
-        self.prefix = tuple(prefix)
         self.told: dict[str, Any] = {}
         self.overlay = False
         self._life: socket.socket | None = None
@@ -79,7 +78,7 @@ class Box:
     def _spawn(self, theirs: socket.socket, init_end: socket.socket) -> subprocess.Popen[bytes]:
         numbers = (theirs.fileno(), init_end.fileno())
         return subprocess.Popen(
-            [*self.prefix, *python_command("main", str(HERE)), *map(str, (*numbers, os.getpid()))],
+            [*python_command("main", str(HERE)), *map(str, (*numbers, os.getpid()))],
             pass_fds=numbers,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.agent.sandbox.container import ContainerSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.limits import SandboxLimits
 from slime.agent.sandbox.local import LocalSandbox, refusal
@@ -14,7 +15,8 @@ from slime.agent.sandbox.plain import SubprocessSandbox
 from slime.agent.sandbox.snapshot import Snapshot
 from slime.errors import UserError
 
-KINDS = ("auto", "local", "subprocess", "e2b")
+AnySandbox = MachineSandbox | ContainerSandbox | E2BSandbox
+KINDS = ("auto", "local", "subprocess", "docker", "podman", "e2b")
 
 
 def make_sandbox(
@@ -25,7 +27,7 @@ def make_sandbox(
     env: Mapping[str, str] | None = None,
     visible: Sequence[str | Path] = (),
     image: str | None = None,
-) -> MachineSandbox | E2BSandbox:
+) -> AnySandbox:
     """A sandbox that is not started yet.
 
     `files` is what it starts with; `env` what its commands find in their environment, besides the usual; `visible` are
@@ -38,6 +40,9 @@ def make_sandbox(
         return LocalSandbox(limits=limits, files=files, env=env, visible=visible)
     if kind == "subprocess":
         return SubprocessSandbox(limits=limits, files=files, env=env, visible=visible)
+    if kind in ("docker", "podman"):
+        _has_no_snapshot(kind, files)
+        return ContainerSandbox(kind, image, limits=limits, env=env, visible=visible)
     if kind == "e2b":
         _has_none_of_this_machine(kind, files, visible)
         return E2BSandbox(image, limits=limits, env=env)
@@ -51,7 +56,7 @@ def sandbox_from(
     env: Mapping[str, str] | None = None,
     visible: Sequence[str | Path] = (),
     image: str | None = None,
-) -> MachineSandbox | E2BSandbox:
+) -> AnySandbox:
     """A sandbox as the run's flags say; `image` is a sample's own, in the place of `--sandbox-image`."""
     limits = SandboxLimits(
         seconds=args.sandbox_timeout,
@@ -68,6 +73,11 @@ def _has_none_of_this_machine(kind: str, files: Snapshot | None, visible: Sequen
         raise UserError(
             f"--sandbox {kind} starts from an image and sees no folder of this machine: put the files into it"
         )
+
+
+def _has_no_snapshot(kind: str, files: Snapshot | None) -> None:
+    if files is not None:
+        raise UserError(f"--sandbox {kind} starts from an image, not from a folder: build one that holds {files.path}")
 
 
 def auto_kind() -> tuple[str, str]:

@@ -65,6 +65,18 @@ def unshare(flags: int) -> None:
     _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
+def enter_network(pid: int) -> None:
+    """Enter the network namespace of a process, by way of its user namespace where that is another one of this user."""
+    own = os.stat("/proc/self/ns/user").st_ino
+    for kind, flag in (("user", CLONE_NEWUSER), ("net", CLONE_NEWNET)):
+        descriptor = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if kind == "net" or os.fstat(descriptor).st_ino != own:
+                _checked(_libc.setns(descriptor, ctypes.c_int(flag)), f"setns {kind}")
+        finally:
+            os.close(descriptor)
+
+
 def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
     """mount(2)."""
     words = [None if word is None else os.fsencode(word) for word in (source, target, kind, data)]
