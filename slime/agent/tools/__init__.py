@@ -3,7 +3,7 @@
 from slime.agent.tools.environment import ToolBox, ToolEnvironment
 from slime.agent.tools.functions import FunctionTool
 from slime.agent.tools.interpreter import PythonInterpreter
-from slime.agent.tools.loop import note_tool_calls, own_for_the_run, run_with_tools
+from slime.agent.tools.loop import note_tool_calls, opening_messages, own_for_the_run, run_with_tools
 from slime.agent.tools.mcp_servers import McpServer
 from slime.agent.tools.outcomes import ToolCounts, ToolError, ToolFailure, ToolOutcome, ToolRefusal, ToolResult
 from slime.agent.tools.tool import Tool, ToolLimits, ToolProvider
@@ -24,6 +24,7 @@ __all__ = [
     "ToolRefusal",
     "ToolResult",
     "note_tool_calls",
+    "opening_messages",
     "own_for_the_run",
     "run_with_tools",
 ]

@@ -10,6 +10,7 @@ from slime.agent.session.limits import LimitReached
 from slime.agent.talk import converse
 from slime.agent.tools.environment import ToolBox, ToolEnvironment
 from slime.data.sample import Sample
+from slime.errors import UserError
 from slime.rollout.runtime import runtime_for
 
 
@@ -30,11 +31,12 @@ async def run_with_tools(
     limit; `round_number`, its turns; `tool_calls`, how its calls ended. What the tools started is ended with the run.
     """
     own_for_the_run(args, environment)
+    begun_with = opening_messages(args, sample) if messages is None else messages
     async with (
         environment.open(sample) as box,
         converse(args, sample, sampling_params, tools=box.schemas, max_turns=max_turns) as talk,
     ):
-        reply = await talk.ask(messages_of(sample.prompt) if messages is None else messages)
+        reply = await talk.ask(begun_with)
         turns, answer = 1, reply.content
         try:
             while reply.tool_calls:
@@ -46,6 +48,16 @@ async def run_with_tools(
         samples = talk.finish(metadata={"answer": answer, "round_number": turns})
         note_tool_calls(samples, box)
         return samples
+
+
+def opening_messages(args: Any, sample: Sample) -> list[Message]:
+    """What a sample's conversation begins with; refuses a prompt that is rendered already, for it would be twice."""
+    if isinstance(sample.prompt, str) and runtime_for(args).args.apply_chat_template:
+        raise UserError(
+            "--apply-chat-template makes a text of every prompt, but a conversation renders its messages itself: "
+            "leave the flag out"
+        )
+    return messages_of(sample.prompt)
 
 
 def note_tool_calls(samples: Sequence[Sample], box: ToolBox) -> None:

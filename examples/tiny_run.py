@@ -1,0 +1,132 @@
+"""A whole run of a tiny model with tools: copy demonstrations, then GRPO with the tools at hand."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from tiny_chat import Row, make_model  # noqa: E402
+
+import slime  # noqa: E402
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "partial": {"over_sampling_batch_size": 32, "partial_rollout": True},
+    "one-step": {"async_mode": "one-step"},
+    "full": {"async_mode": "full"},
+}
+
+
+class Task(NamedTuple):
+    """What differs from example to example."""
+
+    folder: Path
+    demonstrations: Sequence[Row]
+    demonstrations_file: Path
+    training: Path
+    held_out: Path
+    words: str
+    generate: str
+    reward: str
+    max_turns: int
+    turn_tokens: int
+
+
+class Outcome(NamedTuple):
+    """Success on held-out tasks, before and after."""
+
+    before: float
+    after: float
+    minutes: float
+
+    def verdict(self, what: str, wanted: float) -> str:
+        """Whether it learned, in a sentence."""
+        scores = f"of held-out {what} {self.after:.1%} end well, {self.before:.1%} before GRPO ({self.minutes:.1f} min)"
+        return (
+            f"It learned to use its tool: {scores}." if self.after >= wanted else f"It did not learn enough: {scores}."
+        )
+
+
+def arguments(about: str | None, name: str) -> argparse.ArgumentParser:
+    """The flags that all of these examples have."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs") / name)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mode", choices=list(MODES), default="sync", help="how generation and training overlap")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
+    parser.add_argument("--warm-up-steps", type=int, default=180)
+    parser.add_argument("--steps", type=int, default=30, help="of GRPO")
+    parser.add_argument("--warm-up-only", action="store_true", help="make the model that GRPO begins with, and end")
+    parser.add_argument("--warm-model", type=Path, help="a model folder of an earlier warm-up, instead of another one")
+    return parser
+
+
+def run(task: Task, args: argparse.Namespace, **flags: Any) -> Outcome:
+    """Warm-up and GRPO; `flags` go to the latter."""
+    began = time.monotonic()
+    common = {"device": args.device, "dtype": "float32", "seed": args.seed}
+    warm = args.warm_model or _warmed_up(task, args, common)
+    if args.warm_up_only:
+        print(f"the model is in {warm}")
+        raise SystemExit(0)
+    print("GRPO: attempts with the tool, reward for the right answer, train, send the weights back", flush=True)
+    result = slime.run(
+        **common,
+        hf_checkpoint=str(warm),
+        prompt_data=str(task.training),
+        input_key="prompt",
+        label_key="label",
+        custom_generate_function_path=task.generate,
+        custom_rm_path=task.reward,
+        max_turns=task.max_turns,
+        rollout_max_response_len=task.turn_tokens,
+        eval_prompt_data=[("held-out", str(task.held_out))],
+        eval_interval=10,
+        rollout_shuffle=True,
+        num_rollout=args.steps,
+        rollout_batch_size=16,
+        n_samples_per_prompt=8,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=8192,
+        eps_clip_high=0.28,
+        lr=5e-4,
+        lr_warmup_iters=3,
+        output_dir=str(task.folder),
+        save_hf=str(task.folder / "model"),
+        **{**MODES[args.mode], **flags},
+    )
+    before, after = (result.evaluations[i][1]["eval/held-out"] for i in (0, -1))
+    return Outcome(before, after, (time.monotonic() - began) / 60)
+
+
+def _warmed_up(task: Task, args: argparse.Namespace, common: Mapping[str, Any]) -> Path:
+    print("a model of 0.4 M parameters with random weights, and demonstrations of an imperfect pupil", flush=True)
+    base = make_model(task.folder / "base", task.demonstrations, words=task.words, seed=args.seed)
+    print("warm-up: copy what the pupil does", flush=True)
+    slime.run(
+        **common,
+        hf_checkpoint=str(base),
+        prompt_data=str(task.demonstrations_file),
+        input_key="messages",
+        tool_key="tools",
+        loss_type="sft_loss",
+        calculate_per_token_loss=True,
+        rollout_shuffle=True,
+        num_rollout=args.warm_up_steps,
+        rollout_batch_size=64,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=8192,
+        lr=4e-3,
+        lr_warmup_iters=20,
+        lr_decay_style="cosine",
+        output_dir=str(task.folder / "warmup"),
+        save_hf=str(task.folder / "warmup/model"),
+    )
+    return task.folder / "warmup/model"
