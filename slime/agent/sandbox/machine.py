@@ -72,7 +72,11 @@ class MachineSandbox:
 
     async def __aenter__(self) -> Self:
         self._box = self._make_box()
-        await self._box.start()
+        try:
+            await self._box.start()
+        except BaseException:  # cancelled, perhaps: nothing is left of what had begun
+            await self._box.close()
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:

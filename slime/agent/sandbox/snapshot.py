@@ -17,11 +17,13 @@ class Snapshot:
     """
 
     path: Path
+    """A text is taken too."""
     root: bool = False
     how: str = "auto"
 
     def __post_init__(self) -> None:
-        if not Path(self.path).is_dir():
+        object.__setattr__(self, "path", Path(self.path))
+        if not self.path.is_dir():
             raise UserError(f"there is no folder {self.path} to start sandboxes from: prepare it first")
         if self.how not in ("auto", "overlay", "copy"):
             raise UserError(f"a snapshot is taken by auto, overlay or copy, not {self.how!r}")

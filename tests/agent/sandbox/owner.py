@@ -1,6 +1,11 @@
-"""A program that owns a sandbox with daemons in it, some of them stopped, says so, and waits: `WAY MARK`."""
+"""A program that owns a sandbox with daemons in it, some of them stopped, says so, and waits: `WAY MARK [fork]`.
+
+With `fork` there is a copy of it that holds all that it holds.
+"""
 
 import asyncio
+import os
+import signal
 import sys
 
 from tests.agent.sandbox.boxes import box
@@ -17,7 +22,11 @@ async def main() -> None:
         await sandbox.exec(f"{line} >/dev/null 2>&1", env={"MARK": mark})
         running = asyncio.create_task(sandbox.exec("echo > begun; sleep 600; true", env={"MARK": mark}))
         await sandbox.exec("until test -e begun; do sleep 0.01; done")
-        print(sandbox.workdir, *sandbox.box.told["folders"], flush=True)
+        copy = os.fork() if sys.argv[3:] else None
+        if copy == 0:
+            signal.pause()
+            os._exit(0)
+        print(copy, sandbox.workdir, *sandbox.box.told["folders"], flush=True)
         await running
 
 

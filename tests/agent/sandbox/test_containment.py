@@ -13,7 +13,7 @@ import pytest
 from slime.agent.sandbox import SandboxError, SandboxGone, SandboxLimits
 from slime.agent.sandbox.local import refusal
 from slime.agent.sandbox.machine import MachineSandbox
-from tests.agent.sandbox.boxes import ALL, LOCAL, alive, inside, wait_until
+from tests.agent.sandbox.boxes import ALL, LOCAL, alive, box, inside, wait_until
 
 QUICK = SandboxLimits(grace_seconds=0.1)
 
@@ -303,3 +303,25 @@ def test_where_a_local_sandbox_cannot_be_made_the_reason_is_named(monkeypatch: p
     finally:
         monkeypatch.undo()
         refusal.cache_clear()
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_a_start_that_is_cancelled_leaves_nothing(way: str) -> None:
+    made = box(way)
+    if made is None:
+        return
+    seen: list[int] = []
+
+    async def run() -> None:
+        task = asyncio.create_task(made.__aenter__())
+        await asyncio.to_thread(wait_until, lambda: made._box is not None and made._box._process is not None)
+        assert made._box is not None
+        assert made._box._process is not None
+        seen.append(made._box._process.pid)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert not os.path.exists(f"/proc/{seen[0]}")
+    assert not os.path.exists(f"/sys/fs/cgroup/pids/slime-sandbox-{seen[0]}")

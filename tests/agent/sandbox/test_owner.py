@@ -19,22 +19,35 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 @pytest.mark.parametrize("way", ALL)
 def test_nothing_is_left_when_the_owner_is_gone(way: str, how: signal.Signals) -> None:
+    end_the_owner(way, how)
+
+
+@pytest.mark.parametrize("way", ["unshare", "subprocess"])
+def test_a_forked_copy_of_the_owner_keeps_no_sandbox_alive(way: str) -> None:
+    end_the_owner(way, signal.SIGKILL, "fork")
+
+
+def end_the_owner(way: str, how: signal.Signals, *more: str) -> None:
     if way != "subprocess" and refusal(way) is not None:
         assert box(way) is None
         return
     mark = f"sandbox-owner-{os.urandom(8).hex()}"
-    words = [sys.executable, "-m", "tests.agent.sandbox.owner", way, mark]
+    words = [sys.executable, "-m", "tests.agent.sandbox.owner", way, mark, *more]
     owner = subprocess.Popen(
         words, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert owner.stdout is not None
     with owner.stdout:
-        folders = owner.stdout.readline().split()
+        copy, *folders = owner.stdout.readline().split()
     assert len(folders) >= 1
-    running = set(alive(mark)) - {owner.pid}
-    assert len(running) >= 4
+    apart = {int(copy)} if more else set()
+    assert len(set(alive(mark)) - {owner.pid} - apart) >= 4
     owner.send_signal(how)
     owner.wait()
-    wait_until(lambda: not alive(mark))
+    try:
+        wait_until(lambda: set(alive(mark)) == apart)
+    finally:
+        for pid in apart:
+            os.kill(pid, signal.SIGKILL)
     own = folders if way == "subprocess" else folders[1:]  # /workspace is a path inside
     wait_until(lambda: not [folder for folder in own if os.path.exists(folder)])
