@@ -78,6 +78,14 @@ FAMILIES = {
         bos="<bos>",
         eos="<eos>",
     ),
+    "gemma4": Family(
+        (
+            *("<bos>", "<eos>", "<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>"),
+            *("<|tool_response>", "<tool_response|>", "<|channel>", "<channel|>", '<|"|>'),
+        ),
+        bos="<bos>",
+        eos="<eos>",
+    ),
     "nemotron": _QWEN,
     "mistral": Family(
         (

@@ -160,6 +160,7 @@ STOPS = {
     "kimi_k2": {"<|im_end|>", "[EOS]"},
     "gpt_oss": {"<|return|>", "<|call|>"},  # not <|end|>: thoughts end with it, and the turn goes on
     "gemma3": {"<end_of_turn>", "<eos>"},
+    "gemma4": {"<turn|>", "<|tool_response>", "<eos>"},
     "mistral": {"</s>"},
     "plain": {"<|endoftext|>"},
 }
@@ -331,3 +332,90 @@ def test_a_continuation_does_not_render_what_is_held(monkeypatch: pytest.MonkeyP
     last = said("said " * 10000, bash(a="given " * 10000), reasoning="thought " * 10000)
     template.continuation(last, None, [result("7")], tools)
     assert [len(text) < 1000 for text in rendered] == [True]
+
+
+def test_results_that_stand_in_the_turn_that_called() -> None:
+    last, new = said("I look.", bash(a="b")), [result("a.txt"), result("b.txt")]
+    inside = 'response:bash{value:<|"|>a.txt<|"|>}<tool_response|>'
+    more = '<|tool_response>response:bash{value:<|"|>b.txt<|"|>}<tool_response|>'
+    assert continued("gemma4", last, *new, ended="<|tool_response>") == inside + more
+    assert continued("gemma4", last, *new, ended="<turn|>") == "<|tool_response>" + inside + more
+    assert continued("gemma4", last, *new) == "<|tool_response>" + inside + more
+    asked = "\n<|turn>user\nMore?<turn|>\n<|turn>model\n"
+    assert continued("gemma4", said("Done."), user("More?"), ended="<|tool_response>") == "<turn|>" + asked
+
+
+def made_template(text: str, *tokens: str, eos: str = "<|im_end|>") -> tuple[ChatTemplate, Any]:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens), "eos_token": eos})
+    tokenizer.chat_template = text
+    return ChatTemplate(tokenizer), tokenizer
+
+
+def test_a_turn_that_two_tokens_close_ends_with_the_one_that_ends_texts() -> None:
+    template, tokenizer = made_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{{ '<|said|>' if m.role == 'assistant' }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "<|said|>",
+    )
+    assert template.stop_ids == {tokenizer.eos_token_id}
+    ids = template.continuation(said("Done."), tokenizer.eos_token_id, [user("More?")], ())
+    assert tokenizer.decode(ids) == "<|im_start|>user\nMore?<|im_end|><|im_start|>assistant\n"
+
+
+def test_a_template_that_writes_the_token_of_the_next_message_at_the_end_of_each_turn() -> None:
+    template, tokenizer = made_template(
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|bot|>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+        "{{ '<|tool|>' if m.tool_calls else '<|user|>' }}"
+        "{% elif m.role == 'tool' %}{{ m.content }}"
+        "{% else %}{{ '<|user|>' if loop.first or loop.previtem.role != 'assistant' }}{{ m.content }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}",
+        *("<|bot|>", "<|user|>", "<|tool|>"),
+        eos="<|endoftext|>",
+    )
+    asks, uses = token(tokenizer, "<|user|>"), token(tokenizer, "<|tool|>")
+    assert template.stop_ids == {asks, uses, tokenizer.eos_token_id}
+    last, new = said("", bash()), [result("7")]
+    assert tokenizer.decode(template.continuation(last, uses, new, ())) == "7<|bot|>"
+    assert tokenizer.decode(template.continuation(last, asks, new, ())) == "<|tool|>7<|bot|>"
+    assert tokenizer.decode(template.continuation(said("7"), asks, [user("So?")], ())) == "So?<|bot|>"
+
+
+def test_a_template_that_closes_only_turns_with_several_calls() -> None:
+    template, tokenizer = made_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}<|called|>{% endfor %}"
+        "{{ '<|im_end|>' if not m.tool_calls or m.tool_calls | length > 1 }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "<|called|>",
+    )
+    end = tokenizer.eos_token_id
+    assert template.stop_ids == {end}  # a call's end is not the turn's: another call may follow
+    after = "<|im_start|>tool\n7<|im_end|><|im_start|>assistant\n"
+    for calls in ([bash()], [bash(), bash("call_2")]):
+        assert tokenizer.decode(template.continuation(said("", *calls), end, [result("7")], ())) == after
+
+
+def test_contents_as_parts() -> None:
+    template, tokenizer = made_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    ids = template.continuation(said("Done."), tokenizer.eos_token_id, [user("More?")], ())
+    assert tokenizer.decode(ids) == "<|im_start|>user\nMore?<|im_end|><|im_start|>assistant\n"
+
+
+def test_tools_that_say_too_little_for_a_template() -> None:
+    tokenizer = family_tokenizer("gpt_oss")
+    silent = {"type": "function", "function": {"name": "bash"}}
+    text = tokenizer.decode(ChatTemplate(tokenizer).prompt([user("Hi.")], [silent]))
+    assert '// \ntype bash = (_: {"type": "object", "properties": {}}) => any;' in text
+
+
+def test_a_template_that_shows_nothing_is_refused_in_a_sentence() -> None:
+    template, _ = made_template("{% for m in messages %}{{ m.role }}{% endfor %}")
+    assert template.refusal == (
+        "the model's chat template does not show what an assistant said: no turn of it can be continued"
+    )

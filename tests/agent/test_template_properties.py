@@ -19,19 +19,17 @@ from tests.agent.families import FAMILIES, family_tokenizer
 
 SPECIAL = sorted({token for family in FAMILIES.values() for token in family.special + family.added if token.strip()})
 NAMES = ["bash", "read_file", "übersetzen"]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "Does it. <|im_end|>[INST]<end_of_turn><｜User｜>",
-            "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "</think>"}}},
-        },
-    }
-    for name in NAMES
-]
-PLAIN_TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
-REWRITES_HISTORY = {"qwen3", "qwen3_5", "glm4_5", "gpt_oss", "nemotron", "mistral"}
+
+
+def tools_that_say(text: str) -> list[dict[str, Any]]:
+    properties = {"x": {"type": "string", "description": f"What. {text}"}}
+    function = {"description": f"Does it. {text}", "parameters": {"type": "object", "properties": properties}}
+    return [{"type": "function", "function": {"name": name, **function}} for name in NAMES]
+
+
+TOOLS = tools_that_say("<|im_end|>[INST]<end_of_turn><｜User｜></think>")
+PLAIN_TOOLS = tools_that_say("word")
+REWRITES_HISTORY = {"gemma4", "qwen3", "qwen3_5", "glm4_5", "gpt_oss", "nemotron", "mistral"}
 plain_text = st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), max_size=12) | st.sampled_from(
     ["a < b", "x\n\ny", "{'k': \"v\"}", "漢字かな", "\\n \\ \t", "<b>bold</b>", "<table>", "🙂 naïve", "3 + 4\r\n"]
 )

@@ -14,6 +14,7 @@ FORMATS = {
     "deepseek_r1": Formats("deepseekv3", "deepseek-r1"),
     "deepseek_v3": Formats("deepseekv3", None),
     "gemma3": Formats(),
+    "gemma4": Formats(),
     "glm4": Formats(),
     "glm4_5": Formats("glm45", "glm45"),
     "gpt_oss": Formats("gpt-oss", "gpt-oss"),
@@ -30,7 +31,7 @@ FORMATS = {
     "qwen3_coder": Formats("qwen3_coder", None),
     "qwen3_instruct": Formats("hermes", None),
 }
-"""Of GLM-4 and Gemma 3 no parser of SGLang's reads the calls."""
+"""Of GLM-4, Gemma 3 and Gemma 4 no parser of SGLang's reads the calls."""
 PROPERTIES = {"what": {"type": "string"}, "count": {"type": "integer"}, "some": {"type": "array"}}
 TOOL = {
     "type": "function",

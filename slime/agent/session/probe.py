@@ -79,6 +79,8 @@ class Probe:
 
     def settle(self) -> Shape:
         """The most generous shape under which every word is shown in its place."""
+        if not self._shown((asked(A),), (A,)):
+            self.shape = replace(self.shape, parts=True)
         self._unless("system_first", ((system(A), asked(B)), (A, B)))
         self._unless("users_in_row", ((asked(A), asked(B)), (A, B)))
         self._unless("assistants_in_row", ((asked(A), said(B), said(C), asked(D)), (A, B, C, D)))
@@ -89,6 +91,7 @@ class Probe:
             self._unless("parallel_calls", ((asked(A), said("", *PARALLEL)), (A, B, C)))
             if not self._shown((asked(A), said("", *PARALLEL)), (A, B, C)):
                 self.shape = replace(self.shape, calls=False)
+            self._unless("calls_with_text", ((asked(A), said(B, call(C))), (A, C)))
             self._unless("calls_with_text_and_reasoning", ((asked(A), said(B, call(C), reasoning=D)), (A, C)))
         one, two = (asked(A), said("", call(B))), (asked(A), said("", *PARALLEL))
         self._unless("tools", ((*one, result(C)), (A, C)), ((*two, *RESULTS), (A, D)))
@@ -140,51 +143,72 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Ending:
-    """The tokens at the end of a turn: `cuts` are those after which its continuation begins, `stops` can be sampled."""
+    """The tokens at the end of a turn: `cuts` are those after which its continuation begins, `stops` can be sampled.
+
+    One of `openings` begins what follows, and no other token takes its place; any of the other cuts closes any turn.
+    One of `call_ends` closes a call, and is a cut where the template writes no other one after it.
+    """
 
     way: Way
     cuts: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
+    openings: tuple[str, ...] = ()
+    call_ends: tuple[str, ...] = ()
 
 
-def find_ending(renderer: Renderer, shape: Shape, special: SpecialText) -> Ending:
+def find_ending(renderer: Renderer, shape: Shape, special: SpecialText, eos: str | None) -> Ending:
     """How turns of this template end; raises `TemplateRefused` where it does not show what an assistant said."""
     seen = _Seen(renderer, shape, special)
     alone, answered = seen.after((said(B),), ask=False), seen.after((said(B), asked(C)))
-    if closing := special.pattern.search(alone):
-        in_history = [match[0] for match in [special.pattern.search(answered)] if match]
-        stops = [closing[0], *seen.closing_a_call([closing[0], *in_history])]
-        stops += [token for token in _MORE_ENDS if token in special.ids and token in renderer.source]
-        return Ending(Way.CLOSED, tuple(dict.fromkeys([*stops, *in_history])), tuple(dict.fromkeys(stops)))
-    if special.pattern.search(answered):
-        turn_ends = seen.openings((said(B), asked(C)), (said("", call(B)), result(C)))
+    if alone and seen.first_closing(alone, answered, eos) != seen.opening_a_question():
+        return seen.closed(alone, answered, eos)
+    if answered:
+        seen.has_next = bool(alone)
+        ends = seen.openings((said(B), asked(C)), (said("", call(B)), result(C)))
         others = seen.openings((said("", call(B)), asked(C)), (said(B), system(C)), (said(B), said(C)), (said(B),))
-        return Ending(Way.OPENED, tuple(dict.fromkeys([*turn_ends, *others])), tuple(dict.fromkeys(turn_ends)))
+        cuts = _distinct([*ends, *others])
+        return Ending(Way.OPENED, cuts, _distinct(ends), openings=cuts)
     return Ending(Way.BARE)
 
 
 class _Seen:
-    """What a template writes after the word `B` of an assistant's turn."""
+    """The control tokens that a template writes around the words of a conversation."""
 
     def __init__(self, renderer: Renderer, shape: Shape, special: SpecialText) -> None:
         self._renderer = renderer
         self._shape = shape
         self._special = special
+        self.has_next = False
+        """Whether a turn that nothing follows is followed by the token that opens a question all the same."""
 
-    def after(self, messages: Conversation, *, ask: bool = True) -> str:
-        text = self._renderer.text(self._shape.of((asked(A), *messages)), ask=ask)
-        _, found, rest = text.rpartition(B)
-        if not found:
-            raise TemplateRefused("the model's chat template does not show what an assistant said")
-        return rest.partition(C)[0]
+    def closed(self, alone: list[str], answered: list[str], eos: str | None) -> Ending:
+        """A token closes turns: perhaps another one in history, perhaps a third after a call."""
+        first = self.first_closing(alone, answered, eos)
+        known = [first, *([] if first in answered else answered[:1])]
+        after_call = self._closing_a_call(known)
+        more = [token for token in _MORE_ENDS if token in self._special.ids and token in self._renderer.source]
+        between_calls = self._between((asked(A), said("", *PARALLEL)), B, C)
+        between_results = self._between((asked(A), said("", *PARALLEL), *RESULTS), RESULTS[0].content, D)
+        return Ending(
+            Way.CLOSED,
+            cuts=_distinct([*known, *after_call, *more]),
+            stops=_distinct([first, *(token for token in after_call if token not in between_calls), *more]),
+            openings=tuple(token for token in after_call if token in between_results),
+            call_ends=tuple(token for token in after_call if token in between_calls),
+        )
 
-    def closing_a_call(self, known: Sequence[str]) -> list[str]:
-        """The token that closes a turn with a call, where it is another one: the last after the call."""
-        try:
-            tokens = self._special.pattern.findall(self.after((said("", call(B)),), ask=False))
-        except TemplateRefused:
-            return []
-        return [] if not tokens or set(tokens) & set(known) else tokens[-1:]
+    def first_closing(self, alone: list[str], answered: list[str], eos: str | None) -> str:
+        """Of the tokens after a turn that nothing follows, the one that ends it."""
+        both = [one for one, other in zip(alone, answered, strict=False) if one == other]
+        return eos if eos is not None and eos in both else alone[0]
+
+    def opening_a_question(self) -> str | None:
+        before = self._text((asked(A),)).partition(A)[0]
+        return (self._tokens(before) or [None])[-1]
+
+    def after(self, messages: Conversation, *, ask: bool = True) -> list[str]:
+        """The tokens between the word B of an assistant's turn and the word C of what follows."""
+        return self._tokens(self._after(messages, ask=ask))
 
     def openings(self, *conversations: Conversation) -> list[str]:
         """The first token of what follows the first message of each conversation."""
@@ -194,10 +218,39 @@ class _Seen:
                 alone, whole = self.after((turn,), ask=False), self.after((turn, *following))
             except TemplateRefused:
                 continue
-            if match := self._special.pattern.search(whole, _shared_length(alone, whole)):
-                found.append(match[0])
+            inside = len(alone) - self.has_next
+            found += whole[inside : inside + 1]
         return found
 
+    def _closing_a_call(self, known: Sequence[str]) -> list[str]:
+        """The token that closes a turn with a call, where it is another one: the last after the call."""
+        try:
+            tokens = self.after((said("", call(B)),), ask=False)
+        except TemplateRefused:
+            return []
+        return [] if set(tokens) & set(known) else tokens[-1:]
 
-def _shared_length(left: str, right: str) -> int:
-    return next((i for i, (one, other) in enumerate(zip(left, right, strict=False)) if one != other), len(left))
+    def _between(self, messages: Conversation, word: str, other: str) -> list[str]:
+        if not self._shape.parallel_calls:
+            return []
+        try:
+            text = self._text(messages)
+        except TemplateRefused:
+            return []
+        return self._tokens(text.rpartition(other)[0].rpartition(word)[2])
+
+    def _after(self, messages: Conversation, *, ask: bool) -> str:
+        _, found, rest = self._text((asked(A), *messages), ask=ask).rpartition(B)
+        if not found:
+            raise TemplateRefused("the model's chat template does not show what an assistant said")
+        return rest.partition(C)[0]
+
+    def _text(self, messages: Conversation, *, ask: bool = True) -> str:
+        return self._renderer.text(self._shape.of(messages), ask=ask)
+
+    def _tokens(self, text: str) -> list[str]:
+        return self._special.pattern.findall(text)
+
+
+def _distinct(tokens: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(tokens))

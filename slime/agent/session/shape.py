@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,8 @@ _NINE = re.compile("[A-Za-z0-9]{9}")
 class Shape:
     """What a template takes; the defaults are everything."""
 
+    parts: bool = False
+    """Contents as lists of parts; else as text."""
     mapped_arguments: bool = True
     """Arguments of calls as a mapping; else as JSON text."""
     empty_is_none: bool = False
@@ -36,6 +38,7 @@ class Shape:
     assistant_first: bool = True
     calls: bool = True
     parallel_calls: bool = True
+    calls_with_text: bool = True
     calls_with_text_and_reasoning: bool = True
     tools: bool = True
     """Results of tools in a role of their own."""
@@ -83,7 +86,10 @@ class Shape:
         if not self.calls:
             text = "\n".join([*filter(None, [message.content]), *map(_call_as_text, message.tool_calls)])
             return [replace(message, content=text, tool_calls=())]
-        if not self.calls_with_text_and_reasoning and message.content and message.reasoning:
+        if message.content and not self.calls_with_text:
+            without_text = Message("assistant", tool_calls=message.tool_calls)
+            return [replace(message, tool_calls=()), *self._parts(without_text)]
+        if message.content and message.reasoning and not self.calls_with_text_and_reasoning:
             message = replace(message, reasoning=message.reasoning + _PARAGRAPH + message.content, content="")
         if len(message.tool_calls) > 1 and not self.parallel_calls:
             first, *others = message.tool_calls
@@ -126,6 +132,8 @@ class Shape:
                 name = message.name or names.get(message.tool_call_id or "")
                 entry |= {"name": name} if name is not None else {}
                 entry |= {"tool_call_id": self._id(message.tool_call_id)} if message.tool_call_id is not None else {}
+            if self.parts:
+                entry["content"] = [{"type": "text", "text": message.content}]
             dicts.append(entry)
         return dicts
 
@@ -142,6 +150,12 @@ class Shape:
         if self.any_call_id or _NINE.fullmatch(call_id):
             return call_id
         return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:9]
+
+
+def completed(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with the fields that some templates expect in every one."""
+    nothing = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return {**tool, "function": {**nothing, **(tool.get("function") or {})}}
 
 
 def _arguments(call: ToolCall) -> dict[str, Any]:

@@ -8,6 +8,7 @@ earlier reasoning) rewrite only the stand-in.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +20,21 @@ import numpy as np
 from slime.agent.messages import Message, ToolCall
 from slime.agent.session.probe import ADDITIONS, Ending, Probe, Way, asked, find_ending, in_order, said, tool
 from slime.agent.session.rendering import NO_TEMPLATE, Renderer, TemplateRefused
-from slime.agent.session.shape import Shape
+from slime.agent.session.shape import Shape, completed
 from slime.agent.session.special_text import SpecialText, any_of
 
 _TAIL = 16
 """Tokens at the end of a prompt among which an opened think block is looked for."""
-_OPENED = re.compile(r"(<think(ing)?>|<seed:think>|\[THINK\]|◁think▷)\s*$")
+_OPENED = re.compile(r"(<think(ing)?>|<seed:think>|\[THINK\]|◁think▷|<\|channel>thought)\s*$")
 _STAND_IN_TOOL = tool("look")
+_NEEDED = {
+    "tool": "tools",
+    "tools": "tools",
+    "system": "system_anywhere",
+    "tool, user": "user_after_tool",
+    "assistant, user": "assistants_in_row",
+}
+"""The property of a shape that an addition needs to be shown as it is."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +57,9 @@ class ChatTemplate:
         self._tools_in_turns = True
         self.shape = Shape()
         self.ending = Ending(Way.BARE)
-        self._cuts = any_of(())
+        self._cuts = self._cut_pattern()
         self.refusal: str | None = self._probed()
+        self._opening_ids = {self._special.ids[token] for token in self.ending.openings}
         self.stop_ids = frozenset(self._stop_ids())
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
@@ -79,16 +89,17 @@ class ChatTemplate:
         return _OPENED.search(self._tokenizer.decode(tail, skip_special_tokens=False)) is not None
 
     def _is_ended(self, ended_with: int | None, cut: str) -> bool:
-        """Any token that closes turns closes this one; a token that opens a message opens only its own kind."""
-        if self.ending.way is Way.CLOSED:
-            return ended_with in {self._special.ids[token] for token in self.ending.cuts}
-        return ended_with == self._special.ids[cut]
+        """Any token that closes turns closes this one; one that opens what follows must be the very one."""
+        if cut in self.ending.openings:
+            return ended_with == self._special.ids[cut]
+        return ended_with in {self._special.ids[token] for token in self.ending.cuts} - self._opening_ids
 
     def _delta(self, last: Message, new: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Delta:
         made = last.tool_calls if self.ending.way is not Way.BARE else ()
         calls = tuple(ToolCall(call.id, call.name, f'{{"mark": "{self._mark}"}}') for call in made)
+        content = "" if calls and self.shape.calls else self._mark  # some templates show it after the results
         shown = tools if self._tools_in_turns or not tools else [_STAND_IN_TOOL]
-        text, sentinel = self._rendered([asked("?"), said(self._mark, *calls), *new], shown)
+        text, sentinel = self._rendered([asked("?"), said(content, *calls), *new], shown)
         at = text.rfind(self._mark)
         if at < 0:
             raise TemplateRefused("the model's chat template does not show what an assistant said")
@@ -97,16 +108,30 @@ class ChatTemplate:
             return _Delta("", text[at:], sentinel)
         if (found := self._cuts.search(text, at)) is None:
             raise TemplateRefused("the model's chat template does not end an assistant's turn with a token")
-        return _Delta(found[0], text[found.end() :], sentinel)
+        return _Delta(found["turn"] or found["call"], text[found.end() :], sentinel)
+
+    def _cut_pattern(self) -> re.Pattern[str]:
+        """Finds the token that ends a turn, also where it comes, with only other tokens between, after a call's end."""
+        ends_turn, ends_call = (
+            any_of(token for token in self.ending.cuts if (token in self.ending.call_ends) is of_call).pattern
+            for of_call in (False, True)
+        )
+        between = rf"(?:{self._special.pattern.pattern}|\s)*?"
+        return re.compile(f"(?:(?:{ends_call}){between})?(?P<turn>{ends_turn})|(?P<call>{ends_call})")
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-        """The rendering, and the sentinel in text of control tokens that are not the template's."""
+        """The rendering, and the sentinel in text of control tokens that are not the template's.
+
+        What the template refuses is tried with tools that say everything, then in the strictest form.
+        """
         try:
             return self._render(self.shape, messages, tools)
-        except TemplateRefused:
-            if self.shape == self.shape.strictest():
-                raise
-            return self._render(self.shape.strictest(), messages, tools)
+        except TemplateRefused as refused:
+            complete = [completed(tool) for tool in tools]
+            for shape in (self.shape, self.shape.strictest()):
+                with contextlib.suppress(TemplateRefused):
+                    return self._render(shape, messages, complete)
+            raise refused
 
     def _render(
         self, shape: Shape, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
@@ -122,12 +147,12 @@ class ChatTemplate:
             return NO_TEMPLATE
         try:
             self.shape = Probe(self._renderer).settle()
-            self.ending = find_ending(self._renderer, self.shape, self._special)
+            self.ending = find_ending(self._renderer, self.shape, self._special, self._tokenizer.eos_token)
         except TemplateRefused as refused:
             return f"{refused}: no turn of it can be continued"
-        self._cuts = any_of(self.ending.cuts)
-        if not self.continues("tool"):
-            self.shape = replace(self.shape, tools=False)
+        self._cuts = self._cut_pattern()
+        for kind, field in _NEEDED.items():
+            self._give_up(field, unless=kind)
         if not self.continues("tool") and not self.continues("user"):
             return "the model's chat template shows neither tool results nor questions after an assistant's turn"
         self._tools_in_turns = any(self._shows_tools_after(kind) for kind in ("tool", "user") if self.continues(kind))
@@ -140,6 +165,14 @@ class ChatTemplate:
             return in_order(self._delta(last, new, [_STAND_IN_TOOL]).rest, words)
         except TemplateRefused:
             return False
+
+    def _give_up(self, field: str, *, unless: str) -> None:
+        """Do without a property of the shape if that, and only that, lets an addition follow a turn."""
+        probed = self.shape
+        if not self.continues(unless):
+            self.shape = replace(probed, **{field: False})
+            if not self.continues(unless):
+                self.shape = probed
 
     def _shows_tools_after(self, kind: str) -> bool:
         last, new, _ = ADDITIONS[kind]
