@@ -203,8 +203,8 @@ class _Seen:
         return eos if eos is not None and eos in both else alone[0]
 
     def opening_a_question(self) -> str | None:
-        before = self._text((asked(A),)).partition(A)[0]
-        return (self._tokens(before) or [None])[-1]
+        before = self._tokens(self._text((asked(A),)).partition(A)[0])
+        return before[-1] if before else None
 
     def after(self, messages: Conversation, *, ask: bool = True) -> list[str]:
         """The tokens between the word B of an assistant's turn and the word C of what follows."""
