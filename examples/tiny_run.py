@@ -62,7 +62,7 @@ def arguments(about: str | None, name: str) -> argparse.ArgumentParser:
     parser.add_argument("--mode", choices=list(MODES), default="sync", help="how generation and training overlap")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
     parser.add_argument("--warm-up-steps", type=int, default=180)
-    parser.add_argument("--steps", type=int, default=30, help="of GRPO")
+    parser.add_argument("--steps", type=int, default=24, help="of GRPO")
     parser.add_argument("--warm-up-only", action="store_true", help="make the model that GRPO begins with, and end")
     parser.add_argument("--warm-model", type=Path, help="a model folder of an earlier warm-up, instead of another one")
     return parser
@@ -89,6 +89,7 @@ def run(task: Task, args: argparse.Namespace, **flags: Any) -> Outcome:
         rollout_max_response_len=task.turn_tokens,
         eval_prompt_data=[("held-out", str(task.held_out))],
         eval_interval=10,
+        eval_temperature=0.0,
         rollout_shuffle=True,
         num_rollout=args.steps,
         rollout_batch_size=16,

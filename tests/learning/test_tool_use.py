@@ -1,7 +1,8 @@
 """A tiny model learns to use a tool over several turns: short forms of examples/retool and examples/search-r1.
 
 The whole runs go on until at least 85 % of held-out tasks end well (their READMEs have the figures); what is asked for
-here, after a shorter warm-up and a few steps, is that clearly more of them do than before.
+here, after a shorter warm-up and a few steps, is that the sampled attempts at training tasks end well clearly more often
+than at first, and more of the held-out tasks, answered greedily, than before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-WARM_UP_STEPS = 150
+WARM_UP_STEPS = 180
 
 
 def run(example: str, out: Path, *words: str) -> str:
@@ -59,15 +60,17 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_held_out_success_rises(
     example: str, words: tuple[str, ...], warm: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    steps = "24" if "full" in words else "16"
+    steps = "16" if "full" in words else "10"
     said = run(example, tmp_path, "--warm-model", str(warm(example)), "--steps", steps, *words)
     assert "of held-out " in said, said[-3000:]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     scores = [record["eval/held-out"] for record in records if "eval/held-out" in record]
-    assert scores[0] < 0.45, scores
-    assert scores[-1] > scores[0] + 0.2, scores
+    assert scores[0] < 0.4, scores
+    assert scores[-1] > scores[0] + 0.1, scores
     rollouts = [record for record in records if record.get("kind") == "rollout"]
-    assert sum(record["agent/tool_calls"] for record in rollouts) > 16 * 128
+    rewards = [record["rollout/raw_reward"] for record in rollouts]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
+    assert sum(record["agent/tool_calls"] for record in rollouts) > len(rollouts) * 128
     assert not any(record.get("agent/retokenised_tokens") for record in rollouts)
     if "full" in words:  # weights changed under open sessions
         assert any(record.get("rollout/off_policy_token_frac", 0) > 0 for record in rollouts)
