@@ -4,8 +4,11 @@
 them; `inspect` and `kill` are what they are. The folder in FAKE_DOCKER holds the record and the pids.
 """
 
+import fcntl
 import json
 import os
+import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +28,20 @@ def options(words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
     return found, words
 
 
+def first_process() -> None:
+    """Of the container: with a loopback interface, until its standard input ends."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, 0x8914, struct.pack("16sh22x", b"lo", 1))
+    (HERE / "workspace").mkdir(exist_ok=True)
+    (HERE / "pid").write_text(str(os.getpid()))
+    print("ready", flush=True)
+    os.execvp("cat", ["cat"])
+
+
 def main() -> int:
     command, *words = sys.argv[1:]
+    if command == "first-process":
+        first_process()
     with (HERE / "record").open("a") as record:
         record.write(json.dumps(sys.argv[1:]) + "\n")
     given, rest = options(words)
@@ -36,10 +51,8 @@ def main() -> int:
         if rest[0] == "no-such-image":
             print("Unable to find image 'no-such-image' locally", file=sys.stderr)
             return 125
-        line = f"mkdir -p {HERE}/workspace; ip link set lo up; echo $$ > {HERE}/pid; echo ready; exec cat"
-        return subprocess.run(
-            ["unshare", "--net", "--kill-child", "/bin/sh", "-c", line], env=environment, check=False
-        ).returncode
+        first = ["unshare", "--net", "--kill-child", sys.executable, "-I", __file__, "first-process"]
+        return subprocess.run(first, env=environment, check=False).returncode
     if command == "inspect":
         print((HERE / "pid").read_text().strip())
         return 0
