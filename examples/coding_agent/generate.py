@@ -3,9 +3,9 @@ sandbox, and the repository's tests are its reward.
 
 Settings come from the environment, under upstream's names: SWE_AGENT (claude_code, codex, opencode, qwen_code,
 mini_swe_agent, command), SWE_AGENT_COMMAND (for `command`: its arguments as a JSON list), SWE_AGENT_VISIBLE (folders of
-this machine that the sandbox is shown), SWE_AGENT_SETTINGS (of the harness, a JSON object), SWE_SANDBOX,
-SWE_AGENT_TIME_BUDGET_SEC, SWE_EVAL_TIMEOUT_SEC, SWE_CONCURRENCY (agents at work at once), SWE_CC_PROMPT (a template
-with {problem_statement}).
+this machine that the sandbox is shown), SWE_AGENT_SETTINGS (of the harness, a JSON object), SWE_AGENT_TIME_BUDGET_SEC,
+SWE_EVAL_TIMEOUT_SEC, SWE_CONCURRENCY (agents at work at once), SWE_CC_PROMPT (a template with {problem_statement}).
+The sandbox is `--sandbox`'s.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tasks import Task, task_of
 
 from slime.agent.client import open_session
 from slime.agent.harness import BaseHarness, make_harness, run_agent
-from slime.agent.sandbox import SandboxLimits, Snapshot, make_sandbox
+from slime.agent.sandbox import Snapshot, sandbox_from
 from slime.data.sample import Sample
 from slime.errors import UserError
 
@@ -43,9 +43,9 @@ async def generate(
     `SandboxError`), and no other.
     """
     task = task_of(sample.metadata, f"sample {sample.index}")
-    agent, budget = chosen_agent(), int(os.environ.get("SWE_AGENT_TIME_BUDGET_SEC", "1800"))
+    agent, budget = chosen_agent(args), int(os.environ.get("SWE_AGENT_TIME_BUDGET_SEC", "1800"))
     async with _seats(), open_session(args, sample, sampling_params) as session:
-        async with _sandbox(args, task, agent, budget) as sb:
+        async with _sandbox(args, task, agent) as sb:
             workdir = task.workdir or sb.workdir
             if task.setup_command:
                 await sb.exec(_command(task.setup_command), timeout=_eval_timeout(), check=True)
@@ -86,20 +86,20 @@ def _eval_timeout() -> float:
     return float(os.environ.get("SWE_EVAL_TIMEOUT_SEC", "600"))
 
 
-def chosen_agent() -> BaseHarness:
+def chosen_agent(args: Any) -> BaseHarness:
     """The harness that the environment names; one serves all samples."""
     names = ("SWE_AGENT_COMMAND", "SWE_AGENT_SETTINGS")
-    return _agent(os.environ.get("SWE_AGENT", "claude_code"), *(os.environ.get(name, "") for name in names))
+    agent = _agent(os.environ.get("SWE_AGENT", "claude_code"), *(os.environ.get(name, "") for name in names))
+    on_this_machine = args.sandbox in ("auto", "local", "subprocess")
+    if agent.package is not None and on_this_machine and not agent.package.tarball() and not agent.host_program():
+        raise UserError(agent.package.missing())
+    return agent
 
 
 @functools.cache
 def _agent(name: str, command: str, settings: str) -> BaseHarness:
     arguments = _json("SWE_AGENT_COMMAND", command, list) or None
-    agent = make_harness(name, command=arguments, **_json("SWE_AGENT_SETTINGS", settings, dict))
-    in_an_image = os.environ.get("SWE_SANDBOX", "auto") == "e2b"
-    if agent.package is not None and not in_an_image and agent.package.tarball() is None and not agent.host_program():
-        raise UserError(agent.package.missing())
-    return agent
+    return make_harness(name, command=arguments, **_json("SWE_AGENT_SETTINGS", settings, dict))
 
 
 def _json(name: str, text: str, kind: type) -> Any:
@@ -119,14 +119,14 @@ def _seats() -> asyncio.Semaphore:
     return asyncio.Semaphore(int(os.environ.get("SWE_CONCURRENCY", "0")) or max(4, 2 * (os.cpu_count() or 1)))
 
 
-def _sandbox(args: Any, task: Task, agent: BaseHarness, budget: int) -> Any:
-    kind, limits = os.environ.get("SWE_SANDBOX", "auto"), SandboxLimits(seconds=_eval_timeout())
+def _sandbox(args: Any, task: Task, agent: BaseHarness) -> Any:
+    """As `--sandbox` and its companions say; an image of the task's own, or the repository laid into it."""
     if task.image is not None:
-        return make_sandbox("e2b" if kind == "auto" else kind, image=task.image, limits=limits)
+        return sandbox_from(args, image=task.image)
     program = agent.host_program()
     more = [path for path in os.environ.get("SWE_AGENT_VISIBLE", "").split(os.pathsep) if path]
     visible = [*(program.folders if program else ()), *more]
-    return make_sandbox(kind, files=Snapshot(prepared(task, Path(args.output_dir))), visible=visible, limits=limits)
+    return sandbox_from(args, files=Snapshot(prepared(task, Path(args.output_dir))), visible=visible)
 
 
 def prepared(task: Task, run_folder: Path) -> Path:

@@ -35,6 +35,7 @@ def main() -> int:
     if args.agent == "command":
         os.environ.setdefault("SWE_AGENT_COMMAND", json.dumps(AGENT_COMMAND))
         os.environ.setdefault("SWE_AGENT_VISIBLE", str(HERE))
+        os.environ.setdefault("SWE_CONCURRENCY", "16")
     os.environ["SWE_AGENT"] = args.agent
     model = args.model or warmed_up(out, args.seed, args.warm_up, args.device)
     training, held_out = prompts(args, out / "data")
@@ -133,7 +134,7 @@ def rl_flags(args: argparse.Namespace, model: str, training: Path, held_out: Pat
         "use_dynamic_batch_size": True,
         "max_tokens_per_gpu": 8192 if tiny else 32768,
         "eps_clip_high": 0.28,
-        "lr": 4e-4 if tiny else 1e-6,
+        "lr": 1e-3 if tiny else 1e-6,
         "lr_warmup_iters": 3 if tiny else 0,
         "output_dir": str(args.output_dir),
         "save": str(args.output_dir / "checkpoints"),

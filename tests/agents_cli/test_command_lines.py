@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from slime.agent.client import open_session
-from slime.agent.harness import HarnessResult, run_agent
+from slime.agent.harness import HarnessResult, make_harness, run_agent
 from slime.agent.sandbox import Snapshot, make_sandbox
 from slime.data.sample import Sample
-from tests.agent.scripted_engine import Script, Turn, log_prob
-from tests.agents_cli.scripts import AGENTS, FILES, TEST, Agent
+from tests.agent.scripted_engine import Play, Script, Turn, log_prob
+from tests.agents_cli.scripts import AGENTS, FILES, TEST, Agent, call, thought
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 8192, "stop": None, "stop_token_ids": None}
 PROMPT = "The tests of calc.py fail. Find the bug and fix it."
@@ -89,12 +89,17 @@ def spoken(tokenizer, texts, first_seed=1) -> list[Turn]:
     return turns
 
 
+def sampled_in(sample: Sample) -> list[int]:
+    """The tokens of a sample that are trained on."""
+    mask = np.array(sample.loss_mask, dtype=bool)
+    return np.array(sample.tokens[-sample.response_length :])[mask].tolist()
+
+
 def check_tokens(sample: Sample, turns: list[Turn]) -> None:
     """What is trained on are the tokens of these turns, with the engine's log-probs, and nothing else."""
     mask = np.array(sample.loss_mask, dtype=bool)
-    response = np.array(sample.tokens[-sample.response_length :])
     expected = [token for turn in turns for token in turn.ids]
-    assert response[mask].tolist() == expected
+    assert sampled_in(sample) == expected
     np.testing.assert_allclose(np.array(sample.rollout_log_probs)[mask], [log_prob(t) for t in expected], rtol=1e-6)
 
 
@@ -143,3 +148,18 @@ def test_the_limit_of_turns_ends_it_at_once(served, tokenizer, tmp_path, name):
     [sample] = done.samples
     check_tokens(sample, turns[:2])
     done.result.check(done.turns)
+
+
+def test_sub_agents_of_claude_code_become_samples_of_their_own(served, tokenizer, tmp_path):
+    agent = Agent(make_harness("claude_code", tools=("Bash", "Agent")), AGENTS["claude_code"].shell)
+    task = call("Agent", description="look", prompt="SUBTASK: list the files", subagent_type="general-purpose")
+    main = spoken(tokenizer, [thought("Somebody else shall look.") + task, "The tests were not touched.", "All done."])
+    sub = spoken(tokenizer, [agent.shell("ls"), "There are two files in this folder."], first_seed=7)
+    done = attempt(plays(served, main, Play(sub, mark="SUBTASK")), agent, tmp_path)
+    engine, _ = served
+    assert engine.complaints == []
+    assert done.result.outcome == "finished", done.result
+    of_main, of_sub = ([token for turn in turns for token in turn.ids] for turns in (main[:2], sub))
+    assert sorted(map(sampled_in, done.samples)) == sorted([of_main, of_sub])
+    assert len({sample.rollout_id for sample in done.samples}) == 1
+    assert done.samples[0].metadata["session"]["retokenised_tokens"] == 0

@@ -235,7 +235,7 @@ def test_a_sandbox_that_does_not_start_fails_its_sample(world, monkeypatch):
         raise SandboxError("sandbox x did not start: no space left on device")
 
     monkeypatch.setattr(LocalSandbox, "__aenter__", refuse)
-    sample, _ = attempted(world, monkeypatch, make_repository(3), ["Done."], SWE_SANDBOX="local")
+    sample, _ = attempted(world, monkeypatch, make_repository(3), ["Done."])
     assert sample.status is Sample.Status.FAILED
     assert "SandboxError: sandbox x did not start: no space left on device" in sample.failure
 
