@@ -27,6 +27,7 @@ from slime.agent.session.tree import Turn
 from slime.config import Config
 from slime.data.sample import Reward, Sample
 from slime.data.tokenizer import model_context_length
+from slime.parsers.formats import named_formats
 from slime.rollout.gate import evaluating, ticket_here
 from slime.rollout.requests import drawn_apart
 from slime.rollout.runtime import RolloutRuntime, runtime_for
@@ -108,7 +109,7 @@ def chat_model(runtime: RolloutRuntime) -> ChatModel:
     def read() -> ChatModel:
         folder = runtime.args.hf_checkpoint
         context = None if folder is None else model_context_length(folder)
-        return ChatModel(runtime.tokenizer, context=context)
+        return ChatModel(runtime.tokenizer, context=context, formats=named_formats(runtime.args.carried))
 
     return runtime.owned("chat model", read)
 

@@ -69,6 +69,16 @@ def formats_of(chat_template: str) -> Formats:
     return Formats(tool, _reasoning_of(chat_template, tool))
 
 
+def named_formats(carried: Mapping[str, Any]) -> Formats:
+    """Those that SGLang's flags name, among the flags that a run carries; a name that only SGLang knows counts for its
+    servers alone."""
+    tool, reasoning = carried.get("sglang_tool_call_parser"), carried.get("sglang_reasoning_parser")
+    return Formats(
+        tool if tool in TOOL_CALL_PARSERS else None,
+        reasoning if reasoning in REASONING_PARSERS else None,
+    )
+
+
 _TOOL_SIGNS = (
     (HARMONY, ("<|channel|>", "<|message|>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),

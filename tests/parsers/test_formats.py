@@ -20,7 +20,7 @@ from slime.parsers.events import (
     Text,
     gathered,
 )
-from slime.parsers.formats import Formats, call_id, formats_of, make_parser
+from slime.parsers.formats import Formats, call_id, formats_of, make_parser, named_formats
 
 
 def said(formats: Formats, *pieces: str, **how: Any) -> list[Event]:
@@ -182,3 +182,9 @@ def test_reasoning_that_the_prompt_has_begun() -> None:
 def test_ids_cannot_be_guessed() -> None:
     assert re.fullmatch("call_[0-9a-f]{24}", call_id())
     assert len({call_id() for _ in range(100)}) == 100
+
+
+def test_the_formats_that_flags_name() -> None:
+    flags = {"sglang_tool_call_parser": "glm45", "sglang_reasoning_parser": "inkling", "other": 1}
+    assert named_formats(flags) == Formats("glm45", None)  # SGLang's servers know more
+    assert named_formats({}) == Formats()

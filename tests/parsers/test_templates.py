@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from slime.agent.sampling.model import ChatModel
 from slime.parsers.events import gathered
 from slime.parsers.formats import Formats, formats_of, make_parser, opens_reasoning
 from tests.agent.families import FAMILIES, family_tokenizer
@@ -75,3 +76,9 @@ def test_calls_that_a_template_writes_are_read(family: str) -> None:
     output = gathered([*parser.feed(whole[len(begun) :]), *parser.end()])
     assert [(call.name, json.loads(call.arguments)) for call in output.calls] == [("look_up", each) for each in made]
     assert (output.text, output.ill_formed) == ("", False)
+
+
+def test_formats_that_are_named_win_over_those_of_the_template() -> None:
+    tokenizer = family_tokenizer("qwen3")
+    assert ChatModel(tokenizer).formats == Formats("hermes", "qwen3")
+    assert ChatModel(tokenizer, formats=Formats("qwen3_coder")).formats == Formats("qwen3_coder", "qwen3")

@@ -20,11 +20,14 @@ from slime.parsers.formats import Formats, formats_of, make_parser
 class ChatModel:
     """A tokenizer and its templates, one for each set of template arguments, probed when it is first asked for."""
 
-    def __init__(self, tokenizer: Any, *, context: int | None = None) -> None:
+    def __init__(self, tokenizer: Any, *, context: int | None = None, formats: Formats | None = None) -> None:
+        """Answers are read in these `formats`, and where they name none in those of the chat template."""
         self.tokenizer = tokenizer
         self.context = context
         """The most tokens that the model takes; None when nobody knows."""
-        self.formats: Formats = formats_of(tokenizer.chat_template or "")
+        found = formats_of(tokenizer.chat_template or "")
+        named = formats or Formats()
+        self.formats = Formats(named.tool or found.tool, named.reasoning or found.reasoning)
         self._templates: dict[str, ChatTemplate] = {}
 
     def template(self, kwargs: Mapping[str, Any]) -> ChatTemplate:

@@ -26,6 +26,7 @@ from slime.cluster.process import ChildProcess
 from slime.cluster.python import module_command
 from slime.data.journal import run_identity
 from slime.errors import UserError
+from slime.parsers.formats import named_formats
 from slime.rollout.runtime import RolloutRuntime
 from slime.waits import waiting
 
@@ -185,8 +186,11 @@ class AgentServer:
         config = self._config
         assert config.hf_checkpoint is not None, "a run with engines has a model"
         router, router_only, key = self._where
+        formats = named_formats(config.carried)
         return ServerSettings(
             model=config.hf_checkpoint,
+            tool_call_parser=formats.tool,
+            reasoning_parser=formats.reasoning,
             engines=tuple(self._pool.urls),
             folder=folder,
             secret=secrets.token_urlsafe(24),

@@ -24,6 +24,7 @@ from slime.agent.server.settings import AGENTS, CONTROL, LISTENERS, ServerSettin
 from slime.agent.session.journal import TurnJournal
 from slime.data.tokenizer import load_tokenizer, model_context_length
 from slime.errors import UserError
+from slime.parsers.formats import Formats
 
 DEFAULT_NAMES = ("slime-actor", "default")
 
@@ -36,7 +37,8 @@ async def serve(
     """Serve until a signal comes or `over()` is done; `ready` is told the addresses once everybody may come."""
     os.umask(0o077)
     tokenizer = load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
-    model = ChatModel(tokenizer, context=model_context_length(settings.model))
+    formats = Formats(settings.tool_call_parser, settings.reasoning_parser)
+    model = ChatModel(tokenizer, context=model_context_length(settings.model), formats=formats)
     pool = settings.make_pool()
     journal = None if settings.journal is None else TurnJournal(Path(settings.journal))
     sessions = Sessions(model, pool, fault_tolerant=settings.fault_tolerant, version=settings.version, journal=journal)

@@ -50,6 +50,8 @@ class ServerSettings:
     secret: str = field(repr=False)
     names: tuple[str, ...] = ()
     trust_remote_code: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     router: str | None = None
     router_only: bool = False
     engine_key: str | None = field(default=None, repr=False)
