@@ -325,3 +325,35 @@ def test_a_start_that_is_cancelled_leaves_nothing(way: str) -> None:
     asyncio.run(run())
     assert not os.path.exists(f"/proc/{seen[0]}")
     assert not os.path.exists(f"/sys/fs/cgroup/pids/slime-sandbox-{seen[0]}")
+
+
+NESTED = """
+import asyncio
+from slime.agent.sandbox import make_sandbox
+from slime.agent.sandbox.choose import auto_kind
+
+async def main():
+    async with make_sandbox("auto") as sandbox:
+        print(sandbox.kind, (await sandbox.exec("echo here")).out, end="")
+
+print(*auto_kind())
+try:
+    make_sandbox("local")
+except Exception as error:
+    print(type(error).__name__, error)
+asyncio.run(main())
+"""
+
+
+def test_where_namespaces_are_forbidden_there_are_limits_only_and_it_says_so() -> None:
+    """Such as in a sandbox."""
+    root = Path(__file__).parents[3]
+
+    async def use(sandbox: MachineSandbox) -> None:
+        inner = await sandbox.exec([sandbox.python, "-c", NESTED])
+        kind, refused, worked = inner.out.splitlines()
+        assert kind.startswith("subprocess no boundary: unshare: ")
+        assert refused.startswith("UserError this machine has no local sandbox: unshare: ")
+        assert worked == "subprocess here"
+
+    inside("unshare", use, visible=[root / "slime"], env={"PYTHONPATH": str(root)})
