@@ -62,9 +62,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/coding_agent"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--warm-up", type=int, default=160, help="steps of supervised training on the pupil's work")
-    parser.add_argument("--num-rollout", type=int, default=30)
-    parser.add_argument("--held-out", type=int, default=64)
-    parser.add_argument("--rollout-batch-size", type=int, default=8)
+    parser.add_argument("--num-rollout", type=int, default=18)
+    parser.add_argument("--held-out", type=int, default=32)
+    parser.add_argument("--rollout-batch-size", type=int, default=4)
     parser.add_argument("--n-samples-per-prompt", type=int, default=8)
     return parser.parse_args()
 

@@ -103,7 +103,7 @@ def make_tokenizer(seed: int) -> Any:
 
 
 def make_model(folder: Path, *, seed: int) -> Path:
-    """A Qwen3-shaped model of about a million parameters with random weights, and its tokenizer."""
+    """A Qwen3-shaped model of 0.4 M parameters with random weights, and its tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
