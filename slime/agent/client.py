@@ -158,7 +158,10 @@ async def open_session(
         await watch.stop()
         if not session.is_over and not is_cut_short:
             await endpoints.forget(opening)
-        await session.drop(Kind.CLOSED, "this session is over")
+        if is_cut_short:
+            await session.drop(Kind.DEADLINE, "the time of this session is over")
+        else:
+            await session.drop(Kind.CLOSED, "this session is over")
 
 
 def agent_server(runtime: RolloutRuntime) -> AgentServer:

@@ -15,7 +15,7 @@ from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import Opening
 from slime.engine.http.pool import EnginePool
 from slime.rollout.failures import GivenUp
-from slime.rollout.gate import Ticket, as_evaluation
+from slime.rollout.gate import SampleClock, Ticket, as_evaluation
 from tests.agent.conftest import make_agent_runtime
 from tests.agent.scripted_engine import Script, ScriptedEngine, Turn
 from tests.agent.test_server import ASK, CALL, PARAMS, TOOL, post, said_at_once, sample_of, sampled_of, streamed
@@ -176,6 +176,46 @@ def test_turns_of_an_attempt_that_was_cut_short_can_be_resumed(
         return session.resumed_turns
 
     assert life(nothing_left, resume=True) == 0
+
+
+def test_a_session_whose_sample_is_out_of_time_tells_its_client_and_can_go_on(
+    agent_folder, agent_tokenizer, play, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("slime.agent.server.process.run_identity", lambda config: {"run": "this"})
+    spoken = [Turn.of(agent_tokenizer, f"the sum:{CALL}"), Turn.of(agent_tokenizer, "it is 46", hold_after=2)]
+    engine, url = play(spoken)
+    runtime = make_agent_runtime(agent_folder, tmp_path, [url])
+    runtime.journal = object()
+    told = []
+
+    async def out_of_time():
+        async with SampleClock(1000.0).running("f") as _, open_session(args, sample_of(), PARAMS) as session:
+            said = await said_at_once(session, {"messages": [ASK], "tools": [TOOL]})
+            result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "46"}
+            body = {"messages": [ASK, said, result], "tools": [TOOL]}
+            told.append((asyncio.ensure_future(post(session, body)), body))
+            await asyncio.to_thread(engine.holding.wait)
+            asyncio.current_task().cancel()  # as the clock does
+            await asyncio.sleep(60)
+
+    async def run():
+        trying = asyncio.ensure_future(out_of_time())
+        with pytest.raises(asyncio.CancelledError):
+            await trying
+        asking, body = told[0]
+        status, answer = await asking
+        async with open_session(args, sample_of(), PARAMS, resume=True) as session:
+            assert session.resumed_turns == 1
+            await said_at_once(session, body)
+            return status, answer, await session.finish(1.0)
+
+    args = runtime.plugin_args
+    try:
+        status, answer, [sample] = runtime.run(run())
+    finally:
+        runtime.close()
+    assert (status, answer["error"]["code"]) == (404, "deadline")
+    assert sampled_of(sample) == [*spoken[0].ids, *spoken[1].ids]
 
 
 def test_a_stream_has_headers_at_once_and_is_never_silent(agent_tokenizer, play, monkeypatch):

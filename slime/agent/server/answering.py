@@ -55,9 +55,11 @@ async def answer_stream(
             await stream.send(stream.writer.problem(problem))
         else:
             await stream.send(stream.writer.end(finished_turn(taken, asked, tokenizer)))
+        await stream.response.write_eof()
+    except ConnectionResetError:
+        logger.info("a client went away before its answer was complete")
     finally:
         task.cancel()
-    await stream.response.write_eof()
     return stream.response
 
 
@@ -117,7 +119,7 @@ async def _turn_of(held: OpenSession, task: asyncio.Task[TakenTurn]) -> TakenTur
         if isinstance(error, EngineRejected):
             raise Problem(Kind.REFUSED, f"the engine refused this request: {error.message}") from error
         raise Problem(Kind.ENGINE_FAILED, str(error)) from error
-    except Problem:
+    except (Problem, ConnectionResetError):
         raise
     except Exception as error:
         held.failure = f"{type(error).__name__}: {error}"

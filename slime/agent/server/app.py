@@ -67,7 +67,9 @@ class AgentApp:
         self, http: web.Request, held: OpenSession, dialect: Dialect, asked: Asked
     ) -> web.StreamResponse:
         for note in asked.notes:
-            logger.info("%s", note)
+            if note not in held.noted:
+                held.noted.add(note)
+                logger.info("%s", note)
         if asked.model not in self._names and asked.model not in held.names:
             raise Problem(
                 Kind.UNKNOWN_MODEL, f"the model {asked.model!r} is not served here: ask for {self._names[0]!r}"

@@ -41,6 +41,8 @@ class OpenSession:
         self.names: frozenset[str] = frozenset()
         self.journaled: Callable[[Turn], Awaitable[None]] | None = None
         """Keeps a turn before its client has all of it."""
+        self.noted: set[str] = set()
+        """What was logged about its requests: each client leaves the same things out turn after turn."""
         self.failure: str | None = None
         """What last kept a turn from being sampled."""
         self._params, self._sampler, self._parsers = params, sampler, parsers
@@ -127,9 +129,10 @@ class Sessions:
         return len(self._open)
 
     def open(self, opening: Opening) -> OpenSession:
-        """A new session; a `ValueError` if there is one of this key."""
-        if opening.key in self._open or opening.key in self._closed:
+        """A new session, or one that goes on; a `ValueError` if there is one of this key."""
+        if opening.key in self._open or (opening.key in self._closed and opening.record is None):
             raise ValueError("there is a session with this key")
+        self._closed.pop(opening.key, None)
         template = self._model.template(opening.template_kwargs)
         limits = Limits(**opening.limits)
         if opening.record is None:
