@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,21 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any] | None:
+def said() -> dict[str, Any] | None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own are for nobody else
+        os.chmod(folder, 0o755)
+        return answer_of(Path(folder))
+
+
+def answer_of(task: Path) -> dict[str, Any] | None:
     if refusal("unshare") is not None:
         assert box("unshare") is None
         return None
-    task = tmp_path_factory.mktemp("task")
     (task / "old").mkdir()
     (task / "old/gone").write_text("x\n")
     (task / "task.txt").write_text("begin\n")
     for path in (task, *task.rglob("*")):
         os.chown(path, int(USER), int(USER)) if os.geteuid() == 0 else None
-    for path in task.parents:
-        if path.owner() == Path.home().owner() and "pytest" in path.name:
-            path.chmod(0o755)
     environment = {
         **os.environ, "PREFIX": sys.base_prefix, "REPOSITORY": str(ROOT), "USER_ID": USER, "SNAPSHOT": str(task),
         "PYTHON": Path(os.path.realpath(sys.executable)).name, "PYTHONPATH": str(ROOT),
