@@ -307,7 +307,16 @@ def test_wrong_addresses_are_refused(model: str, flags: dict[str, Any], sentence
         check_engines(config_for(model, **flags), "external", "cpu")
 
 
-def test_a_routed_pool_sends_requests_to_the_router_and_commands_to_the_engines() -> None:
+ANSWER = {
+    "text": "",
+    "output_ids": [1],
+    "success": True,
+    "meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 1, None]]},
+}
+
+
+@pytest.mark.parametrize("ask", ["generate", "generate_result"])
+def test_a_routed_pool_sends_requests_to_the_router_and_commands_to_the_engines(ask: str) -> None:
     from aiohttp import web
 
     seen: list[tuple[str, str, str | None]] = []
@@ -315,7 +324,7 @@ def test_a_routed_pool_sends_requests_to_the_router_and_commands_to_the_engines(
     def app(name: str) -> web.Application:
         async def handle(request: web.Request) -> web.Response:
             seen.append((name, request.path, request.headers.get("X-SMG-Routing-Key")))
-            return web.json_response({"success": True})
+            return web.json_response(ANSWER)
 
         made = web.Application()
         made.router.add_route("*", "/{rest:.*}", handle)
@@ -329,10 +338,11 @@ def test_a_routed_pool_sends_requests_to_the_router_and_commands_to_the_engines(
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
         pool = RoutedPool(urls[1:], urls[0])
-        await pool.generate({}, 7)
-        await pool.generate({})
-        await pool.generate({"sampling_params": {"logit_bias": {"1": 2.0}}})  # the router would drop it
-        await RoutedPool(urls[1:], urls[0], router_only=True).generate({"unknown": 1})
+        generate = getattr(pool, ask)
+        await generate({}, 7)
+        await generate({})
+        await generate({"sampling_params": {"logit_bias": {"1": 2.0}}})  # the router would drop it
+        await getattr(RoutedPool(urls[1:], urls[0], router_only=True), ask)({"unknown": 1})
         async with pool.open("POST", "/v1/chat/completions", "session") as response:
             assert response.status == 200
         await pool.broadcast("pause")

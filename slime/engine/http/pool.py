@@ -99,10 +99,17 @@ class EnginePool:
         )
 
     async def generate_result(
-        self, payload: dict[str, Any], affinity_key: Hashable | None = None, *, timeout_s: float | None = None
+        self,
+        payload: dict[str, Any],
+        affinity_key: Hashable | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> GenerateResult:
         """Like `generate`, with the answer checked and parsed."""
-        return await self._asked(lambda client: client.generate_result(payload, timeout_s=timeout_s), affinity_key)
+        return await self._asked(
+            lambda client: client.generate_result(payload, headers=headers, timeout_s=timeout_s), affinity_key
+        )
 
     async def _asked(self, ask: Callable[[EngineClient], Awaitable[T]], affinity_key: Hashable | None) -> T:
         tried: list[_Member] = []

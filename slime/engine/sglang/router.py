@@ -271,9 +271,25 @@ class RoutedPool(EnginePool):
         headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        if not self._router_only and not forwards_whole(payload):
+        if self._goes_past(payload):
             return await super().generate(payload, affinity_key, headers=headers, timeout_s=timeout_s)
         return await self._front.generate(payload, headers=_with_key(headers, affinity_key), timeout_s=timeout_s)
+
+    async def generate_result(
+        self,
+        payload: dict[str, Any],
+        affinity_key: Hashable | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> GenerateResult:
+        if self._goes_past(payload):
+            return await super().generate_result(payload, affinity_key, headers=headers, timeout_s=timeout_s)
+        return await self._front.generate_result(payload, headers=_with_key(headers, affinity_key), timeout_s=timeout_s)
+
+    def _goes_past(self, payload: Mapping[str, Any]) -> bool:
+        """Whether the router would drop a part of this request, which engines can serve without it."""
+        return not self._router_only and not forwards_whole(payload)
 
     @asynccontextmanager
     async def open(
