@@ -1,4 +1,4 @@
-"""examples/search-r1: the invented world, BM25 and its server. Whether it learns: tests/learning/test_tool_use.py."""
+"""examples/search-r1: the invented world, BM25, its server and the tool that asks it."""
 
 from __future__ import annotations
 

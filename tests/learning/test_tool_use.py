@@ -1,4 +1,4 @@
-"""A tiny model learns to use a tool over several turns: short forms of examples/retool and examples/search-r1.
+"""A tiny model learns to use a tool over several turns: short forms of examples/retool.
 
 The whole runs go on until at least 85 % of held-out tasks end well (their READMEs have the figures); what is asked for
 here, after a shorter warm-up and a few steps, is that the sampled attempts at training tasks end well clearly more often
@@ -53,9 +53,8 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     [
         ("retool", ("--client", "openai")),
         ("retool", ("--client", "openai", "--mode", "full")),
-        ("search-r1", ()),
     ],
-    ids=["openai", "openai-full-async", "search"],
+    ids=["openai", "openai-full-async"],
 )
 def test_held_out_success_rises(
     example: str, words: tuple[str, ...], warm: Callable[[str], Path], tmp_path: Path
@@ -66,10 +65,10 @@ def test_held_out_success_rises(
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     scores = [record["eval/held-out"] for record in records if "eval/held-out" in record]
     assert scores[0] < 0.4, scores
-    assert scores[-1] > scores[0] + 0.1, scores
+    assert scores[-1] > scores[0] + 0.25, scores
     rollouts = [record for record in records if record.get("kind") == "rollout"]
     rewards = [record["rollout/raw_reward"] for record in rollouts]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
     assert sum(record["agent/tool_calls"] for record in rollouts) > len(rollouts) * 128
     assert not any(record.get("agent/retokenised_tokens") for record in rollouts)
     if "full" in words:  # weights changed under open sessions
