@@ -26,6 +26,8 @@ from slime.errors import RunFailed, UserError  # noqa: E402
 
 TRAINING_SEED, HELD_OUT_SEED, PUPIL_SEED = 1_000_000, 2_000_000, 3_000_000
 """Of the first repository of each kind: no repository is in two of them."""
+TRAINING = 1024
+"""Repositories to train on; as many whatever the length of the run, so that a longer one goes on from a shorter."""
 AGENT_COMMAND = [os.path.realpath(sys.executable), "-I", "-S", "-B", str(HERE / "mini_agent.py"), "--max-turns", "6"]
 
 
@@ -100,7 +102,7 @@ def warmed_up(out: Path, seed: int, steps: int, device: str) -> Path:
 def prompts(args: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
     """Prompt files for training and evaluation."""
     if args.tasks is None:
-        training = make_rows(args.num_rollout * args.rollout_batch_size, TRAINING_SEED)
+        training = make_rows(TRAINING, TRAINING_SEED)
         return (
             write_prompts(training, folder / "train.jsonl"),
             write_prompts(make_rows(args.held_out, HELD_OUT_SEED), folder / "eval.jsonl"),
