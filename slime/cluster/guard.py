@@ -1,6 +1,7 @@
 """The small process between the driver and one child: when the driver is gone, so is everything the child started.
 
-Run as `python -I -S guard.py CONTROL_FD DRIVER_PID -- argv...`, as the leader of a session of its own. The invariant:
+Run as `python -I -S guard.py CONTROL_FD DRIVER_PID -- argv...`, as the leader of a session of its own (`-` in the place
+of the descriptor: there is no control pipe, and what the guard hears are signals). The invariant:
 the guard exits only after every process below it has exited, and it exits as soon as the child has (with the child's
 exit code) or the driver has (however it died). It learns the latter from the end of file on the control pipe, whose
 write end only the driver holds; if a forked copy of the driver still holds that end, from its own parent having
@@ -138,9 +139,9 @@ class Guard(Keeper):
     """The process that the driver started, and the two ways to end what is below it: asked (SIGTERM) and forced
     (SIGKILL)."""
 
-    def __init__(self, control_fd: int, driver_pid: int, argv: list[str]) -> None:
+    def __init__(self, control_fd: int | None, driver_pid: int, argv: list[str]) -> None:
         super().__init__(argv)
-        self.control_fd = control_fd
+        self.control_fds = [] if control_fd is None else [control_fd]
         self.driver_pid = driver_pid
         self.terminated = False
         self.terminate_asked = False
@@ -149,14 +150,15 @@ class Guard(Keeper):
 
     def run(self) -> int:
         """Start the child, stay until it or the driver is gone, sweep, and return the child's wait status."""
-        os.set_inheritable(self.control_fd, False)
+        for fd in self.control_fds:
+            os.set_inheritable(fd, False)
         self._catch_signals(lambda: setattr(self, "terminate_asked", True))
         self.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         if HAS_SUBREAPERS:
             self._start_deputy()
         else:
             self.child_pid = self._start_child(os.getpgrp())
-            self._drop_foreign_fds(self.control_fd)
+            self._drop_foreign_fds(*self.control_fds)
         while self.child_status is None:
             self._wait_for_event()
             self._reap()
@@ -181,14 +183,14 @@ class Guard(Keeper):
             exit_like(Deputy(alive_fd, started_write_fd, group, self.argv).run())
 
         self.child_pid = self._fork(watch)
-        self._drop_foreign_fds(self.control_fd, alive_write_fd, started_fd)
+        self._drop_foreign_fds(*self.control_fds, alive_write_fd, started_fd)
         os.read(started_fd, 1)
         os.close(started_fd)
 
     def _wait_for_event(self) -> None:
         timeout = POLL_S if self.kill_at is None else max(0.0, min(POLL_S, self.kill_at - time.monotonic()))
-        if self._wait_for_input([] if self.driver_gone else [self.control_fd], timeout):
-            commands = os.read(self.control_fd, 64)
+        for fd in self._wait_for_input([] if self.driver_gone else self.control_fds, timeout):
+            commands = os.read(fd, 64)
             if not commands:
                 self._driver_is_gone()
             if TERMINATE in commands:
@@ -313,8 +315,9 @@ def exit_like(status: int) -> None:
 
 def main(args: list[str]) -> None:
     separator = args.index("--")
-    control_fd, driver_pid = (int(text) for text in args[:separator])
-    exit_like(Guard(control_fd, driver_pid, args[separator + 1 :]).run())
+    control, driver_pid = args[:separator]
+    control_fd = None if control == "-" else int(control)
+    exit_like(Guard(control_fd, int(driver_pid), args[separator + 1 :]).run())
 
 
 if __name__ == "__main__":

@@ -267,6 +267,11 @@ def process_tree(root_pid: int) -> list[int]:
     return [root_pid, *guard.descendants(root_pid)]
 
 
+def guarded(argv: Sequence[str]) -> list[str]:
+    """The command that runs `argv` under a guard, for somebody else to start as our child in a session of its own."""
+    return [sys.executable, "-I", "-S", guard.__file__, "-", str(os.getpid()), "--", *argv]
+
+
 def _has_exited(pid: int) -> bool:
     """Whether our child has exited, leaving it a zombie for `Popen.wait` to collect."""
     try:

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from slime.agent.tools.outcomes import ToolFailure, ToolOutcome
 from slime.agent.tools.tool import Tool, ToolLimits
+from slime.cluster.process import guarded
 from slime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -56,9 +57,12 @@ class McpServer:
     def stdio(
         cls, command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None, **options: Any
     ) -> McpServer:
-        """A server that is started as a child process, with a minimal environment and what `env` adds to it."""
+        """A server that is started as a child process, with a minimal environment and what `env` adds to it.
+
+        However this process ends, nothing of the server is left.
+        """
         mcp = _mcp()
-        program, *arguments = command
+        program, *arguments = guarded(command)
         wanted = mcp.StdioServerParameters(
             command=program, args=arguments, env=None if env is None else dict(env), cwd=cwd
         )

@@ -16,7 +16,9 @@ import pytest
 from slime.agent.messages import ToolCall
 from slime.agent.tools import McpServer, ToolBox, ToolEnvironment, ToolFailure
 from slime.cluster.ports import free_port
+from slime.cluster.process import process_tree
 from slime.errors import UserError
+from tests.e2e.runs import wait_until
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 COMMAND = [sys.executable, str(SERVER)]
@@ -158,7 +160,7 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words() -> None:
     command = [sys.executable, "-c", "raise SystemExit('the licence is missing')"]
     with pytest.raises(ToolFailure, match=r"cannot be used.*its last words: the licence is missing"):
         in_box(lambda: McpServer.stdio(command), lambda box: said(box, "add"))
-    with pytest.raises(ToolFailure, match="cannot be used: FileNotFoundError"):
+    with pytest.raises(ToolFailure, match=r"its last words: error: cannot start /nowhere/server: No such file"):
         in_box(lambda: McpServer.stdio(["/nowhere/server"]), lambda box: said(box, "add"))
 
 
@@ -166,3 +168,32 @@ def test_without_the_package_one_sentence_says_what_to_install(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(UserError, match=r"MCP servers need the package mcp: pip install 'slime\[agents\]'"):
         McpServer.http("http://127.0.0.1:1/mcp")
+
+
+DRIVER = """\
+import asyncio, sys
+
+from slime.agent.tools import McpServer, ToolEnvironment
+
+
+async def main() -> None:
+    environment = ToolEnvironment([McpServer.stdio([sys.executable, sys.argv[1]])])
+    async with environment.open() as box:
+        print("ready", flush=True)
+        await box.call("hang", {"file": sys.argv[2]})
+
+
+asyncio.run(main())
+"""
+
+
+def test_a_server_that_hangs_does_not_outlive_a_driver_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DRIVER, str(SERVER), str(tmp_path / "never")]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "ready\n"
+    started = process_tree(driver.pid)[1:]
+    assert len(started) == 3  # a guard, its deputy, the server
+    driver.kill()
+    driver.wait()
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started), within_s=30)
