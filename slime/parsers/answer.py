@@ -7,6 +7,7 @@ format or white space beside one; whatever pieces it came in.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from slime.parsers.calls import Calls, ToolFormat
@@ -118,19 +119,21 @@ def told_until(marks: Marks, reader: Reader, channel: Channel) -> Steps[str | No
     return mark
 
 
-class AnswerParser:
-    """The parser of every format that has marks in its text."""
+class SteppedParser(ABC):
+    """A parser that is a generator over its reader: `_run` yields where it needs more text.
 
-    def __init__(self, tool: ToolFormat, think: Think | None, *, thinking: bool, ids: Callable[[], str]) -> None:
-        self._tool, self._think = tool, think
+    A subclass is complete, whatever `_run` uses included, before it calls `_begin`.
+    """
+
+    def __init__(self, ids: Callable[[], str]) -> None:
         self._events: list[Event] = []
         self._reader = Reader()
         self._calls = Calls(self._reader, self._events, ids)
-        self._tails = (*TAILS, *tool.tails)
-        self._text = Channel(self._events, Text, after_mark=thinking, tails=self._tails)
-        self._reasoning = Channel(self._events, Reasoning, after_mark=True, tails=self._tails)
-        self._thinking = thinking
-        self._marks = Marks([*tool.begins, *tool.opens, *tool.closes, *self._tails, *(think.marks if think else ())])
+
+    @abstractmethod
+    def _run(self) -> Steps[None]: ...
+
+    def _begin(self) -> None:
         self._steps = self._run()
         self._resume()
 
@@ -147,6 +150,20 @@ class AnswerParser:
         told = self._events.copy()
         self._events.clear()
         return told
+
+
+class AnswerParser(SteppedParser):
+    """The parser of every format that has marks in its text."""
+
+    def __init__(self, tool: ToolFormat, think: Think | None, *, thinking: bool, ids: Callable[[], str]) -> None:
+        super().__init__(ids)
+        self._tool, self._think = tool, think
+        self._tails = (*TAILS, *tool.tails)
+        self._text = Channel(self._events, Text, after_mark=thinking, tails=self._tails)
+        self._reasoning = Channel(self._events, Reasoning, after_mark=True, tails=self._tails)
+        self._thinking = thinking
+        self._marks = Marks([*tool.begins, *tool.opens, *tool.closes, *self._tails, *(think.marks if think else ())])
+        self._begin()
 
     @property
     def _channel(self) -> Channel:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from slime.parsers.answer import Channel, Marks, told_until
-from slime.parsers.calls import Calls
-from slime.parsers.events import Event, IllFormed, Reasoning, Text
+from slime.parsers.answer import Channel, Marks, SteppedParser, told_until
+from slime.parsers.events import IllFormed, Reasoning, Text
 from slime.parsers.json_text import json_object
-from slime.parsers.reader import NoCall, Reader, Steps, Unreadable
+from slime.parsers.reader import NoCall, Steps, Unreadable
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -33,32 +32,15 @@ def harmony_opening(name: str | None) -> str:
     return f"{_CHANNEL}commentary to=functions." + (f"{name} <|constrain|>json{_MESSAGE}" if name is not None else "")
 
 
-class HarmonyParser:
+class HarmonyParser(SteppedParser):
     """The parser of gpt-oss; without `reads_calls` they stay in the text."""
 
     def __init__(self, *, reads_calls: bool, ids: Callable[[], str]) -> None:
+        super().__init__(ids)
         self._reads_calls = reads_calls
-        self._events: list[Event] = []
-        self._reader = Reader()
-        self._calls = Calls(self._reader, self._events, ids)
         self._text = Channel(self._events, Text, after_mark=False)
         self._reasoning = Channel(self._events, Reasoning, after_mark=True)
-        self._steps = self._run()
-        self._resume()
-
-    def feed(self, text: str) -> list[Event]:
-        self._reader.feed(text)
-        return self._resume()
-
-    def end(self) -> list[Event]:
-        self._reader.ended = True
-        return self._resume()
-
-    def _resume(self) -> list[Event]:
-        next(self._steps, None)
-        told = self._events.copy()
-        self._events.clear()
-        return told
+        self._begin()
 
     def _run(self) -> Steps[None]:
         """The prompt ends after `<|start|>assistant`, so an answer may begin with a recipient."""
