@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def run(*, reward: Callable[..., Any] | None = None, **flags: Any) -> TrainingResult:
     """Train with the flags of the command line as keywords; `reward(args, sample)` may be given as a function."""
-    from slime.config import Config
+    from slime.config.parser import config_of_keywords
     from slime.driver import train
 
-    return train(Config.from_dict(flags), reward=reward)
+    return train(config_of_keywords(flags), reward=reward)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,6 +74,19 @@ def parse_flags(argv: Sequence[str] | None = None, add_custom_arguments: AddCust
         if occurrence.name == "custom-config-path":
             _take_custom_file(_single_word(occurrence), values, carried)
     return Config(**values, carried=carried)
+
+
+def config_of_keywords(keywords: Mapping[str, Any]) -> Config:
+    """The config that these keywords mean, as `parse_flags` has it of a command line."""
+    given = dict(keywords)
+    path = given.pop("custom_config_path", None)
+    config = Config.from_dict(given)
+    if path is None:
+        return config
+    values: dict[str, Any] = {}
+    carried = dict(config.carried)
+    _take_custom_file(os.fspath(path), values, carried)
+    return config.replace(**values, carried=carried)
 
 
 def scan(argv: Sequence[str]) -> list[Occurrence]:

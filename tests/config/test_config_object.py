@@ -11,6 +11,7 @@ import pytest
 
 from slime.config import Config, load_config, parse_args, resolve, save_config
 from slime.config.config import FLAG_SPECS
+from slime.config.parser import config_of_keywords, parse_flags
 from slime.config.reference import format_markdown
 from slime.errors import UserError
 
@@ -92,3 +93,13 @@ def test_every_flag_has_help_and_a_default_of_its_type() -> None:
 def test_flag_table_of_the_documentation_is_current() -> None:
     document = Path(__file__).parents[2] / "docs" / "flags.md"
     assert document.read_text() == format_markdown(), "run: slime flags --markdown > docs/flags.md"
+
+
+def test_keywords_take_a_custom_file_as_the_command_line_does(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("search_url: http://here\nn_samples_per_prompt: 3\n")
+    words = ["--rollout-batch-size", "5", "--n-samples-per-prompt", "2", "--custom-config-path", str(file)]
+    keywords = {"rollout_batch_size": 5, "n_samples_per_prompt": 2, "custom_config_path": file}
+    config = config_of_keywords(keywords)
+    assert config == parse_flags(words)
+    assert (config.search_url, config.n_samples_per_prompt, config.rollout_batch_size) == ("http://here", 3, 5)
