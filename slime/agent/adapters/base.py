@@ -258,12 +258,15 @@ class KeyedPool(EnginePool):
     """One engine or router; the session goes along as the key by which a router chooses an engine."""
 
     async def generate_result(
-        self, payload: dict[str, Any], affinity_key: Hashable | None = None, *, timeout_s: float | None = None
+        self,
+        payload: dict[str, Any],
+        affinity_key: Hashable | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> GenerateResult:
-        headers = {ROUTING_KEY_HEADER: str(affinity_key)}
-        return await self._asked(
-            lambda client: client.generate_result(payload, headers=headers, timeout_s=timeout_s), affinity_key
-        )
+        keyed = {ROUTING_KEY_HEADER: str(affinity_key), **(headers or {})}
+        return await super().generate_result(payload, affinity_key, headers=keyed, timeout_s=timeout_s)
 
     async def generate_kept(
         self,
