@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WARM_UP_STEPS = 180
