@@ -19,6 +19,7 @@ from slime.engine.embedded.http.bridge import EngineBridge
 from slime.engine.embedded.http.requests import ModelFacts
 from slime.engine.embedded.http.server import EngineServer
 from slime.engine.fleet.supervisor import Supervisor, Watch
+from slime.engine.http.growing import Growing
 from slime.engine.http.pool import EnginePool
 from slime.rollout.loop import LoopThread
 from tests.engine.test_numbers import running_core
@@ -161,13 +162,13 @@ def test_an_engine_that_samples_for_us_is_not_restarted() -> None:
         async def begin() -> asyncio.Task[Any]:
             client, first = pool.clients[0], asyncio.Event()
 
-            class Noticed:
+            class Noticed(Growing):
                 def take(self, event: bytes) -> None:
                     first.set()
                     if hasattr(engine, "seen"):
                         asyncio.get_running_loop().call_soon(engine.seen.set)
 
-            task = asyncio.ensure_future(client.generate_into(Noticed(), {}))  # type: ignore[arg-type]
+            task = asyncio.ensure_future(client.generate_into(Noticed(), {}))
             async with asyncio.timeout(60):
                 await first.wait()
             return task

@@ -188,9 +188,8 @@ def test_openais_client_sees_a_call_as_it_is_written(caller: EngineProcess) -> N
     assert "".join(delta.content or "" for delta in deltas) == "so"
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm"
     calls = [made.function for delta in deltas for made in delta.tool_calls or ()]
-    assert [(made.name, made.arguments) for made in calls] == [
-        ("add", ""), (None, '{"a": '), (None, '"x'), (None, 'y"'), (None, "}"),
-    ]  # fmt: skip
+    assert [made.name for made in calls] == ["add"] + [None] * (len(calls) - 1)
+    assert "".join(made.arguments or "" for made in calls) == ARGUMENTS
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     with client.chat.completions.stream(**CHAT, model="any") as stream:
         message = stream.get_final_completion().choices[0].message
