@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -28,10 +28,8 @@ from slime.agent.session.rendering import TemplateRefused
 from slime.agent.session.tree import Turn
 from slime.data.sample import Sample
 from slime.engine.http.answers import parse_json
-from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
-from slime.engine.http.protocol import GenerateResult
-from slime.engine.http.router import ROUTING_KEY_HEADER
+from slime.engine.sglang.router import RoutedPool
 from slime.parsers.formats import Formats
 
 MODEL = "slime-actor"
@@ -243,7 +241,7 @@ class BaseAdapter:
 
     async def _start(self, app: web.Application) -> None:
         self._loop = asyncio.get_running_loop()
-        self._pool = KeyedPool([self.sglang_url])
+        self._pool = RoutedPool([self.sglang_url], self.sglang_url, router_only=True)  # keys go along for a router
         self._sessions = Sessions(self._model, self._pool, fault_tolerant=False, version=None)
 
     async def _stop(self, app: web.Application) -> None:
@@ -252,32 +250,6 @@ class BaseAdapter:
         await self._sessions.close_all(Problem(Kind.SHUTTING_DOWN, "the endpoints are shutting down"))
         await self._pool.aclose()
         self._loop = self._sessions = self._pool = None
-
-
-class KeyedPool(EnginePool):
-    """One engine or router; the session goes along as the key by which a router chooses an engine."""
-
-    async def generate_result(
-        self,
-        payload: dict[str, Any],
-        affinity_key: Hashable | None = None,
-        *,
-        headers: dict[str, str] | None = None,
-        timeout_s: float | None = None,
-    ) -> GenerateResult:
-        keyed = {ROUTING_KEY_HEADER: str(affinity_key), **(headers or {})}
-        return await super().generate_result(payload, affinity_key, headers=keyed, timeout_s=timeout_s)
-
-    async def generate_kept(
-        self,
-        payload: dict[str, Any],
-        affinity_key: Hashable | None = None,
-        *,
-        headers: dict[str, str] | None = None,
-        on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
-    ) -> tuple[GenerateResult | None, EngineError | None]:
-        keyed = {ROUTING_KEY_HEADER: str(affinity_key), **(headers or {})}
-        return await super().generate_kept(payload, affinity_key, headers=keyed, on_ids=on_ids)
 
 
 class Trajectories:

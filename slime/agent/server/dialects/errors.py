@@ -2,11 +2,11 @@
 
 Invariant: a problem that asking again cannot solve is never 408, 409, 429 or 5xx and carries `x-should-retry: false`,
 so that an agent stops at once, and does not spend minutes of its sandbox on retries. Which status stops which client
-was tried with the clients, or read in their sources:
+was tried with Claude Code and Codex, and read in the sources of mini-swe-agent and Qwen Code:
 
 - Claude Code (messages) and Codex (responses) ask again after 401, Claude Code without a stream after 404: always 400.
 - mini-swe-agent (chat) asks again after 400, ten times, but not after 401, 404 or a prompt that is too long, nor do
-  opencode and Qwen Code: a session that is over is "not found" there.
+  Qwen Code and, as it seems, opencode: a session that is over is "not found" there.
 """
 
 from __future__ import annotations
