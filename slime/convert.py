@@ -51,7 +51,7 @@ class Conversion:
                 f"{self.source} is a Megatron checkpoint ({kind}), which only Megatron reads and this version lacks: "
                 "convert it where Megatron is installed"
             )
-        from slime.train.to_folder import checkpoint_tensors, find_checkpoint, model_of_checkpoint
+        from slime.train.checkpoints.to_folder import checkpoint_tensors, find_checkpoint, model_of_checkpoint
 
         checkpoint = find_checkpoint(self.source)
         if checkpoint is not None:

@@ -18,8 +18,8 @@ from typing import Protocol
 from slime.config import Config
 from slime.data.journal.database import JournalFailed
 from slime.errors import RunFailed
+from slime.train.checkpoints.not_written import NotWritten
 from slime.train.group import TrainerGroup
-from slime.train.not_written import NotWritten
 from slime.weights.publisher import WeightsNotWritten
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -26,7 +26,7 @@ from slime.engine.fleet.serve import wants_fleet
 from slime.plan import make_plan
 from slime.plugins import CONTRACTS
 from slime.rollout.metrics import eval_metrics, rollout_metrics
-from slime.train.batch import batch_metrics, make_train_batch
+from slime.train.samples.batch import batch_metrics, make_train_batch
 from slime.weights.publisher import PublishResult
 from tests.model_files import add_weights
 

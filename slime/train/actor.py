@@ -18,20 +18,20 @@ from slime.config.algorithm import needs_reference
 from slime.config.asynchronous import versions_behind
 from slime.config.start import Start, find_reference, find_start
 from slime.errors import UserError
-from slime.train.backends.frozen import FrozenModel
-from slime.train.backends.fsdp import FSDPBackend
+from slime.train.backends.fsdp.backend import FSDPBackend
+from slime.train.backends.fsdp.frozen import FrozenModel
+from slime.train.backends.fsdp.loading import load_policy
+from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.backends.protocol import TrainBackend
-from slime.train.checkpoint import CheckpointFolder, TrainState
+from slime.train.checkpoints.folder import CheckpointFolder, TrainState
 from slime.train.distributed import Ranks
-from slime.train.finite import blame_one
-from slime.train.loading import load_policy
-from slime.train.micro_batch import MicroBatch
-from slime.train.objectives import CustomObjective, supervised_loss
+from slime.train.losses.objectives import CustomObjective, supervised_loss
+from slime.train.losses.policy_objective import ABS_DIFF, PolicyObjective, largest_gap, set_importance_scale
 from slime.train.old_policy import OldPolicy, token_versions, versions_in
-from slime.train.policy import PolicyModel
-from slime.train.policy_objective import ABS_DIFF, PolicyObjective, largest_gap, set_importance_scale
 from slime.train.rates import RateSchedule
-from slime.train.rollout_data import RolloutData, collect
+from slime.train.samples.finite import blame_one
+from slime.train.samples.micro_batch import MicroBatch
+from slime.train.samples.rollout_data import RolloutData, collect
 from slime.train.step import NotFinite, Outcome, train_step
 from slime.train.timers import Timers
 

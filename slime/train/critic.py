@@ -13,15 +13,15 @@ from slime.config import Config
 from slime.config.roles import critic_flags
 from slime.config.start import find_critic_start
 from slime.errors import UserError
-from slime.train.backends.fsdp import FSDPBackend
-from slime.train.checkpoint import CheckpointFolder, TrainState
+from slime.train.backends.fsdp.backend import FSDPBackend
+from slime.train.backends.fsdp.loading import load_critic
+from slime.train.checkpoints.folder import CheckpointFolder, TrainState
 from slime.train.distributed import Ranks
-from slime.train.finite import blame_one
-from slime.train.loading import load_critic
-from slime.train.micro_batch import MicroBatch
-from slime.train.objectives import value_loss
+from slime.train.losses.objectives import value_loss
 from slime.train.rates import RateSchedule
-from slime.train.rollout_data import RolloutData
+from slime.train.samples.finite import blame_one
+from slime.train.samples.micro_batch import MicroBatch
+from slime.train.samples.rollout_data import RolloutData
 from slime.train.step import NotFinite, Outcome, train_step
 
 

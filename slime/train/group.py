@@ -26,12 +26,12 @@ from slime.config.algorithm import weighs_what_it_can
 from slime.config.batch import num_trainers
 from slime.data.sample import Sample
 from slime.errors import RunFailed, UserError
-from slime.train.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
-from slime.train.carry import in_front_of, load_carried, remove_stale, save_carried
-from slime.train.conversion import converted_batch
-from slime.train.dump import write_train_dump
+from slime.train.checkpoints.not_written import NotWritten
 from slime.train.flops import FlopsModel
-from slime.train.not_written import NotWritten
+from slime.train.samples.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
+from slime.train.samples.carry import in_front_of, load_carried, remove_stale, save_carried
+from slime.train.samples.conversion import converted_batch
+from slime.train.samples.dump import write_train_dump
 from slime.train.schedule import Schedule, build_schedule
 from slime.waits import Wait, WaitTimeout, expired, raise_failures, waiting
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.train.backends.frozen import FrozenModel
-from slime.train.backends.fsdp import FSDPBackend
-from slime.train.policy import PolicyModel
+from slime.train.backends.fsdp.backend import FSDPBackend
+from slime.train.backends.fsdp.frozen import FrozenModel
+from slime.train.backends.fsdp.packed_model import PolicyModel
 
 Spans = Sequence[Sequence[Any]]
 """Runs `[version or None, number of tokens]` of one response."""

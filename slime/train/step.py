@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from slime.train.backends.protocol import TrainBackend
-from slime.train.micro_batch import MicroBatch
 from slime.train.rates import Rates
+from slime.train.samples.micro_batch import MicroBatch
 
 
 class NotFinite(Exception):

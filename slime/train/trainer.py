@@ -26,19 +26,19 @@ from slime.models.shape import count_parameters
 from slime.plugins import load_function
 from slime.plugins.tracking import logged_to
 from slime.train.actor import Actor
-from slime.train.advantages import set_advantages
 from slime.train.backends.protocol import NamedTensor
-from slime.train.batch import TrainBatch
-from slime.train.checkpoint import publish
+from slime.train.checkpoints.folder import publish
+from slime.train.checkpoints.not_written import written_together
 from slime.train.critic import Critic
 from slime.train.distributed import Ranks
-from slime.train.dump import dump_rows
-from slime.train.export import export_weights, hf_tensors
-from slime.train.finite import check_columns_finite
-from slime.train.micro_batch import MicroBatch, StepShare, make_micro_batch
-from slime.train.not_written import written_together
-from slime.train.rollout_data import RolloutData, collect, distribute, make_rollout_data
-from slime.train.sender import WeightSender
+from slime.train.losses.advantages import set_advantages
+from slime.train.samples.batch import TrainBatch
+from slime.train.samples.dump import dump_rows
+from slime.train.samples.finite import check_columns_finite
+from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
+from slime.train.samples.rollout_data import RolloutData, collect, distribute, make_rollout_data
+from slime.train.sending.export import export_weights, hf_tensors
+from slime.train.sending.sender import WeightSender
 from slime.train.timers import Timers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

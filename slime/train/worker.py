@@ -22,8 +22,8 @@ from transformers.utils.logging import disable_progress_bar
 from slime.cluster.channel import Channel, ChannelClosed
 from slime.config import Config
 from slime.errors import UserError
+from slime.train.checkpoints.not_written import NotWritten
 from slime.train.distributed import join_ranks
-from slime.train.not_written import NotWritten
 from slime.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)

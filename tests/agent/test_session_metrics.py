@@ -3,7 +3,7 @@ from __future__ import annotations
 from slime.config import Config, derive
 from slime.data.sample import Sample
 from slime.rollout.metrics import eval_metrics, rollout_metrics
-from slime.train.batch import batch_metrics, make_train_batch
+from slime.train.samples.batch import batch_metrics, make_train_batch
 from tests.agent.byte_template import assistant, user
 from tests.agent.test_session import Talk, base_sample
 

@@ -11,7 +11,7 @@ from slime.rollout.failures import RolloutFailed
 from slime.rollout.feed import RolloutMaker
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.types import leaves
-from slime.train.batch import flatten_samples, make_train_batch
+from slime.train.samples.batch import flatten_samples, make_train_batch
 from tests.data.journal_samples import open_journal
 
 NEW_SAMPLES = """

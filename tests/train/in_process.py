@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from slime.config import Config, derive
-from slime.train.batch import flatten_samples, make_train_batch
 from slime.train.distributed import Ranks, join_ranks
 from slime.train.group import rank_shares
+from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.schedule import build_schedule
 from slime.train.trainer import Trainer
 

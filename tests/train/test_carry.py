@@ -14,9 +14,9 @@ import pytest
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.train.batch import TrainBatch, flatten_samples, make_train_batch
-from slime.train.carry import carried_path, in_front_of, load_carried, remove_stale, save_carried
 from slime.train.group import TrainerGroup
+from slime.train.samples.batch import TrainBatch, flatten_samples, make_train_batch
+from slime.train.samples.carry import carried_path, in_front_of, load_carried, remove_stale, save_carried
 from tests.train.tiny_training import make_samples
 
 

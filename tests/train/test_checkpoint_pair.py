@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.config.start import check_weight_sources
-from slime.train import checkpoint
+from slime.train.checkpoints import folder as checkpoint
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 

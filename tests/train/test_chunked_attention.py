@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.train import attention
-from slime.train.attention import PackedContext, packed_attention
-from slime.train.chunked_attention import CELLS, Rules, chunked_attention
-from slime.train.packing import PackedLayout
+from slime.train.backends.fsdp import attention
+from slime.train.backends.fsdp.attention import PackedContext, packed_attention
+from slime.train.backends.fsdp.chunked_attention import CELLS, Rules, chunked_attention
+from slime.train.samples.packing import PackedLayout
 
 KINDS = {
     "window": (5, None, False),

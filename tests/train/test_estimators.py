@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.train.batch import flatten_samples, make_train_batch
 from slime.train.group import TrainerGroup
+from slime.train.samples.batch import flatten_samples, make_train_batch
 from tests.test_docs import documented_metrics
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import build_model, make_samples

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from slime.config import Config, derive
 from slime.errors import UserError
+from slime.train.checkpoints.not_written import NotWritten
 from slime.train.group import TrainerDied, TrainerGroup, TrainResult
-from slime.train.not_written import NotWritten
 from tests.train.tiny_training import make_samples
 
 Folder = Callable[[str], Path]

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from slime.algorithms.logprobs import linear_log_probs
 from slime.errors import UserError
 from slime.models.head import OutputHead
-from slime.train.attention import ATTENTION_NAME, attach_context, register_packed_attention
-from slime.train.packing import pack
-from slime.train.policy import PolicyModel
+from slime.train.backends.fsdp.attention import ATTENTION_NAME, attach_context, register_packed_attention
+from slime.train.backends.fsdp.packed_model import PolicyModel
+from slime.train.samples.packing import pack
 from tests.train.tiny_training import CONFIGS, build_model
 
 LENGTHS = [(9, 4), (9, 3), (5, 1), (20, 12), (2, 1)]

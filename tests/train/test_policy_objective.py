@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config import Config, derive
-from slime.train.micro_batch import MicroBatch, StepShare
-from slime.train.packing import PackedLayout, PackedRow
-from slime.train.policy_objective import PolicyObjective
+from slime.train.losses.policy_objective import PolicyObjective
+from slime.train.samples.micro_batch import MicroBatch, StepShare
+from slime.train.samples.packing import PackedLayout, PackedRow
 
 Sequences = list[list[torch.Tensor]]
 

@@ -17,7 +17,7 @@ from slime.config import Config
 from slime.data.journal.database import JournalFailed
 from slime.errors import RunFailed, UserError
 from slime.rescue import weights_rescued
-from slime.train.not_written import NotWritten, written_together
+from slime.train.checkpoints.not_written import NotWritten, written_together
 from tests.small_disk import small_disk
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples

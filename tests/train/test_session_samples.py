@@ -12,9 +12,9 @@ from slime.config import Config
 from slime.data.check import BadSample, check_sample
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.train.advantages import set_advantages
-from slime.train.batch import TrainBatch, flatten_samples, make_train_batch
-from slime.train.rollout_data import make_rollout_data
+from slime.train.losses.advantages import set_advantages
+from slime.train.samples.batch import TrainBatch, flatten_samples, make_train_batch
+from slime.train.samples.rollout_data import make_rollout_data
 from tests.agent.byte_template import assistant, user
 from tests.agent.test_session import Talk, base_sample
 

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slime.models.delta.tensors import tensor_checksums
-from slime.train.delta import DeltaExporter, Published
-from slime.train.export import export_weights, hf_tensors, rollout_dtype
+from slime.train.sending.delta import DeltaExporter, Published
+from slime.train.sending.export import export_weights, hf_tensors, rollout_dtype
 
 NamedTensor = tuple[str, torch.Tensor]
 

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from transformers import PretrainedConfig
 
+from slime.train.backends.fsdp.packed_model import PackedModel
 from slime.train.distributed import Ranks
-from slime.train.policy import PackedModel
 from slime.train.rates import Rates
 
 NamedTensor = tuple[str, torch.Tensor]

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from slime.train.backends.fsdp import FSDPBackend, local_part, shard, shard_like, whole
+from slime.train.backends.fsdp.backend import FSDPBackend, local_part, shard, shard_like, whole
+from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.backends.protocol import NamedTensor
 from slime.train.distributed import Ranks
-from slime.train.policy import PolicyModel
 
 
 class FrozenModel:

@@ -16,7 +16,7 @@ from slime.config.plugin_args import plugin_args
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.plugins import load_function
-from slime.train.batch import TrainBatch
+from slime.train.samples.batch import TrainBatch
 
 FLAG = "--custom-convert-samples-to-train-data-path"
 REQUIRED = ("tokens", "response_lengths", "rewards")

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from slime.config import Config
 from slime.errors import UserError
+from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer, set_rates
+from slime.train.backends.fsdp.packed_model import PackedModel
 from slime.train.backends.protocol import NamedTensor
 from slime.train.distributed import Ranks
-from slime.train.optimizer import choose_trainable, make_optimizer, set_rates
-from slime.train.policy import PackedModel
 from slime.train.rates import Rates
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -17,7 +17,7 @@ from slime.errors import UserError
 from slime.models.loading import load_config
 from slime.models.weight_reader import WeightReader, weights_of
 from slime.train.backends.protocol import NamedTensor
-from slime.train.export import as_in_folder, by_layer
+from slime.train.sending.export import as_in_folder, by_layer
 
 
 def find_checkpoint(folder: Path) -> Path | None:

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from slime.config import Config
 from slime.models.loading import load_causal_lm
 from slime.models.value import put_value_head
-from slime.train.attention import ATTENTION_NAME, register_packed_attention
-from slime.train.policy import PolicyModel, ValueModel
+from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
+from slime.train.backends.fsdp.packed_model import PolicyModel, ValueModel
 
 
 def load_policy(config: Config, folder: str, dtype: torch.dtype) -> PolicyModel:

@@ -15,7 +15,7 @@ from slime.errors import UserError
 from slime.owned import is_dump
 
 if TYPE_CHECKING:
-    from slime.train.rollout_data import RolloutData
+    from slime.train.samples.rollout_data import RolloutData
 
 FORMAT_VERSION = 2
 COLUMNS = ("sample_indices", "group_indices", "rollout_ids", "rewards", "raw_reward", "truncated")
@@ -23,7 +23,7 @@ COLUMNS = ("sample_indices", "group_indices", "rollout_ids", "rewards", "raw_rew
 
 def dump_rows(data: RolloutData, *, rank: int) -> list[dict[str, Any]]:
     """One plain dict per sample of a rank."""
-    from slime.train.rollout_data import PER_TOKEN  # torch, which whoever only writes the dump does without
+    from slime.train.samples.rollout_data import PER_TOKEN  # torch, which whoever only writes the dump does without
 
     rows = []
     for position in range(len(data["response_lengths"])):

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from slime.errors import RunFailed
 from slime.models.shards import ShardWriter
 from slime.train.backends.protocol import NamedTensor, TrainBackend
-from slime.train.not_written import written_together
+from slime.train.checkpoints.not_written import written_together
 
 
 def hf_tensors(backend: TrainBackend) -> Iterator[NamedTensor]:

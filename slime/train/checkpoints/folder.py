@@ -40,11 +40,11 @@ from slime.models.saving import replace_folder
 from slime.models.shards import ShardWriter, fsync_path
 from slime.models.taken import FolderTaken
 from slime.owned import is_checkpoint
-from slime.train.backends.frozen import FrozenModel
-from slime.train.backends.fsdp import persistent_buffers
+from slime.train.backends.fsdp.backend import persistent_buffers
+from slime.train.backends.fsdp.frozen import FrozenModel
 from slime.train.backends.protocol import NamedTensor, TrainBackend
+from slime.train.checkpoints.not_written import written_together
 from slime.train.distributed import Ranks
-from slime.train.not_written import written_together
 
 SHARD_BYTES = 1024**3
 FORMAT = 1

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from slime.errors import UserError
-from slime.train.batch import TrainBatch
-from slime.train.micro_batch import MicroBatch
+from slime.train.samples.batch import TrainBatch
+from slime.train.samples.micro_batch import MicroBatch
 
 RolloutData = dict[str, Any]
 

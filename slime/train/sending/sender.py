@@ -16,10 +16,10 @@ import torch.distributed as dist
 from slime.cluster.process_group import join_process_group, leave_process_group
 from slime.config import Config
 from slime.train.backends.protocol import TrainBackend
-from slime.train.export import hf_layout, hf_tensors, rollout_dtype
+from slime.train.sending.export import hf_layout, hf_tensors, rollout_dtype
 
 if TYPE_CHECKING:
-    from slime.train.delta import Published
+    from slime.train.sending.delta import Published
 
 
 class WeightSender:
@@ -33,7 +33,7 @@ class WeightSender:
         self._group: dist.ProcessGroup | None = None
         self.published: Published | None = None
         if config.update_weight_mode == "delta":
-            from slime.train.delta import Published  # zstandard and xxhash, which other runs do without
+            from slime.train.sending.delta import Published  # zstandard and xxhash, which other runs do without
 
             self.published = Published(dtype)
 
@@ -41,7 +41,7 @@ class WeightSender:
         """This rank's share of the delta from `base_version` to `version`."""
         if self.published is None:
             raise RuntimeError("a delta was asked of a run without --update-weight-mode delta")
-        from slime.train.delta import DeltaExporter
+        from slime.train.sending.delta import DeltaExporter
 
         exporter = DeltaExporter(self.published, encoding=self._encoding, checksum=self._checksum)
         return exporter.export(backend, folder, version=version, base_version=base_version).to_dict()

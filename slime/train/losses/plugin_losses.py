@@ -16,11 +16,11 @@ from slime.algorithms.logprobs import log_probs_of_logits
 from slime.algorithms.reduce import weights_of
 from slime.config import Config
 from slime.errors import UserError
-from slime.train.micro_batch import MicroBatch
-from slime.train.objectives import Metrics, supervised_loss, value_loss
-from slime.train.packing import pack
-from slime.train.policy_objective import PolicyObjective
-from slime.train.rollout_data import PER_TOKEN
+from slime.train.losses.objectives import Metrics, supervised_loss, value_loss
+from slime.train.losses.policy_objective import PolicyObjective
+from slime.train.samples.micro_batch import MicroBatch
+from slime.train.samples.packing import pack
+from slime.train.samples.rollout_data import PER_TOKEN
 
 Batch = Mapping[str, Any]
 Reducer = Callable[[Tensor], Tensor]

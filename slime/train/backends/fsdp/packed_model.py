@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from slime.algorithms.logprobs import linear_log_probs
 from slime.errors import UserError
 from slime.models.head import OutputHead, output_projection
-from slime.train.attention import attach_context
-from slime.train.packing import PackedRow
+from slime.train.backends.fsdp.attention import attach_context
+from slime.train.samples.packing import PackedRow
 
 
 class PackedModel(nn.Module):

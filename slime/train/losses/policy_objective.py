@@ -27,8 +27,8 @@ from slime.config.plugin_args import plugin_args
 from slime.errors import UserError
 from slime.plugins import load_function
 from slime.train.distributed import Ranks
-from slime.train.loss_settings import Correction, LossSettings
-from slime.train.micro_batch import MicroBatch
+from slime.train.losses.loss_settings import Correction, LossSettings
+from slime.train.samples.micro_batch import MicroBatch
 
 ABS_DIFF = "train_rollout_logprob_abs_diff"
 Metrics = dict[str, Tensor]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.reduce import constant_weights, per_rollout_weights, per_token_weights
-from slime.train.batch import TrainBatch
-from slime.train.packing import PackedRow, pack
+from slime.train.samples.batch import TrainBatch
+from slime.train.samples.packing import PackedRow, pack
 
 
 @dataclass

@@ -22,7 +22,7 @@ from slime.config.plugin_args import plugin_args
 from slime.errors import UserError
 from slime.plugins import load_function
 from slime.train.distributed import Summing
-from slime.train.rollout_data import RolloutData, check_columns
+from slime.train.samples.rollout_data import RolloutData, check_columns
 
 
 def set_advantages(config: Config, data: RolloutData, ranks: Summing) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from slime.data.state_file import write_durably
 from slime.errors import UserError
-from slime.train.batch import TrainBatch
+from slime.train.samples.batch import TrainBatch
 
 FORMAT = 1
 KNOWN = {field.name for field in dataclasses.fields(TrainBatch)}

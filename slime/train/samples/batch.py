@@ -21,7 +21,7 @@ from slime.data.bad_sample import keep_bad_sample
 from slime.data.columns import mask_of
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.train.shaping import placed_turn_rewards, shape_rewards
+from slime.train.samples.shaping import placed_turn_rewards, shape_rewards
 
 _BY_TOKEN = ("tokens", "loss_masks", "rollout_log_probs", "teacher_log_probs", "turn_rewards")
 

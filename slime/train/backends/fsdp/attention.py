@@ -19,8 +19,8 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from slime.errors import UserError
-from slime.train.chunked_attention import Rules, chunked_attention
-from slime.train.packing import PackedLayout
+from slime.train.backends.fsdp.chunked_attention import Rules, chunked_attention
+from slime.train.samples.packing import PackedLayout
 
 ATTENTION_NAME = "slime_packed"
 CONTEXT_ATTRIBUTE = "slime_packed_context"

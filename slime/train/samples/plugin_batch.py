@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slime.train.micro_batch import MicroBatch
-from slime.train.rollout_data import RolloutData
+from slime.train.samples.micro_batch import MicroBatch
+from slime.train.samples.rollout_data import RolloutData
 
 KEYS = (
     "log_probs",

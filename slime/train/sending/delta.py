@@ -22,7 +22,7 @@ from slime.models.delta.blob import Blob, ByteArray, checksum_function, encode
 from slime.models.delta.folder import DeltaPart, write_part
 from slime.models.delta.tensors import bytes_of
 from slime.train.backends.protocol import TrainBackend
-from slime.train.export import as_in_folder, by_layer, not_written, rollout_dtype
+from slime.train.sending.export import as_in_folder, by_layer, not_written, rollout_dtype
 
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_THREADS = 32

@@ -15,9 +15,9 @@ from slime.config import Config
 from slime.config.plugin_args import plugin_args
 from slime.errors import UserError
 from slime.plugins import load_function
-from slime.train.micro_batch import MicroBatch
-from slime.train.plugin_batch import batch_for_plugins
-from slime.train.rollout_data import RolloutData
+from slime.train.samples.micro_batch import MicroBatch
+from slime.train.samples.plugin_batch import batch_for_plugins
+from slime.train.samples.rollout_data import RolloutData
 
 Metrics = dict[str, Tensor]
 LOSS_PARAMS = ("args", "batch", "logits", "sum_of_sample_mean")

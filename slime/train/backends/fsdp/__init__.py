@@ -1,0 +1,1 @@
+"""FSDP2: transformers' models, sharded over the ranks."""

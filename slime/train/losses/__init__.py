@@ -1,0 +1,1 @@
+"""What is minimised: functions of response log-probs that know no model, rank or stage."""

@@ -1,0 +1,1 @@
+"""Samples as arrays, and arrays as the tensors of one forward and backward."""
