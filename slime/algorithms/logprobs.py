@@ -77,15 +77,15 @@ class _LinearLogProbs(torch.autograd.Function):
         normaliser = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         picked = torch.empty_like(normaliser)
         entropy = torch.empty_like(normaliser) if with_entropy else None
-        factor = _prepared_weight(weight)
+        factor = prepared_weight(weight)
         for begin in range(0, len(hidden), rows):
             span = slice(begin, begin + rows)
-            z = _chunk_logits(hidden[span], factor, bias, transform)
+            z = chunk_logits(hidden[span], factor, bias, transform)
             picked[span] = z.gather(1, targets[span, None]).squeeze(1)
             if entropy is None:
-                normaliser[span] = _normaliser_(z)
+                normaliser[span] = normaliser_(z)
             else:
-                normaliser[span], entropy[span] = _normaliser_and_entropy(z)
+                normaliser[span], entropy[span] = normaliser_and_entropy(z)
             del z
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
         ctx.transform, ctx.rows = transform, rows
@@ -100,11 +100,11 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=accumulate, device=weight.device) if need_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=accumulate, device=bias.device) if need_bias else None
-        factor = _prepared_weight(weight)
+        factor = prepared_weight(weight)
         for begin in range(0, len(hidden), ctx.rows):
             span = slice(begin, begin + ctx.rows)
-            z = _chunk_logits(hidden[span], factor, bias, ctx.transform)
-            d_logits = _grad_of_chunk(
+            z = chunk_logits(hidden[span], factor, bias, ctx.transform)
+            d_logits = grad_of_chunk(
                 z,
                 targets[span],
                 normaliser[span],
@@ -131,13 +131,13 @@ class _LinearLogProbs(torch.autograd.Function):
         )
 
 
-def _normaliser_(z: Tensor) -> Tensor:
+def normaliser_(z: Tensor) -> Tensor:
     """logsumexp of each row; overwrites `z`."""
     top = z.amax(dim=1, keepdim=True)
     return z.sub_(top).exp_().sum(dim=1).log_().add_(top.squeeze(1))
 
 
-def _normaliser_and_entropy(z: Tensor) -> tuple[Tensor, Tensor]:
+def normaliser_and_entropy(z: Tensor) -> tuple[Tensor, Tensor]:
     top = z.amax(dim=1, keepdim=True)
     exponentials = torch.sub(z, top).exp_()
     total = exponentials.sum(dim=1)
@@ -146,19 +146,19 @@ def _normaliser_and_entropy(z: Tensor) -> tuple[Tensor, Tensor]:
     return normaliser, normaliser - mean_logit
 
 
-def _prepared_weight(weight: Tensor) -> Tensor:
+def prepared_weight(weight: Tensor) -> Tensor:
     """On the CPU half-precision weights are widened once per call instead of once per chunk."""
     return weight.float() if weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_cuda else weight
 
 
-def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
     logits = matmul_f32(hidden.to(weight.dtype), weight.t())
     if bias is not None:
         logits.add_(bias)
     return transform.apply_(logits)
 
 
-def _grad_of_chunk(
+def grad_of_chunk(
     z: Tensor,
     targets: Tensor,
     normaliser: Tensor,
@@ -167,14 +167,19 @@ def _grad_of_chunk(
     transform: LogitTransform,
     *,
     out_dtype: torch.dtype,
+    is_here: Tensor | None = None,
 ) -> Tensor:
-    """dL/d(raw projection) of one chunk; overwrites `z`."""
+    """dL/d(raw projection) of one chunk; overwrites `z`.
+
+    `is_here`: of columns that are a part of the vocabulary, the rows whose target is one of them (None: all).
+    """
     slope = transform.slope(z)
     if grad_entropy is None:
         if grad_log_probs is None:
             return torch.zeros_like(z, dtype=out_dtype)
         probabilities = z.sub_(normaliser[:, None]).exp_()
-        probabilities.scatter_add_(1, targets[:, None], torch.full_like(targets[:, None], -1, dtype=z.dtype))
+        hits = torch.full_like(targets, -1, dtype=z.dtype) if is_here is None else is_here.to(z.dtype).neg_()
+        probabilities.scatter_add_(1, targets[:, None], hits[:, None])
         if isinstance(slope, float):
             result = z if z.dtype == out_dtype else torch.empty_like(z, dtype=out_dtype)
             return torch.mul(probabilities, (grad_log_probs * -slope)[:, None], out=result)
@@ -187,7 +192,8 @@ def _grad_of_chunk(
         weighting.add_(grad_log_probs[:, None])
     result = probabilities.mul_(weighting).neg_()
     if grad_log_probs is not None:
-        result.scatter_add_(1, targets[:, None], grad_log_probs[:, None].to(result.dtype))
+        hits = grad_log_probs if is_here is None else grad_log_probs * is_here
+        result.scatter_add_(1, targets[:, None], hits[:, None].to(result.dtype))
     return result.mul_(slope).to(out_dtype)
 
 
@@ -224,9 +230,9 @@ class _LogProbsOfLogits(torch.autograd.Function):
             span = slice(begin, begin + rows)
             z = logits[span].to(dtype, copy=True)
             if entropy is None:
-                normaliser[span] = _normaliser_(z)
+                normaliser[span] = normaliser_(z)
             else:
-                normaliser[span], entropy[span] = _normaliser_and_entropy(z)
+                normaliser[span], entropy[span] = normaliser_and_entropy(z)
         picked = logits.gather(1, targets[:, None]).squeeze(1).to(dtype)
         ctx.save_for_backward(logits, targets, normaliser, entropy)
         ctx.rows = rows
@@ -239,7 +245,7 @@ class _LogProbsOfLogits(torch.autograd.Function):
         grad_logits = torch.empty_like(logits)
         for begin in range(0, len(logits), ctx.rows):
             span = slice(begin, begin + ctx.rows)
-            grad_logits[span] = _grad_of_chunk(
+            grad_logits[span] = grad_of_chunk(
                 logits[span].to(normaliser.dtype, copy=True),
                 targets[span],
                 normaliser[span],

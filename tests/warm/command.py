@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 GUARD = str(ROOT / "slime/cluster/guard.py")
 LAUNCHER = str(ROOT / "slime/cluster/python.py")
-MODULES = {"slime.cli", "slime.engine.embedded", "slime.train.worker", "slime.agent.server"}
+MODULES = {"slime.cli", "slime.engine.embedded", "slime.train.worker", "slime.agent.server", "tests.peers"}
 SCRIPTS = {str(ROOT / name) for name in ("train.py", "train_async.py")}
 
 

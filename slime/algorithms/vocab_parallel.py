@@ -1,0 +1,165 @@
+"""Log-probs and entropy of target tokens where each rank has the output layer of a part of the vocabulary.
+
+Invariant: values and gradients are those of `linear_log_probs` with the whole layer, on every rank; neither the logits
+[T, V] nor a rank's part [T, V / n] of them ever exist. All ranks bring the same hidden states and targets; forward adds
+up three numbers a row over the ranks, backward the gradient of the hidden states, a chunk at a time.
+
+    lse = log sum_r exp(lse_r);    H = lse - sum_r exp(lse_r - lse) * mean_r;    log p(y) = z_y - lse
+
+with lse_r the log-normaliser and mean_r the mean logit of rank r's part, and z_y from the rank that has y.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.logprobs import (
+    LogitTransform,
+    chunk_logits,
+    grad_of_chunk,
+    matmul_f32,
+    normaliser_,
+    normaliser_and_entropy,
+    prepared_weight,
+    rows_per_chunk,
+)
+
+
+class Reducing(Protocol):
+    """Ranks that share a vocabulary; both reduce in place and return what they were given."""
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, values: Tensor) -> Tensor: ...
+
+    def max(self, values: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """This rank has the rows `first`, `first + 1`, ... of the output layer; those past `vocab_size` are padding.
+
+    Padding counts for nothing: neither in the softmax nor by a gradient.
+    """
+
+    first: int
+    vocab_size: int
+    ranks: Reducing
+
+    def own_rows(self, weight: Tensor) -> int:
+        """How many rows of this rank's weight are tokens."""
+        return min(max(self.vocab_size - self.first, 0), len(weight))
+
+    def find(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """(column of each target in this part, whether it is in it); the column of one that is not is any."""
+        local = targets - self.first
+        return local.clamp(0, max(rows - 1, 0)), (local >= 0) & (local < rows)
+
+
+def vocab_parallel_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    part: VocabularyPart,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    chunk_rows: int = -1,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [T] of `targets` [T] and, when asked for, entropies [T]; `weight` [rows, H] and `bias` of this rank.
+
+    A collective: all ranks of the part call it together, forward and backward.
+    """
+    transform = LogitTransform(scale=scale, softcap=softcap, temperature=temperature)
+    rows = rows_per_chunk(-(-part.vocab_size // part.ranks.size), hidden.device, chunk_rows)  # the same on all ranks
+    return _VocabParallelLogProbs.apply(hidden, weight, bias, targets, part, transform, rows, with_entropy)
+
+
+class _VocabParallelLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        part: VocabularyPart,
+        transform: LogitTransform,
+        rows: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        own = part.own_rows(weight)
+        columns, is_here = part.find(targets, own)
+        part_normaliser = torch.full((len(hidden),), float("-inf"), dtype=dtype, device=hidden.device)
+        sums = part_normaliser.new_zeros(3 if with_entropy else 2, len(hidden))
+        factor = prepared_weight(weight[:own])
+        for begin in range(0, len(hidden) if own else 0, rows):
+            span = slice(begin, begin + rows)
+            z = chunk_logits(hidden[span], factor, bias[:own] if bias is not None else None, transform)
+            sums[1, span] = z.gather(1, columns[span, None]).squeeze(1).mul_(is_here[span])
+            if with_entropy:
+                part_normaliser[span], entropy_of_part = normaliser_and_entropy(z)
+                sums[2, span] = part_normaliser[span] - entropy_of_part
+            else:
+                part_normaliser[span] = normaliser_(z)
+            del z
+        top = part.ranks.max(part_normaliser.clone())
+        sums[0] = part_normaliser.sub_(top).exp_()
+        if with_entropy:
+            sums[2] *= sums[0]
+        sums = part.ranks.sum(sums)
+        normaliser = sums[0].log().add_(top)
+        entropy = normaliser - sums[2] / sums[0] if with_entropy else None
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
+        ctx.part, ctx.transform, ctx.rows = part, transform, rows
+        return sums[1] - normaliser, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_log_probs, grad_entropy = grads
+        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        own = ctx.part.own_rows(weight)
+        columns, is_here = ctx.part.find(targets, own)
+        wide = {"dtype": normaliser.dtype, "device": hidden.device}
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros(weight.shape, **wide) if need_weight else None
+        grad_bias = torch.zeros(bias.shape, **wide) if need_bias else None
+        factor = prepared_weight(weight[:own])
+        for begin in range(0, len(hidden), ctx.rows):
+            span = slice(begin, begin + ctx.rows)
+            toward = torch.zeros(hidden[span].shape, **wide)
+            if own:
+                d_logits = grad_of_chunk(
+                    chunk_logits(hidden[span], factor, bias[:own] if bias is not None else None, ctx.transform),
+                    columns[span],
+                    normaliser[span],
+                    grad_log_probs[span] if grad_log_probs is not None else None,
+                    (grad_entropy[span], entropy[span]) if grad_entropy is not None else None,
+                    ctx.transform,
+                    out_dtype=factor.dtype,
+                    is_here=is_here[span],
+                )
+                toward = matmul_f32(d_logits, factor)
+                if grad_weight is not None:
+                    grad_weight[:own].add_(matmul_f32(d_logits.t(), hidden[span].to(d_logits.dtype)))
+                if grad_bias is not None:
+                    grad_bias[:own].add_(d_logits.sum(dim=0, dtype=normaliser.dtype))
+            if grad_hidden is not None:
+                grad_hidden[span] = ctx.part.ranks.sum(toward).to(hidden.dtype)
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype) if grad_weight is not None else None,
+            grad_bias.to(bias.dtype) if grad_bias is not None else None,
+            *(None,) * 5,
+        )
