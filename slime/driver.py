@@ -157,7 +157,7 @@ class Run:
             run_dir,
             stack,
             reward=reward,
-            status=self.progress.status,
+            progress=self.progress,
         )
         self.config = config = self.parts.config
         self.runtime, self.trainers, self.start = self.parts.runtime, self.parts.trainers, self.parts.start

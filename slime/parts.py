@@ -27,6 +27,7 @@ from slime.engine.http.key import engine_key
 from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed
 from slime.models.shape import count_parameters
+from slime.observe.progress import Progress
 from slime.observe.run_dir import RunDir
 from slime.plan import choose_rollout_backend, needs_engines, precisions
 from slime.rollout.rewards.teacher import Teacher
@@ -54,7 +55,7 @@ class Parts:
         stack: ExitStack,
         *,
         reward: Callable[..., Any] | None,
-        status: Status,
+        progress: Progress,
     ) -> None:
         self.config = config
         self._device = device
@@ -66,7 +67,8 @@ class Parts:
         if not config.debug_rollout_only:
             self.trainers = TrainerGroup(config, device=device, run_dir=run_dir.path)
             stack.callback(self.trainers.stop)
-        self.start = self._start_processes(status)
+            progress.watch("trainer", self.trainers.doing)
+        self.start = self._start_processes(progress.status)
         if self.engines is not None:
             self.config = self.engines.without_missing(config)
         urls, where = (self.engines.urls, self.engines.addresses()) if self.engines is not None else ([], {})

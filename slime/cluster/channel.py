@@ -66,8 +66,24 @@ class Channel:
         pieces = _pack(obj, self._max_bytes)
         deadline = time.monotonic() + timeout_s
         with self._send_lock:
-            for piece in pieces:
-                self._send_piece(piece, deadline, timeout_s)
+            self._send_pieces(pieces, deadline, timeout_s)
+
+    def offer(self, obj: Any) -> bool:
+        """Send a small message if the way is free now; whether it was sent. For news that are worth nothing later, so
+        it neither waits nor fails for want of a receiver."""
+        pieces = _pack(obj, self._max_bytes)
+        if not self._send_lock.acquire(blocking=False):
+            return False
+        try:
+            now = time.monotonic()
+            if not self._wait(select.POLLOUT, now):  # set while most of the buffer is free
+                return False
+            self._send_pieces(pieces, now + DEFAULT_SEND_TIMEOUT_S, DEFAULT_SEND_TIMEOUT_S)
+        except ChannelClosed:
+            return False
+        finally:
+            self._send_lock.release()
+        return True
 
     def recv(self, timeout_s: float | None) -> Any:
         """The next message. `None` waits without a deadline: for a child whose life ends with its parent anyway."""
@@ -105,6 +121,10 @@ class Channel:
         if deadline is None:
             return bool(poller.poll())
         return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
+
+    def _send_pieces(self, pieces: Sequence[memoryview], deadline: float, timeout_s: float) -> None:
+        for piece in pieces:
+            self._send_piece(piece, deadline, timeout_s)
 
     def _send_piece(self, piece: memoryview, deadline: float, timeout_s: float) -> None:
         while len(piece):

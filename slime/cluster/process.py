@@ -63,6 +63,7 @@ class ChildProcess:
         self._dumps_stacks = dumps_stacks
         self._also = tuple(also)
         self._known: KnownProcess | None = None
+        self._said: tuple[str, float] | None = None
         self._child_pid: int | None = None
         self._popen: subprocess.Popen[bytes] | None = None
         self._control_fd = -1
@@ -95,7 +96,12 @@ class ChildProcess:
         finally:
             os.close(read_fd)
         self._known = know_process(
-            self.name, self.child_pid, self.log_path, also=self._also, dumps_stacks=self._dumps_stacks
+            self.name,
+            self.child_pid,
+            self.log_path,
+            also=self._also,
+            dumps_stacks=self._dumps_stacks,
+            last_word=self._last_word,
         )
         return self
 
@@ -113,8 +119,17 @@ class ChildProcess:
         return self._child_pid
 
     def state(self) -> str:
-        """One line: name, pid and what the child does now (running, sleeping, stopped, gone)."""
+        """One line: name, pid, what the child does now (running, sleeping, stopped, gone), what it said last."""
         return f"{self.name} was not started" if self._known is None else self._known.state()
+
+    def said(self, text: str | None) -> None:
+        """What the child has told of its work just now, for whoever asks for its state."""
+        self._said = None if text is None else (text, time.monotonic())
+
+    def _last_word(self) -> str | None:
+        if (said := self._said) is None:
+            return None
+        return f"{time.monotonic() - said[1]:.3g} s ago at {said[0]}"
 
     def pids(self) -> list[int]:
         """The pids of the guard, the child and whatever the child started, as far as they are alive now."""

@@ -28,6 +28,7 @@ from slime.train.distributed import Ranks
 from slime.train.losses.objectives import CustomObjective, supervised_loss
 from slime.train.losses.policy_objective import ABS_DIFF, PolicyObjective, largest_gap, set_importance_scale
 from slime.train.old_policy import OldPolicy, token_versions, versions_in
+from slime.train.progress import Progress
 from slime.train.rates import RateSchedule
 from slime.train.samples.finite import blame_one
 from slime.train.samples.micro_batch import MicroBatch
@@ -39,14 +40,17 @@ from slime.train.timers import Timers
 class Actor:
     """Made where `--load` says, else from `--ref-load`, else from `--hf-checkpoint`."""
 
-    def __init__(self, config: Config, ranks: Ranks, *, compute_dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, ranks: Ranks, *, compute_dtype: torch.dtype, progress: Progress) -> None:
         self.config = config
         self.ranks = ranks
+        self.progress = progress
         start = find_start(config)
+        progress.begin("loading the policy")
         module = self._load(start, torch.float32)
-        self.backend = FSDPBackend(config, ranks, module, compute_dtype=compute_dtype)
+        self.backend = FSDPBackend(config, ranks, module, compute_dtype=compute_dtype, progress=progress)
         self.frozen: dict[str, FrozenModel] = {}
         for name, source in self._frozen_sources(start).items():
+            progress.begin(f"loading {name}")
             self.frozen[name] = FrozenModel(self._load(source, compute_dtype), ranks)
         self.rates = RateSchedule.from_config(config, without=config.num_critic_only_steps)
         self.state = TrainState()
@@ -125,7 +129,7 @@ class Actor:
         with_entropy: bool = False,
     ) -> None:
         log_probs, entropies = [], []
-        for micro in micro_batches:
+        for micro in self.progress.over(micro_batches, f"{name}: micro-batch", len(micro_batches)):
             found, entropy = model(micro.row, with_entropy=with_entropy)
             log_probs += micro.give(found)
             entropies += micro.give(entropy)

@@ -18,6 +18,7 @@ from slime.train.backends.fsdp.loading import load_critic
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
 from slime.train.distributed import Ranks
 from slime.train.losses.objectives import value_loss
+from slime.train.progress import Progress
 from slime.train.rates import RateSchedule
 from slime.train.samples.finite import blame_one
 from slime.train.samples.micro_batch import MicroBatch
@@ -28,12 +29,14 @@ from slime.train.step import NotFinite, Outcome, train_step
 class Critic:
     """Predicts the return before each response token, and learns from the returns that came."""
 
-    def __init__(self, config: Config, ranks: Ranks, *, compute_dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, ranks: Ranks, *, compute_dtype: torch.dtype, progress: Progress) -> None:
         self.config = critic_flags(config)
+        self.progress = progress
         start = find_critic_start(config)
         assert self.config.hf_checkpoint is not None
+        progress.begin("loading the critic")
         module = load_critic(self.config, str(start.hf_folder or self.config.hf_checkpoint))
-        self.backend = FSDPBackend(self.config, ranks, module, compute_dtype=compute_dtype)
+        self.backend = FSDPBackend(self.config, ranks, module, compute_dtype=compute_dtype, progress=progress)
         self.rates = RateSchedule.from_config(self.config)
         self.state = TrainState()
         if start.resumes and start.checkpoint is not None:
@@ -42,7 +45,8 @@ class Critic:
     @torch.no_grad()
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, Tensor]]:
         """(sample, its values) for all samples of the micro-batches."""
-        return [part for micro in micro_batches for part in micro.give(self.backend.module(micro.row))]
+        each = self.progress.over(micro_batches, "values: micro-batch", len(micro_batches))
+        return [part for micro in each for part in micro.give(self.backend.module(micro.row))]
 
     def train(
         self, rollout_id: int, data: RolloutData, steps: Sequence[Sequence[MicroBatch]]

@@ -1,9 +1,10 @@
 """The trainer ranks as the driver sees them.
 
-Invariant: a call goes to all ranks and returns when all have answered; when a rank dies, fails or outlasts the
-deadline, the error names the rank and shows the end of its log, and the other ranks are not waited for. When one rank
-dies the others fail in their collectives: the dead one is named, whoever is heard of first. Rollouts that do not fill
-an optimizer step are kept here and put in front of the next batch.
+Invariant: a call goes to all ranks and returns when all have answered; when a rank dies or fails, the error names the
+rank and shows the end of its log, and the other ranks are not waited for. A call takes as long as it takes while one of
+the ranks that did not answer yet gets on with its work; the deadline counts from the last piece of it that one of them
+reported as done. When one rank dies the others fail in their collectives: the dead one is named, whoever is heard of
+first. Rollouts that do not fill an optimizer step are kept here and put in front of the next batch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class TrainerDied(RunFailed):
 
 
 class TrainerTimeout(WaitTimeout):
-    """A rank did not answer within the deadline."""
+    """Ranks neither answered nor got on with their work within the deadline."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class TrainerGroup:
         self._deadline_s = config.distributed_timeout_minutes * 60.0
         self._failed = False
         self._mentioned = False
+        self._doing: str | None = None
 
     def start(self) -> int:
         """Start all ranks, load the model and what waited for training; the first rollout id to train on."""
@@ -256,6 +258,10 @@ class TrainerGroup:
         """Whether all ranks run and are in step."""
         return bool(self._ranks) and not self._failed
 
+    def doing(self) -> tuple[str, bool] | None:
+        """What a rank reported last of the call that is under way, for a display; None where none is, or none did."""
+        return None if (doing := self._doing) is None else (doing, True)
+
     @property
     def pids(self) -> list[int]:
         return [rank.process.pid for rank in self._ranks]
@@ -319,6 +325,7 @@ class TrainerGroup:
         if not self._ranks:
             raise RuntimeError(f"{method} was called on a trainer group that is not running")
         self._next_id += 1
+        self._heard_of_nobody()
         everybody = _names(range(len(self._ranks)))
         try:
             with waiting(everybody, f"to finish {method}", timeout_s=self._deadline_s, flag=DEADLINE_FLAG) as wait:
@@ -329,6 +336,13 @@ class TrainerGroup:
         except BaseException:
             self._failed = True
             raise
+        finally:
+            self._doing = None
+
+    def _heard_of_nobody(self) -> None:
+        self._doing = None
+        for rank in self._ranks:
+            rank.process.said(None)
 
     def _send(self, method: str, params: Sequence[dict[str, Any]], wait: Wait) -> None:
         for index, (rank, own) in enumerate(zip(self._ranks, params, strict=True)):
@@ -347,7 +361,9 @@ class TrainerGroup:
             wait.whom = _names(missing)
             ready = readable([self._ranks[index].channel for index in missing], POLL_S)
             for place in ready:
-                results[missing[place]] = self._receive(missing[place], method, wait)
+                reply = self._receive(missing[place], method, wait)
+                if reply is not None:
+                    results[missing[place]] = self._result(missing[place], method, reply)
             if not ready and wait.is_over():
                 raise self._timeout(missing, f"to finish {method}", wait)
             raise_failures()
@@ -362,15 +378,25 @@ class TrainerGroup:
         states = "; ".join(self._ranks[index].process.state() for index in missing)
         return expired(wait, TrainerTimeout, f"{wait.sentence()}: {states}")
 
-    def _receive(self, index: int, method: str, wait: Wait) -> Any:
+    def _receive(self, index: int, method: str, wait: Wait) -> dict[str, Any] | None:
+        """A rank's answer, or None where it reported progress."""
         try:
             reply = self._ranks[index].channel.recv(max(wait.remaining() or 0.0, 1.0))
         except ChannelClosed as cause:
             raise self._death(index, method) from cause
         except ChannelTimeout as cause:
             raise self._timeout([index], f"to end its answer to {method}", wait) from cause
+        if "progress" in reply:
+            if reply["id"] == self._next_id:
+                wait.renew()
+                self._doing = reply["progress"]
+                self._ranks[index].process.said(self._doing)
+            return None
         if reply["id"] != self._next_id:
             raise RuntimeError(f"trainer-{index} answered request {reply['id']}, not {self._next_id}")
+        return dict(reply)
+
+    def _result(self, index: int, method: str, reply: dict[str, Any]) -> Any:
         if reply["ok"]:
             return reply["result"]
         error = reply["error"]

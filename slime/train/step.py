@@ -47,7 +47,7 @@ def train_step(
     """Forward and backward over all micro-batches of this rank, then one clipped update; metrics of the whole step."""
     sums: dict[str, Tensor] = {}
     maxima: dict[str, Tensor] = {}
-    for index, micro in enumerate(micro_batches):
+    for index, micro in enumerate(backend.progress.over(micro_batches, "update: micro-batch", len(micro_batches))):
         backend.begin_micro_batch(last=index == len(micro_batches) - 1)
         outcome = objective(micro)
         outcome.loss.backward()

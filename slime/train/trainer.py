@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from slime.train.checkpoints.not_written import written_together
 from slime.train.critic import Critic
 from slime.train.distributed import Ranks
 from slime.train.losses.advantages import set_advantages
+from slime.train.progress import Progress
 from slime.train.samples.batch import TrainBatch
 from slime.train.samples.dump import dump_rows
 from slime.train.samples.finite import check_columns_finite
@@ -48,10 +50,11 @@ POSTPROCESS = "--rollout-data-postprocess-path"
 class Trainer:
     """Lives in a worker process; `init` first, then any of the others."""
 
-    def __init__(self, config: Config, device: str) -> None:
+    def __init__(self, config: Config, device: str, progress: Progress | None = None) -> None:
         if config.hf_checkpoint is None:
             raise UserError("training needs --hf-checkpoint: the path of a Hugging Face model folder")
         self.config = config
+        self.progress = progress or Progress()
         self.device_name = device
         parameters = count_parameters(config.hf_checkpoint)
         self.dtype = DTYPES[resolve_dtype(config.dtype, device, parameters)]
@@ -66,8 +69,9 @@ class Trainer:
         self.timers = Timers(self.ranks.device)
         self.sender = WeightSender(config, dtype=self.rollout_dtype)
         _seed_everything(config.seed + self.ranks.rank)
-        self.critic = Critic(config, self.ranks, compute_dtype=self.dtype) if has_critic(config) else None
-        self.actor = Actor(config, self.ranks, compute_dtype=self.dtype)
+        make_critic = partial(Critic, compute_dtype=self.dtype, progress=self.progress)
+        self.critic = make_critic(config, self.ranks) if has_critic(config) else None
+        self.actor = Actor(config, self.ranks, compute_dtype=self.dtype, progress=self.progress)
         begin = self.actor.state.next_rollout_id
         if self.critic is not None and self.critic.state.next_rollout_id != begin:
             raise UserError(
@@ -79,6 +83,7 @@ class Trainer:
     def train(self, rollout_id: int, data: dict[str, Any]) -> dict[str, Any]:
         """All optimizer steps of one rollout; `data` is this rank's part as `group.rank_shares` cut it."""
         self.timers.clear()
+        self.progress.begin("preparing the samples")
         logged: list[tuple[dict[str, Any], str]] = []
         with self.timers.measure("train"), logged_to(lambda metrics, step_key: logged.append((metrics, step_key))):
             with self.timers.measure("data_preprocess"):
@@ -156,7 +161,7 @@ class Trainer:
             save_hf_folder(tensors, source, path, dtype)
 
         is_writer = self.ranks.rank == 0
-        tensors = hf_tensors(self.actor.backend)
+        tensors = self.progress.over(hf_tensors(self.actor.backend), "writing a Hugging Face folder: tensor")
         written_together(self.ranks, tensors, write if is_writer else None, f"the Hugging Face folder {path}")
         return path
 

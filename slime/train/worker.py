@@ -1,7 +1,8 @@
 """One trainer rank as a process: `python -m slime.train.worker --fd N`.
 
-Invariant: each request `{id, method, params}` on the channel gets exactly one answer `{id, ok, result | error}`; the
-process ends when the driver says `stop` or is gone.
+Invariant: each request `{id, method, params}` on the channel gets exactly one answer `{id, ok, result | error}`, and
+before it any number of reports `{id, progress}` of what is done; the process ends when the driver says `stop` or is
+gone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.train.checkpoints.not_written import NotWritten
 from slime.train.distributed import join_ranks
+from slime.train.progress import Progress
 from slime.train.trainer import Trainer
+
+COLLECTIVE_MINUTES = 7 * 24 * 60
+"""A rank that waits in a collective cannot know whether the others hang or work: the driver, which hears of their
+progress, decides, and ends all of them."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +38,17 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Dispatches requests to the `Trainer` that the first one (`init`) creates."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
         self.trainer: Trainer | None = None
 
     def handle(self, method: str, params: dict[str, Any]) -> Any:
         if method == "init":
             config, device = Config.from_dict(params["config"]), params["device"]
-            self.trainer = Trainer(config, device)
-            minutes = config.distributed_timeout_minutes
-            return self.trainer.init(join_ranks(device, store=params["store"], timeout_minutes=minutes))
+            self.progress.begin("meeting the other ranks")
+            self.trainer = Trainer(config, device, self.progress)
+            ranks = join_ranks(device, store=params["store"], timeout_minutes=COLLECTIVE_MINUTES)
+            return self.trainer.init(ranks)
         if self.trainer is None:
             raise RuntimeError(f"{method} was called before init")
         methods: dict[str, Callable[..., Any]] = {
@@ -59,7 +67,14 @@ class Worker:
 
 
 def serve(channel: Channel) -> None:
-    worker = Worker()
+    serving: int | None = None
+
+    def tell(text: str) -> None:
+        if serving is not None:
+            channel.offer({"id": serving, "progress": text})
+
+    progress = Progress(tell)
+    worker = Worker(progress)
     while True:
         try:
             request = channel.recv(None)
@@ -68,7 +83,11 @@ def serve(channel: Channel) -> None:
         if request["method"] == "stop":
             channel.send({"id": request["id"], "ok": True, "result": None})
             return
-        channel.send({"id": request["id"], **answer(worker, request["method"], request["params"])})
+        serving = request["id"]
+        progress.restart()
+        reply = {"id": serving, **answer(worker, request["method"], request["params"])}
+        serving = None  # what goes on in the background reports to nobody until the next request
+        channel.send(reply)
 
 
 def answer(worker: Worker, method: str, params: dict[str, Any]) -> dict[str, Any]:

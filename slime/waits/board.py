@@ -36,7 +36,7 @@ class Limit(float):
 class Wait:
     """One wait: `path` are the names of those on whose behalf `who` waits, outermost first, itself included."""
 
-    __slots__ = ("began", "deadline", "flag", "path", "task", "thread_id", "timeout_s", "who", "whom", "why")
+    __slots__ = ("began", "deadline", "flag", "path", "renewed", "task", "thread_id", "timeout_s", "who", "whom", "why")
 
     def __init__(self, who: str | None, whom: str, why: str, timeout_s: float | None, flag: str | None) -> None:
         self.task = _current_task()
@@ -51,7 +51,14 @@ class Wait:
         self.timeout_s = timeout_s
         self.flag = timeout_s.flag if flag is None and isinstance(timeout_s, Limit) else flag
         self.began = time.monotonic()
+        self.renewed: float | None = None
         self.deadline = None if timeout_s is None else self.began + timeout_s
+
+    def renew(self) -> None:
+        """Whoever is waited for got on with it: the deadline counts from now."""
+        self.renewed = time.monotonic()
+        if self.timeout_s is not None:
+            self.deadline = self.renewed + self.timeout_s
 
     def remaining(self) -> float | None:
         """Seconds until the deadline, never less than 0; None without a deadline."""
@@ -63,7 +70,9 @@ class Wait:
 
     def sentence(self) -> str:
         """The wait as the first line of an error."""
-        return f"{self.who} waited {time.monotonic() - self.began:.3g} s for {self.whom} {self.why}{in_brackets(self)}"
+        now = time.monotonic()
+        idle = "" if self.renewed is None else f", the last {now - self.renewed:.3g} s without progress"
+        return f"{self.who} waited {now - self.began:.3g} s for {self.whom} {self.why}{idle}{in_brackets(self)}"
 
 
 class Board:

@@ -49,6 +49,8 @@ class Fold:
         who = f"{first.who} waits" if not more else f"{first.who} and {more} more like it wait"
         took = f"{'longest ' if more else ''}{now - first.began:.1f} s"
         limit = ", no deadline of its own" if first.timeout_s is None else f" of {first.timeout_s:g} s"
+        if first.renewed is not None:
+            limit = f", without progress for {now - first.renewed:.1f} s{limit}"
         return f"{who} for {first.whom} {first.why}: {took}{limit}{in_brackets(first)}"
 
 

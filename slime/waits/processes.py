@@ -45,9 +45,10 @@ class KnownProcess:
     log_path: Path | None
     also: tuple[str, ...] = ()
     dumps_stacks: bool = False
+    last_word: Callable[[], str | None] = lambda: None
 
     def state(self) -> str:
-        """One line: name, pid, state and, where it hangs in the kernel, in which call."""
+        """One line: name, pid, state, where it hangs in the kernel, in which call, and what it said last."""
         pid = self.pid_of()
         if pid is None:
             return f"{self.name} is gone"
@@ -55,7 +56,8 @@ class KnownProcess:
         if not letter:
             return f"{self.name} (pid {pid}) is gone"
         where = f" in {call}" if letter in "SD" and (call := _wchan(pid)) else ""
-        return f"{self.name} (pid {pid}) is {_STATES.get(letter, letter)}{where}"
+        said = f", {word}" if (word := self.last_word()) else ""
+        return f"{self.name} (pid {pid}) is {_STATES.get(letter, letter)}{where}{said}"
 
     def log_tail(self) -> str:
         """The last lines of its log."""
@@ -91,9 +93,11 @@ def know_process(
     *,
     also: Sequence[str] = (),
     dumps_stacks: bool = False,
+    last_word: Callable[[], str | None] = lambda: None,
 ) -> KnownProcess:
-    """Make a child known; `dumps_stacks` promises that it writes its stacks to its log on SIGQUIT."""
-    process = KnownProcess(name, pid_of, log_path, tuple(also), dumps_stacks)
+    """Make a child known; `dumps_stacks` promises that it writes its stacks to its log on SIGQUIT, `last_word` is what
+    it last told of its work."""
+    process = KnownProcess(name, pid_of, log_path, tuple(also), dumps_stacks, last_word)
     registry.know(process)
     return process
 

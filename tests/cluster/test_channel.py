@@ -155,6 +155,23 @@ def test_a_receiver_that_takes_nothing_runs_into_the_deadline(ends: Any) -> None
         ends[0].send("again")
 
 
+def test_an_offer_is_sent_if_the_way_is_free_and_dropped_if_not(ends: Any) -> None:
+    here, there = ends
+    sent = 0
+    while here.offer({"number": sent}):  # until the other side, which reads nothing, has no room
+        sent += 1
+    assert sent > 10
+    assert [there.recv(1)["number"] for _ in range(sent)] == list(range(sent))
+    with here._send_lock:  # another thread's message is under way
+        assert not here.offer("news")
+    assert here.offer("news")
+    assert there.recv(1) == "news"
+    there.close()
+    assert not here.offer("news")
+    here.close()
+    assert not here.offer("news")
+
+
 def test_size_limits_hold_on_both_sides() -> None:
     here, other = channel_pair(max_bytes=1000)
     with pytest.raises(ValueError, match="1000"):

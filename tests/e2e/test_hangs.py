@@ -198,7 +198,12 @@ def test_a_stopped_rank_is_named_with_its_state_and_the_flag(
         train(folder, tmp_path, stopping, actor_num_gpus_per_node=2)
     first = str(caught.value).splitlines()[0]
     assert re.match(
-        r"driver waited 5(\.\d+)? s for trainer-0, trainer-1 to finish train \(--distributed-timeout-", first
+        r"driver waited 5(\.\d+)? s for trainer-0, trainer-1 to finish train, the last 5(\.\d+)? s without progress "
+        r"\(--distributed-timeout-",
+        first,
     )
     assert f"trainer-1 (pid {stopped[0]}) is stopped (SIGSTOP)" in first
-    assert_graph(str(caught.value), r"driver waits for trainer-0, trainer-1 to finish train: 5\.\d s of 5 s")
+    assert_graph(
+        str(caught.value),
+        r"driver waits for trainer-0, trainer-1 to finish train: 5\.\d s, without progress for 5\.\d s of 5 s",
+    )

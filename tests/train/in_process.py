@@ -13,6 +13,7 @@ import torch
 from slime.config import Config, derive
 from slime.train.distributed import Ranks, join_ranks
 from slime.train.group import rank_shares
+from slime.train.progress import Progress
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.schedule import build_schedule
 from slime.train.trainer import Trainer
@@ -50,9 +51,9 @@ def config_for(model: Path, out: Path, **changes: Any) -> Config:
 class InProcess:
     """Feeds a real `Trainer` the way the driver does."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, progress: Progress | None = None) -> None:
         self.config = config
-        self.trainer = Trainer(config, "cpu")
+        self.trainer = Trainer(config, "cpu", progress)
         self.start = self.trainer.init(one_rank())
 
     def train(self, rollout_id: int, groups: list[Any]) -> dict[str, Any]:

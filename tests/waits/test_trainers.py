@@ -66,9 +66,11 @@ def test_a_stopped_rank_is_named_with_its_state_and_the_stack_of_the_one_that_wa
         two_ranks.train(0, make_samples(3, 3))
     first, *rest = str(caught.value).splitlines()
     assert re.match(
-        r"driver waited 4(\.\d+)? s for trainer-0, trainer-1 to finish train \(--distributed-timeout-minutes\): ", first
+        r"driver waited 4(\.\d+)? s for trainer-0, trainer-1 to finish train, the last 4(\.\d+)? s without progress "
+        r"\(--distributed-timeout-minutes\): trainer-0 \(pid \d+\) is .*, 4(\.\d+)? s ago at preparing the samples; ",
+        first,
     )
-    assert f"; trainer-1 (pid {pids[1]}) is stopped (SIGSTOP)" in first
+    assert first.endswith(f"; trainer-1 (pid {pids[1]}) is stopped (SIGSTOP)")
     text = "\n".join(rest)
     assert "driver waits for trainer-0, trainer-1 to finish train: 4." in text
     assert f"trainer-1:\n  trainer-1 (pid {pids[1]}) is stopped (SIGSTOP)" in text

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slime.models.delta.tensors import tensor_checksums
+from slime.train.progress import Progress
 from slime.train.sending.delta import DeltaExporter, Published
 from slime.train.sending.export import export_weights, hf_tensors, rollout_dtype
 
@@ -22,6 +23,7 @@ class OneRank:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.module = SimpleNamespace(model=model)
+        self.progress = Progress()
         self.ranks = SimpleNamespace(
             rank=0, world_size=1, device=torch.device("cpu"), max=lambda values: values, union=set
         )

@@ -33,7 +33,9 @@ class ClusterFlags:
     )
     device: str = flag("auto", "where tensors live; auto: CUDA if there is a GPU", choices=("auto", "cpu", "cuda"))
     distributed_timeout_minutes: int = flag(
-        10, "deadline of every collective and of every call to a trainer", check=at_least(1)
+        10,
+        "how long trainers may go without finishing a piece of their work (a micro-batch, a tensor read or written)",
+        check=at_least(1),
     )
     train_env_vars: dict[str, Any] = flag(
         {}, "environment variables that trainers get beside the run's own; they are kept in config.yaml", metavar="JSON"

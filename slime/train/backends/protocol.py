@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from slime.train.backends.fsdp.packed_model import PackedModel
 from slime.train.distributed import Ranks
+from slime.train.progress import Progress
 from slime.train.rates import Rates
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -23,6 +24,7 @@ class TrainBackend(Protocol):
     ranks: Ranks
     model_config: PretrainedConfig
     module: PackedModel
+    progress: Progress
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Gradients are reduced over ranks in the backward of the last micro-batch of a step."""

@@ -99,6 +99,7 @@ class CheckpointFolder:
             optim=backend.full_optimizer_state() if with_optimizer else iter(()),
             ref=reference.full_parameters() if reference is not None else iter(()),
         )
+        tensors = backend.progress.over(tensors, "writing a checkpoint: tensor")
         write = partial(_write_folder, target, random_states, meta)
         written_together(
             backend.ranks, tensors, write if is_writer else None, f"the checkpoint of rollout {rollout_id} to {target}"
@@ -156,7 +157,7 @@ class CheckpointFolder:
 
     def _load_parameters(self, backend: TrainBackend) -> None:
         missing = set(backend.parameter_shapes())
-        for name, tensor in self._read("model"):
+        for name, tensor in backend.progress.over(self._read("model"), "reading a checkpoint: tensor", len(missing)):
             backend.load_parameter(name, tensor)
             missing.discard(name)
         if missing:
@@ -164,7 +165,7 @@ class CheckpointFolder:
 
     def _load_optimizer(self, backend: TrainBackend) -> None:
         pending: dict[str, dict[str, torch.Tensor]] = {}
-        for key, tensor in self._read("optim"):
+        for key, tensor in backend.progress.over(self._read("optim"), "reading the optimizer: tensor"):
             part, name = key.split("/", 1)
             state = pending.setdefault(name, {})
             state[part] = tensor

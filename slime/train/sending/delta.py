@@ -127,7 +127,7 @@ class DeltaExporter:
         waiting: deque[tuple[int, Future[tuple[str, Blob, str, int]]]] = deque()
         waiting_bytes = turn = 0
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-            for layer in self._published.changes(backend):
+            for layer in backend.progress.over(self._published.changes(backend), "comparing weights: layer"):
                 for name, (value, difference) in layer.items():
                     turn += 1
                     if turn % backend.ranks.world_size != backend.ranks.rank:
@@ -139,7 +139,7 @@ class DeltaExporter:
                         size, ready = waiting.popleft()
                         waiting_bytes -= size
                         yield ready.result()
-            for _, ready in waiting:
+            for _, ready in backend.progress.over(waiting, "encoding a delta: tensor", len(waiting)):
                 yield ready.result()
 
     def _encode_one(self, name: str, new: ByteArray, difference: ByteArray) -> tuple[str, Blob, str, int]:

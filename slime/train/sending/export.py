@@ -53,7 +53,8 @@ def export_weights(
         paths.extend(writer.finish())
 
     is_writer = backend.ranks.rank == 0
-    written_together(backend.ranks, hf_tensors(backend), write if is_writer else None, _what(folder, version))
+    tensors = backend.progress.over(hf_tensors(backend), "writing weights: tensor")
+    written_together(backend.ranks, tensors, write if is_writer else None, _what(folder, version))
     return paths
 
 

@@ -73,7 +73,8 @@ class WeightSender:
     def _broadcast(self, backend: TrainBackend) -> None:
         sizes = [tensor.nbytes for _, tensor in hf_layout(backend, self._dtype)]
         tensors = hf_tensors(backend)
-        for start, end in cut_buckets(sizes, self._buffer_size):
+        ranges = cut_buckets(sizes, self._buffer_size)
+        for start, end in backend.progress.over(ranges, "sending weights: bucket", len(ranges)):
             sent, works = [], []
             for _ in range(start, end):
                 _, tensor = next(tensors)
@@ -94,7 +95,7 @@ class WeightSender:
 
     def checksums(self, backend: TrainBackend) -> dict[str, str]:
         """Of every tensor as the engines should have it; empty on ranks other than the first."""
-        tensors = hf_tensors(backend)
+        tensors = backend.progress.over(hf_tensors(backend), "checksums: tensor")
         if backend.ranks.rank == 0:
             from slime.models.delta.tensors import tensor_checksums
 

@@ -20,6 +20,7 @@ from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer
 from slime.train.backends.fsdp.packed_model import PackedModel
 from slime.train.backends.protocol import NamedTensor
 from slime.train.distributed import Ranks
+from slime.train.progress import Progress
 from slime.train.rates import Rates
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -29,8 +30,11 @@ COMPILE_MIN_PARAMETERS = 100_000_000  # below, half a minute of compiling costs 
 class FSDPBackend:
     """One model that is trained, and its optimizer, on this rank."""
 
-    def __init__(self, config: Config, ranks: Ranks, module: PackedModel, *, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: Config, ranks: Ranks, module: PackedModel, *, compute_dtype: torch.dtype, progress: Progress
+    ) -> None:
         self.ranks = ranks
+        self.progress = progress
         self.clip_grad = config.clip_grad
         self.module = module
         model = module.model

@@ -1,0 +1,245 @@
+"""The deadline of a call to trainers follows their work: reports of what is done, and nothing else, put it off."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.cluster.channel import Channel, channel_pair
+from slime.cluster.process import ChildProcess
+from slime.config import Config
+from slime.train import worker
+from slime.train.distributed import Ranks
+from slime.train.group import TrainerGroup, TrainerTimeout, _Rank
+from slime.train.progress import Progress
+from slime.train.trainer import Trainer
+from slime.waits import board as board_module
+from slime.waits.board import Wait, board
+from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import make_samples
+
+DEADLINE_S = 600.0
+
+
+def test_a_report_says_what_is_done_and_of_how_much() -> None:
+    told: list[str] = []
+    progress = Progress(told.append, between_s=0.0)
+    progress.begin("loading the policy")
+    assert list(progress.over("ab", "tensor", 2)) == ["a", "b"]
+    progress.begin("bytes")
+    progress.tick(7)
+    assert told == ["loading the policy", "tensor 0 of 2", "tensor 1 of 2", "tensor 2 of 2", "bytes", "bytes 7"]
+
+
+def test_of_many_in_quick_succession_one_is_told_and_each_call_begins_with_one() -> None:
+    told: list[str] = []
+    progress = Progress(told.append, between_s=3600.0)
+    for _ in progress.over(range(1000), "tensor", 1000):
+        pass
+    assert told == ["tensor 0 of 1000"]
+    progress.restart()
+    progress.tick()
+    assert told[1:] == ["tensor 1001 of 1000"]
+
+
+# the driver's side, with a clock that the test moves
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class PlayedRanks:
+    """Channels whose other ends the test holds; the call to the group runs in a thread."""
+
+    def __init__(self, tmp_path: Path, clock: Clock, count: int) -> None:
+        self.clock = clock
+        config = Config(rollout_batch_size=1, num_rollout=1, actor_num_gpus_per_node=count)
+        self.group = TrainerGroup(config, device="cpu", run_dir=tmp_path)
+        assert self.group._deadline_s == DEADLINE_S
+        self.ends: list[Channel] = []
+        for index in range(count):
+            ours, theirs = channel_pair()
+            process = ChildProcess(f"played-{index}", ["true"], log_path=tmp_path / "log")
+            self.group._ranks.append(_Rank(process, ours))
+            self.ends.append(Channel(theirs))
+        self._pool = ThreadPoolExecutor(1)
+
+    def call(self, method: str) -> Future[Any]:
+        answer = self._pool.submit(self.group._call_same, method)
+        for end in self.ends:
+            assert end.recv(30)["method"] == method
+        return answer
+
+    def wait(self) -> Wait:
+        (found,) = [wait for wait in board.waits() if wait.why.startswith("to finish")]
+        return found
+
+    def report(self, index: int, text: str, *, request: int) -> None:
+        self.ends[index].send({"id": request, "progress": text})
+
+    def answer(self, index: int, result: Any, *, request: int) -> None:
+        self.ends[index].send({"id": request, "ok": True, "result": result})
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(board_module, "time", clock)
+    return clock
+
+
+@contextmanager
+def played(tmp_path: Path, clock: Clock, count: int = 1) -> Iterator[PlayedRanks]:
+    ranks = PlayedRanks(tmp_path, clock, count)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def until(condition: Any) -> None:
+    """Poll for what another thread is about to do."""
+    patience = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        patience.wait(0.005)
+    raise AssertionError("it did not come")
+
+
+def test_a_rank_that_reports_may_take_many_deadlines(tmp_path: Path, clock: Clock) -> None:
+    with played(tmp_path, clock) as ranks:
+        answer = ranks.call("train")
+        for done in range(1, 6):
+            clock.now += 0.9 * DEADLINE_S
+            ranks.report(0, f"update: micro-batch {done} of 5", request=1)
+            until(lambda: ranks.wait().deadline == clock.now + DEADLINE_S)
+            assert ranks.group.doing() == (f"update: micro-batch {done} of 5", True)
+        assert ranks.wait().sentence().endswith(", the last 0 s without progress (--distributed-timeout-minutes)")
+        ranks.answer(0, "done", request=1)
+        assert answer.result(30) == ["done"]
+    assert ranks.group.doing() is None
+
+
+def test_without_a_report_the_deadline_passes_and_the_error_says_how_far_the_rank_was(
+    tmp_path: Path, clock: Clock
+) -> None:
+    with played(tmp_path, clock) as ranks:
+        answer = ranks.call("save")
+        ranks.report(0, "writing a checkpoint: tensor 3", request=1)
+        until(lambda: ranks.wait().renewed is not None)
+        clock.now += DEADLINE_S
+        with pytest.raises(TrainerTimeout, match=r"waited 600 s for trainer-0 to finish save, the last 600 s without"):
+            answer.result(60)
+        assert not ranks.group.is_usable
+
+
+def test_only_ranks_that_still_owe_an_answer_to_this_call_put_it_off(tmp_path: Path, clock: Clock) -> None:
+    with played(tmp_path, clock, count=2) as ranks:
+        answer = ranks.call("train")
+        ranks.answer(0, "done", request=1)
+        until(lambda: ranks.wait().whom == "trainer-1")
+        ranks.report(0, "something else", request=1)  # by a rank that has answered
+        ranks.report(1, "what came late", request=0)  # of a call before
+        ranks.report(1, "update: micro-batch 1 of 2", request=1)
+        until(lambda: ranks.group.doing() is not None)
+        assert ranks.group.doing() == ("update: micro-batch 1 of 2", True)
+        clock.now += DEADLINE_S
+        with pytest.raises(TrainerTimeout, match="for trainer-1 to finish train"):
+            answer.result(60)
+
+
+# the rank's side
+
+
+def test_a_worker_sends_reports_of_the_call_it_serves_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Progress] = []
+
+    def handle(self: worker.Worker, method: str, params: dict[str, Any]) -> str:
+        kept.append(self.progress)
+        self.progress.begin(method, 2)
+        return "done"
+
+    monkeypatch.setattr(worker.Worker, "handle", handle)
+    driver, child = channel_pair()
+    serving = threading.Thread(target=worker.serve, args=(Channel(child),), daemon=True)
+    serving.start()
+    with driver:
+        for number, method in ((7, "save"), (8, "train")):
+            driver.send({"id": number, "method": method, "params": {}})
+            assert driver.recv(30) == {"id": number, "progress": f"{method} 0 of 2"}
+            assert driver.recv(30) == {"id": number, "ok": True, "result": "done"}
+            kept[0].restart()
+            kept[0].tick()  # a background thread, while nobody waits
+        driver.send({"id": 9, "method": "stop", "params": {}})
+        assert driver.recv(30) == {"id": 9, "ok": True, "result": None}
+    serving.join(30)
+
+
+def test_collectives_outlast_the_deadline_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a rank that waits for one that works would fail before the driver, which hears of the work, gives up."""
+    asked: dict[str, Any] = {}
+
+    def join(device: str, **how: Any) -> None:
+        asked.update(how)
+
+    def init(self: Trainer, ranks: Ranks) -> int:
+        return 3
+
+    monkeypatch.setattr(worker, "join_ranks", join)
+    monkeypatch.setattr(Trainer, "__init__", lambda *_: None)
+    monkeypatch.setattr(Trainer, "init", init)
+    config = Config(rollout_batch_size=1, num_rollout=1, distributed_timeout_minutes=60)
+    params = {"config": config.to_dict(), "device": "cpu", "store": "unused"}
+    assert worker.Worker(Progress()).handle("init", params) == 3
+    assert asked["timeout_minutes"] > 60 * 24
+
+
+def test_training_saving_and_exporting_report_each_piece(model_folder: Any, tmp_path: Path) -> None:
+    told: list[str] = []
+    config = config_for(
+        model_folder("qwen3"), tmp_path, use_kl_loss=True, kl_loss_coef=0.1, advantage_estimator="ppo",
+        save=str(tmp_path / "ckpt"), num_steps_per_rollout=1,
+    )  # fmt: skip
+    run = InProcess(config, Progress(told.append, between_s=0.0))
+
+    def reports() -> list[str]:
+        found, told[:] = list(told), []
+        return found
+
+    def counted(doing: str, total: int) -> list[str]:
+        return [f"{doing} {done} of {total}" for done in range(total + 1)]
+
+    def pieces(doing: str, count: int) -> list[str]:
+        return [doing, *(f"{doing} {done}" for done in range(1, count + 1))]
+
+    assert reports() == ["loading the critic", "loading the policy", "loading ref"]
+    run.train(0, make_samples(3, 3))
+    stages = ["ref_log_probs", "values", "update", "update"]
+    assert reports() == ["preparing the samples"] + [
+        line for stage in stages for line in counted(f"{stage}: micro-batch", 5)
+    ]
+    num_tensors = len(run.weights)
+    run.trainer.export_weights(str(tmp_path / "export"), 1)
+    assert reports() == pieces("writing weights: tensor", num_tensors)
+    run.trainer.save_hf(str(tmp_path / "hf"))
+    assert reports() == pieces("writing a Hugging Face folder: tensor", num_tensors)
+    run.trainer.save(0)
+    # weights, two moments and a step count of each
+    assert reports()[-1] == f"writing a checkpoint: tensor {4 * num_tensors}"
