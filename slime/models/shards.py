@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from slime.models.files import fsync_path
+
+NOTES = "notes"
+"""In the header of a file: what was noted of its tensors, as JSON."""
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -37,9 +41,11 @@ class ShardWriter:
         self.weight_map: dict[str, str] = {}
         self.total_bytes = 0
         self._pending: dict[str, torch.Tensor] = {}
+        self._notes: dict[str, Any] = {}
         self._pending_bytes = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: torch.Tensor, *, note: Any = None) -> None:
+        """Take a tensor, and what the header is to say of it; `tensor` may change as soon as this returns."""
         if name in self.weight_map or name in self._pending:
             raise ValueError(f"tensor {name} was given twice")
         target = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -50,6 +56,8 @@ class ShardWriter:
             self._write()
         self._pending[name] = ready
         self._pending_bytes += ready.nbytes
+        if note is not None:
+            self._notes[name] = note
 
     def finish(self) -> list[Path]:
         if self._pending or not self.paths:
@@ -58,13 +66,14 @@ class ShardWriter:
 
     def _write(self) -> None:
         path = self.folder / f"{self.prefix}-{len(self.paths) + 1:05d}.safetensors"
-        save_file(self._pending, path, metadata={"format": "pt"})
+        noted = {NOTES: json.dumps(self._notes)} if self._notes else {}
+        save_file(self._pending, path, metadata={"format": "pt"} | noted)
         if self.sync:
             fsync_path(path)
         self.weight_map.update(dict.fromkeys(self._pending, path.name))
         self.total_bytes += self._pending_bytes
         self.paths.append(path)
-        self._pending = {}
+        self._pending, self._notes = {}, {}
         self._pending_bytes = 0
 
 

@@ -26,7 +26,7 @@ class WeightReader:
             except (SafetensorError, OSError) as cause:
                 raise UserError(f"{path} is no safetensors file, or only the beginning of one: {cause}") from cause
             self._file_of.update(dict.fromkeys(file.keys(), file))
-        self.names = sorted(self._file_of, key=_natural)
+        self.names = sorted(self._file_of, key=natural_order)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -76,5 +76,6 @@ def _scales(tensor: torch.Tensor, block: tuple[int, int]) -> tuple[int, ...] | N
     return tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True))
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """A key that puts layer 10 after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

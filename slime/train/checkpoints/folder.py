@@ -44,6 +44,7 @@ from slime.train.backends.fsdp.backend import persistent_buffers
 from slime.train.backends.fsdp.frozen import FrozenModel
 from slime.train.backends.protocol import NamedTensor, TrainBackend
 from slime.train.checkpoints.not_written import written_together
+from slime.train.checkpoints.saved_tensors import SavedTensors
 from slime.train.distributed import Ranks
 
 SHARD_BYTES = 1024**3
@@ -132,8 +133,9 @@ class CheckpointFolder:
         shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}
         check_same_model(self.path, self._meta()["model"], describe_shapes(model.config, shapes), config, "--ref-load")
         try:
-            for name, tensor in self._read("model"):
-                targets[name].copy_(tensor)
+            saved = SavedTensors(self.path, "model")
+            for name in saved.names:
+                saved.read_into(name, targets[name])
         except (SafetensorError, OSError) as cause:
             raise UserError(f"checkpoint {self.path} is damaged ({cause}): choose another iteration") from cause
 
@@ -180,10 +182,7 @@ class CheckpointFolder:
                 torch.set_rng_state(file.get_tensor(f"cpu.{rank}"))
 
     def _read(self, prefix: str) -> Iterator[NamedTensor]:
-        for path in sorted(self.path.glob(f"{prefix}-*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    yield name, file.get_tensor(name)
+        return iter(SavedTensors(self.path, prefix))
 
 
 def publish(written: Sequence[Path], ranks: Ranks, *, keep_count: int | None) -> None:

@@ -17,6 +17,7 @@ from slime.errors import UserError
 from slime.models.loading import load_config
 from slime.models.weight_reader import WeightReader, weights_of
 from slime.train.backends.protocol import NamedTensor
+from slime.train.checkpoints.saved_tensors import SavedTensors
 from slime.train.sending.export import as_in_folder, by_layer
 
 
@@ -49,7 +50,7 @@ def checkpoint_tensors(
     checkpoint: Path, model_folder: Path, *, add_missing: bool = False, trust_remote_code: bool = False
 ) -> Iterator[NamedTensor]:
     """The weights under their names in the model folder; with `add_missing` also those that were not trained."""
-    saved = WeightReader(checkpoint.glob("model-*.safetensors"))
+    saved = SavedTensors(checkpoint, "model")
     if not saved.names:
         raise UserError(f"checkpoint {checkpoint} has no weights (model-*.safetensors): choose another one")
     original = weights_of(model_folder)

@@ -1,0 +1,55 @@
+"""What one rank has of the tensors of a checkpoint, and the files it writes of it.
+
+    {kind}-r{rank:05d}-{i:05d}.safetensors    parts of tensors; the header says of each where it stands
+
+Invariant: the parts that all ranks write of a tensor cover it, each element once. A rank writes what it has, so nothing
+is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from slime.models.shards import ShardWriter
+
+SHARD_BYTES = 1024**3
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of a tensor whose whole has `shape`; it begins at `offset`.
+
+    `kind` names the files: `model`, `optim`, or the name of a set of frozen weights.
+    """
+
+    kind: str
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def on_host(self) -> Part:
+        """A copy that further training does not change."""
+        return replace(self, tensor=self.tensor.detach().to("cpu", copy=True))
+
+
+def write_parts(
+    folder: Path, rank: int, parts: Iterable[Part], *, added: Callable[[str], None] = lambda _: None
+) -> dict[str, int]:
+    """Write the parts of one rank, those of one kind after another, durably; the names and sizes of the files.
+
+    At most one file's worth of tensors is held here; `added` hears of each one.
+    """
+    paths: list[Path] = []
+    for kind, members in groupby(parts, key=lambda part: part.kind):
+        writer = ShardWriter(folder, prefix=f"{kind}-r{rank:05d}", max_bytes=SHARD_BYTES, dtype=None)
+        for part in members:
+            writer.add(part.name, part.tensor, note={"shape": part.shape, "offset": part.offset})
+            added(part.name)
+        paths += writer.finish()
+    return {path.name: path.stat().st_size for path in paths}

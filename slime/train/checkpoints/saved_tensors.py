@@ -1,0 +1,150 @@
+"""The tensors of a checkpoint, whole or any block of them, whoever wrote which part.
+
+    {kind}-r{rank:05d}-{i:05d}.safetensors    format 2: parts of tensors (`slime.train.checkpoints.parts`)
+    {kind}-{i:05d}.safetensors                format 1: whole tensors
+
+Invariant: what is read is bit for bit what was written, at any number of ranks on either side; reading a block takes
+the bytes of that block. A file that is cut off, missing or not understood is a `UserError`; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slime.errors import UserError
+from slime.models.shards import NOTES
+from slime.models.weight_reader import natural_order
+
+OPEN_FILES = 64
+"""So many files are held open at a time: the parts of many ranks may be more than a process can open."""
+
+Box = tuple[tuple[int, int], ...]
+"""A block of a tensor: begin and end in each dimension."""
+
+
+class SavedTensors:
+    """All tensors of one kind (`model`, `optim`, `ref`, ...); names are in the order of the layers."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder = folder
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._places: dict[str, list[tuple[Path, Box]]] = {}
+        self._open: OrderedDict[Path, Any] = OrderedDict()
+        for path in sorted(folder.glob(f"{kind}-*.safetensors")):
+            self._take_up(path)
+        self.names = sorted(self._places, key=natural_order)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self[name]) for name in self.names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self._shapes[name]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The whole tensor, in the dtype it was saved in."""
+        path, box = self._places[name][0]
+        with self._explained():
+            if box == _box((0,) * len(box), self.shape(name)):
+                return self._file(path).get_tensor(name)
+            first = self._file(path).get_tensor(name)
+        whole = torch.empty(self.shape(name), dtype=first.dtype)
+        self.read_into(name, whole)
+        return whole
+
+    @torch.no_grad()
+    def read_into(self, name: str, target: torch.Tensor, offset: Sequence[int] | None = None) -> None:
+        """Overwrite `target`, of any device and dtype, with the block of its shape that begins at `offset`."""
+        if name not in self._places:
+            raise self._damaged(f"lacks {name}")
+        begin = tuple(offset) if offset is not None else (0,) * target.dim()
+        wanted, whole = _box(begin, target.shape), _box((0,) * len(self.shape(name)), self.shape(name))
+        if len(wanted) != len(whole) or _common(wanted, whole) != wanted:
+            raise ValueError(f"{name} of the shape {self.shape(name)} has no block {wanted}")
+        filled = 0
+        for path, box in self._places[name]:
+            common = _common(box, wanted)
+            if _volume(common):
+                with self._explained():
+                    target[_slices(common, wanted)].copy_(self._block(path, name, box, common))
+                filled += _volume(common)
+        if filled != target.numel():
+            raise self._damaged(f"has {filled} of {target.numel()} numbers of {name}")
+
+    def _block(self, path: Path, name: str, box: Box, wanted: Box) -> torch.Tensor:
+        """A block of the part that a file has."""
+        file = self._file(path)
+        return file.get_tensor(name) if wanted == box else file.get_slice(name)[_slices(wanted, box)]
+
+    def _file(self, path: Path) -> Any:
+        file = self._open.pop(path, None) or safe_open(path, framework="pt")
+        self._open[path] = file
+        if len(self._open) > OPEN_FILES:
+            self._open.popitem(last=False)
+        return file
+
+    def _take_up(self, path: Path) -> None:
+        """Note what a file holds, as its header says."""
+        with self._explained():
+            file = self._file(path)
+            sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            notes = (file.metadata() or {}).get(NOTES)
+        try:
+            placed = None if notes is None else {name: _placement(note) for name, note in json.loads(notes).items()}
+            for name, size in sizes.items():
+                shape, offset = (size, (0,) * len(size)) if placed is None else placed[name]
+                box = _box(offset, size)
+                if not len(shape) == len(offset) == len(size) or _common(box, _box((0,) * len(shape), shape)) != box:
+                    raise ValueError(f"{name} {box} is no block of {shape}")
+                if self._shapes.setdefault(name, shape) != shape:
+                    raise ValueError(f"{name} is {shape} here and {self._shapes[name]} in another file")
+                self._places.setdefault(name, []).append((path, box))
+        except (ValueError, TypeError, KeyError, AttributeError) as cause:
+            raise self._damaged(f"has a header in {path.name} that cannot be read ({cause})") from cause
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError) as cause:
+            raise self._damaged(f"cannot be read ({cause})") from cause
+
+    def _damaged(self, what: str) -> UserError:
+        return UserError(f"checkpoint {self.folder} {what}: it is damaged, choose another iteration")
+
+
+def _placement(note: dict[str, list[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Whole shape and offset, as a header has them."""
+    shape, offset = (tuple(int(number) for number in note[key]) for key in ("shape", "offset"))
+    return shape, offset
+
+
+def _box(offset: Sequence[int], size: Sequence[int]) -> Box:
+    return tuple((begin, begin + length) for begin, length in zip(offset, size, strict=True))
+
+
+def _common(one: Box, other: Box) -> Box:
+    """What both have; nothing of it (`_volume` 0) where they are apart."""
+    pairs = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+    return tuple((begin, max(begin, end)) for begin, end in pairs)
+
+
+def _volume(box: Box) -> int:
+    return math.prod(end - begin for begin, end in box)
+
+
+def _slices(box: Box, within: Box) -> tuple[slice, ...]:
+    """The box as slices of a tensor that stands at `within`."""
+    return tuple(slice(begin - start, end - start) for (begin, end), (start, _) in zip(box, within, strict=True))
