@@ -50,6 +50,8 @@ class ModelShape:
     counted_parameters: int | None = None
     """From the formula of a known family, else from the headers of the weight files."""
     attention_weights_per_layer: int | None = None
+    is_latent: bool = False
+    """Keys and values come from a latent (MLA)."""
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelShape:
@@ -158,7 +160,11 @@ class _ConfigReader:
         weights = query + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
         # keys and values are cached expanded; a head's average width stands for both
         return dataclasses.replace(
-            shape, attention_weights_per_layer=weights, num_kv_heads=heads, head_dim=(nope + rope + value) // 2
+            shape,
+            attention_weights_per_layer=weights,
+            num_kv_heads=heads,
+            head_dim=(nope + rope + value) // 2,
+            is_latent=True,
         )
 
     def _shared_expert_ffn(self, expert_ffn: int) -> int:
@@ -233,13 +239,14 @@ def _parameters_on_disk(folder: Path, *, skip_head: bool) -> int | None:
     """Elements in the safetensors files, from their headers; None where there are none."""
     shapes: dict[str, list[int]] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        shapes.update(_tensor_shapes(file))
+        shapes.update(tensor_shapes(file))
     if skip_head:
         shapes.pop("lm_head.weight", None)
     return sum(math.prod(shape) for shape in shapes.values()) if shapes else None
 
 
-def _tensor_shapes(file: Path) -> dict[str, list[int]]:
+def tensor_shapes(file: Path) -> dict[str, list[int]]:
+    """The tensors of a safetensors file, from its header; none where it has no readable one."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
