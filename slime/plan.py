@@ -20,6 +20,7 @@ from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.asynchronous import ONE_STEP
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN, SFT_ROLLOUT_FUNCTION
+from slime.config.lora import uses_lora
 from slime.config.no_effect import flag_list, flags_without_effect
 from slime.config.parser import flags_of_custom_file, near_flags_of_custom_file
 from slime.config.start import reference_in_words, start_in_words, start_notes
@@ -29,6 +30,7 @@ from slime.engine.fleet.external import ExternalEngines
 from slime.engine.http.plain_http import why_unreachable
 from slime.engine.launch import EMBEDDED_PARSERS
 from slime.errors import UserError
+from slime.models.lora import adapter_shapes, choose_targets, linears_of
 from slime.models.shape import ModelShape
 from slime.plan_data import check_data, data_rows, steps_per_epoch, training_prompts
 from slime.plan_memory import MemoryEstimate, available_memory, engine_memory, longest_sample, trainer_memory
@@ -36,6 +38,7 @@ from slime.weights.transport import choose_transport
 
 _GIB = 2**30
 _SERVICE_TIMEOUT_S = 10.0
+_SYNCED = {"merged": "the merged weights", "adapter": "the adapter alone"}
 _OWN_PACKAGE = Path(__file__).resolve().parent
 
 
@@ -232,10 +235,33 @@ def _model_rows(config: Config, shape: ModelShape) -> tuple[tuple[str, str], ...
         rows.append(
             ("shape", f"{shape.num_layers} layers x {shape.hidden_size}{experts}, vocabulary {shape.vocab_size}")
         )
+    if uses_lora(config) and not config.debug_rollout_only:
+        rows.append(("LoRA", _lora_in_words(config, shape)))
     flops = shape.flops_per_token(longest_sample(config) // 2)
     if flops is not None:
         rows.append(("work", f"{flops / 1e9:.3g} GFLOP per token forward, three times that in training"))
     return tuple(rows)
+
+
+def _lora_in_words(config: Config, shape: ModelShape) -> str:
+    """What is trained beside what; targets that the model does not have are refused."""
+    settings = f"rank {config.lora_rank}, alpha {config.lora_alpha:g}"
+    linears = linears_of(config.hf_checkpoint)
+    if not linears:  # a config.json alone, of a family whose layers only the trainer knows
+        return f"{settings}, on {', '.join(config.lora_target_modules or ())}"
+    chosen = choose_targets(
+        linears,
+        config.lora_target_modules or (),
+        f"the model in {config.hf_checkpoint}",
+        freeze=config.freeze_params_name_list,
+        only_train=config.only_train_params_name_list,
+    )
+    shapes = adapter_shapes({module: linears[module] for module in chosen}, config.lora_rank)
+    count = sum(rows * columns for rows, columns in shapes.values())
+    trained = f"{_short_number(count)} parameters are trained"
+    names = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in chosen))
+    experts = "; experts stay as they are" if shape.num_experts else ""
+    return f"{settings}, on {names}: {trained}{experts}; engines get {_SYNCED[config.lora_sync]}"
 
 
 def _process_rows(

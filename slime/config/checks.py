@@ -18,6 +18,7 @@ from slime.config.eval_datasets import eval_datasets
 from slime.config.folders import check_folders
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.config.lora import check_adapter, lora_contradictions
 from slime.config.megatron_flags import NEUTRAL
 from slime.config.spec import FlagSpec
 from slime.config.start import check_weight_sources, find_start
@@ -60,6 +61,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from _placement(config)
     yield from async_contradictions(config)
     yield from _algorithm(config)
+    yield from lora_contradictions(config)
     yield from _saving(config)
     yield from _environment(config)
 
@@ -167,6 +169,7 @@ def _check_patterns(flag: str, patterns: Sequence[str] | None) -> None:
 def check_files(config: Config) -> None:
     """What the run reads exists and can be read; what it writes can be written."""
     check_weight_sources(config)
+    check_adapter(config)
     replays = config.load_debug_rollout_data is not None
     if config.prompt_data is not None and not config.disable_rollout_global_dataset and not replays:
         _check_data_file(config.prompt_data, "--prompt-data")

@@ -25,6 +25,7 @@ from slime.config.groups.distillation import DistillationFlags
 from slime.config.groups.engine import EngineFlags
 from slime.config.groups.evaluation import EvalFlags
 from slime.config.groups.logs import LoggingFlags
+from slime.config.groups.lora import LoraFlags
 from slime.config.groups.model import ModelFlags
 from slime.config.groups.optimizer import OptimizerFlags
 from slime.config.groups.reward import RewardFlags
@@ -51,6 +52,7 @@ GROUPS: tuple[type, ...] = (
     CriticFlags,
     DistillationFlags,
     OptimizerFlags,
+    LoraFlags,
     CheckpointFlags,
     ClusterFlags,
     EngineFlags,
@@ -75,6 +77,7 @@ class Config(
     CriticFlags,
     DistillationFlags,
     OptimizerFlags,
+    LoraFlags,
     CheckpointFlags,
     ClusterFlags,
     EngineFlags,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 
-_LORA = "LoRA is not in this version: all weights are trained, or only those that --only-train-params-name-list names"
 _QUANTISED = "training on quantised weights is not in this version: drop it"
 _SERVED = "a reward model is asked over HTTP: serve it and give --rm-type remote_rm --rm-url URL"
 _STEP = "samples of one optimizer step are --global-batch-size"
@@ -65,7 +64,9 @@ _TRL = {
     "attn-implementation": "attention is chosen by the trainer: drop it",
     "load-in-4bit": _QUANTISED,
     "load-in-8bit": _QUANTISED,
-    "use-peft": _LORA,
+    "use-peft": "--lora-rank, which is enough",
+    "lora-r": "--lora-rank",
+    "lora-dropout": "nothing is dropped out in training: drop it",
 }
 
 _OPENRLHF = {
@@ -103,7 +104,7 @@ _OPENRLHF = {
     "load-checkpoint": "--load",
     "dynamic-filtering": "--dynamic-sampling-filter-path",
     "agent-func-path": "--custom-generate-function-path",
-    "target-modules": _LORA,
+    "target-modules": "--lora-target-modules",
 }
 
 _VERL = {
@@ -115,7 +116,9 @@ _VERL = {
     "data.max-response-length": "--rollout-max-response-len",
     "data.shuffle": "--rollout-shuffle",
     "actor-rollout-ref.model.path": "--hf-checkpoint",
-    "actor-rollout-ref.model.lora-rank": _LORA,
+    "actor-rollout-ref.model.lora-rank": "--lora-rank",
+    "actor-rollout-ref.model.lora-alpha": "--lora-alpha",
+    "actor-rollout-ref.model.target-modules": "--lora-target-modules",
     "actor-rollout-ref.model.enable-gradient-checkpointing": "--recompute-activations",
     "actor-rollout-ref.actor.optim.lr": "--lr",
     "actor-rollout-ref.actor.ppo-mini-batch-size": "--global-batch-size, which counts samples and not prompts",
@@ -192,8 +195,6 @@ _FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 def foreign_hint(name: str, shown: str | None = None) -> str | None:
     """The sentence for a flag (without the dashes in front) that another library has, or None."""
     key, shown = name.replace("_", "-"), shown or f"--{name}"
-    if key.startswith("lora-"):
-        return f"{shown}: {_LORA}"
     if key not in FOREIGN_FLAGS:
         return None
     whose, remedy = FOREIGN_FLAGS[key]

@@ -98,7 +98,10 @@ def _facts(folder: Path) -> dict[str, Any]:
 
 
 _GGUF = "a format for inference: take the folder of the model that it was made from, with config.json and safetensors"
-_MERGE = "merge it into its base model (peft: model.merge_and_unload().save_pretrained(DIR)) and give that folder"
+_MERGE = (
+    "give its base model, and the adapter with --lora-load to train it further; or merge the two (peft: "
+    "model.merge_and_unload().save_pretrained(DIR)) and give that folder"
+)
 
 
 def _absent(folder: str, flag: str) -> str:

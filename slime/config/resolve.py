@@ -16,6 +16,7 @@ from slime.config.batch import derive_batch_sizes, num_trainers
 from slime.config.checks import check_all_there, check_files, check_flags_fit, check_numbers_stay, check_trackers
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.config.lora import derive_lora, take_from_adapter
 from slime.config.plugin_args import with_own_overlay
 from slime.config.plugin_checks import check_plugins
 from slime.config.roles import critic_flags, role_overrides
@@ -33,7 +34,7 @@ def resolve(config: Config) -> Config:
     """The config a run works with; raises UserError when the flags do not make a run."""
     check_all_there(config)
     config = with_own_overlay(_checked_values(config))
-    config = config.replace(**role_overrides(config, "actor"))
+    config = take_from_adapter(config.replace(**role_overrides(config, "actor")))
     config = derive(config)
     check_flags_fit(config)
     check_trackers(config)
@@ -53,6 +54,7 @@ def derive(config: Config) -> Config:
         derive_async,
         derive_algorithm,
         _derive_rollout_function,
+        derive_lora,
         _derive_placement,
         derive_batch_sizes,
         _derive_eval,

@@ -19,7 +19,13 @@ _OWN = {
     "critic_lr": "lr",
     "critic_lr_warmup_iters": "lr_warmup_iters",
 }
-_NOT_FOR_A_CRITIC = {"use_kl_loss": False, "kl_coef": 0.0, "use_opd": False, "start_rollout_id": None}
+_NOT_FOR_A_CRITIC = {
+    "use_kl_loss": False,
+    "kl_coef": 0.0,
+    "use_opd": False,
+    "start_rollout_id": None,
+    "lora_load": None,
+}
 
 
 def critic_flags(config: Config) -> Config:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slime.config.algorithm import has_critic, needs_reference
 from slime.config.config import Config
@@ -74,6 +75,33 @@ def _read_folder(folder: str, flag: str, step: int | None, *, converted_from: st
     if (path / "config.json").is_file():
         return Start(hf_folder=path, flag=flag)
     return None
+
+
+def find_base(config: Config, flag: str = "--load") -> Start:
+    """What an adapter is trained beside: where the run began, which a checkpoint that it resumes from names."""
+    start = find_start(config, flag)
+    if not start.resumes or start.checkpoint is None:
+        return start
+    named = Path(str((adapter_of(start.checkpoint) or {}).get("base")))
+    reference = find_reference(config)
+    if named == base_path(config, reference) or not named.is_dir():
+        return reference
+    found = _read_folder(str(named), "--ref-load", None)
+    return reference if found is None else found
+
+
+def base_path(config: Config, base: Start) -> Path:
+    """The folder that a checkpoint of an adapter names as its base."""
+    return Path(base.checkpoint or base.hf_folder or config.hf_checkpoint).resolve()
+
+
+def adapter_of(checkpoint: Path) -> dict[str, Any] | None:
+    """Rank, alpha, targets and base of the adapter that a checkpoint holds; None for one of all weights."""
+    try:
+        found = json.loads((checkpoint / _META).read_text()).get("lora")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error
+    return found if isinstance(found, dict) else None
 
 
 def find_critic_start(config: Config) -> Start:
@@ -205,6 +233,11 @@ def _check_reference(config: Config) -> None:
     reference = find_reference(config)
     if reference.checkpoint is not None:
         check_checkpoint(reference.checkpoint, "--ref-load")
+        if adapter_of(reference.checkpoint) is not None:
+            raise UserError(
+                f"--ref-load {reference.checkpoint} holds an adapter, not all weights: make a model folder of it with "
+                "slime convert"
+            )
         if has_critic(config) and _critic_reads(config):
             raise UserError(
                 f"--ref-load {config.ref_load} is a checkpoint of a policy, which a critic cannot start from: give "
@@ -228,8 +261,32 @@ def _check_start(config: Config, start: Start) -> None:
         raise UserError(f"--load {config.load} is a file, but a folder is needed")
     if start.checkpoint is not None:
         check_checkpoint(start.checkpoint, start.flag)
+        if start.resumes:
+            _check_same_adapter(config, start)
     elif start.hf_folder is not None:
         check_same_shape(start.hf_folder, start.flag, config.hf_checkpoint)
+
+
+def _check_same_adapter(config: Config, start: Start) -> None:
+    """A run with LoRA resumes from a checkpoint of the same adapter, one without from a checkpoint of all weights."""
+    assert start.checkpoint is not None
+    saved, flag = adapter_of(start.checkpoint), f"{start.flag} {start.checkpoint}"
+    if saved is None and config.lora_rank:
+        raise UserError(
+            f"{flag} holds all weights and no adapter: give it with --ref-load to train one beside them, or drop "
+            "--lora-rank"
+        )
+    if saved is None:
+        return
+    theirs = f"--lora-rank {saved.get('rank')} --lora-alpha {saved.get('alpha'):g}"
+    theirs += f" --lora-target-modules {' '.join(saved.get('targets') or ())}"
+    if not config.lora_rank:
+        raise UserError(
+            f"{flag} holds an adapter, not all weights: add {theirs}, or make a model folder of it with slime convert"
+        )
+    ours = (config.lora_rank, config.lora_alpha, sorted(config.lora_target_modules or ()))
+    if ours != (saved.get("rank"), saved.get("alpha"), sorted(saved.get("targets") or ())):
+        raise UserError(f"{flag} holds another adapter than the flags ask for: resume with {theirs}")
 
 
 def check_checkpoint(checkpoint: Path, flag: str) -> None:

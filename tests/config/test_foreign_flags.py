@@ -41,9 +41,8 @@ FLAGS = {spec.flag for spec in FLAG_SPECS.values()}
             "--micro-batch-size: drop it",
         ),
         (
-            ["--lora-rank", "8"],
-            "--lora-rank: LoRA is not in this version: all weights are trained, or only those that "
-            "--only-train-params-name-list names",
+            ["--lora-dropout", "0.1"],
+            "--lora-dropout is a name of TRL: nothing is dropped out in training: drop it",
         ),
         (
             ["actor_rollout_ref.rollout.n=5"],
@@ -81,8 +80,7 @@ def test_python_gets_the_same_hints_as_keywords() -> None:
         "learning_rate": "learning_rate is a name of TRL: here it is lr",
         "use_routing_replay": "use_routing_replay is not taken: the experts that a router chose are not recorded, so they cannot be "
         "replayed: drop the flag",
-        "lora_r": "lora_r: LoRA is not in this version: all weights are trained, or only those that "
-        "only_train_params_name_list names",
+        "lora_r": "lora_r is a name of TRL: here it is lora_rank",
     }.items():
         with pytest.raises(UserError) as caught:
             slime.run(**{keyword: 1})

@@ -121,8 +121,8 @@ AGAIN = "download the folder again"
         ),
         (
             adapter,
-            "--hf-checkpoint DIR holds a LoRA adapter of Qwen/Qwen3-0.6B: merge it into its base model .* and give "
-            "that folder",
+            "--hf-checkpoint DIR holds a LoRA adapter of Qwen/Qwen3-0.6B: give its base model, and the adapter with "
+            "--lora-load to train it further; or merge the two .* and give that folder",
         ),
         (gguf, "model folder DIR has no config.json: its GGUF files are a format for inference: take the folder .*"),
     ],

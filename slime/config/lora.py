@@ -1,0 +1,125 @@
+"""What the LoRA flags imply for each other, and the adapter folder that they may be taken from.
+
+Invariant: after `take_from_adapter` and `derive_lora`, a run with `--lora-rank` above 0 has its alpha and its targets,
+and they are those of `--lora-load` where that is given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.config.config import Config
+from slime.config.start import find_base
+from slime.config.weight_files import read_header
+from slime.errors import UserError
+
+ALL_LINEAR = "all-linear"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "use_dora": (None, False),
+    "use_rslora": (None, False),
+    "use_qalora": (None, False),
+    "fan_in_fan_out": (None, False),
+    "lora_bias": (None, False),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "modules_to_save": (None, []),
+    "target_parameters": (None, []),
+    "layers_to_transform": (None, []),
+    "exclude_modules": (None, []),
+}
+"""What PEFT can do beyond two matrices for each target, with the values that ask for none of it."""
+
+
+def uses_lora(config: Config) -> bool:
+    """Whether adapters are trained in the place of all weights."""
+    return config.lora_rank > 0
+
+
+def take_from_adapter(config: Config) -> Config:
+    """Rank, alpha and targets of `--lora-load` for what was not given; what was given otherwise is refused."""
+    folder = config.lora_load
+    if folder is None:
+        return config
+    facts = read_adapter_config(Path(folder), "--lora-load")
+    targets = facts["target_modules"]
+    found = {
+        "lora_rank": facts["r"],
+        "lora_alpha": float(facts["lora_alpha"]),
+        "lora_target_modules": [targets] if isinstance(targets, str) else sorted(targets),
+    }
+    for name, value in found.items():
+        given = getattr(config, name)
+        if given and (sorted(given) if isinstance(given, list) else given) != value:
+            shown = " ".join(given) if isinstance(given, list) else f"{given:g}"
+            flag, theirs = f"--{name.replace('_', '-')}", " ".join(value) if isinstance(value, list) else f"{value:g}"
+            raise UserError(f"{flag} {shown} is not that of --lora-load {folder}, which is {theirs}: drop {flag}")
+    return config.replace(**found)
+
+
+def read_adapter_config(folder: Path, flag: str) -> dict[str, Any]:
+    """The adapter_config.json of a folder with plain LoRA matrices; what PEFT has beyond them is refused."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise UserError(f"{flag} {folder} has no {CONFIG_FILE}: it takes a folder of an adapter as PEFT saves it")
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise UserError(f"{path} cannot be read as JSON ({cause}): save the adapter again") from cause
+    if not isinstance(facts, dict):
+        raise UserError(f"{path} does not hold a JSON object: save the adapter again")
+    for name, plain in _PLAIN.items():
+        if facts.get(name) not in plain:
+            raise UserError(f"{path} has {name} {facts.get(name)!r}: only plain LoRA matrices can be trained further")
+    rank, alpha, targets = facts.get("r"), facts.get("lora_alpha"), facts.get("target_modules")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
+        raise UserError(f"{path} has r {rank!r} and lora_alpha {alpha!r}: both must be numbers above 0")
+    named = isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets)
+    if not named and targets != ALL_LINEAR:
+        raise UserError(f"{path} has target_modules {targets!r}: a list of names, or {ALL_LINEAR}, is needed")
+    return facts
+
+
+def derive_lora(config: Config) -> Config:
+    """Alpha and targets where nobody named them."""
+    if not uses_lora(config):
+        return config
+    alpha = 2.0 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
+    return config.replace(lora_alpha=alpha, lora_target_modules=config.lora_target_modules or [ALL_LINEAR])
+
+
+def lora_contradictions(config: Config) -> Iterator[str]:
+    """One sentence for each pair of flags that cannot both be meant."""
+    if uses_lora(config):
+        return
+    for flag, given in (
+        ("--lora-alpha", config.lora_alpha is not None),
+        ("--lora-target-modules", config.lora_target_modules is not None),
+        ("--lora-sync adapter", config.lora_sync == "adapter"),
+    ):
+        if given:
+            yield f"{flag} is about LoRA: add --lora-rank, or drop it"
+
+
+def check_adapter(config: Config) -> None:
+    """The adapter to start from is whole, and engines that get adapters alone have the weights they are added to."""
+    if config.lora_load is not None:
+        weights = Path(config.lora_load) / WEIGHTS_FILE
+        if not weights.is_file():
+            raise UserError(f"--lora-load {config.lora_load} has no {WEIGHTS_FILE}: save the adapter again")
+        read_header(weights, "--lora-load")
+    if uses_lora(config) and config.lora_sync == "adapter" and not config.debug_rollout_only:
+        base = find_base(config)
+        folder = base.checkpoint or base.hf_folder
+        if folder is not None and Path(folder).resolve() != Path(config.hf_checkpoint).resolve():
+            raise UserError(
+                f"--lora-sync adapter: the engines have the weights of --hf-checkpoint {config.hf_checkpoint}, but the "
+                f"adapter is trained beside those of {base.flag} {folder}: use --lora-sync merged, or one folder"
+            )

@@ -1,0 +1,195 @@
+"""The LoRA flags: what they imply, what contradicts them, and which checkpoints and adapters they go on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, resolve
+from slime.config.megatron_folder import LATEST
+from slime.config.start import Start, find_base
+from slime.errors import UserError
+from slime.plan import make_plan
+from tests.config.conftest import TINY_QWEN3
+from tests.model_files import add_weights, write_safetensors
+
+
+def resolved(valid: dict[str, Any], **changes: Any) -> Config:
+    return resolve(Config(**{**valid, **changes}))
+
+
+def refused(valid: dict[str, Any], **changes: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        resolved(valid, **changes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def lora_row(valid: dict[str, Any], **changes: Any) -> str:
+    config = resolved(valid, label_key="label", **changes)
+    return dict(dict(make_plan(config, device="cpu", gpu_count=0).sections)["Model"])["LoRA"]
+
+
+def checkpoint(folder: Path, lora: dict[str, Any] | None) -> Path:
+    one = folder / "iter_0000003"
+    one.mkdir(parents=True)
+    meta: dict[str, Any] = {"format": 1, "next_rollout_id": 4, "model": {}}
+    (one / "meta.json").write_text(json.dumps(meta if lora is None else meta | {"lora": lora}))
+    write_safetensors(one / "model-00001.safetensors")
+    (folder / LATEST).write_text("3")
+    return folder
+
+
+def adapter(folder: Path, **facts: Any) -> Path:
+    folder.mkdir()
+    written = {"peft_type": "LORA", "r": 4, "lora_alpha": 32, "target_modules": ["v_proj", "q_proj"], **facts}
+    (folder / "adapter_config.json").write_text(json.dumps(written))
+    write_safetensors(folder / "adapter_model.safetensors")
+    return folder
+
+
+def second_model(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY_QWEN3))
+    return add_weights(folder)
+
+
+def test_alpha_is_twice_the_rank_and_targets_are_all_layers(valid: dict[str, Any]) -> None:
+    config = resolved(valid, lora_rank=8)
+    assert (config.lora_alpha, config.lora_target_modules, config.lora_sync) == (16.0, ["all-linear"], "merged")
+    config = resolved(valid, lora_rank=8, lora_alpha=4, lora_target_modules=["q_proj"])
+    assert (config.lora_alpha, config.lora_target_modules) == (4.0, ["q_proj"])
+    config = resolved(valid)
+    assert (config.lora_rank, config.lora_alpha, config.lora_target_modules) == (0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"lora_alpha": 16.0}, "--lora-alpha"),
+        ({"lora_target_modules": ["q_proj"]}, "--lora-target-modules"),
+        ({"lora_sync": "adapter"}, "--lora-sync adapter"),
+    ],
+)
+def test_flags_of_lora_without_a_rank_are_refused(valid: dict[str, Any], changes: dict[str, Any], flag: str) -> None:
+    assert refused(valid, **changes) == f"{flag} is about LoRA: add --lora-rank, or drop it"
+
+
+def test_the_plan_says_what_is_trained(valid: dict[str, Any]) -> None:
+    assert lora_row(valid, lora_rank=4, lora_target_modules=["self_attn.q_proj", "k_proj", "v_proj", "o_proj"]) == (
+        "rank 4, alpha 8, on q_proj, k_proj, v_proj, o_proj: "
+        f"{2 * 4 * (2 * (64 + 64) + 2 * (64 + 32)) / 1e3:.3g} K parameters are trained; engines get the merged weights"
+    )
+
+
+def test_targets_that_are_not_there_are_refused_with_those_that_are(valid: dict[str, Any]) -> None:
+    config = resolved(valid, label_key="label", lora_rank=4, lora_target_modules=["q_proj", "query_key_value"])
+    with pytest.raises(UserError) as caught:
+        make_plan(config, device="cpu", gpu_count=0)
+    assert str(caught.value) == (
+        f"--lora-target-modules query_key_value: the model in {valid['hf_checkpoint']} has no linear layer of that "
+        "name; q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj can have an adapter (embedding, output "
+        "layer, routers and experts have none), or give all-linear"
+    )
+
+
+def test_patterns_that_leave_no_target_are_refused(valid: dict[str, Any]) -> None:
+    config = resolved(
+        valid, label_key="label", lora_rank=4, lora_target_modules=["q_proj"], only_train_params_name_list=["mlp"]
+    )
+    with pytest.raises(
+        UserError, match=r"^--only-train-params-name-list leaves none of the layers that --lora-target-"
+    ):
+        make_plan(config, device="cpu", gpu_count=0)
+
+
+def test_rank_alpha_and_targets_are_those_of_the_adapter_that_is_loaded(valid: dict[str, Any], tmp_path: Path) -> None:
+    folder = str(adapter(tmp_path / "adapter"))
+    for given in ({}, {"lora_rank": 4}, {"lora_target_modules": ["q_proj", "v_proj"], "lora_alpha": 32.0}):
+        config = resolved(valid, lora_load=folder, **given)
+        assert (config.lora_rank, config.lora_alpha, config.lora_target_modules) == (4, 32.0, ["q_proj", "v_proj"])
+    assert refused(valid, lora_load=folder, lora_rank=8) == (
+        f"--lora-rank 8 is not that of --lora-load {folder}, which is 4: drop --lora-rank"
+    )
+    assert refused(valid, lora_load=folder, lora_target_modules=["q_proj"]) == (
+        f"--lora-target-modules q_proj is not that of --lora-load {folder}, which is q_proj v_proj: drop "
+        "--lora-target-modules"
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        ({"use_dora": True}, "has use_dora True: only plain LoRA matrices can be trained further"),
+        ({"peft_type": "IA3"}, "has peft_type 'IA3': only plain LoRA matrices can be trained further"),
+        ({"modules_to_save": ["lm_head"]}, r"has modules_to_save \['lm_head'\]: only plain LoRA"),
+        ({"r": 0}, "has r 0 and lora_alpha 32: both must be numbers above 0"),
+        ({"target_modules": ".*_proj"}, r"has target_modules '\.\*_proj': a list of names, or all-linear, is needed"),
+    ],
+)
+def test_what_is_no_plain_adapter_is_refused(
+    valid: dict[str, Any], facts: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    folder = adapter(tmp_path / "adapter", **facts)
+    with pytest.raises(UserError, match=f"^{folder}/adapter_config.json {sentence}"):
+        resolved(valid, lora_load=str(folder))
+
+
+def test_an_adapter_that_is_not_whole_is_refused(valid: dict[str, Any], tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "adapter")
+    (folder / "adapter_model.safetensors").unlink()
+    assert refused(valid, lora_load=str(folder)) == (
+        f"--lora-load {folder} has no adapter_model.safetensors: save the adapter again"
+    )
+    assert refused(valid, lora_load=str(tmp_path)) == (
+        f"--lora-load {tmp_path} has no adapter_config.json: it takes a folder of an adapter as PEFT saves it"
+    )
+
+
+SAVED = {"rank": 8, "alpha": 16.0, "targets": ["all-linear"]}
+
+
+def test_a_checkpoint_of_all_weights_is_no_adapter_and_the_other_way_round(
+    valid: dict[str, Any], tmp_path: Path
+) -> None:
+    whole, part = checkpoint(tmp_path / "whole", None), checkpoint(tmp_path / "part", SAVED)
+    assert refused(valid, load=str(whole), lora_rank=8) == (
+        f"--load {whole}/iter_0000003 holds all weights and no adapter: give it with --ref-load to train one beside "
+        "them, or drop --lora-rank"
+    )
+    assert refused(valid, load=str(part)) == (
+        f"--load {part}/iter_0000003 holds an adapter, not all weights: add --lora-rank 8 --lora-alpha 16 "
+        "--lora-target-modules all-linear, or make a model folder of it with slime convert"
+    )
+    assert refused(valid, load=str(part), lora_rank=4) == (
+        f"--load {part}/iter_0000003 holds another adapter than the flags ask for: resume with --lora-rank 8 "
+        "--lora-alpha 16 --lora-target-modules all-linear"
+    )
+    assert refused(valid, ref_load=str(part), use_kl_loss=True) == (
+        f"--ref-load {part}/iter_0000003 holds an adapter, not all weights: make a model folder of it with slime convert"
+    )
+    assert resolved(valid, load=str(part), lora_rank=8).lora_rank == 8
+
+
+def test_the_base_is_where_the_run_began_also_when_it_is_resumed(valid: dict[str, Any], tmp_path: Path) -> None:
+    other = second_model(tmp_path / "other")
+    assert find_base(resolved(valid, lora_rank=8)) == Start()
+    assert find_base(resolved(valid, lora_rank=8, ref_load=str(other))) == Start(hf_folder=other, flag="--ref-load")
+    own = checkpoint(tmp_path / "own", SAVED | {"base": str(Path(valid["hf_checkpoint"]).resolve())})
+    assert find_base(resolved(valid, lora_rank=8, load=str(own))) == Start()
+    elsewhere = checkpoint(tmp_path / "elsewhere", SAVED | {"base": str(other)})
+    assert find_base(resolved(valid, lora_rank=8, load=str(elsewhere))).hf_folder == other
+    moved = checkpoint(tmp_path / "moved", SAVED | {"base": str(tmp_path / "gone")})
+    assert find_base(resolved(valid, lora_rank=8, load=str(moved), ref_load=str(other))).hf_folder == other
+
+
+def test_engines_that_get_the_adapter_alone_must_have_its_base(valid: dict[str, Any], tmp_path: Path) -> None:
+    other = second_model(tmp_path / "other")
+    assert resolved(valid, lora_rank=8, lora_sync="adapter").lora_sync == "adapter"
+    assert refused(valid, lora_rank=8, lora_sync="adapter", ref_load=str(other)) == (
+        f"--lora-sync adapter: the engines have the weights of --hf-checkpoint {valid['hf_checkpoint']}, but the adapter "
+        f"is trained beside those of --ref-load {other}: use --lora-sync merged, or one folder"
+    )
