@@ -77,6 +77,8 @@ def templates(folder: Path) -> list[tuple[str, str, Any]]:
         ("POST", "/update_weights_from_tensor", b""),
         ("POST", "/init_weights_update_group", meeting), ("POST", "/update_weights_from_distributed", bucket),
         ("POST", "/destroy_weights_update_group", {"group_name": "g"}),
+        ("POST", "/load_lora_adapter", {"lora_name": "a", "lora_path": str(folder), "weight_version": "fuzz"}),
+        ("POST", "/unload_lora_adapter", {"lora_name": "a", "weight_version": "fuzz"}),
         ("POST", "/weights_checker", {"action": "checksum"}), ("GET", "/nowhere", None),
     ]  # fmt: skip
 

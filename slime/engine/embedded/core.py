@@ -30,9 +30,11 @@ from slime.engine.embedded.scheduler import Scheduler
 from slime.engine.embedded.sequence import Sequence
 from slime.engine.embedded.steps import Counters, Steps
 from slime.engine.embedded.weights import loading
+from slime.engine.embedded.weights.adapter import ArrivingAdapter, MergedAdapter, adapter_in
 from slime.engine.embedded.weights.groups import Announced, WeightGroups
 from slime.engine.embedded.weights.views import FolderViews
 from slime.errors import UserError
+from slime.models.adapter import Adapter, AdapterFacts
 from slime.models.delta.folder import BadDelta, DeltaIndex, read_index
 from slime.models.loading import load_causal_lm
 from slime.models.shape import count_parameters
@@ -86,6 +88,8 @@ class EngineCore:
         )
         self.runner = ModelRunner(model, self.scheduler.table)
         self.views = FolderViews(model)
+        self._arriving = ArrivingAdapter(self.views)
+        self.adapter = MergedAdapter(self.views, o.model_path, trust_remote_code=o.trust_remote_code)
         self.capacity = o.max_total_tokens or self._affordable_slots()
         self.context_len = min(self.context_len, self.capacity)
         self.scheduler.cache = self._fresh_cache()
@@ -267,6 +271,7 @@ class EngineCore:
         """Refuse to generate until whole weights come: what is loaded is not what anybody published."""
         log.error("the weights are stale: %s", reason)
         self.stale = reason
+        self.adapter.overwritten()
         self.abort_all(f"the weights are stale: {reason}")
 
     def update_weights(
@@ -277,11 +282,13 @@ class EngineCore:
         flush: bool,
         bucket: str | None = None,
         whole: bool = True,
+        keeps_base: bool = False,
     ) -> int:
         """Apply `load` and take the new version; slots of running sequences now mix two sets of weights.
 
         No prefix that earlier weights computed is shared from now on, whatever `flush` says of an update that goes on.
         `bucket` names what was loaded of an update that goes on; `whole` weights make good whatever was wrong before.
+        All but an adapter (`keeps_base`) overwrite the weights that adapters are merged into.
         """
         if "weights" in self._released:
             raise BadRequest("the weights are released: call /resume_memory_occupation first")
@@ -292,6 +299,8 @@ class EngineCore:
             raise
         finally:
             self.runner.weights_changed()
+        if not keeps_base:
+            self.adapter.overwritten()
         self._unfinished = bucket
         if flush or bucket is None:
             self.flush_cache()
@@ -346,6 +355,8 @@ class EngineCore:
 
     def update_from_group(self, bucket: Announced, version: str | None, *, flush: bool) -> int:
         """One bucket of a broadcast; the version is taken with the last."""
+        if bucket.adapter is not None:
+            return self._adapter_from_group(bucket, bucket.adapter, version, flush=flush)
         source = f"group {bucket.group_name}"
         loading.check_shapes(self.views, dict(zip(bucket.names, bucket.shapes, strict=True)), source)
 
@@ -354,6 +365,28 @@ class EngineCore:
 
         left = None if bucket.is_last else f"only {bucket.number} of {bucket.count} buckets of version {version} came"
         return self.update_weights(load, version, flush=flush, bucket=left)
+
+    def _adapter_from_group(self, bucket: Announced, facts: AdapterFacts, version: str | None, *, flush: bool) -> int:
+        """One bucket of an adapter's broadcast; the weights change with the last, if at all."""
+        self._arriving.expect(bucket, facts)
+        tensors = self.groups.receive(bucket, self.runner.device)
+        adapter = self._arriving.take(bucket, tensors, facts)
+        if adapter is None:
+            return sum(tensor.nbytes for tensor in tensors.values())
+        return self._merge(bucket.group_name, adapter, version, flush=flush)
+
+    def load_adapter(self, name: str, folder: str, version: str | None, *, flush: bool) -> int:
+        """Merge a LoRA adapter into the weights of the model's folder, in the place of the one before."""
+        return self._merge(name, adapter_in(folder), version, flush=flush)
+
+    def _merge(self, name: str, adapter: Adapter, version: str | None, *, flush: bool) -> int:
+        return self.update_weights(lambda: self.adapter.load(name, adapter), version, flush=flush, keeps_base=True)
+
+    def unload_adapter(self, name: str, version: str | None, *, flush: bool) -> int:
+        """The weights of the model's folder, without the adapter."""
+        if name != self.adapter.name:
+            raise BadRequest(f"no adapter {shown(name)} is loaded", "lora_name")
+        return self.update_weights(self.adapter.unload, version, flush=flush, keeps_base=True)
 
     def check_weights(self, action: str) -> dict[str, Any]:
         """`checksum`: xxh3-128 of every tensor; `shapes`: what an update may name."""
@@ -406,6 +439,7 @@ class EngineCore:
             "num_retractions": s.retractions,
             "paused": self.halted,
             "stale": self.stale,
+            "lora_adapter": self.adapter.name,
             "released": sorted(self._released),
             "totals": vars(c).copy(),
         }

@@ -11,6 +11,7 @@ from typing import Any
 from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.refusals import BadRequest, shown
 from slime.engine.embedded.weights.groups import DTYPES, Announced, Rendezvous
+from slime.models.adapter import AdapterFacts, BadAdapter
 
 _GROUP = "weight_update_group"
 _MEMORY = ("weights", "kv_cache", "cuda_graph")
@@ -39,7 +40,8 @@ def rendezvous(fields: Fields) -> Rendezvous:
 
 
 def announced(fields: Fields) -> Announced:
-    """SGLang's fields; `bucket` ([1, 3]: the first of three) says that an update goes on, and is ours."""
+    """SGLang's fields, and two of ours: `bucket` ([1, 3]: the first of three) says that an update goes on, `adapter`
+    (`r`, `lora_alpha`, `base_dtype`) that the tensors are those of a LoRA adapter."""
     names, dtypes = fields.strings("names"), fields.strings("dtypes")
     shapes = fields.body.get("shapes")
     if not isinstance(shapes, list):
@@ -58,7 +60,19 @@ def announced(fields: Fields) -> Announced:
         [_integers(shape, "shapes", _MOST) for shape in shapes],
         number,
         count,
+        _adapter_facts(fields.body.get("adapter")),
     )
+
+
+def _adapter_facts(given: object) -> AdapterFacts | None:
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise BadRequest(f"adapter must be an object with r and lora_alpha, not {shown(given)}", "adapter")
+    try:
+        return AdapterFacts.from_dict(given)
+    except BadAdapter as cause:
+        raise BadRequest(f"adapter: {cause}", "adapter") from cause
 
 
 def memory_tags(fields: Fields) -> list[str]:

@@ -72,6 +72,8 @@ class EngineServer:
         router.add_post("/init_weights_update_group", self.init_weights_update_group)
         router.add_post("/update_weights_from_distributed", self.update_weights_from_distributed)
         router.add_post("/destroy_weights_update_group", self.destroy_weights_update_group)
+        router.add_post("/load_lora_adapter", self.load_lora_adapter)
+        router.add_post("/unload_lora_adapter", self.unload_lora_adapter)
         router.add_post("/weights_checker", self.weights_checker)
         router.add_post("/release_memory_occupation", self.release_memory)
         router.add_post("/resume_memory_occupation", self.resume_memory)
@@ -274,12 +276,27 @@ class EngineServer:
         await self._engine.call(lambda: self.core.groups.leave(name))
         return json_answer({"success": True, "message": "left"})
 
+    async def load_lora_adapter(self, request: web.Request) -> web.Response:
+        """SGLang's fields, and an update's; there is one adapter at a time, and every request is sampled with it."""
+        body = await json_body(request)
+        name, folder = body.string("lora_name"), body.string("lora_path")
+        version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
+        return await self._updated(
+            lambda: self.core.load_adapter(name, folder, version, flush=flush), loaded_adapters={name: folder}
+        )
+
+    async def unload_lora_adapter(self, request: web.Request) -> web.Response:
+        body = await json_body(request)
+        name = body.string("lora_name")
+        version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
+        return await self._updated(lambda: self.core.unload_adapter(name, version, flush=flush), loaded_adapters={})
+
     async def weights_checker(self, request: web.Request) -> web.Response:
         action = (await json_body(request)).one_of("action", ("checksum", "shapes"), "checksum")
         found = await self._engine.call(lambda: self.core.check_weights(action))
         return json_answer({"success": True, "message": "", **found})
 
-    async def _updated(self, update: Callable[[], int]) -> web.Response:
+    async def _updated(self, update: Callable[[], int], **more: Any) -> web.Response:
         def timed() -> tuple[int, float]:
             started = time.perf_counter()
             return update(), time.perf_counter() - started
@@ -291,5 +308,6 @@ class EngineServer:
                 "message": f"{copied} bytes",
                 "weight_version": self.core.weight_version,
                 "seconds": seconds,
+                **more,
             }
         )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from slime.cluster.process_group import join_process_group, leave_process_group
 from slime.engine.embedded.refusals import BadRequest, Conflict, NotArrived
+from slime.models.adapter import AdapterFacts
 
 _JOIN_TIMEOUT_S = 600.0
 _MOST_GROUPS = 8
@@ -34,6 +35,8 @@ class Announced:
     shapes: Sequence[tuple[int, ...]]
     number: int
     count: int
+    adapter: AdapterFacts | None = None
+    """Set where the tensors are those of a LoRA adapter."""
 
     @property
     def is_last(self) -> bool:

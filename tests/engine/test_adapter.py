@@ -1,0 +1,262 @@
+"""A LoRA adapter in the embedded engine: the weights are the folder's with the adapter, to the bit, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.options import parse_options
+from slime.engine.embedded.refusals import BadRequest, Conflict
+from slime.engine.embedded.weights.groups import Announced, WeightGroups
+from slime.models.adapter import AdapterFacts, merged, tensor_names, write_adapter
+from tests.engine.conftest import EngineProcess
+from tests.tiny_models import make_model_folder
+
+FACTS = AdapterFacts(4, 8.0, torch.float32)
+ATTENTION = {f"model.layers.{layer}.self_attn.{name}": (out, 64)
+             for layer in range(2) for name, out in (("q_proj", 64), ("k_proj", 32))}  # fmt: skip
+DOWN = {f"model.layers.{layer}.mlp.down_proj": (64, 96) for layer in range(2)}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+Weights = dict[str, torch.Tensor]
+
+
+def loaded(folder: Path, *options: str) -> EngineCore:
+    core = EngineCore(parse_options(["--model-path", str(folder), *options]), on_death=lambda error: None)
+    core.load("cpu")
+    return core
+
+
+def weights(core: EngineCore) -> Weights:
+    return {name: tensor.clone() for name, tensor in core.views.readable().items()}
+
+
+def folder_weights(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict())
+
+
+def random_pairs(modules: Mapping[str, tuple[int, int]], seed: int, rank: int = FACTS.rank) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    tensors: Weights = {}
+    for module, (out, size) in modules.items():
+        a, b = tensor_names(module)
+        tensors |= {a: torch.randn(rank, size, generator=generator), b: torch.randn(out, rank, generator=generator)}
+    return tensors
+
+
+def written(path: Path, tensors: Weights, facts: AdapterFacts = FACTS) -> str:
+    write_adapter(path, tensors, facts, base_model="base", target_modules=["q_proj"], sync=False)
+    return str(path)
+
+
+def expected(base: Weights, tensors: Weights, dtype: torch.dtype, facts: AdapterFacts = FACTS) -> Weights:
+    """The trainer's side: merged from what it holds, in float32, rounded once."""
+    found = {name: tensor.to(dtype) for name, tensor in base.items()}
+    for name in tensors:
+        if name.endswith(".lora_A.weight"):
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            a, b = (tensors[one] for one in tensor_names(module))
+            weight = f"{module}.weight"
+            found[weight] = merged(base[weight], a, b, scale=facts.scale, dtype=dtype)
+    return found
+
+
+def assert_same(found: Weights, wanted: Weights) -> None:
+    assert found.keys() >= wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_adapters_follow_one_another_on_the_folders_weights(qwen3_folder: Path, tmp_path: Path) -> None:
+    """The second one is for other layers: those of the first are the folder's again."""
+    core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
+    first, second = random_pairs(ATTENTION, 1), random_pairs(DOWN, 2)
+    copied = core.load_adapter("a", written(tmp_path / "1", first), "1", flush=True)
+    assert copied == sum(tensor.nbytes for tensor in first.values())
+    assert core.weight_version == "1"
+    assert_same(weights(core), expected(base, first, torch.float32))
+    core.load_adapter("a", written(tmp_path / "2", second), "2", flush=True)
+    assert_same(weights(core), expected(base, second, torch.float32))
+    core.unload_adapter("a", "3", flush=True)
+    assert_same(weights(core), base)
+    assert core.weight_version == "3"
+
+
+@pytest.mark.parametrize(
+    ("trained_in", "served_in"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+)
+def test_the_dtype_beneath_is_the_trainers(qwen3_folder: Path, tmp_path: Path, trained_in: str, served_in: str) -> None:
+    """What the trainer would send whole: its own weights, merged, in the engine's dtype; untouched ones too."""
+    core, dtype = loaded(qwen3_folder, "--dtype", served_in), getattr(torch, trained_in)
+    base, facts = folder_weights(qwen3_folder, dtype), AdapterFacts(4, 3.0, dtype)
+    for version, modules in enumerate((ATTENTION, DOWN)):
+        tensors = random_pairs(modules, version)
+        core.load_adapter("a", written(tmp_path / str(version), tensors, facts), str(version), flush=True)
+        assert_same(weights(core), expected(base, tensors, getattr(torch, served_in), facts))
+    core.unload_adapter("a", "2", flush=True)
+    assert_same(weights(core), folder_weights(qwen3_folder, getattr(torch, served_in)))
+
+
+def test_a_trainer_with_another_dtype_follows_on_the_same_layers(qwen3_folder: Path, tmp_path: Path) -> None:
+    core, tensors = loaded(qwen3_folder), random_pairs(ATTENTION, 1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        facts = AdapterFacts(4, 8.0, dtype)
+        core.load_adapter("a", written(tmp_path, tensors, facts), "1", flush=True)
+        assert_same(weights(core), expected(folder_weights(qwen3_folder, dtype), tensors, torch.float32, facts))
+
+
+def test_other_weights_between_two_adapters_leave_nothing_behind(qwen3_folder: Path, tmp_path: Path) -> None:
+    core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
+    adapter = random_pairs(ATTENTION, 1)
+    folder = written(tmp_path / "1", adapter)
+    core.load_adapter("a", folder, "1", flush=True)
+    other = make_model_folder(tmp_path / "other", seed=3)
+    core.update_from_folder(str(other), "2", flush=True)
+    assert_same(weights(core), folder_weights(other))
+    with pytest.raises(BadRequest, match="no adapter 'a' is loaded"):
+        core.unload_adapter("a", "x", flush=True)
+    core.load_adapter("a", folder, "3", flush=True)
+    assert_same(weights(core), expected(base, adapter, torch.float32))
+
+
+def test_an_adapter_makes_stale_weights_good(qwen3_folder: Path, tmp_path: Path) -> None:
+    core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
+    adapter = random_pairs(ATTENTION, 1)
+    core.load_adapter("a", written(tmp_path, adapter), "1", flush=True)
+    with torch.no_grad():
+        core.views.model.get_parameter("model.norm.weight").add_(1.0)
+    core.mark_stale("somebody wrote to a norm")
+    core.load_adapter("a", str(tmp_path), "2", flush=True)
+    assert (core.stale, core.weight_version) == (None, "2")
+    assert_same(weights(core), expected(base, adapter, torch.float32))
+
+
+def test_an_adapter_for_one_expert_of_a_fused_layer(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model", "qwen3_moe", **EXPERTS)
+    core = loaded(folder)
+    before = weights(core)
+    adapter = random_pairs({"model.layers.0.mlp.experts.2.down_proj": (64, 32), **ATTENTION}, 1)
+    core.load_adapter("a", written(tmp_path / "a", adapter), "1", flush=True)
+    assert_same(weights(core), {n: t for n, t in expected(before, adapter, torch.float32).items() if "experts.2" in n
+                                or ".experts." not in n})  # fmt: skip
+    core.unload_adapter("a", "2", flush=True)
+    assert_same(weights(core), before)
+
+
+@pytest.mark.parametrize(
+    ("modules", "reason"),
+    [
+        ({"model.layers.7.self_attn.q_proj": (64, 64)}, r"model\.layers\.7\.self_attn\.q_proj\.weight.* does not have"),
+        ({"model.layers.0.self_attn.q_proj": (64, 32)}, r"has shape \(64, 32\) in the adapter but \(64, 64\)"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_changes_nothing(
+    qwen3_folder: Path, tmp_path: Path, modules: dict[str, tuple[int, int]], reason: str
+) -> None:
+    core = loaded(qwen3_folder)
+    before = weights(core)
+    with pytest.raises(BadRequest, match=reason):
+        core.load_adapter("a", written(tmp_path, random_pairs({**ATTENTION, **modules}, 1)), "1", flush=True)
+    assert (core.weight_version, core.stale) == ("default", None)
+    assert_same(weights(core), before)
+
+
+class Buckets(WeightGroups):
+    """A group whose buckets are here already."""
+
+    def __init__(self, tensors: Weights) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    def receive(self, bucket: Announced, device: torch.device) -> Weights:
+        return {name: self.tensors[name] for name in bucket.names}
+
+
+def test_an_adapter_in_buckets_is_merged_with_the_last(qwen3_folder: Path) -> None:
+    core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
+    tensors = random_pairs(ATTENTION, 1)
+    core.groups = Buckets(tensors)
+    names = sorted(tensors)
+
+    def bucket(number: int, part: list[str], **change: Any) -> Announced:
+        shapes = [tuple(tensors[name].shape) for name in part]
+        facts = {"adapter": FACTS, "shapes": shapes} | change
+        return Announced("g", part, [torch.float32] * len(part), number=number, count=3, **facts)
+
+    core.update_from_group(bucket(1, names[:3]), "1", flush=True)
+    core.update_from_group(bucket(2, names[3:6]), "1", flush=True)
+    assert core.weight_version == "default"
+    assert_same(weights(core), base)
+    core.resume()
+    assert core.stale is None  # a sender that is gone now has changed nothing
+    with pytest.raises(Conflict, match="bucket 2 of 3 came in the place of 3"):
+        core.update_from_group(bucket(2, names[6:]), "1", flush=True)
+    with pytest.raises(BadRequest, match=r"and \(\d+, \d+\) is what fits this model"):
+        core.update_from_group(bucket(3, names[6:], adapter=AdapterFacts(2, 1.0)), "1", flush=True)
+    core.update_from_group(bucket(3, names[6:]), "1", flush=True)
+    assert core.weight_version == "1"
+    assert_same(weights(core), expected(base, tensors, torch.float32))
+
+
+def test_the_routes_are_sglangs(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
+    asked = {"input_ids": [5, 9, 3], "sampling_params": {"max_new_tokens": 4, "temperature": 0}, "return_logprob": True}
+    plain = engine.generate(**asked)["meta_info"]["output_token_logprobs"]
+    folder = written(tmp_path, random_pairs(ATTENTION, 1))
+    status, answer = engine.post(
+        "/load_lora_adapter", {"lora_name": "policy", "lora_path": folder, "pinned": False, "weight_version": "7"}
+    )
+    assert (status, answer["success"], answer["loaded_adapters"]) == (200, True, {"policy": folder})
+    assert answer["weight_version"] == "7"
+    assert engine.get("/server_info")[1]["lora_adapter"] == "policy"
+    with_adapter = engine.generate(**asked)["meta_info"]
+    assert with_adapter["weight_version"] == "7"
+    assert with_adapter["output_token_logprobs"] != plain
+    assert engine.post("/unload_lora_adapter", {"lora_name": "other"})[0] == 400
+    status, answer = engine.post("/unload_lora_adapter", {"lora_name": "policy", "weight_version": "default"})
+    assert (status, answer["loaded_adapters"]) == (200, {})
+    assert engine.generate(**asked)["meta_info"]["output_token_logprobs"] == plain
+
+
+def test_an_adapter_waits_for_the_weights_to_be_back(engine: EngineProcess, tmp_path: Path) -> None:
+    body = {"lora_name": "policy", "lora_path": written(tmp_path, random_pairs(ATTENTION, 1))}
+    engine.post("/release_memory_occupation", {})
+    try:
+        status, answer = engine.post("/load_lora_adapter", body)
+        assert (status, "weights are released" in answer["error"]["message"]) == (400, True)
+    finally:
+        engine.post("/resume_memory_occupation", {})
+    assert engine.post("/load_lora_adapter", body)[0] == 200
+    assert engine.post("/unload_lora_adapter", {"lora_name": "policy"})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"lora_path": "x"}, "lora_name"),
+        ({"lora_name": "a"}, "lora_path"),
+        ({"lora_name": "a", "lora_path": ["x"]}, "lora_path"),
+        ({"lora_name": "a", "lora_path": "/nowhere"}, "lora_path"),
+        ({"lora_name": "a", "lora_path": "\0"}, "lora_path"),
+        ({"lora_name": "a", "lora_path": "a" * 5000}, "lora_path"),
+        ({"lora_name": "a", "lora_path": "/tmp"}, "lora_path"),
+    ],
+)
+def test_what_is_no_adapter_is_refused_by_name(engine: EngineProcess, body: dict[str, Any], param: str) -> None:
+    status, answer = engine.post("/load_lora_adapter", body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert engine.get("/health_generate")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "adapter", [[], "x", {"r": 4}, {"r": True, "lora_alpha": 1}, {"r": 4, "lora_alpha": 1, "base_dtype": "int8"}]
+)
+def test_a_broadcast_adapters_facts_are_checked(engine: EngineProcess, adapter: Any) -> None:
+    body = {"names": [], "dtypes": [], "shapes": [], "group_name": "g", "adapter": adapter}
+    status, answer = engine.post("/update_weights_from_distributed", body)
+    assert (status, answer["error"]["param"]) == (400, "adapter")
