@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slime.errors import UserError
@@ -95,3 +96,14 @@ def _load_blocks(folder: Path, *, config: PretrainedConfig, dtype: torch.dtype, 
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     return model, report
+
+
+def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """Those that belong to the weights and are saved with them."""
+    names = model.state_dict().keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in names]
+
+
+def as_in_folder(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers may fuse weights while loading (experts of one layer, say); this undoes it for one layer."""
+    return revert_weight_conversion(model, tensors)

@@ -8,6 +8,7 @@ forward itself gives them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,79 +19,53 @@ from slime.config.algorithm import needs_reference
 from slime.config.asynchronous import versions_behind
 from slime.config.start import Start, find_reference, find_start
 from slime.errors import UserError
-from slime.train.backends.fsdp.backend import FSDPBackend
-from slime.train.backends.fsdp.frozen import FrozenModel
-from slime.train.backends.fsdp.loading import load_policy
-from slime.train.backends.fsdp.packed_model import PolicyModel
-from slime.train.backends.protocol import TrainBackend
+from slime.train.backends.protocol import POLICY, Builder, Outcome
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
-from slime.train.distributed import Ranks
 from slime.train.losses.objectives import CustomObjective, supervised_loss
 from slime.train.losses.policy_objective import ABS_DIFF, PolicyObjective, largest_gap, set_importance_scale
 from slime.train.old_policy import OldPolicy, token_versions, versions_in
-from slime.train.progress import Progress
 from slime.train.rates import RateSchedule
 from slime.train.samples.finite import blame_one
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.rollout_data import RolloutData, collect
-from slime.train.step import NotFinite, Outcome, train_step
+from slime.train.step import NotFinite, train_step
 from slime.train.timers import Timers
 
 
 class Actor:
     """Made where `--load` says, else from `--ref-load`, else from `--hf-checkpoint`."""
 
-    def __init__(self, config: Config, ranks: Ranks, *, compute_dtype: torch.dtype, progress: Progress) -> None:
+    def __init__(self, config: Config, builder: Builder) -> None:
         self.config = config
-        self.ranks = ranks
-        self.progress = progress
+        self.topology = builder.topology
         start = find_start(config)
-        progress.begin("loading the policy")
-        module = self._load(start, torch.float32)
-        self.backend = FSDPBackend(config, ranks, module, compute_dtype=compute_dtype, progress=progress)
-        self.frozen: dict[str, FrozenModel] = {}
-        for name, source in self._frozen_sources(start).items():
-            progress.begin(f"loading {name}")
-            self.frozen[name] = FrozenModel(self._load(source, compute_dtype), ranks)
+        builder.progress.begin("loading the policy")
+        self.backend = builder.policy(config, start)
+        for name, source in self._frozen_sources().items():
+            builder.progress.begin(f"loading {name}")
+            self.backend.load_frozen(name, source)
         self.rates = RateSchedule.from_config(config, without=config.num_critic_only_steps)
         self.state = TrainState()
         if start.resumes and start.checkpoint is not None:
             checkpoint = CheckpointFolder(start.checkpoint)
             self.state = checkpoint.load(self.backend, config)
             if config.ref_update_interval is not None:
-                checkpoint.load_reference(self.frozen["ref"])
-        if "old_actor" in self.frozen:
+                checkpoint.load_reference(self.backend)
+        self.old_policy: OldPolicy | None = None
+        if config.keep_old_actor:
             version = self.state.next_rollout_id if config.start_rollout_id is None else config.start_rollout_id
-            old = self.frozen.pop("old_actor")
-            self.old_policy: OldPolicy | None = OldPolicy(old, version=version, behind=versions_behind(config))
-            self.old_policy.remember(self.backend, version)
-        else:
-            self.old_policy = None
+            self.old_policy = OldPolicy(self.backend, version=version, behind=versions_behind(config))
         self._objective = PolicyObjective(config) if config.loss_type == "policy_loss" else None
         self._custom = CustomObjective(config) if config.loss_type == "custom_loss" else None
 
-    def _load(self, source: Start, dtype: torch.dtype) -> PolicyModel:
-        """A model that is not sharded yet; what a checkpoint continues is put into it later, whole."""
-        module = load_policy(self.config, str(source.hf_folder or self.config.hf_checkpoint), dtype)
-        if source.checkpoint is not None and not source.resumes:
-            CheckpointFolder(source.checkpoint).put_weights_into(module.model, self.config)
-        return module
-
-    def _frozen_sources(self, start: Start) -> dict[str, Start]:
+    def _frozen_sources(self) -> dict[str, Start]:
         config, sources = self.config, {}
         if needs_reference(config):
             sources["ref"] = find_reference(config)
         if config.use_opd and config.opd_type == "trainer":
             assert config.opd_teacher_load is not None, "checked when the flags were"
             sources["teacher"] = Start(hf_folder=Path(config.opd_teacher_load), flag="--opd-teacher-load")
-        if config.keep_old_actor:
-            sources["old_actor"] = start
         return sources
-
-    @property
-    def policy(self) -> PolicyModel:
-        assert isinstance(self.backend.module, PolicyModel)
-        return self.backend.module
 
     # before the updates
 
@@ -100,13 +75,13 @@ class Actor:
             with timers.measure("log_probs"):
                 if self.old_policy is None:
                     with_entropy = self.config.use_rollout_entropy
-                    self._pass(self.policy, data, micro_batches, "log_probs", with_entropy=with_entropy)
+                    self._pass(POLICY, data, micro_batches, "log_probs", with_entropy=with_entropy)
                 else:
                     self._pass_by_version(self.old_policy, data, micro_batches)
         for name in ("ref", "teacher"):
-            if name in self.frozen:
+            if self.backend.has(name):
                 with timers.measure(f"{name}_log_probs"):
-                    self._pass(self.frozen[name].module, data, micro_batches, f"{name}_log_probs")
+                    self._pass(name, data, micro_batches, f"{name}_log_probs")
 
     def _needs_own_log_probs(self, num_steps: int) -> bool:
         config = self.config
@@ -119,20 +94,20 @@ class Actor:
         hooks = config.custom_advantage_function_path, config.rollout_data_postprocess_path
         return num_steps > 1 or config.kl_coef != 0 or config.use_opd or any(path is not None for path in hooks)
 
-    @torch.no_grad()
     def _pass(
         self,
-        model: PolicyModel,
+        weights: str,
         data: RolloutData,
         micro_batches: Sequence[MicroBatch],
         name: str,
         with_entropy: bool = False,
     ) -> None:
         log_probs, entropies = [], []
-        for micro in self.progress.over(micro_batches, f"{name}: micro-batch", len(micro_batches)):
-            found, entropy = model(micro.row, with_entropy=with_entropy)
-            log_probs += micro.give(found)
-            entropies += micro.give(entropy)
+        scores = self.backend.forward(micro_batches, weights=weights, entropy=with_entropy)
+        for micro, found in zip(micro_batches, scores, strict=True):
+            log_probs += micro.give(found.values)
+            if found.entropy is not None:
+                entropies += micro.give(found.entropy)
         collect(data, name, log_probs)
         if with_entropy:
             collect(data, "entropy", entropies)
@@ -146,7 +121,8 @@ class Actor:
         ]
         names = ("log_probs", "entropy") if self.config.use_rollout_entropy else ("log_probs",)
         found: dict[str, list[Tensor]] = {}
-        for version in sorted(map(int, self.ranks.union({str(v) for one in own for v in one.unique().tolist()}))):
+        wanted = self.topology.world.union({str(version) for one in own for version in one.unique().tolist()})
+        for version in sorted(map(int, wanted)):
             self._pass(old.at(version), data, micro_batches, "log_probs", with_entropy="entropy" in names)
             for name in names:
                 new_column: list[Tensor] = data[name]
@@ -159,10 +135,17 @@ class Actor:
     def train(self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """One optimizer step."""
         if self._objective is not None:
-            set_importance_scale(self._objective.settings.correction, micro_batches, self.ranks)
+            set_importance_scale(self._objective.settings.correction, micro_batches, self.topology.data)
         rates = self.rates.at(self.state.updates)
         try:
-            metrics = train_step(self.backend, micro_batches, lambda micro: self._measure(data, micro), rates)
+            metrics = train_step(
+                self.backend,
+                micro_batches,
+                partial(self._measure, data),
+                rates,
+                reads="log_probs" if self._custom is None else "logits",
+                entropy=self._objective is not None,
+            )
         except NotFinite as found:
             raise UserError(self._explain(found, rollout_id, data, micro_batches)) from found
         self.state.updates += 1
@@ -174,11 +157,9 @@ class Actor:
         self.state.step += 1
         return {"train/step": float(self.state.step - 1)}
 
-    def _measure(self, data: RolloutData, micro: MicroBatch) -> Outcome:
+    def _measure(self, data: RolloutData, micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Outcome:
         if self._custom is not None:
-            logits, _ = self.policy(micro.row, as_logits=True)
-            return Outcome(*self._custom(data, micro, logits))
-        log_probs, entropy = self.policy(micro.row, with_entropy=self._objective is not None)
+            return Outcome(*self._custom(data, micro, log_probs))  # which asked for logits
         if self._objective is None:
             return Outcome(*supervised_loss(micro, log_probs))
         loss, sums = self._objective(micro, log_probs, entropy)
@@ -187,13 +168,13 @@ class Actor:
             micro.train_log_probs = log_probs.detach()
         return Outcome(loss, sums, {} if gap is None else {f"{ABS_DIFF}_max": gap})
 
-    @torch.no_grad()
     def _explain(
         self, found: NotFinite, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]
     ) -> str:
         """Which sample it was, from the same forward once more; all ranks take part."""
         what = f"log-probs that make the loss {found.loss} (gradient norm {found.grad_norm})"
-        parts = [part for micro in micro_batches for part in micro.give(self.policy(micro.row, with_entropy=False)[0])]
+        scores = self.backend.forward(micro_batches)
+        parts = [part for micro, one in zip(micro_batches, scores, strict=True) for part in micro.give(one.values)]
         blamed = blame_one(data, parts, what, rollout_id=rollout_id, run_dir=self.config.output_dir or ".")
         return blamed or (
             f"the loss of rollout {rollout_id} is {found.loss} and its gradient norm {found.grad_norm}; nothing was "
@@ -206,24 +187,22 @@ class Actor:
         self.state.next_rollout_id = rollout_id + 1
         interval = self.config.ref_update_interval
         if interval is not None and (rollout_id + 1) % interval == 0:
-            self.frozen["ref"].copy_from(self.backend)
+            self.backend.snapshot("ref")
 
     def remember_exported(self, version: int) -> None:
         """The weights that go to the engines now are the old policy of what they will sample."""
         if self.old_policy is not None:
-            self.old_policy.remember(self.backend, version)
+            self.old_policy.remember(version)
 
     def save(self, rollout_id: int, folder: Path) -> Path:
         """A whole checkpoint that is not yet the latest."""
         self.state.next_rollout_id = rollout_id + 1
-        moving_reference = self.frozen["ref"] if self.config.ref_update_interval is not None else None
-        backend: TrainBackend = self.backend
         return CheckpointFolder.write(
             folder,
             rollout_id,
-            backend,
+            self.backend,
             self.state,
             self.config,
             with_optimizer=not self.config.no_save_optim,
-            reference=moving_reference,
+            with_reference=self.config.ref_update_interval is not None,
         )

@@ -6,47 +6,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slime.config import Config
 from slime.config.roles import critic_flags
 from slime.config.start import find_critic_start
 from slime.errors import UserError
-from slime.train.backends.fsdp.backend import FSDPBackend
-from slime.train.backends.fsdp.loading import load_critic
+from slime.train.backends.protocol import Builder, Outcome
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
-from slime.train.distributed import Ranks
 from slime.train.losses.objectives import value_loss
-from slime.train.progress import Progress
 from slime.train.rates import RateSchedule
 from slime.train.samples.finite import blame_one
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.rollout_data import RolloutData
-from slime.train.step import NotFinite, Outcome, train_step
+from slime.train.step import NotFinite, train_step
 
 
 class Critic:
     """Predicts the return before each response token, and learns from the returns that came."""
 
-    def __init__(self, config: Config, ranks: Ranks, *, compute_dtype: torch.dtype, progress: Progress) -> None:
+    def __init__(self, config: Config, builder: Builder) -> None:
         self.config = critic_flags(config)
-        self.progress = progress
         start = find_critic_start(config)
-        assert self.config.hf_checkpoint is not None
-        progress.begin("loading the critic")
-        module = load_critic(self.config, str(start.hf_folder or self.config.hf_checkpoint))
-        self.backend = FSDPBackend(self.config, ranks, module, compute_dtype=compute_dtype, progress=progress)
+        builder.progress.begin("loading the critic")
+        self.backend = builder.critic(self.config, start)
         self.rates = RateSchedule.from_config(self.config)
         self.state = TrainState()
         if start.resumes and start.checkpoint is not None:
             self.state = CheckpointFolder(start.checkpoint).load(self.backend, self.config)
 
-    @torch.no_grad()
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, Tensor]]:
         """(sample, its values) for all samples of the micro-batches."""
-        each = self.progress.over(micro_batches, "values: micro-batch", len(micro_batches))
-        return [part for micro in each for part in micro.give(self.backend.module(micro.row))]
+        scores = self.backend.forward(micro_batches)
+        return [part for micro, found in zip(micro_batches, scores, strict=True) for part in micro.give(found.values)]
 
     def train(
         self, rollout_id: int, data: RolloutData, steps: Sequence[Sequence[MicroBatch]]
@@ -81,8 +73,7 @@ class Critic:
         named = {f"train/critic-{name}": value for name, value in metrics.items()}
         return named | {"train/critic-lr-pg_0": rates.learning_rate}
 
-    def _objective(self, micro: MicroBatch) -> Outcome:
-        values = self.backend.module(micro.row)
+    def _objective(self, micro: MicroBatch, values: Tensor, _entropy: Tensor) -> Outcome:
         loss, sums = value_loss(micro, values, value_clip=self.config.value_clip)
         return Outcome(loss, sums)
 

@@ -77,6 +77,7 @@ class TrainerGroup:
         self.device = device
         self.run_dir = Path(run_dir)
         self.world_size = num_trainers(config)
+        self._data_ranks, self._data_size = list(range(self.world_size)), self.world_size  # until they say
         self._ranks: list[_Rank] = []
         self._meeting: tempfile.TemporaryDirectory[str] | None = None
         self._next_id = 0
@@ -99,7 +100,9 @@ class TrainerGroup:
         self._ranks = [self._launch(rank) for rank in range(self.world_size)]
         store = str(Path(self._meeting.name) / "store")
         params = {"config": self.config.to_dict(), "device": self.device, "store": store}
-        begin = int(self._call("init", [params] * self.world_size)[0])
+        answers = self._call("init", [params] * self.world_size)
+        self._data_ranks, self._data_size = [answer["data_rank"] for answer in answers], answers[0]["data_size"]
+        begin = int(answers[0]["begin"])
         if begin and config.load is not None:
             self._carried = load_carried(config.load, begin - 1)
         return begin
@@ -137,10 +140,13 @@ class TrainerGroup:
             )
             rollout_metrics |= {"perf/data_preprocess_time": prepared, "perf/train_time": prepared}
             return TrainResult(metrics=[], rollout_metrics=rollout_metrics)
-        answers = self._call("train", [{"rollout_id": rollout_id, "data": share} for share in shares])
+        answers = self._call(
+            "train", [{"rollout_id": rollout_id, "data": shares[data_rank]} for data_rank in self._data_ranks]
+        )
         rollout_metrics |= answers[0]["rollout_metrics"]
         if self.config.save_debug_train_data is not None:
-            write_train_dump(self.config.save_debug_train_data, rollout_id, [answer["dump"] for answer in answers])
+            one_each = [answers[self._data_ranks.index(data_rank)]["dump"] for data_rank in range(self._data_size)]
+            write_train_dump(self.config.save_debug_train_data, rollout_id, one_each)
         rollout_metrics["perf/data_preprocess_time"] += prepared
         rollout_metrics["perf/train_time"] += prepared
         return TrainResult(answers[0]["metrics"], rollout_metrics, logged=answers[0]["logged"])
@@ -279,7 +285,7 @@ class TrainerGroup:
         return build_schedule(
             lengths,
             batch.rollout_ids,
-            num_ranks=self.world_size,
+            num_ranks=self._data_size,
             global_batch_size=self._global_batch_size(len(set(batch.rollout_ids))),
             micro_batch_size=config.micro_batch_size,
             max_tokens=config.max_tokens_per_gpu if config.use_dynamic_batch_size else None,

@@ -13,31 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.train.backends.fsdp.backend import FSDPBackend
-from slime.train.backends.fsdp.frozen import FrozenModel
-from slime.train.backends.fsdp.packed_model import PolicyModel
+from slime.train.backends.protocol import TrainBackend
 
+NAME = "old_actor"
 Spans = Sequence[Sequence[Any]]
 """Runs `[version or None, number of tokens]` of one response."""
 
 
 class OldPolicy:
-    """One frozen model, and the published versions that go into it; only the newest where nothing is ever behind."""
+    """The published versions as frozen sets of the backend; only the newest where nothing is ever behind."""
 
-    def __init__(self, model: FrozenModel, *, version: int, behind: int) -> None:
-        self._model = model
+    def __init__(self, backend: TrainBackend, *, version: int, behind: int) -> None:
+        self._backend = backend
         self._behind = behind
-        self._loaded = self._newest = version
-        self._kept: dict[int, list[Tensor]] = {version: model.local_copy()} if behind else {}
+        self._newest = version
+        self._kept: set[int] = set()
+        self.remember(version)
 
-    def remember(self, policy: FSDPBackend, version: int) -> None:
+    def remember(self, version: int) -> None:
         """The policy's present weights go to the engines as this version."""
-        self._model.copy_from(policy)
-        self._loaded = self._newest = version
-        if self._behind:
-            self._kept[version] = self._model.local_copy()
-            oldest = version - self._behind
-            self._kept = {number: weights for number, weights in self._kept.items() if number >= oldest}
+        self._newest = version
+        if not self._behind:
+            self._backend.snapshot(NAME)
+            return
+        self._backend.snapshot(f"{NAME}@{version}", on_host=True)
+        self._kept.add(version)
+        for number in [number for number in self._kept if number < version - self._behind]:
+            self._kept.remove(number)
+            self._backend.forget(f"{NAME}@{number}")
 
     def nearest(self, version: int | None) -> int:
         """The version that stands for this one."""
@@ -45,12 +48,9 @@ class OldPolicy:
             return self._newest
         return max((number for number in self._kept if number <= version), default=min(self._kept))
 
-    def at(self, version: int) -> PolicyModel:
-        """The model with the weights of a version that `nearest` named."""
-        if version != self._loaded:
-            self._model.load_local(self._kept[version])
-            self._loaded = version
-        return self._model.module
+    def at(self, version: int) -> str:
+        """The name of the set for a version that `nearest` named."""
+        return f"{NAME}@{version}" if self._behind else NAME
 
 
 def token_versions(spans: Spans | None, length: int, nearest: dict[int | None, int]) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from slime.models.shape import count_parameters
 from slime.plugins import load_function
 from slime.plugins.tracking import logged_to
 from slime.train.actor import Actor
+from slime.train.backends.choose import make_builder
 from slime.train.backends.protocol import NamedTensor
 from slime.train.checkpoints.folder import publish
 from slime.train.checkpoints.not_written import written_together
 from slime.train.critic import Critic
-from slime.train.distributed import Ranks
 from slime.train.losses.advantages import set_advantages
 from slime.train.progress import Progress
 from slime.train.samples.batch import TrainBatch
@@ -42,6 +41,7 @@ from slime.train.samples.rollout_data import RolloutData, collect, distribute, m
 from slime.train.sending.export import export_weights, hf_tensors
 from slime.train.sending.sender import WeightSender
 from slime.train.timers import Timers
+from slime.train.topology import Ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 POSTPROCESS = "--rollout-data-postprocess-path"
@@ -60,25 +60,27 @@ class Trainer:
         self.dtype = DTYPES[resolve_dtype(config.dtype, device, parameters)]
         self.rollout_dtype = DTYPES[resolve_rollout_dtype(config.rollout_dtype, config.dtype, device, parameters)]
 
-    def init(self, ranks: Ranks) -> int:
-        """Load the models, resume where `--load` says; the first rollout id to train on."""
+    def init(self, ranks: Ranks) -> dict[str, int]:
+        """Load the models, resume where `--load` says; the first rollout id to train on, and whose samples it gets."""
         config = self.config
         self.ranks = ranks
+        builder = make_builder(config, ranks, compute_dtype=self.dtype, progress=self.progress)
+        self.topology = builder.topology
         local_rank = ranks.rank % (config.actor_num_gpus_per_node or 1)
-        tell_plugins(config, rank=ranks.rank, local_rank=local_rank, world_size=ranks.world_size)
+        tell_plugins(config, rank=ranks.rank, local_rank=local_rank, world_size=ranks.size)
         self.timers = Timers(self.ranks.device)
         self.sender = WeightSender(config, dtype=self.rollout_dtype)
         _seed_everything(config.seed + self.ranks.rank)
-        make_critic = partial(Critic, compute_dtype=self.dtype, progress=self.progress)
-        self.critic = make_critic(config, self.ranks) if has_critic(config) else None
-        self.actor = Actor(config, self.ranks, compute_dtype=self.dtype, progress=self.progress)
+        self.critic = Critic(config, builder) if has_critic(config) else None
+        self.actor = Actor(config, builder)
         begin = self.actor.state.next_rollout_id
         if self.critic is not None and self.critic.state.next_rollout_id != begin:
             raise UserError(
                 f"the policy resumes at rollout {begin} and the critic at {self.critic.state.next_rollout_id}: give "
                 "--load and --critic-load checkpoints of the same rollout"
             )
-        return begin if config.start_rollout_id is None else config.start_rollout_id
+        first = begin if config.start_rollout_id is None else config.start_rollout_id
+        return {"begin": first, "data_rank": self.topology.data.rank, "data_size": self.topology.data.size}
 
     def train(self, rollout_id: int, data: dict[str, Any]) -> dict[str, Any]:
         """All optimizer steps of one rollout; `data` is this rank's part as `group.rank_shares` cut it."""
@@ -192,7 +194,7 @@ class Trainer:
                 collect(data, "values", self.critic.values(flat))
         check_columns_finite(data, self.ranks, rollout_id=rollout_id, run_dir=config.output_dir or ".")
         if not config.disable_compute_advantages_and_returns:
-            set_advantages(config, data, self.ranks)
+            set_advantages(config, data, self.topology.data)
         path = config.rollout_data_postprocess_path
         if path is not None:
             load_function(path, what=POSTPROCESS, params=("args", "rollout_id", "rollout_data"))(
@@ -234,7 +236,7 @@ class Trainer:
                 part = weighted_sum(column, micro.metric_weights)
                 sums[name] = sums[name] + part if name in sums else part
         names = sorted(sums)
-        total = self.ranks.sum(torch.stack([sums[name] for name in names])).tolist()
+        total = self.topology.total(torch.stack([sums[name] for name in names])).tolist()
         return {f"rollout/{name}": value for name, value in zip(names, total, strict=True)}
 
 

@@ -24,8 +24,8 @@ from slime.cluster.channel import Channel, ChannelClosed
 from slime.config import Config
 from slime.errors import UserError
 from slime.train.checkpoints.not_written import NotWritten
-from slime.train.distributed import join_ranks
 from slime.train.progress import Progress
+from slime.train.topology import join_ranks
 from slime.train.trainer import Trainer
 
 COLLECTIVE_MINUTES = 7 * 24 * 60

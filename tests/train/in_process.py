@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from slime.config import Config, derive
-from slime.train.distributed import Ranks, join_ranks
 from slime.train.group import rank_shares
 from slime.train.progress import Progress
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.schedule import build_schedule
+from slime.train.topology import Ranks, join_ranks
 from slime.train.trainer import Trainer
 
 _ranks: list[Ranks] = []
@@ -54,7 +54,7 @@ class InProcess:
     def __init__(self, config: Config, progress: Progress | None = None) -> None:
         self.config = config
         self.trainer = Trainer(config, "cpu", progress)
-        self.start = self.trainer.init(one_rank())
+        self.start = self.trainer.init(one_rank())["begin"]
 
     def train(self, rollout_id: int, groups: list[Any]) -> dict[str, Any]:
         batch = make_train_batch(self.config, flatten_samples(groups))

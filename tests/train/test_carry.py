@@ -46,7 +46,7 @@ class RecordingGroup(TrainerGroup):
 
     def _call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
         if method == "init":
-            return [self.begin]
+            return [{"begin": self.begin, "data_rank": 0, "data_size": 1}]
         if method == "save":
             assert self.config.save is not None
             folder = Path(self.config.save) / f"iter_{params[0]['rollout_id']:07d}"

@@ -15,9 +15,9 @@ from slime.cluster.channel import Channel, channel_pair
 from slime.cluster.process import ChildProcess
 from slime.config import Config
 from slime.train import worker
-from slime.train.distributed import Ranks
 from slime.train.group import TrainerGroup, TrainerTimeout, _Rank
 from slime.train.progress import Progress
+from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
 from slime.waits import board as board_module
 from slime.waits.board import Wait, board
@@ -231,7 +231,7 @@ def test_training_saving_and_exporting_report_each_piece(model_folder: Any, tmp_
 
     assert reports() == ["loading the critic", "loading the policy", "loading ref"]
     run.train(0, make_samples(3, 3))
-    stages = ["ref_log_probs", "values", "update", "update"]
+    stages = ["ref", "policy", "update", "update"]
     assert reports() == ["preparing the samples"] + [
         line for stage in stages for line in counted(f"{stage}: micro-batch", 5)
     ]

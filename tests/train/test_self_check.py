@@ -111,7 +111,7 @@ def test_weights_that_move_between_the_scoring_and_the_first_update_are_found(
     def scored(actor: Actor, *args: Any, **kwargs: Any) -> None:
         score(actor, *args, **kwargs)
         with torch.no_grad():
-            local_part(actor.policy.model.lm_head.weight).mul_(1.0 + moved)
+            local_part(actor.backend.module.model.lm_head.weight).mul_(1.0 + moved)
 
     monkeypatch.setattr(Actor, "score", scored)
     metrics = run.train(0, make_samples(3, 3, with_log_probs=False))["metrics"]

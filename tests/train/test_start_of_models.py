@@ -25,7 +25,7 @@ def other(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 
 def start(run: InProcess) -> tuple[Weights, Weights]:
-    return run.weights, dict(run.trainer.actor.frozen["ref"].full_parameters())
+    return run.weights, dict(run.trainer.actor.backend.full_parameters("ref"))
 
 
 def same(one: Weights, two: Weights) -> bool:

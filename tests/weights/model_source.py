@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slime.models.delta.tensors import tensor_checksums
-from slime.train.progress import Progress
+from slime.models.loading import as_in_folder
 from slime.train.sending.delta import DeltaExporter, Published
 from slime.train.sending.export import export_weights, hf_tensors, rollout_dtype
+from slime.train.topology import Ranks, Topology
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -23,10 +24,8 @@ class OneRank:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.module = SimpleNamespace(model=model)
-        self.progress = Progress()
-        self.ranks = SimpleNamespace(
-            rank=0, world_size=1, device=torch.device("cpu"), max=lambda values: values, union=set
-        )
+        alone = Ranks(0, 1, torch.device("cpu"))
+        self.topology = Topology(world=alone, data=alone, context=alone, model=alone)
 
     def local_parameters(self) -> Iterator[NamedTensor]:
         return ((name, parameter.detach()) for name, parameter in self.module.model.named_parameters())
@@ -35,6 +34,9 @@ class OneRank:
 
     def parameter_facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.local_parameters()}
+
+    def as_in_folder(self, members: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return as_in_folder(self.module.model, members)
 
     def gather_part(self, name: str, part: torch.Tensor) -> torch.Tensor:
         return part

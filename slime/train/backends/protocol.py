@@ -1,35 +1,99 @@
-"""What training asks of a backend, whatever it shards with.
+"""What training asks of a backend, whatever it spreads the model with.
 
 Invariant: gradients of all micro-batches and all ranks are summed, not averaged, so the loss that a step adds up is the
-loss that is minimised.
+loss that is minimised: every token comes with its final weight, and a backend that divides multiplies back. An
+objective sees whole responses, however the sequences, the vocabulary or the layers are cut. All ranks of the world call
+each method together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
-from slime.train.backends.fsdp.packed_model import PackedModel
-from slime.train.distributed import Ranks
+from slime.config import Config
+from slime.config.start import Start
 from slime.train.progress import Progress
 from slime.train.rates import Rates
+from slime.train.samples.micro_batch import MicroBatch
+from slime.train.topology import Topology
 
-NamedTensor = tuple[str, torch.Tensor]
+NamedTensor = tuple[str, Tensor]
+POLICY = "policy"
+"""The name of the weights that are trained; every other name is one of a frozen set."""
+
+Reads = Literal["log_probs", "logits"]
+"""What an objective gets: numbers [R] for the response tokens (a critic's: values), or logits [1, T, V] of the row."""
+
+
+@dataclass
+class Outcome:
+    """What one micro-batch contributes: its share of the loss, partial sums of metrics, and maxima (never negative)."""
+
+    loss: Tensor
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+
+Objective = Callable[[MicroBatch, Tensor, Tensor], Outcome]
+"""Of (micro-batch, what it reads, entropies [R]); called where the last stage is, once a micro-batch, in order."""
+
+
+@dataclass
+class Totals:
+    """Sums and maxima of the outcomes of a step, on the device; empty where there is no last stage."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        for name, value in outcome.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        for name, value in outcome.maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one micro-batch, for each response token: log-probs (a critic's: values), and entropies if asked for."""
+
+    values: Tensor
+    entropy: Tensor | None = None
 
 
 class TrainBackend(Protocol):
-    ranks: Ranks
-    model_config: PretrainedConfig
-    module: PackedModel
+    """One model that is trained, with its optimizer, and the frozen sets of weights it is compared with."""
+
+    topology: Topology
     progress: Progress
+    model_config: PretrainedConfig
 
-    def begin_micro_batch(self, *, last: bool) -> None:
-        """Gradients are reduced over ranks in the backward of the last micro-batch of a step."""
+    # passes
 
-    def clip_gradients(self) -> torch.Tensor:
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        *,
+        reads: Reads = "log_probs",
+        entropy: bool = False,
+    ) -> Totals:
+        """Gradients of the objective's losses, added to those there are."""
+
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], *, weights: str = POLICY, entropy: bool = False
+    ) -> list[Scores]:
+        """The numbers of the response tokens under a named set of weights, on every rank that has the samples."""
+
+    # updates
+
+    def clip_gradients(self) -> Tensor:
         """The global gradient norm before clipping, as a scalar tensor on the device."""
 
     def update(self, rates: Rates) -> None:
@@ -41,8 +105,27 @@ class TrainBackend(Protocol):
     def forget_optimizer_state(self) -> None:
         """Adam starts anew."""
 
-    def full_parameters(self) -> Iterator[NamedTensor]:
-        """Master weights under Hugging Face module names, whole, each tied weight once; all ranks iterate together."""
+    # frozen sets
+
+    def load_frozen(self, name: str, source: Start) -> None:
+        """A set of its own from a folder, in the compute dtype; it may be of another shape than the policy."""
+
+    def snapshot(self, name: str, *, decay: float = 0.0, on_host: bool = False) -> None:
+        """Make or overwrite a set: `decay` times what it was plus the rest of the policy's present weights."""
+
+    def forget(self, name: str) -> None:
+        """Drop a set."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is a set of this name."""
+
+    def using(self, name: str) -> AbstractContextManager[None]:
+        """Passes inside run with this set; gradients are only ever those of the policy."""
+
+    # weights, whole and in parts
+
+    def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
+        """Under the names of the module, whole, each tied weight once; all ranks iterate together."""
 
     def full_optimizer_state(self) -> Iterator[NamedTensor]:
         """`{moment}/{parameter name}` tensors, whole; all ranks iterate together."""
@@ -56,11 +139,27 @@ class TrainBackend(Protocol):
     def local_parameters(self) -> Iterator[NamedTensor]:
         """This rank's parts of what `full_parameters` yields, in its order; nothing is gathered."""
 
-    def gather_part(self, name: str, part: torch.Tensor) -> torch.Tensor:
+    def gather_part(self, name: str, part: Tensor) -> Tensor:
         """The whole of a tensor that lies on the ranks as parameter `name` does, of any dtype; all ranks together."""
 
-    def load_parameter(self, name: str, full: torch.Tensor) -> None:
+    def as_in_folder(self, members: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of one layer under their names and in their shapes in a Hugging Face folder."""
+
+    def load_parameter(self, name: str, full: Tensor, weights: str = POLICY) -> None:
         """Overwrite this rank's part of one parameter."""
 
-    def load_optimizer_state(self, name: str, full: dict[str, torch.Tensor]) -> None:
+    def load_optimizer_state(self, name: str, full: dict[str, Tensor]) -> None:
         """Overwrite this rank's part of one parameter's optimizer state."""
+
+
+class Builder(Protocol):
+    """Makes the models of a run on the ranks there are."""
+
+    topology: Topology
+    progress: Progress
+
+    def policy(self, config: Config, start: Start) -> TrainBackend:
+        """The model that is trained, with the weights it starts from; what a checkpoint continues is put in later."""
+
+    def critic(self, config: Config, start: Start) -> TrainBackend:
+        """A value model that is trained: a policy's body with a head of one number."""

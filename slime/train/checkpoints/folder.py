@@ -36,16 +36,15 @@ from slime.config import Config
 from slime.config.megatron_folder import LATEST
 from slime.data.state_file import state_path
 from slime.errors import UserError
+from slime.models.loading import persistent_buffers
 from slime.models.saving import replace_folder
 from slime.models.shards import ShardWriter, fsync_path
 from slime.models.taken import FolderTaken
 from slime.owned import is_checkpoint
-from slime.train.backends.fsdp.backend import persistent_buffers
-from slime.train.backends.fsdp.frozen import FrozenModel
 from slime.train.backends.protocol import NamedTensor, TrainBackend
 from slime.train.checkpoints.not_written import written_together
 from slime.train.checkpoints.saved_tensors import SavedTensors
-from slime.train.distributed import Ranks
+from slime.train.topology import Ranks
 
 SHARD_BYTES = 1024**3
 FORMAT = 1
@@ -78,19 +77,19 @@ class CheckpointFolder:
         config: Config,
         *,
         with_optimizer: bool,
-        reference: FrozenModel | None = None,
+        with_reference: bool = False,
     ) -> Path:
         """A whole folder that nothing names yet: `publish` does. All ranks call it, rank 0 writes.
 
         A `NotWritten` leaves the ranks in step and nothing half-written.
         """
         target = root / f"iter_{rollout_id:07d}"
-        is_writer = backend.ranks.rank == 0
-        random_states = {f"cpu.{rank}": s for rank, s in enumerate(backend.ranks.gather(torch.get_rng_state()))}
+        world = backend.topology.world
+        random_states = {f"cpu.{rank}": s for rank, s in enumerate(world.gather(torch.get_rng_state()))}
         meta = {
             "format": FORMAT,
             **asdict(state),
-            "world_size": backend.ranks.world_size,
+            "world_size": world.size,
             "with_optimizer": with_optimizer,
             "model": describe_model(backend),
             "hf_checkpoint": config.hf_checkpoint,
@@ -98,13 +97,12 @@ class CheckpointFolder:
         tensors = _prefixed(
             model=backend.full_parameters(),
             optim=backend.full_optimizer_state() if with_optimizer else iter(()),
-            ref=reference.full_parameters() if reference is not None else iter(()),
+            ref=backend.full_parameters("ref") if with_reference else iter(()),
         )
         tensors = backend.progress.over(tensors, "writing a checkpoint: tensor")
         write = partial(_write_folder, target, random_states, meta)
-        written_together(
-            backend.ranks, tensors, write if is_writer else None, f"the checkpoint of rollout {rollout_id} to {target}"
-        )
+        what = f"the checkpoint of rollout {rollout_id} to {target}"
+        written_together(world, tensors, write if world.rank == 0 else None, what)
         return target
 
     def load(self, backend: TrainBackend, config: Config) -> TrainState:
@@ -120,7 +118,7 @@ class CheckpointFolder:
             else:
                 logger.warning("checkpoint %s has no optimizer state: Adam starts fresh", self.path)
             if not config.no_load_rng:
-                self._load_random_state(backend.ranks.rank)
+                self._load_random_state(backend.topology.world.rank)
         except (SafetensorError, OSError) as cause:
             raise UserError(f"checkpoint {self.path} is damaged ({cause}): choose an older iteration") from cause
         updates = meta.get("updates", meta["step"])  # earlier versions counted steps of the critic alone in
@@ -139,11 +137,11 @@ class CheckpointFolder:
         except (SafetensorError, OSError) as cause:
             raise UserError(f"checkpoint {self.path} is damaged ({cause}): choose another iteration") from cause
 
-    def load_reference(self, reference: FrozenModel) -> None:
+    def load_reference(self, backend: TrainBackend) -> None:
         """The reference as it had moved; a checkpoint of a run whose reference stood still has none."""
         found = False
         for name, tensor in self._read("ref"):
-            reference.load_parameter(name, tensor)
+            backend.load_parameter(name, tensor, "ref")
             found = True
         if not found:
             logger.warning("checkpoint %s has no reference: it starts from --ref-load or --hf-checkpoint", self.path)

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slime.config.start import LATEST
 from slime.errors import UserError
-from slime.models.loading import load_config
+from slime.models.loading import as_in_folder, load_config
 from slime.models.weight_reader import WeightReader, weights_of
 from slime.train.backends.protocol import NamedTensor
 from slime.train.checkpoints.saved_tensors import SavedTensors
-from slime.train.sending.export import as_in_folder, by_layer
+from slime.train.sending.export import by_layer
 
 
 def find_checkpoint(folder: Path) -> Path | None:

@@ -21,8 +21,8 @@ from slime.config import Config
 from slime.config.plugin_args import plugin_args
 from slime.errors import UserError
 from slime.plugins import load_function
-from slime.train.distributed import Summing
 from slime.train.samples.rollout_data import RolloutData, check_columns
+from slime.train.topology import Summing
 
 
 def set_advantages(config: Config, data: RolloutData, ranks: Summing) -> None:

@@ -26,9 +26,9 @@ from slime.config import Config
 from slime.config.plugin_args import plugin_args
 from slime.errors import UserError
 from slime.plugins import load_function
-from slime.train.distributed import Ranks
 from slime.train.losses.loss_settings import Correction, LossSettings
 from slime.train.samples.micro_batch import MicroBatch
+from slime.train.topology import Summing
 
 ABS_DIFF = "train_rollout_logprob_abs_diff"
 Metrics = dict[str, Tensor]
@@ -202,7 +202,7 @@ class PolicyObjective:
         return reducer(token_loss) * micro.scale if micro.positions else token_loss.sum() * 0.0
 
 
-def set_importance_scale(correction: Correction | None, micro_batches: Sequence[MicroBatch], ranks: Ranks) -> None:
+def set_importance_scale(correction: Correction | None, micro_batches: Sequence[MicroBatch], ranks: Summing) -> None:
     """`--tis-batch-normalize`: importance weights have a mean of 1 over the step, however it is cut."""
     if correction is None or not correction.batch_normalize:
         return

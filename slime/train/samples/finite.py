@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slime.data.bad_sample import keep_bad_sample
 from slime.errors import UserError
-from slime.train.distributed import Ranks
 from slime.train.samples.rollout_data import PER_TOKEN, RolloutData
+from slime.train.topology import Ranks
 
 
 def check_columns_finite(data: RolloutData, ranks: Ranks, *, rollout_id: int, run_dir: str) -> None:

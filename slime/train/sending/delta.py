@@ -22,7 +22,7 @@ from slime.models.delta.blob import Blob, ByteArray, checksum_function, encode
 from slime.models.delta.folder import DeltaPart, write_part
 from slime.models.delta.tensors import bytes_of
 from slime.train.backends.protocol import TrainBackend
-from slime.train.sending.export import as_in_folder, by_layer, not_written, rollout_dtype
+from slime.train.sending.export import by_layer, not_written, rollout_dtype
 
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_THREADS = 32
@@ -66,7 +66,6 @@ class Published:
         computed with them. All ranks iterate together.
         What was remembered is replaced on the way, so an iteration must come to its end.
         """
-        model = backend.module.model
         for members in by_layer(backend.local_parameters()):
             new = {name: self._converted(part) for name, part in members.items()}
             old = {name: self._parts[name].to(part.device, non_blocking=True) for name, part in new.items()}
@@ -80,14 +79,14 @@ class Published:
                 bits = _bits(old[name]).bitwise_xor_(_bits(new[name]))  # what was remembered is replaced below
                 differences[name] = backend.gather_part(name, bits.view(new[name].dtype))
                 self._replace(name, new[name])
-            whole, difference = as_in_folder(model, values), as_in_folder(model, differences)
+            whole, difference = backend.as_in_folder(values), backend.as_in_folder(differences)
             yield {name: (whole[name], difference[name]) for name in whole}
 
 
 def _changed_anywhere(backend: TrainBackend, new: dict[str, torch.Tensor], old: dict[str, torch.Tensor]) -> set[str]:
     """The names of which any rank has a changed bit."""
     own = [not torch.equal(_bits(part), _bits(old[name])) for name, part in new.items()]
-    flags = backend.ranks.max(torch.tensor(own, dtype=torch.int32, device=backend.ranks.device))
+    flags = backend.topology.world.max(torch.tensor(own, dtype=torch.int32, device=backend.topology.world.device))
     return {name for name, flag in zip(new, flags.tolist(), strict=True) if flag}
 
 
@@ -112,7 +111,7 @@ class DeltaExporter:
             part.changed_bytes += changed
         part.encode_seconds = time.perf_counter() - began
         if blobs:
-            path = folder / f"rank-{backend.ranks.rank:05d}.safetensors"
+            path = folder / f"rank-{backend.topology.world.rank:05d}.safetensors"
             part.path, part.names = str(path), sorted(blobs)
             try:
                 write_part(path, {name: blob.data for name, blob in blobs.items()}, checksums)
@@ -130,7 +129,7 @@ class DeltaExporter:
             for layer in backend.progress.over(self._published.changes(backend), "comparing weights: layer"):
                 for name, (value, difference) in layer.items():
                     turn += 1
-                    if turn % backend.ranks.world_size != backend.ranks.rank:
+                    if turn % backend.topology.world.size != backend.topology.world.rank:
                         continue
                     new, changed = bytes_of(value), bytes_of(difference)
                     waiting.append((len(new), pool.submit(self._encode_one, name, new, changed)))
@@ -155,5 +154,5 @@ def _fused(backend: TrainBackend) -> set[str]:
     """Parameters that a model folder has under other names: those of a layer are converted together or not at all."""
     facts = backend.parameter_facts()
     empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, dtype) in facts.items())
-    names = (set(as_in_folder(backend.module.model, members)) for members in by_layer(empty))
+    names = (set(backend.as_in_folder(members)) for members in by_layer(empty))
     return set(facts).difference(*names)

@@ -14,8 +14,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from slime.errors import RunFailed
 from slime.models.shards import ShardWriter
@@ -26,7 +24,7 @@ from slime.train.checkpoints.not_written import written_together
 def hf_tensors(backend: TrainBackend) -> Iterator[NamedTensor]:
     """Whole tensors under their names in a model folder."""
     for members in by_layer(backend.full_parameters()):
-        yield from as_in_folder(backend.module.model, members).items()
+        yield from backend.as_in_folder(members).items()
 
 
 def hf_layout(backend: TrainBackend, dtype: torch.dtype) -> list[NamedTensor]:
@@ -35,7 +33,7 @@ def hf_layout(backend: TrainBackend, dtype: torch.dtype) -> list[NamedTensor]:
         (name, torch.empty(shape, dtype=rollout_dtype(kind, dtype), device="meta"))
         for name, (shape, kind) in backend.parameter_facts().items()
     )
-    return [pair for members in by_layer(empty) for pair in as_in_folder(backend.module.model, members).items()]
+    return [pair for members in by_layer(empty) for pair in backend.as_in_folder(members).items()]
 
 
 def export_weights(
@@ -52,9 +50,9 @@ def export_weights(
             writer.add(name, tensor)
         paths.extend(writer.finish())
 
-    is_writer = backend.ranks.rank == 0
+    world = backend.topology.world
     tensors = backend.progress.over(hf_tensors(backend), "writing weights: tensor")
-    written_together(backend.ranks, tensors, write if is_writer else None, _what(folder, version))
+    written_together(world, tensors, write if world.rank == 0 else None, _what(folder, version))
     return paths
 
 
@@ -80,11 +78,6 @@ def by_layer(tensors: Iterable[NamedTensor]) -> Iterator[dict[str, torch.Tensor]
     """The tensors of one decoder layer at a time, and others one by one."""
     for _, members in groupby(tensors, key=lambda pair: _layer_of(pair[0])):
         yield dict(members)
-
-
-def as_in_folder(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers may fuse weights while loading (experts of one layer, say); this undoes it for one layer."""
-    return revert_weight_conversion(model, tensors)
 
 
 def _layer_of(name: str) -> str:

@@ -84,8 +84,8 @@ class WeightSender:
             for work in works:
                 assert work is not None
                 work.wait()
-        if backend.ranks.device.type == "cuda":
-            torch.cuda.synchronize(backend.ranks.device)
+        if backend.topology.world.device.type == "cuda":
+            torch.cuda.synchronize(backend.topology.world.device)
 
     def leave(self) -> None:
         """Leave the engines' group; safe without one."""
@@ -96,7 +96,7 @@ class WeightSender:
     def checksums(self, backend: TrainBackend) -> dict[str, str]:
         """Of every tensor as the engines should have it; empty on ranks other than the first."""
         tensors = backend.progress.over(hf_tensors(backend), "checksums: tensor")
-        if backend.ranks.rank == 0:
+        if backend.topology.world.rank == 0:
             from slime.models.delta.tensors import tensor_checksums
 
             return tensor_checksums((name, t.to(rollout_dtype(t.dtype, self._dtype))) for name, t in tensors)

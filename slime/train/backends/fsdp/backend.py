@@ -1,39 +1,56 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks.
 
-Invariant: master weights, gradients after reduction and optimizer state are float32 whatever the compute dtype is; one
-rank runs the same code as many, so the numbers do not depend on how many there are.
+Invariant: master weights, gradients after reduction and optimizer state are float32 whatever the compute dtype is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from slime.config import Config
+from slime.config.start import Start
 from slime.errors import UserError
+from slime.models.loading import as_in_folder, persistent_buffers
+from slime.train.backends.fsdp.frozen import FrozenSets
 from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer, set_rates
-from slime.train.backends.fsdp.packed_model import PackedModel
-from slime.train.backends.protocol import NamedTensor
-from slime.train.distributed import Ranks
+from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
+from slime.train.backends.fsdp.sharding import gather_like, local_part, shard, shard_like, whole
+from slime.train.backends.protocol import POLICY, NamedTensor, Objective, Reads, Scores, Totals
 from slime.train.progress import Progress
 from slime.train.rates import Rates
+from slime.train.samples.micro_batch import MicroBatch
+from slime.train.topology import Topology
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-COMPILE_MIN_PARAMETERS = 100_000_000  # below, half a minute of compiling costs more than it saves
+
+
+def _loads_nothing(source: Start) -> PolicyModel:
+    raise RuntimeError("a value model has no frozen sets")
 
 
 class FSDPBackend:
-    """One model that is trained, and its optimizer, on this rank."""
+    """One model that is trained, its optimizer and its frozen sets, on this rank."""
 
     def __init__(
-        self, config: Config, ranks: Ranks, module: PackedModel, *, compute_dtype: torch.dtype, progress: Progress
+        self,
+        config: Config,
+        topology: Topology,
+        mesh: DeviceMesh,
+        module: PackedModel,
+        *,
+        compute_dtype: torch.dtype,
+        progress: Progress,
+        load_frozen: Callable[[Start], PolicyModel] = _loads_nothing,
     ) -> None:
-        self.ranks = ranks
+        self.topology = topology
         self.progress = progress
         self.clip_grad = config.clip_grad
         self.module = module
@@ -42,15 +59,46 @@ class FSDPBackend:
         if config.recompute_activations:
             _enable_recompute(model)
         choose_trainable(model, freeze=config.freeze_params_name_list, only_train=config.only_train_params_name_list)
-        shard(module, ranks, MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32))
+        shard(module, mesh, MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32))
         self.optimizer = make_optimizer(module.parameters(), config)
         self._parameters = dict(model.named_parameters())
+        self._frozen = FrozenSets(module, mesh, load_frozen)
+        self._active: PackedModel = module
 
-    def begin_micro_batch(self, *, last: bool) -> None:
+    # passes
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        *,
+        reads: Reads = "log_probs",
+        entropy: bool = False,
+    ) -> Totals:
         assert isinstance(self.module, FSDPModule)
-        self.module.set_requires_gradient_sync(last)
+        assert self._active is self.module, "gradients are those of the policy"
+        totals = Totals()
+        each = self.progress.over(micro_batches, "update: micro-batch", len(micro_batches))
+        for index, micro in enumerate(each):
+            self.module.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            values, entropies = self.module(micro.row, reads=reads, entropy=entropy)
+            outcome = objective(micro, values, entropies)
+            outcome.loss.backward()
+            totals.add(outcome)
+        return totals
 
-    def clip_gradients(self) -> torch.Tensor:
+    @torch.no_grad()
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], *, weights: str = POLICY, entropy: bool = False
+    ) -> list[Scores]:
+        with self.using(weights):
+            each = self.progress.over(micro_batches, f"{weights}: micro-batch", len(micro_batches))
+            found = [self._active(micro.row, reads="log_probs", entropy=entropy) for micro in each]
+        return [Scores(values, entropies if entropy else None) for values, entropies in found]
+
+    # updates
+
+    def clip_gradients(self) -> Tensor:
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -69,7 +117,35 @@ class FSDPBackend:
     def forget_optimizer_state(self) -> None:
         self.optimizer.state.clear()
 
-    def full_parameters(self) -> Iterator[NamedTensor]:
+    # frozen sets
+
+    def load_frozen(self, name: str, source: Start) -> None:
+        self._frozen.load(name, source)
+
+    def snapshot(self, name: str, *, decay: float = 0.0, on_host: bool = False) -> None:
+        self._frozen.snapshot(name, decay=decay, on_host=on_host)
+
+    def forget(self, name: str) -> None:
+        self._frozen.forget(name)
+
+    def has(self, name: str) -> bool:
+        return name in self._frozen
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        before = self._active
+        self._active = self.module if name == POLICY else self._frozen.model(name).module
+        try:
+            yield
+        finally:
+            self._active = before
+
+    # weights, whole and in parts
+
+    def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
+        if weights != POLICY:
+            yield from self._frozen.model(weights).full_parameters()
+            return
         for name, parameter in self._parameters.items():
             yield name, whole(parameter.detach())
         for name, buffer in persistent_buffers(self.module.model):
@@ -85,8 +161,7 @@ class FSDPBackend:
             yield f"step/{name}", state["step"].reshape(1)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-        return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self.module.model)}
+        return {name: shape for name, (shape, _) in self.parameter_facts().items()}
 
     def parameter_facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         tensors = [*self._parameters.items(), *persistent_buffers(self.module.model)]
@@ -97,45 +172,28 @@ class FSDPBackend:
             yield name, local_part(parameter.detach())
         yield from persistent_buffers(self.module.model)
 
-    def gather_part(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        like = self._parameters.get(name)
-        if not isinstance(like, DTensor) or self.ranks.world_size == 1:
-            return part
-        placed = DTensor.from_local(
-            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-        return placed.full_tensor()
+    def gather_part(self, name: str, part: Tensor) -> Tensor:
+        return gather_like(self._parameters[name], part) if name in self._parameters else part
 
-    def load_parameter(self, name: str, full: torch.Tensor) -> None:
+    def as_in_folder(self, members: dict[str, Tensor]) -> dict[str, Tensor]:
+        return as_in_folder(self.module.model, members)
+
+    def load_parameter(self, name: str, full: Tensor, weights: str = POLICY) -> None:
+        if weights != POLICY:
+            self._frozen.model(weights).load_parameter(name, full)
+            return
         target = self._parameters.get(name)
         with torch.no_grad():
             if target is None:
                 dict(persistent_buffers(self.module.model))[name].copy_(full)
             else:
-                local_part(target).copy_(local_part(shard_like(target, full, self.ranks)))
+                local_part(target).copy_(local_part(shard_like(target, full)))
 
-    def load_optimizer_state(self, name: str, full: dict[str, torch.Tensor]) -> None:
+    def load_optimizer_state(self, name: str, full: dict[str, Tensor]) -> None:
         parameter = self._parameters[name]
-        state = {moment: shard_like(parameter, full[moment], self.ranks) for moment in MOMENTS}
-        state["step"] = full["step"].reshape(()).to(self.ranks.device)
+        state = {moment: shard_like(parameter, full[moment]) for moment in MOMENTS}
+        state["step"] = full["step"].reshape(()).to(self.topology.device)
         self.optimizer.state[parameter] = state
-
-
-def shard_like(parameter: torch.Tensor, full: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """This rank's part of `full`, placed as `parameter` is."""
-    placed = full.to(device=ranks.device, dtype=parameter.dtype)
-    if not isinstance(parameter, DTensor):
-        return placed
-    return distribute_tensor(placed, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor; a collective for a sharded one."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _enable_recompute(model: PreTrainedModel) -> None:
@@ -147,26 +205,3 @@ def _enable_recompute(model: PreTrainedModel) -> None:
             module.p = 0.0
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-
-
-def shard(packed: PackedModel, ranks: Ranks, precision: MixedPrecisionPolicy) -> None:
-    """One group per decoder layer, the rest (embedding, last norm, head) at the root; shards go to the device."""
-    layer_names = set(packed.model._no_split_modules or ())
-    keep = ranks.world_size == 1
-    num_parameters = sum(parameter.numel() for parameter in packed.parameters())
-    worth_compiling = ranks.device.type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS
-    for module in list(packed.modules()):
-        if type(module).__name__ in layer_names:
-            if worth_compiling:  # fuses norms, rotary embedding and gating; all layers share the compiled code
-                module.compile(dynamic=True)
-            fully_shard(module, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=not keep)
-    fully_shard(packed, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
-    for module in packed.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def persistent_buffers(model: PreTrainedModel) -> list[NamedTensor]:
-    names = model.state_dict().keys()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in names]

@@ -1,47 +1,45 @@
-"""Models that are not trained: reference, teacher, and the weights the engines sample with.
+"""Weights that are not trained, by name: reference, teacher, and those the engines sample with.
 
-Invariant: a frozen model is sharded as the policy is, so copying the policy into it moves nothing between ranks.
+Invariant: a set of the policy's shape is sharded as the policy is, so copying the policy into it moves nothing between
+ranks. A set on the device has a module of its own; those on the host share one, which is on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from slime.train.backends.fsdp.backend import FSDPBackend, local_part, shard, shard_like, whole
-from slime.train.backends.fsdp.packed_model import PolicyModel
+from slime.config.start import Start
+from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
+from slime.train.backends.fsdp.sharding import local_part, reshard, shard, shard_like, whole
 from slime.train.backends.protocol import NamedTensor
-from slime.train.distributed import Ranks
 
 
 class FrozenModel:
-    """Log-probs of a model in the compute dtype."""
+    """A model in the compute dtype."""
 
-    def __init__(self, module: PolicyModel, ranks: Ranks) -> None:
+    def __init__(self, module: PolicyModel, mesh: DeviceMesh) -> None:
         self.module = module
-        self.ranks = ranks
         module.requires_grad_(False)
-        shard(module, ranks, MixedPrecisionPolicy())
+        shard(module, mesh, MixedPrecisionPolicy())
         self._parameters = dict(module.model.named_parameters())
 
     @torch.no_grad()
-    def copy_from(self, policy: FSDPBackend) -> None:
-        """Take over the policy's present weights."""
-        self._reshard()
-        source = dict(policy.module.model.named_parameters())
+    def take(self, policy: PackedModel, *, decay: float = 0.0) -> None:
+        """`decay` times its weights plus the rest of the policy's."""
+        reshard(self.module)
+        source = dict(policy.model.named_parameters())
         for name, parameter in self._parameters.items():
-            local_part(parameter).copy_(local_part(source[name]))
-
-    def local_copy(self) -> list[torch.Tensor]:
-        """This rank's parts, on the host."""
-        return [local_part(parameter).detach().to("cpu", copy=True) for parameter in self._parameters.values()]
+            own, new = local_part(parameter), local_part(source[name])
+            own.copy_(new if decay == 0.0 else own.to(new.dtype).lerp(new, 1.0 - decay))
 
     @torch.no_grad()
     def load_local(self, parts: Sequence[torch.Tensor]) -> None:
         """Take over what `local_copy` gave."""
-        self._reshard()
+        reshard(self.module)
         for parameter, part in zip(self._parameters.values(), parts, strict=True):
             local_part(parameter).copy_(part)
 
@@ -52,12 +50,60 @@ class FrozenModel:
 
     @torch.no_grad()
     def load_parameter(self, name: str, full: torch.Tensor) -> None:
-        self._reshard()
+        reshard(self.module)
         parameter = self._parameters[name]
-        local_part(parameter).copy_(local_part(shard_like(parameter, full, self.ranks)))
+        local_part(parameter).copy_(local_part(shard_like(parameter, full)))
 
-    def _reshard(self) -> None:
-        """A forward without a backward leaves gathered copies behind, which would outlive the new weights."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+
+class FrozenSets:
+    """`load` reads a module that is not sharded yet, of the policy's own start when it is given none."""
+
+    def __init__(self, policy: PackedModel, mesh: DeviceMesh, load: Callable[[Start], PolicyModel]) -> None:
+        self._policy = policy
+        self._mesh = mesh
+        self._load = load
+        self._resident: dict[str, FrozenModel] = {}
+        self._on_host: dict[str, list[torch.Tensor]] = {}
+        self._stage: FrozenModel | None = None
+        self._staged: str | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._resident or name in self._on_host
+
+    def load(self, name: str, source: Start) -> None:
+        self._resident[name] = FrozenModel(self._load(source), self._mesh)
+
+    def snapshot(self, name: str, *, decay: float, on_host: bool) -> None:
+        if not on_host:
+            if name not in self._resident:
+                self.load(name, Start())
+                decay = 0.0
+            self._resident[name].take(self._policy, decay=decay)
+            return
+        if self._stage is None:
+            self._stage = FrozenModel(self._load(Start()), self._mesh)
+        assert decay == 0.0, "an average is kept on the device"
+        self._stage.take(self._policy)
+        self._on_host[name] = local_copy(self._stage.module)
+        self._staged = name
+
+    def forget(self, name: str) -> None:
+        self._resident.pop(name, None)
+        self._on_host.pop(name, None)
+        if self._staged == name:
+            self._staged = None
+
+    def model(self, name: str) -> FrozenModel:
+        """The set on the device, brought there if it was on the host."""
+        if name in self._resident:
+            return self._resident[name]
+        assert self._stage is not None
+        if self._staged != name:
+            self._stage.load_local(self._on_host[name])
+            self._staged = name
+        return self._stage
+
+
+def local_copy(module: PackedModel) -> list[torch.Tensor]:
+    """This rank's parts, on the host."""
+    return [local_part(parameter).detach().to("cpu", copy=True) for parameter in module.model.parameters()]

@@ -14,6 +14,7 @@ from slime.algorithms.logprobs import linear_log_probs
 from slime.errors import UserError
 from slime.models.head import OutputHead, output_projection
 from slime.train.backends.fsdp.attention import attach_context
+from slime.train.backends.protocol import Reads
 from slime.train.samples.packing import PackedRow
 
 
@@ -47,16 +48,16 @@ class PolicyModel(PackedModel):
         self.chunk_rows = chunk_rows
         self.head = OutputHead.from_config(model.config)
 
-    def forward(self, row: PackedRow, with_entropy: bool = True, as_logits: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, row: PackedRow, *, reads: Reads = "log_probs", entropy: bool = True) -> tuple[Tensor, Tensor]:
         """Log-probs [R] of the targets, and entropies [R] (zeros when not asked for).
 
-        `as_logits`: for losses that want them, the logits [1, T, V] in float32, before the temperature.
+        For losses that read logits: these [1, T, V] in float32, before the temperature.
         """
         projection = output_projection(self.model)
         hidden = self.hidden_states(row)
-        if as_logits:
+        if reads == "logits":
             return self._logits(projection(hidden[None])), hidden.new_zeros(1)  # no view: losses may change it in place
-        log_probs, entropy = linear_log_probs(
+        log_probs, entropies = linear_log_probs(
             hidden.index_select(0, row.predict_index),
             projection.weight,
             projection.bias,
@@ -65,9 +66,9 @@ class PolicyModel(PackedModel):
             softcap=self.head.softcap,
             scale=self.head.scale,
             chunk_rows=self.chunk_rows,
-            with_entropy=with_entropy,
+            with_entropy=entropy,
         )
-        return log_probs, entropy if entropy is not None else torch.zeros_like(log_probs)
+        return log_probs, entropies if entropies is not None else torch.zeros_like(log_probs)
 
     def _logits(self, projected: Tensor) -> Tensor:
         logits = projected.float() * self.head.scale
@@ -77,7 +78,8 @@ class PolicyModel(PackedModel):
 class ValueModel(PackedModel):
     """The critic: the expected return before each response token."""
 
-    def forward(self, row: PackedRow) -> Tensor:
-        """Values [R], float32."""
+    def forward(self, row: PackedRow, *, reads: Reads = "log_probs", entropy: bool = True) -> tuple[Tensor, Tensor]:
+        """Values [R], float32, where a policy has log-probs."""
         hidden = self.hidden_states(row).index_select(0, row.predict_index)
-        return output_projection(self.model)(hidden).float().squeeze(-1)
+        values = output_projection(self.model)(hidden).float().squeeze(-1)
+        return values, torch.zeros_like(values)

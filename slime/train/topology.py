@@ -1,7 +1,8 @@
-"""The process group of the trainer ranks.
+"""Who is who among the training processes.
 
 Invariant: every collective has the run's deadline, and reductions of small float vectors give the same result on all
-ranks.
+ranks of their group. Of the ranks that see the same samples exactly one counts, so a sum over the world counts every
+sample once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 class Summing(Protocol):
@@ -43,27 +43,35 @@ class ProcessRanks:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its peers."""
+    """This process among its peers in one group (`group` None: all processes, or this one alone)."""
 
     rank: int
-    world_size: int
+    size: int
     device: torch.device
-    mesh: DeviceMesh
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, device: torch.device) -> Ranks:
+        return cls(dist.get_rank(group), dist.get_world_size(group), device, group)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
-        dist.all_reduce(values, op=dist.ReduceOp.SUM)
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.group)
         return values
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Tensors of one shape from all ranks, in rank order, on the host."""
+        if self.size == 1:
+            return [values.cpu()]
         local = values.to(self.device)
-        gathered = [torch.empty_like(local) for _ in range(self.world_size)]
-        dist.all_gather(gathered, local)
+        gathered = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(gathered, local, group=self.group)
         return [tensor.cpu() for tensor in gathered]
 
     def union(self, names: Iterable[str]) -> set[str]:
@@ -75,6 +83,39 @@ class Ranks:
 
     def barrier(self) -> None:
         self.sum(torch.zeros(1, device=self.device)).item()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What the processes of a run share and what each has for itself.
+
+    `data`: ranks with other samples and the same part of the model. `context`: the same samples, other slices of every
+    sequence. `model`: those that hold one copy of the model between them by tensor and pipeline (this rank alone, where
+    the model is only sharded).
+    """
+
+    world: Ranks
+    data: Ranks
+    context: Ranks
+    model: Ranks
+    is_last_stage: bool = True
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's metrics are those of its samples: the last stage has them, and its first rank reports."""
+        return self.is_last_stage and self.context.rank == 0 and self.model.rank == self.model.size - 1
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all samples of the step of what each rank found for its own; known to every rank."""
+        return self.world.sum(values if self.counts else torch.zeros_like(values))
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The same for maxima of numbers that are not negative."""
+        return self.world.max(values if self.counts else torch.zeros_like(values))
 
 
 def join_ranks(device: str, *, store: str, timeout_minutes: int) -> Ranks:
@@ -95,5 +136,4 @@ def join_ranks(device: str, *, store: str, timeout_minutes: int) -> Ranks:
         timeout=timedelta(minutes=timeout_minutes),
         device_id=chosen if chosen.type == "cuda" else None,
     )
-    mesh = init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("data",))
-    return Ranks(rank, world_size, chosen, mesh)
+    return Ranks(rank, world_size, chosen)

@@ -1,0 +1,73 @@
+"""A module cut over the ranks, and the parts of a tensor that follow from it.
+
+Invariant: one rank runs the same code as many, so the numbers do not depend on how many there are; gradients are summed
+over ranks, never averaged.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from slime.train.backends.fsdp.packed_model import PackedModel
+
+COMPILE_MIN_PARAMETERS = 100_000_000  # below, half a minute of compiling costs more than it saves
+
+
+def shard(packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
+    """One group per decoder layer, the rest (embedding, last norm, head) at the root; shards go to the device."""
+    layer_names = set(packed.model._no_split_modules or ())
+    keep = mesh.size() == 1
+    num_parameters = sum(parameter.numel() for parameter in packed.parameters())
+    worth_compiling = mesh.device_type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS
+    for module in list(packed.modules()):
+        if type(module).__name__ in layer_names:
+            if worth_compiling:  # fuses norms, rotary embedding and gating; all layers share the compiled code
+                module.compile(dynamic=True)
+            fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
+    fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    for module in packed.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(packed: PackedModel) -> None:
+    """A forward without a backward leaves gathered copies behind, which would outlive new weights."""
+    for module in packed.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def shard_like(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """This rank's part of `full`, placed as `parameter` is."""
+    placed = full.to(device=parameter.device, dtype=parameter.dtype)
+    if not isinstance(parameter, DTensor):
+        return placed
+    return distribute_tensor(placed, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor; a collective for a sharded one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that lies on the ranks as `parameter` does; a collective for a sharded one."""
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
+        return part
+    placed = DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return placed.full_tensor()
