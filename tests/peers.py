@@ -9,38 +9,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+
+from slime.train.topology import Ranks
 
 ROOT = Path(__file__).parents[1]
 DEADLINE = timedelta(seconds=120)
 
 
-@dataclass(frozen=True)
-class Peers:
-    """This process in the group of all."""
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup
-
-    def sum(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.group)
-        return values
-
-    def max(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
-        return values
-
-
 def together(count: int, function: Callable[..., Any], *arguments: Any, folder: Path) -> list[Any]:
-    """What a module's `function(peers, *arguments)` returned in each of `count` processes; `folder` is the test's."""
+    """What a module's `function(ranks, *arguments)` returned in each of `count` processes; `folder` is the test's."""
     own = Path(tempfile.mkdtemp(dir=folder))
     (own / "arguments").write_bytes(pickle.dumps(arguments))
     words = [sys.executable, "-m", "tests.peers", str(own), function.__module__, function.__name__, str(count)]
@@ -66,7 +49,7 @@ def main(folder: str, module: str, function: str, count: str, rank: str) -> None
     assert dist.group.WORLD is not None
     arguments = pickle.loads((own / "arguments").read_bytes())
     answer = getattr(importlib.import_module(module), function)(
-        Peers(int(rank), world_size, dist.group.WORLD), *arguments
+        Ranks.of(dist.group.WORLD, torch.device("cpu")), *arguments
     )
     (own / f"answer-{rank}").write_bytes(pickle.dumps(answer))
     dist.barrier()

@@ -9,8 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.algorithms.vocab_parallel import VocabularyPart, vocab_parallel_log_probs
+from slime.train.topology import Ranks
 from tests.algorithms.test_logprobs import inputs, reference
-from tests.peers import Peers, together
+from tests.peers import together
 
 VOCAB = 11
 CASES = (
@@ -22,19 +23,19 @@ CASES = (
 )
 
 
-def cut(peers: Peers, whole: torch.Tensor, padded: int) -> torch.Tensor:
+def cut(ranks: Ranks, whole: torch.Tensor, padded: int) -> torch.Tensor:
     """This rank's rows of a layer that was padded, with noise, to a size that the ranks divide."""
     filler = torch.full((padded - len(whole), *whole.shape[1:]), 3.0, dtype=whole.dtype)
-    return torch.cat([whole.detach(), filler]).chunk(peers.size)[peers.rank].clone().requires_grad_()
+    return torch.cat([whole.detach(), filler]).chunk(ranks.size)[ranks.rank].clone().requires_grad_()
 
 
-def parts(peers: Peers, dtype: torch.dtype, with_bias: bool, **sizes: int) -> tuple[Any, ...]:
+def parts(ranks: Ranks, dtype: torch.dtype, with_bias: bool, **sizes: int) -> tuple[Any, ...]:
     hidden, weight, bias, targets = inputs(dtype, with_bias=with_bias, **sizes)
     vocab = len(weight)
-    padded = 2 * peers.size * -(-vocab // (2 * peers.size)) + peers.size  # 4 ranks: the last has padding only
-    own_weight = cut(peers, weight, padded)
-    own_bias = None if bias is None else cut(peers, bias, padded)
-    part = VocabularyPart(first=peers.rank * padded // peers.size, vocab_size=vocab, ranks=peers)
+    padded = 2 * ranks.size * -(-vocab // (2 * ranks.size)) + ranks.size  # 4 ranks: the last has padding only
+    own_weight = cut(ranks, weight, padded)
+    own_bias = None if bias is None else cut(ranks, bias, padded)
+    part = VocabularyPart(first=ranks.rank * padded // ranks.size, vocab_size=vocab, ranks=ranks)
     return (hidden, weight, bias, targets), (own_weight, own_bias, part)
 
 
@@ -43,9 +44,9 @@ def own_rows(whole: torch.Tensor, like: torch.Tensor, first: int) -> torch.Tenso
     return torch.cat([mine, mine.new_zeros(len(like) - len(mine), *whole.shape[1:])])
 
 
-def compare_with_float64(peers: Peers) -> int:
+def compare_with_float64(ranks: Ranks) -> int:
     for temperature, softcap, scale, chunk_rows, with_bias in CASES:
-        (hidden, weight, bias, targets), (own_weight, own_bias, part) = parts(peers, torch.float64, with_bias)
+        (hidden, weight, bias, targets), (own_weight, own_bias, part) = parts(ranks, torch.float64, with_bias)
         keywords = {"temperature": temperature, "softcap": softcap, "scale": scale}
         expected = reference(hidden, weight, bias, targets, **keywords)
         got = vocab_parallel_log_probs(
@@ -84,9 +85,9 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def half_precision(peers: Peers) -> int:
+def half_precision(ranks: Ranks) -> int:
     sizes = {"rows": 200, "width": 16, "vocab": 600}
-    (hidden, weight, _, targets), (own_weight, _, part) = parts(peers, torch.bfloat16, False, **sizes)
+    (hidden, weight, _, targets), (own_weight, _, part) = parts(ranks, torch.bfloat16, False, **sizes)
     exact = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
     expected, _ = reference(*exact, None, targets, 1.0, None, 1.0)
     expected.sum().backward()

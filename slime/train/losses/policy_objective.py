@@ -170,7 +170,7 @@ class PolicyObjective:
             train_log_probs=list(train.split(micro.lengths)),
             rollout_log_probs=list(rollout.split(micro.lengths)),
             loss_masks=masks,
-            total_lengths=list(micro.row.layout.lengths),
+            total_lengths=list(micro.row.total_lengths),
             response_lengths=list(micro.lengths),
         )
         path = str(self._config.custom_tis_function_path)
@@ -194,7 +194,7 @@ class PolicyObjective:
             return weighted_sum(token_loss, micro.weights * kept)
         masks = list((micro.mask * kept).split(micro.lengths))
         reducer = self._custom_reducer(
-            list(micro.row.layout.lengths),
+            list(micro.row.total_lengths),
             list(micro.lengths),
             masks,
             calculate_per_token_loss=self._config.calculate_per_token_loss,

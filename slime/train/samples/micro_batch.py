@@ -76,17 +76,26 @@ class StepShare:
 
 
 def make_micro_batch(
-    batch: TrainBatch, positions: Sequence[int], share: StepShare, total_rollouts: int, device: torch.device
+    batch: TrainBatch,
+    positions: Sequence[int],
+    share: StepShare,
+    total_rollouts: int,
+    device: torch.device,
+    *,
+    multiple: int = 1,
 ) -> MicroBatch:
     """Pack some samples, those of equal length side by side (they share an attention call on the CPU).
 
-    No positions give a one-token row of weight zero, so that the rank joins the collectives.
+    The row is padded to a `multiple`, which ranks that share it can part. No positions give a one-token row of weight
+    zero, so that the rank joins the collectives.
     """
     if not positions:
         zero = torch.zeros(1, device=device)
-        return MicroBatch(pack([np.zeros(2, dtype=np.int64)], [1], device), [], zero, zero, zero, share.scale)
+        row = pack([np.zeros(2, dtype=np.int64)], [1], device, multiple=multiple)
+        return MicroBatch(row, [], zero, zero, zero, share.scale)
     ordered = sorted(positions, key=lambda i: len(batch.tokens[i]))
-    row = pack([batch.tokens[i] for i in ordered], [batch.response_lengths[i] for i in ordered], device)
+    responses = [batch.response_lengths[i] for i in ordered]
+    row = pack([batch.tokens[i] for i in ordered], responses, device, multiple=multiple)
     mask = torch.from_numpy(np.concatenate([batch.loss_masks[i] for i in ordered]).astype(np.float32))
     sums = np.repeat([batch.rollout_mask_sums[i] for i in ordered], [batch.response_lengths[i] for i in ordered])
     mask_sums = torch.from_numpy(sums.astype(np.float32))

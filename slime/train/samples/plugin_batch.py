@@ -51,7 +51,7 @@ class PackedSeqParams:
 def batch_for_plugins(data: RolloutData, micro: MicroBatch) -> dict[str, Any]:
     """The part of the data that is in a micro-batch, every key of it, in the order of the row.
 
-    Besides: `tokens` [1, T] as the model sees them, `unconcat_tokens` by sample, `packed_seq_params`, and
+    Besides: `tokens` [1, T] as the model sees them, with padding, `unconcat_tokens` by sample, `packed_seq_params`, and
     `full_loss_masks` [1, T].
     """
     batch: dict[str, Any] = dict.fromkeys(KEYS)
@@ -66,7 +66,8 @@ def batch_for_plugins(data: RolloutData, micro: MicroBatch) -> dict[str, Any]:
     batch["unconcat_tokens"] = batch["tokens"]
     batch["tokens"] = micro.row.tokens
     batch["packed_seq_params"] = PackedSeqParams.of(micro.row.layout.cu_seqlens, micro.row.layout.max_length)
-    batch["full_loss_masks"] = full_loss_masks(batch)
+    masks = full_loss_masks(batch)
+    batch["full_loss_masks"] = pad(masks, (0, micro.row.num_tokens - masks.shape[1]))
     return batch
 
 

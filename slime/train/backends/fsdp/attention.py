@@ -20,7 +20,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from slime.errors import UserError
 from slime.train.backends.fsdp.chunked_attention import Rules, chunked_attention
+from slime.train.backends.fsdp.ulysses import to_own_heads, to_own_tokens
 from slime.train.samples.packing import PackedLayout
+from slime.train.topology import Ranks
 
 ATTENTION_NAME = "slime_packed"
 CONTEXT_ATTRIBUTE = "slime_packed_context"
@@ -29,11 +31,20 @@ PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class PackedContext:
-    """The layout of the row that is going through the model, and how many attention layers have read it."""
+    """The layout of the row that is going through the model, and how many attention layers have read it.
+
+    `ranks`, where there are several, have a part of the row's tokens each (ulysses.py).
+    """
 
     def __init__(self) -> None:
         self.layout: PackedLayout | None = None
         self.reads = 0
+        self.ranks: Ranks | None = None
+
+    @property
+    def sharing(self) -> Ranks | None:
+        """The ranks that this row is cut over; None where it is whole."""
+        return self.ranks if self.ranks is not None and self.ranks.size > 1 else None
 
     def begin(self, layout: PackedLayout) -> None:
         self.layout = layout
@@ -85,16 +96,21 @@ class RopeOfEachSequence(nn.Module):
         self._context = context
 
     def forward(self, states: Tensor, position_ids: Tensor, **keywords: Any) -> Any:
-        layout = self._context.layout
+        layout, ranks = self._context.layout, self._context.sharing
         assert layout is not None, "the rope of a packed row was asked for before its layout was set"
+        own = slice(None)
+        if ranks is not None:  # a rank's part may have the end of a sequence without its length, so all ranks make all
+            own = slice(ranks.rank * position_ids.shape[-1], (ranks.rank + 1) * position_ids.shape[-1])
+            whole = torch.cat([torch.arange(length, device=position_ids.device) for length in layout.lengths])
+            position_ids = whole.expand(*position_ids.shape[:-1], -1)
         start = position_ids.new_zeros(1, 1)
         made = []
         for positions in position_ids.split([length * count for length, count in _runs(layout)], dim=-1):
             self.rope(states, start, **keywords)
             made.append(self.rope(states, positions, **keywords))
         if isinstance(made[0], Tensor):
-            return torch.cat(made, dim=1)
-        return tuple(torch.cat(parts, dim=1) for parts in zip(*made, strict=True))
+            return torch.cat(made, dim=1)[:, own]
+        return tuple(torch.cat(parts, dim=1)[:, own] for parts in zip(*made, strict=True))
 
 
 def _depends_on_length(module: nn.Module) -> bool:
@@ -125,12 +141,30 @@ def packed_attention(
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The signature of transformers' attention functions; returns [1, T, heads, D]."""
-    layout = module.__dict__[CONTEXT_ATTRIBUTE].read()
+    context: PackedContext = module.__dict__[CONTEXT_ATTRIBUTE]
+    layout, ranks = context.read(), context.sharing
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if ranks is None:
+        return _attention(query, key, value, layout, scale, sliding_window, softcap, s_aux), None
+    query, key, value, s_aux = to_own_heads(query, key, value, s_aux, ranks)
+    return to_own_tokens(_attention(query, key, value, layout, scale, sliding_window, softcap, s_aux), ranks), None
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Of whole sequences: [1, heads, T, D] to [1, T, heads, D]."""
     half = query.dtype in HALF
     plain = softcap is None and s_aux is None and (sliding_window is None or _varlen_has_windows())
     if query.is_cuda and half and plain and query.shape[-1] == value.shape[-1]:
-        return _varlen_attention(query[0], key[0], value[0], layout, scale, sliding_window)[None], None
+        return _varlen_attention(query[0], key[0], value[0], layout, scale, sliding_window)[None]
     pieces = [
         _causal_attention(q, k, v, scale, sliding_window, softcap, s_aux)
         for q, k, v in zip(
@@ -138,7 +172,7 @@ def packed_attention(
             strict=True,
         )
     ]
-    return torch.cat(pieces)[None], None
+    return torch.cat(pieces)[None]
 
 
 def _runs(layout: PackedLayout) -> list[tuple[int, int]]:

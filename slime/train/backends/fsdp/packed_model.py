@@ -1,10 +1,13 @@
 """The models as training sees them: a packed row of tokens in, numbers for its response tokens out.
 
 Invariant: the output layer is applied inside the module's forward. A sharding backend that wraps the module therefore
-has the layer's weight whole when it is used.
+has the layer's weight whole when it is used. Where ranks share the row each computes its own part of it, output layer
+included, and all return the numbers of the whole row.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +18,9 @@ from slime.errors import UserError
 from slime.models.head import OutputHead, output_projection
 from slime.train.backends.fsdp.attention import attach_context
 from slime.train.backends.protocol import Reads
-from slime.train.samples.packing import PackedRow
+from slime.train.collectives import gather_parts
+from slime.train.samples.packing import PackedRow, RowPart
+from slime.train.topology import Ranks
 
 
 class PackedModel(nn.Module):
@@ -26,11 +31,24 @@ class PackedModel(nn.Module):
         self.model = model
         self.context = attach_context(model)
 
-    def hidden_states(self, row: PackedRow) -> Tensor:
-        """Last hidden states [T, H] of the row; a sequence sees only itself."""
+    def share_rows(self, ranks: Ranks) -> None:
+        """From now on each of these ranks computes a part of every row; all of them bring the same rows."""
+        self.context.ranks = ranks
+
+    def own_part(self, row: PackedRow) -> RowPart:
+        ranks = self.context.sharing
+        return row.part(0, 1) if ranks is None else row.part(ranks.rank, ranks.size)
+
+    def whole(self, own: Tensor, counts: Sequence[int]) -> Tensor:
+        """The rows of all ranks that share this one's, of which each rank has made its own."""
+        ranks = self.context.sharing
+        return own if ranks is None else gather_parts(own, counts, ranks)
+
+    def hidden_states(self, row: PackedRow, part: RowPart) -> Tensor:
+        """Last hidden states [t, H] of this rank's part of the row; a sequence sees only itself."""
         self.context.begin(row.layout)
         body = self.model.base_model
-        hidden = body(input_ids=row.tokens, position_ids=row.position_ids, use_cache=False).last_hidden_state[0]
+        hidden = body(input_ids=part.tokens, position_ids=part.position_ids, use_cache=False).last_hidden_state[0]
         if self.context.reads == 0:
             raise UserError(
                 f"{type(self.model).__name__} does not use transformers' attention interface, so packed training would "
@@ -53,22 +71,29 @@ class PolicyModel(PackedModel):
 
         For losses that read logits: these [1, T, V] in float32, before the temperature.
         """
-        projection = output_projection(self.model)
-        hidden = self.hidden_states(row)
+        projection, part = output_projection(self.model), self.own_part(row)
+        hidden = self.hidden_states(row, part)
         if reads == "logits":
-            return self._logits(projection(hidden[None])), hidden.new_zeros(1)  # no view: losses may change it in place
+            projected = self.whole(projection(hidden[None])[0], [len(hidden)] * len(part.counts))
+            return self._logits(projected[None]), hidden.new_zeros(1)  # no view: losses may change it in place
         log_probs, entropies = linear_log_probs(
-            hidden.index_select(0, row.predict_index),
+            hidden.index_select(0, part.predict_index),
             projection.weight,
             projection.bias,
-            row.targets,
+            part.targets,
             temperature=self.temperature,
             softcap=self.head.softcap,
             scale=self.head.scale,
             chunk_rows=self.chunk_rows,
             with_entropy=entropy,
         )
-        return log_probs, entropies if entropies is not None else torch.zeros_like(log_probs)
+        if entropies is None:
+            log_probs = self.whole(log_probs, part.counts)
+            return log_probs, torch.zeros_like(log_probs)
+        if self.context.sharing is None:
+            return log_probs, entropies
+        both = self.whole(torch.stack([log_probs, entropies], dim=1), part.counts)
+        return both[:, 0], both[:, 1]
 
     def _logits(self, projected: Tensor) -> Tensor:
         logits = projected.float() * self.head.scale
@@ -80,6 +105,7 @@ class ValueModel(PackedModel):
 
     def forward(self, row: PackedRow, *, reads: Reads = "log_probs", entropy: bool = True) -> tuple[Tensor, Tensor]:
         """Values [R], float32, where a policy has log-probs."""
-        hidden = self.hidden_states(row).index_select(0, row.predict_index)
-        values = output_projection(self.model)(hidden).float().squeeze(-1)
+        part = self.own_part(row)
+        hidden = self.hidden_states(row, part).index_select(0, part.predict_index)
+        values = self.whole(output_projection(self.model)(hidden).float().squeeze(-1), part.counts)
         return values, torch.zeros_like(values)
