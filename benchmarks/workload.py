@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import socket
 import sys
@@ -27,6 +26,8 @@ SHAPES: dict[str, dict[str, Any]] = {
              "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "tie_word_embeddings": True},
     "small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
               "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192, "tie_word_embeddings": True},
+    "75m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 12,
+            "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16384, "tie_word_embeddings": False},
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
                    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
     "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -35,19 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_model(folder: Path, shape: str, dtype: str) -> Path:
-    """A Qwen3 of the given shape with random weights and a tokenizer of one token a character.
-
-    Made in a process of its own: what it takes on a GPU is given back before anything is measured.
-    """
-    making = multiprocessing.get_context("spawn").Process(target=_make_model, args=(folder, shape, dtype))
-    making.start()
-    making.join()
-    if making.exitcode:
-        raise SystemExit(f"making the model failed (exit code {making.exitcode})")
-    return folder
-
-
-def _make_model(folder: Path, shape: str, dtype: str) -> None:
+    """A Qwen3 of the given shape with random weights and a tokenizer of one token a character."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -55,12 +44,13 @@ def _make_model(folder: Path, shape: str, dtype: str) -> None:
     disable_progress_bar()
     torch.manual_seed(0)
     config = Qwen3Config(
-        **SHAPES[shape], max_position_embeddings=40960, bos_token_id=None, eos_token_id=1, pad_token_id=0
+        **SHAPES[shape], max_position_embeddings=4096, bos_token_id=None, eos_token_id=1, pad_token_id=0
     )
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     shutil.copytree(TOKENIZER, folder, dirs_exist_ok=True)
+    return folder
 
 
 @contextmanager

@@ -92,9 +92,9 @@ def _train_async(words: Sequence[str]) -> int:
 
 def _run(config: Config) -> int:
     if config.dry_run:
-        from slime.plan import detect_device, make_plan
+        from slime.plan import make_plan, planned_device
 
-        device, gpus = detect_device(config.device)
+        device, gpus = planned_device(config)
         print(make_plan(config, device=device, gpu_count=gpus).render(), end="")
         return EXIT_OK
     if config.progress != "none":  # importing what a run needs takes seconds

@@ -23,8 +23,9 @@ from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN, SFT_ROLLOUT_FUNCTI
 from slime.config.lora import uses_lora
 from slime.config.no_effect import flag_list, flags_without_effect
 from slime.config.parser import flags_of_custom_file, near_flags_of_custom_file
+from slime.config.planned_cluster import PlannedCluster
 from slime.config.start import reference_in_words, start_in_words, start_notes
-from slime.engine.fleet.backend import EXTERNAL, choose_backend
+from slime.engine.fleet.backend import EMBEDDED, EXTERNAL, SGLANG_SERVER, choose_backend
 from slime.engine.fleet.engines import check_engines, count_engines, refuse_quantised
 from slime.engine.fleet.external import ExternalEngines
 from slime.engine.http.plain_http import why_unreachable
@@ -97,7 +98,7 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
     transport, transport_reason = ("none", "nothing is trained" if engines else "there is no engine")
     if engines and trainers:
         transport, transport_reason = choose_transport(config, device)
-    available = nvidia_gpu_memory() if device == "cuda" else available_memory()
+    available = _available(config, device)
     training, rollout = precisions(config, device, shape.num_parameters)
     precision = training if training == rollout else f"{training}, engines {rollout}"
     processes = _processes(config, shape, device, trainers, engines, available)
@@ -118,6 +119,19 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
     return Plan(device, gpus_needed, processes, backend, transport, steps, sections, tuple(notes))
 
 
+def planned_device(config: Config) -> tuple[str, int]:
+    """The device and the number of GPUs that a dry run is about."""
+    if config.plan_cluster is not None:
+        return "cuda", PlannedCluster.parse(config.plan_cluster).gpus
+    return detect_device(config.device)
+
+
+def _available(config: Config, device: str) -> int | None:
+    if config.plan_cluster is not None:
+        return PlannedCluster.parse(config.plan_cluster).gpu_memory
+    return nvidia_gpu_memory() if device == "cuda" else available_memory()
+
+
 def detect_device(device: str) -> tuple[str, int]:
     """`--device` and the number of GPUs, as far as that can be told without torch."""
     gpus = nvidia_gpu_count()
@@ -128,6 +142,8 @@ def detect_device(device: str) -> tuple[str, int]:
 
 def choose_rollout_backend(config: Config, device: str) -> tuple[str, str]:
     """Which engine generates, and why; flags that it does not have are refused."""
+    if config.plan_cluster is not None and config.rollout_backend != EMBEDDED:
+        return SGLANG_SERVER, "assumed; what is installed there is not known"
     backend, reason = choose_backend(config, device)
     refuse_quantised(config, backend)
     check_engines(config, backend, device)
@@ -175,7 +191,9 @@ def _precision_notes(config: Config, device: str) -> list[str]:
 def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, engines: int) -> int:
     if device != "cuda":
         return 0
-    if config.actor_num_nodes > 1:
+    if config.plan_cluster is not None:
+        _check_nodes(config, PlannedCluster.parse(config.plan_cluster))
+    elif config.actor_num_nodes > 1:
         raise UserError(
             f"--actor-num-nodes {config.actor_num_nodes}: this version trains on one machine; "
             "use --actor-num-gpus-per-node"
@@ -192,6 +210,15 @@ def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, engi
             f"{shared}lower --actor-num-gpus-per-node or --rollout-num-gpus"
         )
     return needed
+
+
+def _check_nodes(config: Config, cluster: PlannedCluster) -> None:
+    nodes, gpus = config.actor_num_nodes, config.actor_num_gpus_per_node
+    if nodes > cluster.nodes or gpus > cluster.gpus_per_node:
+        raise UserError(
+            f"--actor-num-nodes {nodes} x --actor-num-gpus-per-node {gpus} do not fit on {cluster} "
+            "(--plan-cluster): lower one of them"
+        )
 
 
 def _processes(
@@ -344,7 +371,8 @@ def _memory_rows(processes: tuple[ProcessPlan, ...], available: int | None, devi
     for process in processes:
         if process.memory is not None:
             parts = ", ".join(f"{name} {_gib(size)}" for name, size in process.memory.parts.items())
-            rows.append((f"each {process.name}", f"{_gib(process.memory.total)}: {parts}"))
+            peak = f" (most at: {process.memory.peak})" if process.memory.peak else ""
+            rows.append((f"each {process.name}", f"{_gib(process.memory.total)}: {parts}{peak}"))
     what = "each GPU has" if device == "cuda" else "available"
     rows.append((what, "unknown" if available is None else _gib(available)))
     return tuple(rows)
@@ -386,6 +414,9 @@ def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
 
 def _notes(config: Config, backend: str) -> list[str]:
     notes = [*start_notes(config), *_custom_file_notes(config), *_idle_notes(config)]
+    if config.plan_cluster is not None:
+        several = "; a run over several machines is not in this version" if config.actor_num_nodes > 1 else ""
+        notes.append(f"--plan-cluster: planned for {PlannedCluster.parse(config.plan_cluster)}, not for here{several}")
     if (other := Path.cwd() / _OWN_PACKAGE.name).joinpath("__init__.py").is_file() and other.resolve() != _OWN_PACKAGE:
         notes.append(f"this folder has a {other.name} of its own ({other}); the run is that of {_OWN_PACKAGE}")
     if evaluates(config) and not needs_engines(config):

@@ -1,6 +1,7 @@
-"""How much memory each kind of process will take, estimated from shapes alone.
+"""How much memory each kind of process will take, told from shapes and flags alone.
 
-Weights, gradients, optimizer states and the KV cache are exact for a known shape; activations are rough.
+The trainer's formula follows one optimizer step of FSDP: what lies on the rank all the time, and beside it what is
+there in the step's busiest moment. `benchmarks/training_memory.py` prints both beside what a rank really takes.
 """
 
 from __future__ import annotations
@@ -12,9 +13,16 @@ from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
 from slime.config.asynchronous import versions_behind
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
+from slime.config.lora import uses_lora
+from slime.models.activations import layer_bytes, layer_input_bytes, root_bytes
+from slime.models.lora import adapter_shapes, choose_targets, linears_of
 from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
 
-_LOGIT_ROWS = 2048
+CHUNK_LOGITS = {"cpu": 16 * 1024 * 1024, "cuda": 3072 * 151936}
+"""Logits that exist at once, as `slime.algorithms.logprobs` cuts them (a test compares)."""
+COMPILE_MIN_PARAMETERS = 100_000_000
+"""Models from which on layers are compiled on a GPU, as `slime.train.backends.fsdp.sharding` has it."""
+_MASTER = 4  # bytes: master weights and gradients are float32
 _CPU_KV_LIMIT = 2 * 2**30
 _SFT_GUESS = 1024
 
@@ -24,6 +32,8 @@ class MemoryEstimate:
     """Bytes by purpose of one process; purposes whose size is unknown are left out."""
 
     parts: dict[str, int]
+    peak: str = ""
+    """The moment that takes the most; the parts are those of it."""
 
     @property
     def total(self) -> int:
@@ -31,43 +41,192 @@ class MemoryEstimate:
 
 
 def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: int) -> MemoryEstimate:
-    """One training process: fp32 master weights, gradients and two Adam moments are sharded over all of them."""
-    parts: dict[str, int] = {}
-    dtype = resolve_dtype(config.dtype, device, shape.num_parameters)
-    if shape.num_parameters is not None:
-        shard = -(-shape.num_parameters // trainers)
-        parts = {"weights": 4 * shard, "gradients": 4 * shard, "Adam moments": 8 * shard}
-        frozen = BYTES_PER_ELEMENT[dtype] * shard
-        if has_critic(config):
-            parts["critic with its optimizer"] = 16 * shard
-        if needs_reference(config):
-            parts["reference"] = frozen
-        if config.keep_old_actor:
-            behind = versions_behind(config)
-            on_host = behind + 1 if behind and device != "cuda" else 0  # older versions wait in the host's memory
-            parts["old policy"] = frozen * (1 + on_host)
-        if config.use_opd and config.opd_type == "trainer":
-            parts["teacher (if it is as large)"] = frozen
-    tokens = tokens_per_forward(config)
-    if shape.vocab_size is not None:
-        rows = config.log_probs_chunk_size if config.log_probs_chunk_size > 0 else _LOGIT_ROWS
-        parts["logits"] = 2 * 4 * min(rows, tokens) * shape.vocab_size
-    if shape.num_layers is not None and shape.hidden_size is not None:
-        layer = 8 * shape.hidden_size + 3 * (shape.ffn_size or 4 * shape.hidden_size)
-        kept = (
-            shape.num_layers * shape.hidden_size + layer if config.recompute_activations else shape.num_layers * layer
+    """One training process in the busiest moment of an optimizer step that is not the run's first."""
+    step = _Step.of(config, shape, device=device, trainers=trainers)
+    always = _at_rest(config, step, device)
+    moments = {
+        "loss": step.loss(),
+        "backward of the last layer": step.last_layer(),
+        "backward of the layers before": step.inner_layer(),
+        "gradients of the embedding": step.embedding(),
+        "optimizer": {"gradients": step.gradients},
+    }
+    peak = max(moments, key=lambda name: sum(moments[name].values()))
+    parts = {name: size for name, size in {**always, **moments[peak]}.items() if size}
+    return MemoryEstimate(parts, peak)
+
+
+def _at_rest(config: Config, step: _Step, device: str) -> dict[str, int]:
+    """What lies on a rank between two steps."""
+    frozen = step.compute * step.shard(step.total)
+    parts = {"weights": _MASTER * step.shard(step.trained), "Adam moments": 2 * _MASTER * step.shard(step.trained)}
+    if step.trained != step.total:
+        parts |= {"frozen weights": frozen}
+    if config.use_stateless_adam:
+        parts["Adam moments"] = 0
+    if has_critic(config):
+        parts["critic with its optimizer"] = 3 * _MASTER * step.shard(step.total)
+    if needs_reference(config) and not uses_lora(config):
+        parts["reference"] = frozen
+    if config.keep_old_actor:
+        behind = versions_behind(config)
+        on_host = behind + 1 if behind and device != "cuda" else 0  # older versions wait in the host's memory
+        parts["old policy"] = frozen * (1 + on_host)
+    if config.use_opd and config.opd_type == "trainer":
+        parts["teacher (if it is as large)"] = frozen
+    return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """An optimizer step of one rank: elements of the model, bytes of what passes through it.
+
+    The layers are groups of their own, whose whole weights come and go; embedding and output layer stay whole from the
+    forward to the end of the backward. A rank that has the model for itself keeps all of it.
+    """
+
+    total: int
+    trained: int
+    root: int
+    layer: int
+    head: int
+    layers: int
+    compute: int
+    """Bytes of one weight in forward and backward."""
+    sharers: int
+    """Ranks that have one copy of the model between them."""
+    on_gpu: bool
+    accumulates: bool
+    """Whether a micro-batch finds the gradients of earlier ones."""
+    tied: bool
+    kept: int
+    """Bytes of activations that all layers keep."""
+    again: int
+    """Bytes of those that one layer computes once more."""
+    chunk: int
+    """Bytes of the logits that exist at once."""
+
+    @classmethod
+    def of(cls, config: Config, shape: ModelShape, *, device: str, trainers: int) -> _Step:
+        dtype = resolve_dtype(config.dtype, device, shape.num_parameters)
+        total, on_gpu = shape.num_parameters or 0, device == "cuda"
+        compiled = on_gpu and total >= COMPILE_MIN_PARAMETERS
+        tokens, layers = tokens_per_forward(config), shape.num_layers or 0
+        layer = tokens * (layer_bytes(shape, dtype=dtype, on_gpu=on_gpu, compiled=compiled) or 0)
+        inputs = tokens * (layer_input_bytes(shape, dtype=dtype) or 0)
+        again = config.recompute_activations
+        rows = config.log_probs_chunk_size
+        vocab = shape.vocab_size or 0
+        if rows <= 0:
+            rows = CHUNK_LOGITS["cuda" if on_gpu else "cpu"] // (vocab or 1)
+        if config.loss_type == "custom_loss":
+            rows = tokens
+        return cls(
+            total=total,
+            trained=_adapter_parameters(config) if uses_lora(config) else total,
+            root=shape.root_parameters or 0,
+            layer=shape.layer_parameters or 0,
+            head=shape.head_parameters or 0,
+            layers=layers,
+            compute=BYTES_PER_ELEMENT[dtype],
+            sharers=trainers,
+            on_gpu=on_gpu,
+            accumulates=config.use_dynamic_batch_size or config.global_batch_size > trainers * config.micro_batch_size,
+            tied=shape.tied_embeddings,
+            kept=layers * (inputs if again else layer) + tokens * (root_bytes(shape, dtype=dtype) or 0),
+            again=layer if again else 0,
+            chunk=4 * min(rows, response_tokens(config)) * vocab,
         )
-        parts["activations (rough)"] = tokens * kept * BYTES_PER_ELEMENT[dtype]
-    return MemoryEstimate(parts)
+
+    def shard(self, elements: int) -> int:
+        return -(-elements // self.sharers)
+
+    @property
+    def gradients(self) -> int:
+        return _MASTER * self.shard(self.trained)
+
+    @property
+    def earlier(self) -> int:
+        """Gradients of micro-batches before this one."""
+        return self.gradients if self.accumulates else 0
+
+    @property
+    def trains_all(self) -> bool:
+        return self.trained == self.total
+
+    def whole(self, groups: int) -> int:
+        """Whole weights: embedding and output layer, and so many layers."""
+        if self.sharers == 1:
+            return self.compute * self.total
+        return self.compute * (self.root + groups * self.layer)
+
+    def loss(self) -> dict[str, int]:
+        """All layers have run, the next one is gathered; the gradient of the output layer is summed over chunks."""
+        widened = 4 * self.head if self.compute == 2 and not self.on_gpu else 0
+        forward = 2 * self.chunk
+        halved = self.chunk // 2 if self.compute == 2 and self.on_gpu else 0
+        backward = self.chunk + halved + (2 * _MASTER * self.head if self.trains_all else 0)
+        return {
+            "gradients": self.earlier,
+            "whole weights": self.whole(1),
+            "activations": self.kept,
+            "logits": widened + max(forward, backward),
+        }
+
+    def last_layer(self) -> dict[str, int]:
+        """Its whole weights and gradients, and the weights of the layer before."""
+        return {
+            "gradients": self.earlier,
+            "whole weights": self.whole(2),
+            "whole gradients": self.compute * (self.head + self.layer) if self.trains_all else 0,
+            "activations": self.kept + self.again,
+        }
+
+    def inner_layer(self) -> dict[str, int]:
+        """The same for a layer further down, while what the last one gave is being reduced."""
+        if self.layers < 2:
+            return {}
+        found = self.last_layer()
+        found["activations"] = self.kept * (self.layers - 1) // self.layers + self.again
+        if self.sharers == 1:
+            found["whole weights"] -= self.compute * self.layer
+        if self.trains_all:
+            found["whole gradients"] += _MASTER * self.layer
+        return found
+
+    def embedding(self) -> dict[str, int]:
+        """The end of the backward: what lies outside the layers is reduced, and copied for it."""
+        if not self.trains_all:
+            return {"gradients": self.gradients, "whole weights": self.compute * self.root}
+        summed = self.compute * (2 * self.root + (self.head if self.tied else 0))
+        copies = 2 if self.sharers == 1 or not self.on_gpu else 1
+        reduced = self.compute * self.root + _MASTER * (copies * self.root + self.shard(self.root))
+        return {"gradients": self.gradients, "whole gradients": max(summed, reduced)}
+
+
+def _adapter_parameters(config: Config) -> int:
+    """Elements of the LoRA matrices; 0 where only the trainer knows the layers."""
+    linears = linears_of(config.hf_checkpoint)
+    if not linears:
+        return 0
+    chosen = choose_targets(
+        linears,
+        config.lora_target_modules or (),
+        f"the model in {config.hf_checkpoint}",
+        freeze=config.freeze_params_name_list,
+        only_train=config.only_train_params_name_list,
+    )
+    shapes = adapter_shapes({module: linears[module] for module in chosen}, config.lora_rank)
+    return sum(rows * columns for rows, columns in shapes.values())
 
 
 def engine_memory(
     config: Config, shape: ModelShape, *, dtype: str, device: str, available: int | None
 ) -> MemoryEstimate:
-    """One embedded engine: weights in the rollout precision `dtype` and the KV cache."""
+    """One embedded engine, or one GPU of an engine that has several: weights in the precision `dtype`, KV cache."""
     parts: dict[str, int] = {}
     if shape.num_parameters is not None:
-        parts["weights"] = BYTES_PER_ELEMENT[dtype] * shape.num_parameters
+        parts["weights"] = BYTES_PER_ELEMENT[dtype] * shape.num_parameters // config.rollout_num_gpus_per_engine
     per_token = shape.kv_bytes_per_token(dtype)
     if config.engine_max_total_tokens is not None and per_token is not None:
         parts["KV cache"] = config.engine_max_total_tokens * per_token
@@ -83,6 +242,14 @@ def tokens_per_forward(config: Config) -> int:
     if config.use_dynamic_batch_size and config.max_tokens_per_gpu is not None:
         return config.max_tokens_per_gpu
     return config.micro_batch_size * longest_sample(config)
+
+
+def response_tokens(config: Config) -> int:
+    """Tokens of one training forward pass whose log-probs are taken, at most."""
+    tokens = tokens_per_forward(config)
+    if config.use_dynamic_batch_size or config.rollout_max_response_len is None:
+        return tokens
+    return min(tokens, config.micro_batch_size * config.rollout_max_response_len)
 
 
 def longest_sample(config: Config) -> int:

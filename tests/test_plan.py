@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import slime
+from slime import cli
 from slime.cluster import precision
 from slime.config import Config, resolve
 from slime.errors import UserError
@@ -81,13 +82,19 @@ def test_plan_states_the_arithmetic(flags: dict[str, Any]) -> None:
 def test_memory_of_a_known_shape(flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, use_kl_loss=True, engine_max_total_tokens=1000, log_probs_chunk_size=100))
     shape = ModelShape.from_folder(flags["hf_checkpoint"])
-    half = PARAMETERS // 2
-    parts = trainer_memory(config, shape, device="cuda", trainers=2).parts
-    assert parts["weights"] == 4 * half
-    assert parts["gradients"] == 4 * half
-    assert parts["Adam moments"] == 8 * half
-    assert parts["reference"] == 2 * half
-    assert parts["logits"] == 2 * 4 * 100 * 151936
+    half, head, layer = PARAMETERS // 2, 151936 * 1024, (PARAMETERS - 151936 * 1024 - 1024) // 28
+    estimate = trainer_memory(config, shape, device="cuda", trainers=2)
+    kept = 2 * (2 * 1024 + 3 * 2048 + 3 * 1024 + 2 * 3072)  # residuals, queries and attention, keys and values, MLP
+    assert estimate.peak == "loss"
+    assert estimate.parts == {
+        "weights": 4 * half,
+        "Adam moments": 8 * half,
+        "reference": 2 * half,
+        "gradients": 4 * half,
+        "whole weights": 2 * (head + 1024 + layer),
+        "activations": 640 * (28 * kept + 10 * 1024),
+        "logits": 4 * 100 * 151936 * 3 // 2 + 8 * head,
+    }
     engine = engine_memory(config, shape, dtype="bfloat16", device="cuda", available=None)
     assert engine.parts == {"weights": 2 * PARAMETERS, "KV cache": 1000 * 2 * 28 * 8 * 128 * 2}
     unbounded = config.replace(engine_max_total_tokens=None)
@@ -126,11 +133,58 @@ def test_recompute_and_token_budget_change_activations(flags: dict[str, Any]) ->
 
     def activations(**changes: Any) -> int:
         config = resolve(Config(**{**flags, **changes}))
-        return trainer_memory(config, shape, device="cpu", trainers=1).parts["activations (rough)"]
+        return trainer_memory(config, shape, device="cpu", trainers=1).parts["activations"]
 
     assert activations(recompute_activations=True) < activations() / 3
     assert activations(micro_batch_size=2) == 2 * activations()
     assert activations(use_dynamic_batch_size=True, max_tokens_per_gpu=6400) == 10 * activations()
+
+
+def test_ranks_share_what_lies_still_and_a_gathered_layer_is_whole(flags: dict[str, Any]) -> None:
+    shape, config = ModelShape.from_folder(flags["hf_checkpoint"]), resolve(Config(**flags))
+    one, two, eight = (trainer_memory(config, shape, device="cpu", trainers=n) for n in (1, 2, 8))
+    assert one.parts["whole weights"] == one.parts["weights"]  # a rank alone keeps all layers whole
+    assert two.parts["whole weights"] == eight.parts["whole weights"] < one.parts["whole weights"]
+    assert eight.parts["Adam moments"] == two.parts["Adam moments"] // 4
+    lone = config.replace(global_batch_size=8)  # one micro-batch a rank: nothing to add its gradients to
+    assert "gradients" not in trainer_memory(lone, shape, device="cpu", trainers=8).parts
+
+
+def test_an_adapter_has_no_master_weights_of_the_model(flags: dict[str, Any]) -> None:
+    shape = ModelShape.from_folder(flags["hf_checkpoint"])
+    config = resolve(Config(**flags, lora_rank=8, use_kl_loss=True))
+    parts = trainer_memory(config, shape, device="cuda", trainers=2).parts
+    features = (2048 + 1024) + 2 * (1024 + 1024) + (1024 + 2048) + 3 * (1024 + 3072)
+    assert parts["weights"] == 4 * 28 * 8 * features // 2
+    assert parts["Adam moments"] == 2 * parts["weights"]
+    assert parts["frozen weights"] == PARAMETERS
+    assert "reference" not in parts  # the model without its adapter
+    assert parts["logits"] < trainer_memory(resolve(Config(**flags)), shape, device="cuda", trainers=2).parts["logits"]
+
+
+def test_a_plan_for_a_cluster_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama = {
+        "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(llama))
+    words = f"plan --hf-checkpoint {tmp_path} --plan-cluster 8x8x80 --actor-num-nodes 8 --actor-num-gpus-per-node 8"
+    words += " --rollout-num-gpus-per-engine 8 --rollout-batch-size 128 --num-rollout 9 --rollout-max-context-len 9216"
+    words += f" --recompute-activations --output-dir {tmp_path / 'out'}"
+    assert cli.main(words.split()) == 0
+    printed = capsys.readouterr().out
+    assert "64 on GPUs 0-63" in printed
+    assert "8 on GPUs 0-63" in printed
+    assert "weights 4.11 GiB, Adam moments 8.21 GiB" in printed  # 70.6 B in float32 over 64
+    assert "each GPU has" in printed
+    assert "80.00 GiB" in printed
+    assert "planned for 8 x 8 GPUs of 80 GiB, not for here" in printed
+    assert cli.main([*words.split(), "--actor-num-gpus-per-node", "16"]) == 2
+    assert "8 x --actor-num-gpus-per-node 16 do not fit on 8 x 8 GPUs" in capsys.readouterr().err
+    assert cli.main([*words.split(), "--plan-cluster", "64x80"]) == 2
+    assert "--plan-cluster is nodes, GPUs of each and GiB of each GPU, such as 8x8x80" in capsys.readouterr().err
+    assert cli.main(["train", *words.split()[1:]]) == 2
+    assert "--plan-cluster 8x8x80 is for a plan" in capsys.readouterr().err
 
 
 def test_gpus_are_placed_or_refused(flags: dict[str, Any]) -> None:

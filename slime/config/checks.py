@@ -45,7 +45,8 @@ def _is_missing(config: Config, spec: FlagSpec) -> bool:
 
 def _lacks_prompts(config: Config) -> bool:
     own_source = config.disable_rollout_global_dataset or config.data_source_path != DEFAULT_DATA_SOURCE
-    return config.prompt_data is None and not own_source and config.load_debug_rollout_data is None
+    elsewhere = own_source or config.plan_cluster is not None
+    return config.prompt_data is None and not elsewhere and config.load_debug_rollout_data is None
 
 
 def check_flags_fit(config: Config) -> None:
@@ -57,6 +58,8 @@ def check_flags_fit(config: Config) -> None:
 
 
 def _contradictions(config: Config) -> Iterator[str]:
+    if config.plan_cluster is not None and not config.dry_run:
+        yield f"--plan-cluster {config.plan_cluster} is for a plan: slime plan, or slime train --dry-run"
     yield from _length_and_data(config)
     yield from _placement(config)
     yield from async_contradictions(config)

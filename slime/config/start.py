@@ -208,7 +208,7 @@ def continues_itself(config: Config) -> bool:
 def check_weight_sources(config: Config) -> None:
     """Raise a `UserError` for the first folder that the engines or trainers of this run could not load."""
     served_elsewhere = config.rollout_external_engine_addrs or config.carried.get("sglang_load_format") == "dummy"
-    only_described = config.debug_rollout_only and bool(served_elsewhere)
+    only_described = (config.debug_rollout_only and bool(served_elsewhere)) or config.plan_cluster is not None
     for step, flag, folder in (
         (config.ckpt_step, "--load", config.load),
         (config.ref_ckpt_step, "--ref-load", config.ref_load),

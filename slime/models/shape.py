@@ -52,6 +52,9 @@ class ModelShape:
     attention_weights_per_layer: int | None = None
     is_latent: bool = False
     """Keys and values come from a latent (MLA)."""
+    has_head_norms: bool = False
+    """Queries and keys are normalised."""
+    norms_per_layer: int = 2
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelShape:
@@ -75,6 +78,29 @@ class ModelShape:
     def num_parameters(self) -> int | None:
         """All parameters, tied ones once."""
         return self.counted_parameters
+
+    @property
+    def head_parameters(self) -> int | None:
+        """Of the output layer, which is the embedding too where they are tied."""
+        return None if self.vocab_size is None or self.hidden_size is None else self.vocab_size * self.hidden_size
+
+    @property
+    def root_parameters(self) -> int | None:
+        """Those outside the layers: embedding, last norm, output layer."""
+        head = self.head_parameters
+        return None if head is None else head * (1 if self.tied_embeddings else 2) + (self.hidden_size or 0)
+
+    @property
+    def layer_parameters(self) -> int | None:
+        """Of the largest layer."""
+        total, root, layers = self.num_parameters, self.root_parameters, self.num_layers
+        if total is None or root is None or not layers:
+            return None
+        dense = layers - self.num_moe_layers
+        if not self.num_moe_layers or not dense:
+            return max(total - root, 0) // layers
+        narrow = (self.attention_weights_per_layer or 0) + 3 * (self.hidden_size or 0) * (self.ffn_size or 0)
+        return max(total - root - dense * narrow, 0) // self.num_moe_layers
 
     def kv_bytes_per_token(self, dtype: str) -> int | None:
         """Bytes one token takes in the KV cache of the whole model."""
@@ -142,6 +168,8 @@ class _ConfigReader:
             shared_expert_ffn_size=self._shared_expert_ffn(expert_ffn or 0),
             num_moe_layers=self._moe_layers(layers or 0) if experts else 0,
             num_attention_layers=self._attention_layers(layers),
+            has_head_norms=self.family in (*_HEAD_NORM_FAMILIES, *_WIDE_NORM_FAMILIES),
+            norms_per_layer=4 if self.family in _FOUR_NORM_FAMILIES else 2,
         )
         return self._with_attention(shape)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from slime.config.flag import at_least, between, flag
+from slime.config.planned_cluster import cluster_complaint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,6 +11,13 @@ class DebugFlags:
     """Debugging"""
 
     dry_run: bool = flag(False, "print the plan (processes, batches, memory, files) and exit")
+    plan_cluster: str | None = flag(
+        None,
+        "make the plan for GPUs that are not here: nodes, GPUs of each and GiB of each GPU (8x8x80); neither weights "
+        "nor prompts need to be there",
+        metavar="NODESxGPUSxGIB",
+        check=cluster_complaint,
+    )
     ci_test: bool = flag(
         False, "end the run when its log-probs contradict each other: KL before any update, trainer against engine"
     )

@@ -1,0 +1,72 @@
+"""What a training step really allocates, beside what the plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.algorithms import logprobs
+from slime.data.sample import Sample
+from slime.models.shape import ModelShape
+from slime.plan_memory import CHUNK_LOGITS, COMPILE_MIN_PARAMETERS, trainer_memory
+from slime.train.backends.fsdp import sharding
+from tests.tiny_models import make_model_folder
+from tests.train.counted_memory import most_bytes
+from tests.train.in_process import InProcess, config_for
+
+TOKENS = 256
+AT_REST = ("weights", "Adam moments", "reference")
+SHAPE = {"vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 48}
+
+
+def samples() -> list[list[Sample]]:
+    response = TOKENS - 64
+    return [
+        [
+            Sample(
+                group_index=index,
+                index=index,
+                tokens=[2 + (7 * at + index) % 300 for at in range(TOKENS)],
+                response_length=response,
+                loss_mask=[1] * response,
+                reward=float(index % 2),
+                rollout_log_probs=[-5.0] * response,
+                status=Sample.Status.COMPLETED,
+            )
+        ]
+        for index in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        ({"model_type": "qwen3"}, {}),
+        ({"model_type": "llama", "tie_word_embeddings": True}, {"num_steps_per_rollout": 2}),
+        ({"model_type": "qwen3"}, {"recompute_activations": True, "use_kl_loss": True}),
+        ({"model_type": "llama"}, {"loss_type": "sft_loss", "log_probs_chunk_size": 16}),
+    ],
+)
+def test_a_step_takes_what_the_plan_says(tmp_path: Path, model: dict[str, Any], flags: dict[str, Any]) -> None:
+    folder = make_model_folder(tmp_path / "model", **(SHAPE | model))
+    run = InProcess(
+        config_for(
+            folder,
+            tmp_path / "out",
+            **({"rollout_batch_size": 2, "n_samples_per_prompt": 1, "micro_batch_size": 1} | flags),
+            rollout_max_context_len=TOKENS,
+            rollout_max_response_len=TOKENS - 64,
+        )
+    )
+    run.train(0, samples())
+    plan = trainer_memory(run.config, ModelShape.from_folder(folder), device="cpu", trainers=1)
+    there = sum(size for name, size in plan.parts.items() if name in AT_REST)
+    taken = there + most_bytes(lambda: run.train(1, samples()))
+    assert plan.total == pytest.approx(taken, rel=0.05), (plan, taken)
+
+
+def test_the_plan_cuts_logits_and_compiles_as_training_does() -> None:
+    assert CHUNK_LOGITS == {"cpu": logprobs.CHUNK_LOGITS_CPU, "cuda": logprobs.CHUNK_LOGITS_CUDA}
+    assert COMPILE_MIN_PARAMETERS == sharding.COMPILE_MIN_PARAMETERS
