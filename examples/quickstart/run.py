@@ -2,6 +2,7 @@
 it to add.
 
 python examples/quickstart/run.py [--device cpu|cuda] [--output-dir DIR] [--seed N] [--mode sync|partial|one-step|full]
+                                  [--lora-rank N]
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import slime  # noqa: E402
 from slime.errors import RunFailed, UserError  # noqa: E402
 
 LEARNED = 0.90
+LORA_RATE = 4e-3
+"""Adapters want about ten times the learning rate of the weights."""
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "partial": {"over_sampling_batch_size": 64, "partial_rollout": True},
@@ -34,6 +37,7 @@ def main() -> int:
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/quickstart"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mode", choices=list(MODES), default="sync", help="how generation and training overlap")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train an adapter of this rank in the third step")
     args = parser.parse_args()
     out: Path = args.output_dir
     common = {"device": args.device, "dtype": "float32", "input_key": "prompt", "label_key": "label", "seed": args.seed}
@@ -77,7 +81,8 @@ def main() -> int:
         use_dynamic_batch_size=True,
         max_tokens_per_gpu=8192,
         eps_clip_high=0.28,
-        lr=4e-4,
+        lr=LORA_RATE if args.lora_rank else 4e-4,
+        lora_rank=args.lora_rank,
         lr_warmup_iters=5,
         lr_decay_style="cosine",
         output_dir=str(out),

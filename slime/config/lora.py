@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.config import Config
-from slime.config.start import find_base
+from slime.config.start import base_of, find_start
 from slime.config.weight_files import read_header
 from slime.errors import UserError
 
@@ -116,7 +116,7 @@ def check_adapter(config: Config) -> None:
             raise UserError(f"--lora-load {config.lora_load} has no {WEIGHTS_FILE}: save the adapter again")
         read_header(weights, "--lora-load")
     if uses_lora(config) and config.lora_sync == "adapter" and not config.debug_rollout_only:
-        base = find_base(config)
+        base = base_of(config, find_start(config))
         folder = base.checkpoint or base.hf_folder
         if folder is not None and Path(folder).resolve() != Path(config.hf_checkpoint).resolve():
             raise UserError(

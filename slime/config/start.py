@@ -77,9 +77,8 @@ def _read_folder(folder: str, flag: str, step: int | None, *, converted_from: st
     return None
 
 
-def find_base(config: Config, flag: str = "--load") -> Start:
+def base_of(config: Config, start: Start) -> Start:
     """What an adapter is trained beside: where the run began, which a checkpoint that it resumes from names."""
-    start = find_start(config, flag)
     if not start.resumes or start.checkpoint is None:
         return start
     named = Path(str((adapter_of(start.checkpoint) or {}).get("base")))

@@ -111,6 +111,11 @@ class Adapter:
         return sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
 
 
+def peft_name(parameter: str) -> str:
+    """The name of a trainer's parameter (`<module>.lora_A.weight`) as it travels and is saved."""
+    return _PREFIX + parameter
+
+
 def tensor_names(module: str) -> tuple[str, str]:
     """Under which names a module's A and B travel and are saved."""
     return f"{_PREFIX}{module}{_ENDS['A']}", f"{_PREFIX}{module}{_ENDS['B']}"

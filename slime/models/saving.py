@@ -65,10 +65,12 @@ def save_hf_folder(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     quantization: Callable[[], dict[str, Any]] | None = None,
+    beside: Callable[[Path], object] | None = None,
 ) -> Path:
     """Save HF-named tensors (a mapping or a stream of pairs) with the small files of `source_folder` to `out`.
 
     They are written in `dtype`; with `quantization`, which is asked for the config's entry at the end, as they are.
+    `beside` puts more files into the folder before it is in its place.
     """
     target = Path(out).resolve()
     refuse_to_replace(target)
@@ -80,6 +82,8 @@ def save_hf_folder(
         copy_model_files(source_folder, staging)
         _write_weights(state_dict, staging, dtype if quantization is None else None, max_shard_bytes)
         write_config_dtype(staging, dtype, None if quantization is None else quantization())
+        if beside is not None:
+            beside(staging)
         mark_written(staging)
         fsync_path(staging)
         refuse_to_replace(target)  # it took a while

@@ -17,7 +17,8 @@ from torch import Tensor
 from slime.config import Config
 from slime.config.algorithm import needs_reference
 from slime.config.asynchronous import versions_behind
-from slime.config.start import Start, find_reference, find_start
+from slime.config.lora import uses_lora
+from slime.config.start import Start, base_of, find_reference, find_start
 from slime.errors import UserError
 from slime.train.backends.protocol import POLICY, Builder, Outcome
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
@@ -40,7 +41,7 @@ class Actor:
         self.topology = builder.topology
         start = find_start(config)
         builder.progress.begin("loading the policy")
-        self.backend = builder.policy(config, start)
+        self.backend = builder.policy(config, base_of(config, start) if uses_lora(config) else start)
         for name, source in self._frozen_sources().items():
             builder.progress.begin(f"loading {name}")
             self.backend.load_frozen(name, source)

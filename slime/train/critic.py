@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from slime.config import Config
+from slime.config.lora import uses_lora
 from slime.config.roles import critic_flags
-from slime.config.start import find_critic_start
+from slime.config.start import base_of, find_critic_start
 from slime.errors import UserError
 from slime.train.backends.protocol import Builder, Outcome
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
@@ -29,7 +30,7 @@ class Critic:
         self.config = critic_flags(config)
         start = find_critic_start(config)
         builder.progress.begin("loading the critic")
-        self.backend = builder.critic(self.config, start)
+        self.backend = builder.critic(self.config, base_of(self.config, start) if uses_lora(self.config) else start)
         self.rates = RateSchedule.from_config(self.config)
         self.state = TrainState()
         if start.resumes and start.checkpoint is not None:

@@ -43,7 +43,8 @@ def _bounded(config: Config, steps: Sequence[Mapping[str, float]]) -> Iterator[t
     if checks_kl and "train/ppo_kl" in first and not config.use_rollout_logprobs and not of_older_weights:
         yield "train/ppo_kl before the first update", first["train/ppo_kl"], KL_BEFORE_UPDATE
     is_first = "train/kl_loss" in first and first["train/step"] == 0
-    if checks_kl and is_first and find_start(config) == find_reference(config):
+    fresh = config.lora_load is None  # else the policy starts with an adapter that its reference does not have
+    if checks_kl and is_first and fresh and find_start(config) == find_reference(config):
         yield "train/kl_loss before the first update", first["train/kl_loss"], KL_BEFORE_UPDATE
     if may_be_older(config):
         return  # what older weights sampled is not what these would

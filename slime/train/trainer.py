@@ -21,6 +21,7 @@ from slime.config import Config
 from slime.config.algorithm import has_critic
 from slime.config.plugin_args import plugin_args, tell_plugins
 from slime.errors import UserError
+from slime.models.adapter import write_adapter
 from slime.models.loading import save_hf_folder
 from slime.models.shape import count_parameters
 from slime.plugins import load_function
@@ -156,14 +157,21 @@ class Trainer:
 
     def save_hf(self, path: str) -> str:
         """A Hugging Face folder; its path, or a `NotWritten`."""
-        source, dtype = self.config.hf_checkpoint, self.dtype
+        source, dtype, backend = self.config.hf_checkpoint, self.dtype, self.actor.backend
         assert source is not None
+        adapter = dict(backend.full_adapter())
+
+        def beside(folder: Path) -> None:
+            info = backend.adapter
+            if info is not None:
+                into, facts = folder / "adapter", info.facts
+                write_adapter(into, adapter, facts, base_model=str(info.base), target_modules=info.peft_targets)
 
         def write(tensors: Iterator[NamedTensor]) -> None:
-            save_hf_folder(tensors, source, path, dtype)
+            save_hf_folder(tensors, source, path, dtype, beside=beside)
 
         is_writer = self.ranks.rank == 0
-        tensors = self.progress.over(hf_tensors(self.actor.backend), "writing a Hugging Face folder: tensor")
+        tensors = self.progress.over(hf_tensors(backend), "writing a Hugging Face folder: tensor")
         written_together(self.ranks, tensors, write if is_writer else None, f"the Hugging Face folder {path}")
         return path
 

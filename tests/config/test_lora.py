@@ -10,7 +10,7 @@ import pytest
 
 from slime.config import Config, resolve
 from slime.config.megatron_folder import LATEST
-from slime.config.start import Start, find_base
+from slime.config.start import Start, base_of, find_start
 from slime.errors import UserError
 from slime.plan import make_plan
 from tests.config.conftest import TINY_QWEN3
@@ -149,6 +149,10 @@ def test_an_adapter_that_is_not_whole_is_refused(valid: dict[str, Any], tmp_path
     )
 
 
+def base(config: Config) -> Start:
+    return base_of(config, find_start(config))
+
+
 SAVED = {"rank": 8, "alpha": 16.0, "targets": ["all-linear"]}
 
 
@@ -176,14 +180,14 @@ def test_a_checkpoint_of_all_weights_is_no_adapter_and_the_other_way_round(
 
 def test_the_base_is_where_the_run_began_also_when_it_is_resumed(valid: dict[str, Any], tmp_path: Path) -> None:
     other = second_model(tmp_path / "other")
-    assert find_base(resolved(valid, lora_rank=8)) == Start()
-    assert find_base(resolved(valid, lora_rank=8, ref_load=str(other))) == Start(hf_folder=other, flag="--ref-load")
+    assert base(resolved(valid, lora_rank=8)) == Start()
+    assert base(resolved(valid, lora_rank=8, ref_load=str(other))) == Start(hf_folder=other, flag="--ref-load")
     own = checkpoint(tmp_path / "own", SAVED | {"base": str(Path(valid["hf_checkpoint"]).resolve())})
-    assert find_base(resolved(valid, lora_rank=8, load=str(own))) == Start()
+    assert base(resolved(valid, lora_rank=8, load=str(own))) == Start()
     elsewhere = checkpoint(tmp_path / "elsewhere", SAVED | {"base": str(other)})
-    assert find_base(resolved(valid, lora_rank=8, load=str(elsewhere))).hf_folder == other
+    assert base(resolved(valid, lora_rank=8, load=str(elsewhere))).hf_folder == other
     moved = checkpoint(tmp_path / "moved", SAVED | {"base": str(tmp_path / "gone")})
-    assert find_base(resolved(valid, lora_rank=8, load=str(moved), ref_load=str(other))).hf_folder == other
+    assert base(resolved(valid, lora_rank=8, load=str(moved), ref_load=str(other))).hf_folder == other
 
 
 def test_engines_that_get_the_adapter_alone_must_have_its_base(valid: dict[str, Any], tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from transformers import PretrainedConfig
 
 from slime.config import Config
 from slime.config.start import Start
+from slime.models.adapter import AdapterFacts
 from slime.train.progress import Progress
 from slime.train.rates import Rates
 from slime.train.samples.micro_batch import MicroBatch
@@ -67,12 +69,33 @@ class Scores:
     entropy: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class TrainedAdapter:
+    """What is trained where `--lora-rank` leaves the weights as they are."""
+
+    facts: AdapterFacts
+    targets: tuple[str, ...]
+    """As the flags name them."""
+    peft_targets: tuple[str, ...]
+    """As PEFT is told."""
+    base: Path
+    """The folder of the weights that it is trained beside."""
+
+    def to_meta(self) -> dict[str, Any]:
+        """What a checkpoint says of it; `slime.config.start.adapter_of` reads it."""
+        facts = self.facts.to_dict()
+        own = {"rank": self.facts.rank, "alpha": self.facts.alpha, "targets": list(self.targets)}
+        return {**own, "base": str(self.base), "base_dtype": facts["base_dtype"]}
+
+
 class TrainBackend(Protocol):
     """One model that is trained, with its optimizer, and the frozen sets of weights it is compared with."""
 
     topology: Topology
     progress: Progress
     model_config: PretrainedConfig
+    adapter: TrainedAdapter | None
+    """With LoRA; None where the weights themselves are trained."""
 
     # passes
 
@@ -122,7 +145,7 @@ class TrainBackend(Protocol):
     def using(self, name: str) -> AbstractContextManager[None]:
         """Passes inside run with this set; gradients are only ever those of the policy."""
 
-    # weights, whole and in parts
+    # what a checkpoint holds: all weights, or what is trained beside them
 
     def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
         """Under the names of the module, whole, each tied weight once; all ranks iterate together."""
@@ -133,11 +156,19 @@ class TrainBackend(Protocol):
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes that `load_parameter` accepts."""
 
+    def load_parameter(self, name: str, full: Tensor, weights: str = POLICY) -> None:
+        """Overwrite this rank's part of one parameter."""
+
+    def load_optimizer_state(self, name: str, full: dict[str, Tensor]) -> None:
+        """Overwrite this rank's part of one parameter's optimizer state."""
+
+    # what leaves: the weights, with the adapter added where there is one, and the adapter alone
+
     def parameter_facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Whole shape and dtype of what `full_parameters` yields, in its order."""
+        """Names, whole shapes and dtypes of the model's own parameters."""
 
     def local_parameters(self) -> Iterator[NamedTensor]:
-        """This rank's parts of what `full_parameters` yields, in its order; nothing is gathered."""
+        """This rank's parts of them as they leave, in this order; all ranks iterate together, to the end."""
 
     def gather_part(self, name: str, part: Tensor) -> Tensor:
         """The whole of a tensor that lies on the ranks as parameter `name` does, of any dtype; all ranks together."""
@@ -145,11 +176,8 @@ class TrainBackend(Protocol):
     def as_in_folder(self, members: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of one layer under their names and in their shapes in a Hugging Face folder."""
 
-    def load_parameter(self, name: str, full: Tensor, weights: str = POLICY) -> None:
-        """Overwrite this rank's part of one parameter."""
-
-    def load_optimizer_state(self, name: str, full: dict[str, Tensor]) -> None:
-        """Overwrite this rank's part of one parameter's optimizer state."""
+    def full_adapter(self) -> Iterator[NamedTensor]:
+        """The matrices of the adapter under PEFT's names, whole, none without one; all ranks iterate together."""
 
 
 class Builder(Protocol):

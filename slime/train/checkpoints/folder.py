@@ -94,6 +94,8 @@ class CheckpointFolder:
             "model": describe_model(backend),
             "hf_checkpoint": config.hf_checkpoint,
         }
+        if backend.adapter is not None:
+            meta["lora"] = backend.adapter.to_meta()
         tensors = _prefixed(
             model=backend.full_parameters(),
             optim=backend.full_optimizer_state() if with_optimizer else iter(()),

@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slime.config.start import LATEST
+from slime.config.start import LATEST, adapter_of
 from slime.errors import UserError
+from slime.models.adapter import Adapter, AdapterFacts, merged, peft_name
 from slime.models.loading import as_in_folder, load_config
-from slime.models.weight_reader import WeightReader, weights_of
+from slime.models.lora import is_adapter
+from slime.models.weight_reader import WeightReader, plain_tensors, weights_of
 from slime.train.backends.protocol import NamedTensor
 from slime.train.checkpoints.saved_tensors import SavedTensors
 from slime.train.sending.export import by_layer
@@ -33,23 +36,33 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 def model_of_checkpoint(checkpoint: Path) -> Path:
     """The model folder that the run of a checkpoint started from."""
-    try:
-        named = json.loads((checkpoint / "meta.json").read_text())["hf_checkpoint"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint / 'meta.json'} cannot be read ({error}): the checkpoint is damaged") from error
-    folder = Path(str(named))
+    folder = _named_model(checkpoint)
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"checkpoint {checkpoint} is of the model in {named}, which is not there: name its folder "
+            f"checkpoint {checkpoint} is of the model in {folder}, which is not there: name its folder "
             "with --hf-checkpoint"
         )
     return folder
 
 
+def _named_model(checkpoint: Path) -> Path:
+    try:
+        return Path(str(json.loads((checkpoint / "meta.json").read_text())["hf_checkpoint"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint / 'meta.json'} cannot be read ({error}): the checkpoint is damaged") from error
+
+
 def checkpoint_tensors(
     checkpoint: Path, model_folder: Path, *, add_missing: bool = False, trust_remote_code: bool = False
 ) -> Iterator[NamedTensor]:
-    """The weights under their names in the model folder; with `add_missing` also those that were not trained."""
+    """The weights under their names in the model folder; with `add_missing` also those that were not trained.
+
+    A checkpoint of an adapter becomes the weights that it was trained beside, with the adapter added.
+    """
+    lora = adapter_of(checkpoint)
+    if lora is not None:
+        yield from _adapted_tensors(checkpoint, model_folder, lora, trust_remote_code)
+        return
     saved = SavedTensors(checkpoint, "model")
     if not saved.names:
         raise UserError(f"checkpoint {checkpoint} has no weights (model-*.safetensors): choose another one")
@@ -63,6 +76,57 @@ def checkpoint_tensors(
             yield name, tensor
     if add_missing:
         yield from ((name, original[name]) for name in original.names if name not in written)
+
+
+def _adapted_tensors(
+    checkpoint: Path, model_folder: Path, lora: dict[str, Any], trust_remote_code: bool
+) -> Iterator[NamedTensor]:
+    """All weights of the base, those that have an adapter with it; rounded first as the trainer had them."""
+    facts, saved = AdapterFacts.from_dict({"r": lora["rank"], "lora_alpha": lora["alpha"], **lora}), {}
+    for name, tensor in SavedTensors(checkpoint, "model"):
+        if not is_adapter(name):
+            raise UserError(f"checkpoint {checkpoint} has {name}, which {model_folder} lacks: it is a critic's")
+        saved[peft_name(name)] = tensor
+    model = _empty_model(model_folder, trust_remote_code)
+    pairs = {
+        folder_name: pair
+        for module, pair in Adapter.from_tensors(facts, saved).pairs.items()
+        for folder_name in as_in_folder(model, {f"{module}.weight": torch.empty(1, 1, device="meta")})
+    }
+    for name, tensor in _base_tensors(checkpoint, model_folder, lora, trust_remote_code):
+        plain = tensor.to(facts.base_dtype) if tensor.is_floating_point() else tensor
+        if name not in pairs:
+            yield name, plain
+            continue
+        a, b = pairs.pop(name)
+        if tuple(tensor.shape) != (len(b), a.shape[1]):
+            shape = (len(b), a.shape[1])
+            raise UserError(
+                f"the adapter in {checkpoint} is for {name} of the shape {shape}, but it is {tuple(tensor.shape)} in "
+                f"{model_folder}: name the folder of the same model with --hf-checkpoint"
+            )
+        yield name, merged(plain, a, b, scale=facts.scale, dtype=torch.float32)
+    if pairs:
+        raise UserError(
+            f"the adapter in {checkpoint} is for {min(pairs)}, which {model_folder} lacks: name the folder of the same "
+            "model with --hf-checkpoint"
+        )
+
+
+def _base_tensors(
+    checkpoint: Path, model_folder: Path, lora: dict[str, Any], trust_remote_code: bool
+) -> Iterator[NamedTensor]:
+    """What the adapter was trained beside: the folder or checkpoint that it names, unless another one is given."""
+    given = model_folder.resolve() != _named_model(checkpoint).resolve()
+    base = model_folder if given else Path(str(lora.get("base")))
+    if (base / "meta.json").is_file():
+        return checkpoint_tensors(base, model_folder, trust_remote_code=trust_remote_code)
+    if not (base / "config.json").is_file():
+        raise UserError(
+            f"checkpoint {checkpoint} holds an adapter of the model in {base}, which is not there: name its folder "
+            "with --hf-checkpoint"
+        )
+    return plain_tensors(base)
 
 
 def _empty_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:

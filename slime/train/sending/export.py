@@ -23,8 +23,9 @@ from slime.train.checkpoints.not_written import written_together
 
 def hf_tensors(backend: TrainBackend) -> Iterator[NamedTensor]:
     """Whole tensors under their names in a model folder."""
-    for members in by_layer(backend.full_parameters()):
-        yield from backend.as_in_folder(members).items()
+    for members in by_layer(backend.local_parameters()):
+        gathered = {name: backend.gather_part(name, part) for name, part in members.items()}
+        yield from backend.as_in_folder(gathered).items()
 
 
 def hf_layout(backend: TrainBackend, dtype: torch.dtype) -> list[NamedTensor]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +18,23 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from slime.config import Config
-from slime.config.start import Start
+from slime.config.start import Start, base_path
 from slime.errors import UserError
 from slime.models.loading import as_in_folder, persistent_buffers
+from slime.models.lora import is_adapter
+from slime.train.backends.fsdp.adapted import AdaptedModel
 from slime.train.backends.fsdp.frozen import FrozenSets
+from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer, set_rates
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
 from slime.train.backends.fsdp.sharding import gather_like, local_part, shard, shard_like, whole
-from slime.train.backends.protocol import POLICY, NamedTensor, Objective, Reads, Scores, Totals
+from slime.train.backends.protocol import POLICY, NamedTensor, Objective, Reads, Scores, Totals, TrainedAdapter
 from slime.train.progress import Progress
 from slime.train.rates import Rates
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.topology import Topology
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def _loads_nothing(source: Start) -> PolicyModel:
-    raise RuntimeError("a value model has no frozen sets")
 
 
 class FSDPBackend:
@@ -48,7 +49,9 @@ class FSDPBackend:
         *,
         compute_dtype: torch.dtype,
         progress: Progress,
-        load_frozen: Callable[[Start], PolicyModel] = _loads_nothing,
+        load_frozen: Callable[[Start], PolicyModel],
+        layers: LoraLayers | None = None,
+        base: Path = Path(),
     ) -> None:
         self.topology = topology
         self.progress = progress
@@ -58,11 +61,19 @@ class FSDPBackend:
         self.model_config = model.config
         if config.recompute_activations:
             _enable_recompute(model)
-        choose_trainable(model, freeze=config.freeze_params_name_list, only_train=config.only_train_params_name_list)
+        if layers is None:  # else those with an adapter are chosen already
+            patterns = {"freeze": config.freeze_params_name_list, "only_train": config.only_train_params_name_list}
+            choose_trainable(model, **patterns)
         shard(module, mesh, MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32))
         self.optimizer = make_optimizer(module.parameters(), config)
         self._parameters = dict(model.named_parameters())
         self._frozen = FrozenSets(module, mesh, load_frozen)
+        self._base_of = partial(base_path, config)
+        self._adapted: AdaptedModel | None = None
+        self.adapter: TrainedAdapter | None = None
+        if layers is not None:
+            self._adapted = AdaptedModel(module, layers, base=base, base_dtype=compute_dtype)
+            self.adapter = self._adapted.info
         self._active: PackedModel = module
 
     # passes
@@ -120,19 +131,36 @@ class FSDPBackend:
     # frozen sets
 
     def load_frozen(self, name: str, source: Start) -> None:
-        self._frozen.load(name, source)
+        if self._adapted is not None and self._base_of(source) == self._adapted.info.base:
+            self._adapted.sets.add_base(name)
+        else:
+            self._frozen.load(name, source)
 
     def snapshot(self, name: str, *, decay: float = 0.0, on_host: bool = False) -> None:
-        self._frozen.snapshot(name, decay=decay, on_host=on_host)
+        if self._adapted is None:
+            self._frozen.snapshot(name, decay=decay, on_host=on_host)
+            return
+        assert decay == 0.0, "the average of two adapters is none of their rank"
+        self._frozen.forget(name)
+        self._adapted.sets.snapshot(name, on_host=on_host)
 
     def forget(self, name: str) -> None:
         self._frozen.forget(name)
+        if self._adapted is not None:
+            self._adapted.sets.forget(name)
 
     def has(self, name: str) -> bool:
-        return name in self._frozen
+        return name in self._frozen or self._differs_in_adapter(name)
+
+    def _differs_in_adapter(self, name: str) -> bool:
+        return self._adapted is not None and name in self._adapted.sets
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
+        if self._adapted is not None and name in self._adapted.sets:
+            with self._adapted.sets.using(name):
+                yield
+            return
         before = self._active
         self._active = self.module if name == POLICY else self._frozen.model(name).module
         try:
@@ -140,16 +168,16 @@ class FSDPBackend:
         finally:
             self._active = before
 
-    # weights, whole and in parts
+    # what a checkpoint holds
 
     def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
-        if weights != POLICY:
+        if self._adapted is not None and weights in self._adapted.sets:
+            yield from self._adapted.sets.full_parameters(weights)
+        elif weights != POLICY:
             yield from self._frozen.model(weights).full_parameters()
-            return
-        for name, parameter in self._parameters.items():
-            yield name, whole(parameter.detach())
-        for name, buffer in persistent_buffers(self.module.model):
-            yield name, buffer
+        else:
+            for name, tensor in self._saved().items():
+                yield name, whole(tensor.detach())
 
     def full_optimizer_state(self) -> Iterator[NamedTensor]:
         for name, parameter in self._parameters.items():
@@ -161,26 +189,11 @@ class FSDPBackend:
             yield f"step/{name}", state["step"].reshape(1)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: shape for name, (shape, _) in self.parameter_facts().items()}
-
-    def parameter_facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        tensors = [*self._parameters.items(), *persistent_buffers(self.module.model)]
-        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}
-
-    def local_parameters(self) -> Iterator[NamedTensor]:
-        for name, parameter in self._parameters.items():
-            yield name, local_part(parameter.detach())
-        yield from persistent_buffers(self.module.model)
-
-    def gather_part(self, name: str, part: Tensor) -> Tensor:
-        return gather_like(self._parameters[name], part) if name in self._parameters else part
-
-    def as_in_folder(self, members: dict[str, Tensor]) -> dict[str, Tensor]:
-        return as_in_folder(self.module.model, members)
+        return {name: tuple(tensor.shape) for name, tensor in self._saved().items()}
 
     def load_parameter(self, name: str, full: Tensor, weights: str = POLICY) -> None:
         if weights != POLICY:
-            self._frozen.model(weights).load_parameter(name, full)
+            self._load_frozen_parameter(weights, name, full)
             return
         target = self._parameters.get(name)
         with torch.no_grad():
@@ -189,11 +202,54 @@ class FSDPBackend:
             else:
                 local_part(target).copy_(local_part(shard_like(target, full)))
 
+    def _load_frozen_parameter(self, weights: str, name: str, full: Tensor) -> None:
+        if self._adapted is None or not is_adapter(name):
+            self._frozen.model(weights).load_parameter(name, full)
+            return
+        if weights not in self._adapted.sets:  # it had been a model of its own before it followed the policy
+            self._frozen.forget(weights)
+            self._adapted.sets.add_base(weights)
+        self._adapted.sets.load_parameter(weights, name, full)
+
     def load_optimizer_state(self, name: str, full: dict[str, Tensor]) -> None:
         parameter = self._parameters[name]
         state = {moment: shard_like(parameter, full[moment]) for moment in MOMENTS}
         state["step"] = full["step"].reshape(()).to(self.topology.device)
         self.optimizer.state[parameter] = state
+
+    def _saved(self) -> dict[str, Tensor]:
+        """The tensors of a checkpoint."""
+        if self._adapted is not None:
+            return self._adapted.trained
+        return {**self._parameters, **dict(persistent_buffers(self.module.model))}
+
+    # what leaves
+
+    def parameter_facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._leaving().items()}
+
+    def local_parameters(self) -> Iterator[NamedTensor]:
+        if self._adapted is None:
+            yield from ((name, local_part(tensor.detach())) for name, tensor in self._leaving().items())
+            return
+        with self._adapted.gathered():
+            yield from ((name, self._adapted.rows(name)) for name in self._adapted.leaving)
+        yield from persistent_buffers(self.module.model)
+
+    def gather_part(self, name: str, part: Tensor) -> Tensor:
+        return gather_like(self._parameters[name], part) if name in self._parameters else part
+
+    def as_in_folder(self, members: dict[str, Tensor]) -> dict[str, Tensor]:
+        return as_in_folder(self.module.model, members)
+
+    def full_adapter(self) -> Iterator[NamedTensor]:
+        if self._adapted is not None:
+            yield from self._adapted.full_adapter()
+
+    def _leaving(self) -> dict[str, Tensor]:
+        """The model's own parameters and buffers."""
+        own = self._parameters if self._adapted is None else self._adapted.leaving
+        return {**own, **dict(persistent_buffers(self.module.model))}
 
 
 def _enable_recompute(model: PreTrainedModel) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from slime.config import Config
-from slime.config.start import Start
+from slime.config.start import Start, base_path
 from slime.train.backends.fsdp.backend import FSDPBackend
 from slime.train.backends.fsdp.loading import load_critic, load_policy
-from slime.train.backends.fsdp.packed_model import PolicyModel
+from slime.train.backends.fsdp.lora import lora_of, put_adapter, train_head
+from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel, ValueModel
 from slime.train.backends.fsdp.topology import shard_ranks
 from slime.train.checkpoints.folder import CheckpointFolder
 from slime.train.progress import Progress
@@ -26,21 +29,45 @@ class FSDPBuilder:
         self.topology, self._mesh = sharded.topology, sharded.mesh
 
     def policy(self, config: Config, start: Start) -> FSDPBackend:
-        return FSDPBackend(
+        return self._trained(
             config,
-            self.topology,
-            self._mesh,
-            self._load(start, torch.float32),
-            compute_dtype=self._compute_dtype,
-            progress=self.progress,
-            load_frozen=lambda source: self._load(source, self._compute_dtype),
+            start,
+            self._load(start, self._held_in(config)),
+            lambda source: self._load(source, self._compute_dtype),
         )
 
     def critic(self, config: Config, start: Start) -> FSDPBackend:
-        module = load_critic(config, str(start.hf_folder or config.hf_checkpoint))
-        return FSDPBackend(
-            config, self.topology, self._mesh, module, compute_dtype=self._compute_dtype, progress=self.progress
+        module = load_critic(config, str(start.hf_folder or config.hf_checkpoint), self._held_in(config))
+        return self._trained(config, start, module, _loads_nothing)
+
+    def _held_in(self, config: Config) -> torch.dtype:
+        """The dtype of the weights: float32 for those that are trained, or what they are used in beside an adapter."""
+        return torch.float32 if lora_of(config) is None else self._compute_dtype
+
+    def _trained(
+        self, config: Config, start: Start, module: PackedModel, load_frozen: Callable[[Start], PolicyModel]
+    ) -> FSDPBackend:
+        lora, layers = lora_of(config), None
+        if lora is not None:
+            patterns = {"freeze": config.freeze_params_name_list, "only_train": config.only_train_params_name_list}
+            layers = put_adapter(module.model, lora, **patterns)
+        if layers is not None and isinstance(module, ValueModel):
+            train_head(module.model)
+        backend = FSDPBackend(
+            config,
+            self.topology,
+            self._mesh,
+            module,
+            compute_dtype=self._compute_dtype,
+            progress=self.progress,
+            load_frozen=load_frozen,
+            layers=layers,
+            base=base_path(config, start),
         )
+        if layers is not None:
+            for name, value in layers.start_values(config.seed, config.lora_load):
+                backend.load_parameter(name, value)
+        return backend
 
     def _load(self, source: Start, dtype: torch.dtype) -> PolicyModel:
         """A model that is not sharded yet; what a checkpoint continues is put into it later, whole."""
@@ -48,3 +75,7 @@ class FSDPBuilder:
         if source.checkpoint is not None and not source.resumes:
             CheckpointFolder(source.checkpoint).put_weights_into(module.model, self._config)
         return module
+
+
+def _loads_nothing(source: Start) -> PolicyModel:
+    raise RuntimeError("a value model has no frozen sets")

@@ -20,9 +20,9 @@ def load_policy(config: Config, folder: str, dtype: torch.dtype) -> PolicyModel:
     return PolicyModel(model, temperature=temperature, chunk_rows=config.log_probs_chunk_size)
 
 
-def load_critic(config: Config, folder: str) -> ValueModel:
+def load_critic(config: Config, folder: str, dtype: torch.dtype) -> ValueModel:
     """A language model's body with a new value head."""
-    model = _load(config, folder, torch.float32)
+    model = _load(config, folder, dtype)
     put_value_head(model)
     return ValueModel(model)
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from slime.config import Config
-from slime.models.lora import LORA_B, Lora, adapter_shapes, choose_targets
+from slime.errors import UserError
+from slime.models.adapter import BadAdapter, read_adapter
+from slime.models.head import output_projection
+from slime.models.lora import LORA_A, LORA_B, Lora, adapter_shapes, choose_targets
 
 
 @dataclass
@@ -73,6 +77,28 @@ class LoraLayers:
         finally:
             self._switch.on = before
 
+    def start_values(self, seed: int, folder: str | None) -> Iterator[tuple[str, Tensor]]:
+        """What a run begins with: the adapter in a folder, or a new one."""
+        if folder is None:
+            yield from self.first_values(seed)
+            return
+        try:
+            found = read_adapter(Path(folder))
+        except BadAdapter as cause:
+            raise UserError(f"--lora-load: {cause}") from cause
+        absent, more = self.modules.keys() - found.pairs.keys(), found.pairs.keys() - self.modules.keys()
+        if absent or more:
+            what = f"lacks {min(absent)}, which" if absent else f"has {min(more)}, which none of"
+            raise UserError(f"--lora-load {folder} {what} the targets name: it is of another model")
+        for module, (a, b) in found.pairs.items():
+            if (len(b), a.shape[1]) != self.modules[module]:
+                raise UserError(
+                    f"--lora-load {folder} is for {module} of {(len(b), a.shape[1])}, which is {self.modules[module]} "
+                    "here: it is of another model"
+                )
+            yield module + LORA_A, a
+            yield module + LORA_B, b
+
     def first_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """A as PEFT draws it, B zero. A generator for each name: neither the order nor the number of ranks matters."""
         for name, shape in self.shapes.items():
@@ -111,6 +137,11 @@ def put_adapter(
     modules = {name: (linears[name].out_features, linears[name].in_features) for name in chosen}
     experts = [name for name, _ in model.named_parameters() if ".experts." in name]
     return LoraLayers(lora, modules, [*linears, *experts], switch)
+
+
+def train_head(model: PreTrainedModel) -> None:
+    """A critic's head is new, so it is trained whole: float32, as all that is trained."""
+    output_projection(model).float().requires_grad_(True)
 
 
 def _seed_of(name: str, seed: int) -> int:

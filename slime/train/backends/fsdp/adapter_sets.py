@@ -1,0 +1,86 @@
+"""Frozen sets of a policy with LoRA: what differs from the policy is the adapter, so that is all a set keeps.
+
+Invariant: whatever happens inside `using`, the policy's own matrices are in their place after it. The set that has no
+adapter at all is the model that the run began with, which needs no memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from slime.train.backends.fsdp.lora import LoraLayers
+from slime.train.backends.fsdp.packed_model import PackedModel
+from slime.train.backends.fsdp.sharding import gather_like, local_part, reshard, shard_like
+from slime.train.backends.protocol import NamedTensor
+
+Parts = Mapping[str, Tensor]
+"""This rank's parts of the matrices, by name."""
+
+
+class AdapterSets:
+    """Copies of the policy's adapter, by name; None stands for no adapter."""
+
+    def __init__(self, policy: PackedModel, layers: LoraLayers) -> None:
+        self._policy = policy
+        self._layers = layers
+        parameters = dict(policy.model.named_parameters())
+        self._adapter: dict[str, nn.Parameter] = {name: parameters[name] for name in layers.shapes}
+        self._sets: dict[str, Parts | None] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sets
+
+    def add_base(self, name: str) -> None:
+        """A set of the weights beside which the adapter is trained."""
+        self._sets[name] = None
+
+    def snapshot(self, name: str, *, on_host: bool) -> None:
+        self._sets[name] = self._copy("cpu" if on_host else None)
+
+    def forget(self, name: str) -> None:
+        self._sets.pop(name, None)
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Within, the policy's module has the weights of this set."""
+        parts = self._sets[name]
+        if parts is None:
+            with self._layers.off():
+                yield
+            return
+        own = self._copy(None)
+        self._put(parts)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    def full_parameters(self, name: str) -> Iterator[NamedTensor]:
+        """The matrices of a set, whole; all ranks iterate together. Without an adapter they are zero."""
+        parts = self._sets[name]
+        for key, parameter in self._adapter.items():
+            part = torch.zeros_like(local_part(parameter)) if parts is None else parts[key].to(parameter.device)
+            yield key, gather_like(parameter, part)
+
+    @torch.no_grad()
+    def load_parameter(self, name: str, key: str, full: Tensor) -> None:
+        """Overwrite one matrix of a set."""
+        parts = self._sets[name]
+        if parts is None:
+            parts = {k: torch.zeros_like(local_part(parameter)) for k, parameter in self._adapter.items()}
+            self._sets[name] = parts
+        parts[key].copy_(local_part(shard_like(self._adapter[key], full)))
+
+    def _copy(self, device: str | None) -> Parts:
+        parts = ((name, local_part(parameter.detach())) for name, parameter in self._adapter.items())
+        return {name: part.to(device or part.device, copy=True) for name, part in parts}
+
+    @torch.no_grad()
+    def _put(self, parts: Parts) -> None:
+        reshard(self._policy)
+        for name, parameter in self._adapter.items():
+            local_part(parameter).copy_(parts[name])
