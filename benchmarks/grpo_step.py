@@ -6,7 +6,9 @@
 
 Flags that it does not know are the run's own (--rollout-backend sglang --sglang-python FILE ...). The first steps warm
 up (compilation, graphs); the figures are medians of the others. Rewards are random: the work is the same as with real
-ones.
+ones. MFU: the FLOPs of forward and backward (three forwards; recomputation is not counted) against --peak-tflops, by
+default what an H200 has in bfloat16. With LoRA a third of these FLOPs, the gradients of the frozen weights, need not
+be computed, and is not counted either.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from workload import make_model
 
 from slime.config import parse_flags
 from slime.driver import train
+from slime.models.loading import load_config
+from slime.train.flops import FlopsModel
 
 PARTS = {
     "generation": "perf/rollout_time",
@@ -46,6 +50,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--peak-tflops", type=float, default=989.0)
     parser.add_argument("--kl", action="store_true", help="with a reference model")
     args, more = parser.parse_known_args()
     dtype = "bfloat16" if args.device == "cuda" else "float32"
@@ -62,8 +67,9 @@ def main() -> None:
             num_rollout=args.steps, rollout_batch_size=args.prompts, n_samples_per_prompt=args.samples,
             rollout_max_response_len=args.response_len, use_dynamic_batch_size=True, max_tokens_per_gpu=args.max_tokens,
             engine_max_running_requests=args.prompts * args.samples, use_kl_loss=args.kl, kl_loss_coef=0.001 * args.kl,
-            lr=1e-6, output_dir=str(Path("outputs") / f"grpo_step-{args.shape}"),
+            lr=1e-6, skip_eval_before_train=True, output_dir=str(Path("outputs") / f"grpo_step-{args.shape}"),
         )  # fmt: skip
+        facts = FlopsModel.from_config(load_config(folder))
         result = train(config)
     measured = result.metrics[args.warm_up :]
     figures = {"step_s": median(m["perf/step_time"] for m in measured)}
@@ -72,13 +78,20 @@ def main() -> None:
             figures[f"{part.replace(' ', '_').replace('-', '_')}_s"] = median(m[name] for m in measured)
     tokens = args.prompts * args.samples * args.response_len
     figures["generated_tok_s"] = tokens / figures["generation_s"]
+    whole = args.prompts * args.samples * (args.prompt_len + args.response_len)
+    figures["trained_tok_s"] = whole / figures["training_s"]
+    if args.device == "cuda":
+        share = 2 / 3 if config.lora_rank else 1.0
+        flops = share * args.prompts * args.samples * facts.sequence(args.prompt_len + args.response_len)
+        figures["mfu"] = flops / figures["training_s"] / (args.peak_tflops * 1e12)
+        figures["trainer_peak_gib"] = max(m["perf/trainer_peak_memory_gib"] for m in result.metrics)
     figures["logprob_abs_diff"] = max(m["train/train_rollout_logprob_abs_diff"] for m in measured)
     title = f"GRPO step: {args.prompts} x {args.samples} x ({args.prompt_len} + {args.response_len}) tokens"
     table = Table(title=f"{title}, {args.shape}, {args.device}", title_justify="left")
     table.add_column("part")
     table.add_column("seconds", justify="right")
     for name, value in figures.items():
-        if name.endswith("_s") and name != "generated_tok_s":
+        if name.endswith("_s") and not name.endswith("tok_s"):
             table.add_row(name.removesuffix("_s").replace("_", " "), f"{value:.3f}")
     Console().print(table)
     shape = {"shape": args.shape, "device": args.device, "kl": args.kl, "peak_memory_gib": result.peak_memory_gib}

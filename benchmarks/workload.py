@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
 import socket
 import sys
@@ -36,7 +37,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_model(folder: Path, shape: str, dtype: str) -> Path:
-    """A Qwen3 of the given shape with random weights and a tokenizer of one token a character."""
+    """A Qwen3 of the given shape with random weights and a tokenizer of one token a character.
+
+    Made in a process of its own: what it takes on a GPU is given back before anything is measured.
+    """
+    making = multiprocessing.get_context("spawn").Process(target=_make_model, args=(folder, shape, dtype))
+    making.start()
+    making.join()
+    if making.exitcode:
+        raise SystemExit(f"making the model failed (exit code {making.exitcode})")
+    return folder
+
+
+def _make_model(folder: Path, shape: str, dtype: str) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -44,13 +57,12 @@ def make_model(folder: Path, shape: str, dtype: str) -> Path:
     disable_progress_bar()
     torch.manual_seed(0)
     config = Qwen3Config(
-        **SHAPES[shape], max_position_embeddings=4096, bos_token_id=None, eos_token_id=1, pad_token_id=0
+        **SHAPES[shape], max_position_embeddings=40960, bos_token_id=None, eos_token_id=1, pad_token_id=0
     )
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     shutil.copytree(TOKENIZER, folder, dirs_exist_ok=True)
-    return folder
 
 
 @contextmanager

@@ -84,6 +84,19 @@ def test_the_rooms_of_the_engine_import_downwards(room: str, graph: Graph) -> No
             assert others <= BELOW[room] | {room}, f"{name} imports {targets}"
 
 
+def test_one_file_of_training_knows_which_backends_there_are(graph: Graph) -> None:
+    inside = "slime.train.backends.fsdp"
+    known = {name for name, targets in graph.items() if any(target.startswith(inside) for target in targets)}
+    assert {name for name in known if not name.startswith(inside)} == {"slime.train.backends.choose"}
+
+
+def test_losses_know_no_backend_and_samples_no_loss(graph: Graph) -> None:
+    for room, above in {"losses": ("backends", "checkpoints", "sending"), "samples": ("backends", "losses")}.items():
+        for name, targets in graph.items():
+            if name.startswith(f"slime.train.{room}"):
+                assert not [t for t in targets if t.startswith(tuple(f"slime.train.{other}" for other in above))], name
+
+
 @pytest.mark.parametrize(
     "back",
     [

@@ -6,6 +6,8 @@ vocabulary that covers its tokenizer. Whatever is wrong with the folder is one `
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slime.errors import UserError
@@ -49,24 +52,45 @@ def load_causal_lm(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the model of `folder` in `dtype` on `device`, in eval mode."""
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    if not any(Path(folder).glob("*.safetensors")):
-        raise UserError(f"model folder {folder} has no *.safetensors weights: download them, or convert the folder")
-    check_tokenizer_fits(folder, config.get_text_config().vocab_size)
-    how = {"config": config, "dtype": dtype, "attn_implementation": attn_implementation, "output_loading_info": True}
-    try:
+    config = config_of_weights(folder, trust_remote_code=trust_remote_code)
+    how = {"config": config, "dtype": dtype, "attn_implementation": attn_implementation}
+    with errors_of(folder):
         if block_size(read_config_json(folder)) is not None:
-            model, report = _load_blocks(Path(folder), **how)
+            weights = {name: tensor.to(dtype) for name, tensor in plain_tensors(Path(folder))}
+            model, report = load_tensors(folder, weights, trust_remote_code=trust_remote_code, **how)
         else:
             model, report = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 use_safetensors=True,
+                output_loading_info=True,
                 **how,
             )
+    check_complete(folder, report)
+    return model.to(device).eval()
+
+
+def config_of_weights(folder: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
+    """The config of a folder that has weights too, and a tokenizer that fits."""
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    if not any(Path(folder).glob("*.safetensors")):
+        raise UserError(f"model folder {folder} has no *.safetensors weights: download them, or convert the folder")
+    check_tokenizer_fits(folder, config.get_text_config().vocab_size)
+    return config
+
+
+@contextmanager
+def errors_of(folder: str | Path) -> Iterator[None]:
+    """What transformers and safetensors raise about weights, as one sentence."""
+    try:
+        yield
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as cause:
         raise UserError(f"the weights in {folder} cannot be loaded: {first_line(cause)}") from cause
+
+
+def check_complete(folder: str | Path, report: dict[str, Any]) -> None:
+    """Refuse weights that are not all of the model's, by transformers' report."""
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -77,23 +101,30 @@ def load_causal_lm(
             f"{name} in {folder} has shape {tuple(found)} but its config.json asks for {tuple(wanted)}: "
             "the weights belong to another model"
         )
-    return model.to(device).eval()
 
 
-def _load_blocks(folder: Path, *, config: PretrainedConfig, dtype: torch.dtype, **how: Any) -> tuple[Any, Any]:
-    """A folder in blocks of 8-bit floats, multiplied out: what is trained and sampled with is plain numbers.
+def load_tensors(
+    folder: str | Path,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    config: PretrainedConfig,
+    trust_remote_code: bool,
+    **how: Any,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """What transformers makes of a folder's weights, given as plain tensors under their names there; and its report.
 
+    For a folder in blocks of 8-bit floats, multiplied out: what is trained and sampled with is plain numbers.
     transformers' own reader needs matrices whose sides the blocks divide, and DeepSeek's are not all such.
     """
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is None:
-        raise UserError(f"{folder} is in 8-bit floats and brings its own code: write it in bfloat16 with slime convert")
+    kind = _model_class(folder, config, trust_remote_code)
     for place in (config, config.get_text_config()):
         if hasattr(place, "quantization_config"):
             del place.quantization_config
-    weights = {name: tensor.to(dtype) for name, tensor in plain_tensors(folder)}
-    model, report = kind.from_pretrained(None, config=config, dtype=dtype, state_dict=weights, **how)
-    if (folder / "generation_config.json").is_file():
+    if not isinstance(config, getattr(kind, "config_class", None) or type(config)):
+        config = config.get_text_config()  # of a model that sees too: its part that writes
+    model, report = kind.from_pretrained(None, config=config, state_dict=weights, output_loading_info=True, **how)
+    model.config.name_or_path = str(folder)
+    if (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     return model, report
 
@@ -107,3 +138,16 @@ def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]
 def as_in_folder(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """transformers may fuse weights while loading (experts of one layer, say); this undoes it for one layer."""
     return revert_weight_conversion(model, tensors)
+
+
+def _model_class(folder: str | Path, config: PretrainedConfig, trust_remote_code: bool) -> Any:
+    """As `AutoModelForCausalLM` chooses it."""
+    own_code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if own_code is not None and trust_remote_code:
+        return get_class_from_dynamic_module(own_code, str(folder), local_files_only=True)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise UserError(
+            f"model folder {folder} names no class for causal language models in its config.json: choose another model"
+        )
+    return kind

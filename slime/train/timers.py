@@ -1,4 +1,4 @@
-"""Seconds of the parts of a rollout's training."""
+"""Seconds and device memory of the parts of a rollout's training."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class Timers:
 
     def clear(self) -> None:
         self._seconds = {}
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -28,8 +30,11 @@ class Timers:
         self._seconds[name] = time.perf_counter() - begin
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
-        """All parts, and the tokens per second of the policy's updates."""
+        """All parts, the tokens per second of the policy's updates, and on CUDA the most memory that was taken."""
         metrics = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
+        if self._device.type == "cuda":
+            metrics["perf/trainer_peak_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+            metrics["perf/trainer_reserved_memory_gib"] = torch.cuda.max_memory_reserved(self._device) / 2**30
         if "actor_train" in self._seconds:
             metrics["perf/actor_train_tok_per_s"] = num_tokens / max(self._seconds["actor_train"], 1e-9)
         return metrics

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.errors import UserError
 from slime.models.loading import load_causal_lm, save_hf_folder
+from slime.models.outline import outline_causal_lm
 from slime.owned import MANIFEST
 
 Folder = Callable[[str], Path]
@@ -21,6 +22,10 @@ Folder = Callable[[str], Path]
 
 def load(folder: Path):
     return load_causal_lm(folder, dtype=torch.float32, device="cpu", attn_implementation="sdpa")
+
+
+def outline(folder: Path):
+    return outline_causal_lm(folder, dtype=torch.float32, attn_implementation="sdpa")
 
 
 @pytest.fixture
@@ -62,10 +67,11 @@ def test_loads_every_weight(folder: Path) -> None:
         ),
     ],
 )
-def test_each_kind_of_broken_folder_is_one_sentence(folder: Path, spoil, message) -> None:
+@pytest.mark.parametrize("read", [load, outline])
+def test_each_kind_of_broken_folder_is_one_sentence(folder: Path, read, spoil, message) -> None:
     spoil(folder)
     with pytest.raises(UserError, match=message):
-        load(folder)
+        read(folder)
 
 
 def test_saved_folder_is_complete_and_sharded(folder: Path, tmp_path: Path) -> None:

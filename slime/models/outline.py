@@ -1,0 +1,131 @@
+"""A model folder as a model without weights, and where each of its weights is to be read from.
+
+Invariant: what the sources give is, bit for bit, what `load_causal_lm` would have loaded: transformers itself loads
+the model, from tensors that are not read. What is no weight (buffers) has its values; weights are on the meta device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from slime.errors import UserError
+from slime.models.block_fp8 import FP8, SCALE_SUFFIX
+from slime.models.folder import block_size, quantization, read_config_json
+from slime.models.head import output_projection
+from slime.models.loading import check_complete, config_of_weights, errors_of, load_causal_lm, load_tensors
+from slime.models.slices import Stored, stored_tensors
+from slime.models.sources import Blocks, Held, Source, Zeros, read_whole
+from slime.models.unread import Unread
+from slime.models.value import put_value_head
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """`sources` has every parameter of the model, a tied one once, under the names of `named_parameters`."""
+
+    model: PreTrainedModel
+    sources: dict[str, Source]
+
+    def put_value_head(self) -> None:
+        """Make it a value model, whose new output layer is zero."""
+        put_value_head(self.model)
+        head = output_projection(self.model).weight
+        for name, parameter in self.model.named_parameters():
+            if parameter is head:
+                self.sources[name] = Zeros(tuple(head.shape), head.dtype)
+
+
+def outline_causal_lm(
+    folder: str | Path, *, dtype: torch.dtype, attn_implementation: str, trust_remote_code: bool = False
+) -> ModelOutline:
+    """The model of `folder` as it would be in `dtype`, in eval mode; its weights are not read."""
+    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    if _read_by_transformers_alone(folder):
+        whole = load_causal_lm(folder, device="cpu", trust_remote_code=trust_remote_code, **how)
+        return _emptied(whole)
+    config = config_of_weights(folder, trust_remote_code=trust_remote_code)
+    with errors_of(folder):
+        weights = {name: Unread.of(source) for name, source in _plain_sources(Path(folder), config)}
+        model, report = load_tensors(folder, weights, config=config, trust_remote_code=trust_remote_code, **how)
+    check_complete(folder, report)
+    return _emptied(model.eval())
+
+
+def _read_by_transformers_alone(folder: str | Path) -> bool:
+    """Quantised in a way that only its own reader knows: every rank reads all of it."""
+    config = read_config_json(folder)
+    return bool(quantization(config)) and block_size(config) is None
+
+
+def _plain_sources(folder: Path, config: PretrainedConfig) -> Iterator[tuple[str, Source]]:
+    """Every weight as plain numbers: blocks of 8-bit floats are multiplied out."""
+    stored = stored_tensors(_weight_files(folder, config))
+    block = block_size(read_config_json(folder))
+    for name, tensor in stored.items():
+        scale = stored.get(f"{name}{SCALE_SUFFIX}")
+        if block is None:
+            yield name, tensor
+        elif name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in stored:
+            continue
+        elif tensor.dtype != FP8:
+            yield name, tensor
+        elif scale is None or not _fits(tensor, scale, block):
+            raise UserError(f"{name} in {folder} is in 8-bit floats without a scale for each block: it cannot be read")
+        else:
+            yield name, Blocks(tensor, scale, block)
+
+
+def _fits(tensor: Stored, scale: Stored, block: tuple[int, int]) -> bool:
+    if len(tensor.shape) != 2:
+        return False
+    return scale.shape == tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True))
+
+
+def _weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
+    """The files that transformers would read: a single one goes before an index, and no others count."""
+    named = getattr(config, "transformers_weights", None)  # a file of another name, by the config
+    if named is None and (folder / SINGLE).is_file():
+        named = SINGLE
+    if named is not None and not str(named).endswith(".index.json"):
+        return [folder / named]
+    index = folder / (named or INDEX)
+    if not index.is_file():
+        raise UserError(f"the weights in {folder} cannot be loaded: there is no {SINGLE} and no {INDEX}")
+    try:
+        files = sorted({folder / str(file) for file in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise UserError(
+            f"{index} is no index of weights ({type(cause).__name__}): download the folder again"
+        ) from cause
+    absent = next((file for file in files if not file.is_file()), None)
+    if absent is not None:
+        raise UserError(f"the weights in {folder} cannot be loaded: {absent.name} is not there, download it again")
+    return files
+
+
+def _emptied(model: PreTrainedModel) -> ModelOutline:
+    """Take the numbers out of the parameters; buffers get theirs."""
+    sources: dict[str, Source] = {}
+    empty: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        sources[name] = parameter.source if isinstance(parameter, Unread) else Held(parameter.detach())
+        outline = torch.empty(sources[name].shape, dtype=sources[name].dtype, device="meta")
+        empty[parameter] = nn.Parameter(outline, requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, empty[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if isinstance(buffer, Unread):
+                setattr(module, name, read_whole(buffer.source))
+    return ModelOutline(model, sources)

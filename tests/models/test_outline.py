@@ -1,0 +1,245 @@
+"""A model without weights and the sources of them: what they read, whole or in parts, is what transformers loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slime.cli import main
+from slime.errors import UserError
+from slime.models.loading import load_causal_lm
+from slime.models.outline import ModelOutline, outline_causal_lm
+from slime.models.slices import Region, Stored, whole_region
+from slime.models.sources import Source, read_whole
+from tests.tiny_models import make_model_folder
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+FAMILIES: dict[str, dict[str, object]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen2": {},
+    "llama": {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+    "gemma2": {"query_pre_attn_scalar": 16, "sliding_window": 8},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window": 8},
+    "phi3": {},
+    "olmo2": {},
+    "glm4": {},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "qwen3_moe": {"num_experts": 4, **EXPERTS},
+    "qwen2_moe": {"num_experts": 4, **EXPERTS, "shared_expert_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {"n_routed_experts": 4, **EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "deepseek_v3": {
+        **{"n_routed_experts": 4, **EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folders: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in folders:
+            place = tmp_path_factory.mktemp("models") / family
+            folders[family] = make_model_folder(place, family, **FAMILIES[family])
+        return folders[family]
+
+    return folder
+
+
+def outline(folder: Path, dtype: torch.dtype = torch.float32, **how: bool) -> ModelOutline:
+    return outline_causal_lm(folder, dtype=dtype, attn_implementation="eager", **how)
+
+
+def whole(folder: Path, dtype: torch.dtype = torch.float32, **how: bool) -> PreTrainedModel:
+    return load_causal_lm(folder, dtype=dtype, device="cpu", attn_implementation="eager", **how)
+
+
+def regions(shape: tuple[int, ...]) -> Iterator[Region]:
+    """The whole, thirds of the first dimension, one of them empty, and a part cut out of all of them."""
+    everything = whole_region(shape)
+    yield everything
+    if shape:
+        ends = [0, shape[0] // 3, shape[0] - shape[0] // 3, shape[0], shape[0]]
+        for begin, end in pairwise(ends):
+            yield (slice(begin, end), *everything[1:])
+        yield tuple(slice(size // 3, max(size - 1, size // 3)) for size in shape)
+
+
+def assert_reads(source: Source, expected: Tensor) -> None:
+    assert (source.shape, source.dtype) == (tuple(expected.shape), expected.dtype)
+    for region in regions(source.shape):
+        part = source.read(region)
+        assert part.dtype == expected.dtype
+        assert torch.equal(part, expected[region])
+
+
+def assert_same(found: ModelOutline, expected: PreTrainedModel) -> None:
+    """All that can be seen of two models, but that one of them has its numbers elsewhere."""
+    model = found.model
+    parameters = dict(expected.named_parameters())
+    empty = dict(model.named_parameters())
+    assert list(empty) == list(found.sources) == list(parameters)
+    for name, parameter in parameters.items():
+        assert (empty[name].device.type, type(empty[name])) == ("meta", torch.nn.Parameter)
+        assert (empty[name].shape, empty[name].dtype) == (parameter.shape, parameter.dtype)
+        assert empty[name].requires_grad == parameter.requires_grad
+        assert_reads(found.sources[name], parameter.detach())
+    buffers = dict(model.named_buffers())
+    assert list(buffers) == [name for name, _ in expected.named_buffers()]
+    for name, buffer in expected.named_buffers():
+        assert (buffers[name].device, buffers[name].dtype) == (buffer.device, buffer.dtype)
+        assert torch.equal(buffers[name], buffer)
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    assert model.config.to_dict() == expected.config.to_dict()
+    assert model.config.name_or_path == expected.config.name_or_path
+    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+    assert [module.training for module in model.modules()] == [module.training for module in expected.modules()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_part_of_every_weight_is_what_transformers_loads(family: str, made: Callable[[str], Path]) -> None:
+    folder = made(family)
+    random_state = torch.get_rng_state()
+    for dtype in (torch.float32, torch.bfloat16):
+        found = outline(folder, dtype)
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert_same(found, whole(folder, dtype))
+
+
+def test_a_part_is_read_without_the_rest(made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a matrix, and of fused experts those that are asked for."""
+    read: list[int] = []
+    real = Stored._bytes
+    monkeypatch.setattr(Stored, "_bytes", lambda self, begin, count: read.append(count) or real(self, begin, count))
+    sources = outline(made("qwen3_moe")).sources
+    assert read == []
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"):
+        source = sources[name]
+        part = source.read((slice(1, 2), *whole_region(source.shape)[1:]))
+        assert sum(read) == part.nbytes == read_whole(source).nbytes // source.shape[0]
+        read.clear()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_blocks_of_eight_bits_with_sides_that_blocks_do_not_divide(family: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 160, "intermediate_size": 300}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80} if family == "qwen3_moe" else {}
+    plain = make_model_folder(tmp_path / "plain", family, **sizes, **experts)
+    assert main(["convert", str(plain), str(tmp_path / "fp8"), "--dtype", "fp8"]) == 0
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_same(outline(tmp_path / "fp8", dtype), whole(tmp_path / "fp8", dtype))
+    stored = load_file(tmp_path / "fp8" / "model.safetensors")
+    name = next(name for name in stored if name.endswith("_scale_inv"))
+    stored[name] = stored[name][:1, :1].contiguous()
+    save_file(stored, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"{name.removesuffix('_scale_inv')} in .* without a scale for each block"):
+        outline(tmp_path / "fp8")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_weights_that_the_config_ties_and_the_folder_has_both_of(same: bool, tmp_path: Path) -> None:
+    """They are one only if they are equal; that much must be read."""
+    folder = make_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True)
+    stored = load_file(folder / "model.safetensors")
+    embedding = stored["model.embed_tokens.weight"]
+    stored["lm_head.weight"] = embedding.clone()
+    stored["lm_head.weight"][-1, -1] += 0 if same else 1
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    found = outline(folder)
+    assert_same(found, whole(folder))
+    assert (found.model.lm_head.weight is found.model.model.embed_tokens.weight) == same
+
+
+def test_the_files_that_count_are_those_transformers_reads(made: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made("qwen3"), tmp_path / "model"))
+    expected = whole(folder)
+    names = sorted(stored := load_file(folder / "model.safetensors"))
+    wrong = {name: tensor + 1 for name, tensor in stored.items()}
+    save_file(wrong, folder / "consolidated.safetensors", metadata={"format": "pt"})
+    assert_same(outline(folder), expected)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"there is no model.safetensors and no model.safetensors.index.json"):
+        outline(folder)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, members in shards.items():
+        save_file({name: stored[name] for name in members}, folder / file, metadata={"format": "pt"})
+    index = {"weight_map": {name: file for file, members in shards.items() for name in members}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_same(outline(folder), expected)
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(UserError, match=r"cannot be loaded: b.safetensors is not there"):
+        outline(folder)
+
+
+def test_a_file_that_was_cut_off_or_shrank(made: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made("qwen3"), tmp_path / "model"))
+    found = outline(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(UserError, match=r"model.safetensors ends before \S+ does: copy or download it again"):
+        [read_whole(source) for source in found.sources.values()]
+    with pytest.raises(UserError, match=r"model.safetensors cannot be loaded: it ends before \S+ does"):
+        outline(folder)
+
+
+def test_a_value_model_has_a_head_of_zeros(made: Callable[[str], Path]) -> None:
+    for family in ("qwen3", "qwen2"):  # with a tied output layer, and with one of its own
+        found, body = outline(made(family)), whole(made(family))
+        found.put_value_head()
+        assert found.model.lm_head.weight.shape == (1, 64)
+        assert list(found.sources) == [name for name, _ in found.model.named_parameters()]
+        assert_reads(found.sources["lm_head.weight"], torch.zeros(1, 64))
+        assert_reads(found.sources["model.embed_tokens.weight"], body.get_input_embeddings().weight.detach())
+
+
+OWN_CODE = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_outline"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("kept", torch.zeros(3))
+        self.register_buffer("made", torch.arange(4.0), persistent=False)
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if module is self:
+            self.made.copy_(torch.arange(4.0))
+"""
+
+
+def test_a_folder_with_code_of_its_own(made: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made("llama"), tmp_path / "model"))
+    (folder / "own.py").write_text(OWN_CODE)
+    config = json.loads((folder / "config.json").read_text()) | {
+        "model_type": "own_outline",
+        "architectures": ["OwnForCausalLM"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = load_file(folder / "model.safetensors")
+    save_file(stored | {"kept": torch.tensor([1.0, 2.0, 3.0])}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="pass --trust-remote-code"):
+        outline(folder)
+    found = outline(folder, trust_remote_code=True)
+    assert type(found.model).__name__ == "OwnForCausalLM"
+    assert (found.model.kept.tolist(), found.model.made.tolist()) == ([1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0])
+    assert_same(found, whole(folder, trust_remote_code=True))
