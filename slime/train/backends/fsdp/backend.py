@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -27,7 +27,15 @@ from slime.train.backends.fsdp.frozen import FrozenSets
 from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer, set_rates
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
-from slime.train.backends.fsdp.sharding import gather_like, local_part, shard, shard_like, whole
+from slime.train.backends.fsdp.sharding import (
+    gather_like,
+    local_part,
+    reduce_gradients,
+    reshard,
+    shard,
+    shard_like,
+    whole,
+)
 from slime.train.backends.protocol import POLICY, NamedTensor, Objective, Reads, Scores, Totals, TrainedAdapter
 from slime.train.progress import Progress
 from slime.train.rates import Rates
@@ -55,6 +63,7 @@ class FSDPBackend:
     ) -> None:
         self.topology = topology
         self.progress = progress
+        self._mesh = mesh
         self.clip_grad = config.clip_grad
         self.module = module
         model = module.model
@@ -86,12 +95,11 @@ class FSDPBackend:
         reads: Reads = "log_probs",
         entropy: bool = False,
     ) -> Totals:
-        assert isinstance(self.module, FSDPModule)
         assert self._active is self.module, "gradients are those of the policy"
         totals = Totals()
         each = self.progress.over(micro_batches, "update: micro-batch", len(micro_batches))
         for index, micro in enumerate(each):
-            self.module.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            reduce_gradients(self.module, self._mesh, last=index == len(micro_batches) - 1)
             values, entropies = self.module(micro.row, reads=reads, entropy=entropy)
             outcome = objective(micro, values, entropies)
             outcome.loss.backward()
@@ -105,6 +113,7 @@ class FSDPBackend:
         with self.using(weights):
             each = self.progress.over(micro_batches, f"{weights}: micro-batch", len(micro_batches))
             found = [self._active(micro.row, reads="log_probs", entropy=entropy) for micro in each]
+            reshard(self._active)
         return [Scores(values, entropies if entropy else None) for values, entropies in found]
 
     # updates

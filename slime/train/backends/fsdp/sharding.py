@@ -17,9 +17,12 @@ COMPILE_MIN_PARAMETERS = 100_000_000  # below, half a minute of compiling costs 
 
 
 def shard(packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
-    """One group per decoder layer, the rest (embedding, last norm, head) at the root; shards go to the device."""
+    """One group per decoder layer, the rest (embedding, last norm, head) at the root; shards go to the device.
+
+    A layer's whole weights are given back after its forward, unless a backward follows and one rank has them anyway.
+    """
     layer_names = set(packed.model._no_split_modules or ())
-    keep = mesh.size() == 1
+    keep = copy_size(mesh) == 1 and any(parameter.requires_grad for parameter in packed.parameters())
     num_parameters = sum(parameter.numel() for parameter in packed.parameters())
     worth_compiling = mesh.device_type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS
     for module in list(packed.modules()):
@@ -34,8 +37,24 @@ def shard(packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy
             module.set_force_sum_reduction_for_comms(True)
 
 
+def copy_size(mesh: DeviceMesh) -> int:
+    """How many ranks share one copy of the model."""
+    return mesh.size(mesh.ndim - 1)
+
+
+def reduce_gradients(packed: PackedModel, mesh: DeviceMesh, *, last: bool) -> None:
+    """Whether the coming backward reduces its gradients; `last`: the step's last one, after which they are whole sums.
+
+    Ranks that share a copy do it every time, so that none ever holds a whole model's gradients; copies add theirs up
+    once, and a rank that has a copy for itself has nothing to give away before that.
+    """
+    assert isinstance(packed, FSDPModule)
+    packed.set_requires_gradient_sync(last or copy_size(mesh) > 1)
+    packed.set_requires_all_reduce(last)
+
+
 def reshard(packed: PackedModel) -> None:
-    """A forward without a backward leaves gathered copies behind, which would outlive new weights."""
+    """A forward without a backward leaves gathered copies behind, which take memory and would outlive new weights."""
     for module in packed.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
