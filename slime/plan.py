@@ -15,7 +15,7 @@ from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dt
 from slime.config import Config
 from slime.config.algorithm import compares_siblings, needs_reference, serves_teacher
 from slime.config.asynchronous import loop_in_words
-from slime.config.batch import num_trainers
+from slime.config.batch import copy_size, num_trainers
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.asynchronous import ONE_STEP
@@ -238,8 +238,10 @@ def _processes(
             memory = engine_memory(config, teacher, dtype=dtype, device=device, available=available)
             processes.append(ProcessPlan("teacher", 1, _where(device, first, 1), memory))
     if trainers:
-        memory = trainer_memory(config, shape, device=device, trainers=trainers)
-        processes.append(ProcessPlan("trainer", trainers, _where(device, 0, trainers), memory))
+        sharing = copy_size(config)
+        memory = trainer_memory(config, shape, device=device, trainers=sharing)
+        copies = f", {trainers // sharing} copies of the model" if sharing < trainers else ""
+        processes.append(ProcessPlan("trainer", trainers, f"{_where(device, 0, trainers)}{copies}", memory))
     return tuple(processes)
 
 

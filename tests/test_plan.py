@@ -103,6 +103,15 @@ def test_memory_of_a_known_shape(flags: dict[str, Any]) -> None:
     assert on_cpu.parts["weights"] == 4 * PARAMETERS
 
 
+def test_copies_of_the_model_are_said_and_counted(flags: dict[str, Any]) -> None:
+    config = resolve(Config(**flags, actor_num_gpus_per_node=4, fsdp_shard_size=2))
+    plan = make_plan(config, device="cpu", gpu_count=0)
+    (trainer,) = [process for process in plan.processes if process.name == "trainer"]
+    assert "4 on cpu, 2 copies of the model" in plan.render()
+    assert trainer.memory is not None
+    assert trainer.memory.parts["weights"] == 4 * PARAMETERS // 2
+
+
 @pytest.mark.parametrize(("unit", "dtype", "size"), [(None, "float32", 4), ("amx_bf16", "bfloat16", 2)])
 def test_the_precision_is_said_with_its_reason_and_counted(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch, unit: str | None, dtype: str, size: int

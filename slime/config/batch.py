@@ -15,6 +15,11 @@ def num_trainers(config: Config) -> int:
     return config.actor_num_nodes * config.actor_num_gpus_per_node
 
 
+def copy_size(config: Config) -> int:
+    """Training processes that share one copy of the model."""
+    return config.fsdp_shard_size or num_trainers(config)
+
+
 def model_parallel_size(config: Config) -> int:
     """Processes that share their samples where a model is cut by tensor, pipeline and context."""
     sizes = [config.carried.get(name) for name in _MODEL_PARALLEL]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slime.config.algorithm import algorithm_contradictions
 from slime.config.asynchronous import async_contradictions
+from slime.config.batch import copy_size, num_trainers
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.eval_datasets import eval_datasets
 from slime.config.folders import check_folders
@@ -97,6 +98,13 @@ def _length_and_data(config: Config) -> Iterator[str]:
 
 
 def _placement(config: Config) -> Iterator[str]:
+    trainers, sharing = num_trainers(config), copy_size(config)
+    if trainers % sharing:
+        yield (
+            f"--fsdp-shard-size {sharing} does not divide the {trainers} training processes (--actor-num-nodes "
+            f"{config.actor_num_nodes} x --actor-num-gpus-per-node {config.actor_num_gpus_per_node}): copies of the "
+            "model have equally many processes each"
+        )
     gpus, per_engine = config.rollout_num_gpus, config.rollout_num_gpus_per_engine
     if gpus % per_engine:
         yield f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {per_engine}"

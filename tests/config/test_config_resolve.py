@@ -143,6 +143,11 @@ def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[s
         ({"save_hf": "hf_{step}"}, "--save-hf hf_{step} may hold only the placeholder {rollout_id}"),
         ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus 3 is not a multiple of"),
         ({"rollout_num_gpus": 0}, "--rollout-num-gpus 0 leaves nobody to generate"),
+        (
+            {"actor_num_gpus_per_node": 4, "fsdp_shard_size": 3, "global_batch_size": None},
+            "--fsdp-shard-size 3 does not divide the 4 training processes (--actor-num-nodes 1 x "
+            "--actor-num-gpus-per-node 4)",
+        ),
         ({"rollout_max_context_len": 8, "rollout_max_prompt_len": 8}, "leaves no room for a response"),
         ({"freeze_params_name_list": ["("]}, "--freeze-params-name-list '(' is not a regular expression"),
         ({"freeze_params_name_list": ["a"], "only_train_params_name_list": ["b"]}, "exclude each other"),

@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from slime.config.start import Start
 from slime.train.backends.fsdp.builder import FSDPBuilder
 from slime.train.backends.fsdp.sharding import local_part
+from slime.train.backends.fsdp.topology import shard_ranks
 from slime.train.backends.protocol import Outcome
 from slime.train.progress import Progress
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
 from slime.train.topology import Ranks
-from tests.peers import Peers, together
+from tests.peers import together
 from tests.train.in_process import config_for, one_rank
 from tests.train.tiny_training import make_samples
 
@@ -38,13 +39,8 @@ def make_micro_batches(world: Ranks, folder: str, out: str) -> list[MicroBatch]:
     return [make_micro_batch(batch, range(i, i + 3), share, 9, world.device) for i in (0, 3, 6)]
 
 
-def world_of(peers: Peers) -> Ranks:
-    return Ranks(peers.rank, peers.size, torch.device("cpu"))
-
-
-def held_between(peers: Peers, folder: str, out: str, flags: dict[str, Any]) -> tuple[list[int], int]:
+def held_between(world: Ranks, folder: str, out: str, flags: dict[str, Any]) -> tuple[list[int], int]:
     """Numbers that the gradients of this rank have before each micro-batch's backward; parameters of the model."""
-    world = world_of(peers)
     backend = make_backend(world, folder, out, actor_num_gpus_per_node=world.size, **flags)
     parameters = list(backend.module.parameters())
     held = []
@@ -64,6 +60,34 @@ def test_a_rank_holds_its_part_of_the_gradients_after_every_micro_batch(model_fo
         ranks = together(2, held_between, folder, str(tmp_path), {"dtype": dtype}, folder=tmp_path)
         for held, num_parameters in ranks:
             assert held == [0] + [num_parameters // 2] * 3
+
+
+def test_copies_of_the_model_add_up_their_gradients_once_a_step(model_folder: Folder, tmp_path: Path) -> None:
+    folder = str(model_folder("qwen3"))
+    for sharing in (2, 1):
+        ranks = together(4, held_between, folder, str(tmp_path), {"fsdp_shard_size": sharing}, folder=tmp_path)
+        for held, num_parameters in ranks:
+            assert held == [0, 0, 0, num_parameters // sharing]
+
+
+def who_is_who(world: Ranks, copy_size: int, context_size: int) -> dict[str, Any]:
+    found = shard_ranks(world, copy_size=copy_size, context_size=context_size)
+    topology, own = found.topology, torch.tensor([float(world.rank)])
+    groups = {"data": topology.data, "context": topology.context, "model": topology.model}
+    members = {name: [int(tensor) for tensor in ranks.gather(own)] for name, ranks in groups.items()}
+    assert all(members[name][ranks.rank] == world.rank for name, ranks in groups.items() if ranks.size > 1)
+    copies = found.mesh.mesh.reshape(-1, copy_size).tolist()
+    total = topology.total(torch.tensor([2.0 ** (world.rank // context_size)]))
+    return {**members, "copy": next(copy for copy in copies if world.rank in copy), "total": int(total)}
+
+
+def test_ranks_are_numbered_by_context_then_shard_then_copy(tmp_path: Path) -> None:
+    ranks = together(8, who_is_who, 4, 2, folder=tmp_path)
+    assert [found["context"] for found in ranks] == [[r - r % 2, r - r % 2 + 1] for r in range(8)]
+    assert [found["data"] for found in ranks] == [[r % 2, r % 2 + 2, r % 2 + 4, r % 2 + 6] for r in range(8)]
+    assert [found["copy"] for found in ranks] == [list(range(4))] * 4 + [list(range(4, 8))] * 4
+    assert [len(found["model"]) for found in ranks] == [1] * 8
+    assert {found["total"] for found in ranks} == {0b1111}  # what two ranks have of the same samples counts once
 
 
 def test_a_pass_without_backward_leaves_nothing_gathered(model_folder: Folder, tmp_path: Path) -> None:

@@ -18,6 +18,12 @@ class ClusterFlags:
     actor_num_gpus_per_node: int = flag(
         1, "training processes per node (one GPU each; on a CPU: processes)", check=at_least(1)
     )
+    fsdp_shard_size: int | None = flag(
+        None,
+        "training processes that share one copy of the model (default: all); with fewer, copies on each so many "
+        "processes add up their gradients once a step (HSDP)",
+        check=at_least(1),
+    )
     rollout_num_gpus: int = flag(
         None,
         "GPUs for inference engines (on a CPU: engine processes)",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from slime.config import Config
+from slime.config.batch import copy_size
 from slime.config.start import Start, base_path
 from slime.train.backends.fsdp.backend import FSDPBackend
 from slime.train.backends.fsdp.loading import load_critic, load_policy
@@ -25,7 +26,7 @@ class FSDPBuilder:
         self._config = config
         self._compute_dtype = compute_dtype
         self.progress = progress
-        sharded = shard_ranks(world)
+        sharded = shard_ranks(world, copy_size=copy_size(config))
         self.topology, self._mesh = sharded.topology, sharded.mesh
 
     def policy(self, config: Config, start: Start) -> FSDPBackend:

@@ -1,0 +1,91 @@
+"""However many processes train, and however they share the model: the numbers are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.train.group import TrainerGroup
+from tests.train.in_process import config_for
+from tests.train.tiny_training import make_samples
+
+Folder = Callable[[str], Path]
+Numbers = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
+
+ROLLOUTS = 3
+TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("qwen3", {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01, "normalize_advantages": True}),
+    "ppo": ("qwen3", {"advantage_estimator": "ppo", "kl_coef": 0.05, "normalize_advantages": True}),
+    "moe": ("qwen3_moe", {"use_tis": True, "tis_batch_normalize": True}),
+}
+"""A model and flags each; updates are in proportion to the gradient, or a rounding error would become a whole step."""
+
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "2": ("grpo", 2, {}),
+    "4, by tokens": ("grpo", 4, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 30}),
+    "8, some without samples": ("grpo", 8, {}),
+    "2 copies of 2": ("grpo", 4, {"fsdp_shard_size": 2}),
+    "4 copies": ("grpo", 4, {"fsdp_shard_size": 1}),
+    "ppo, 2 copies of 2": ("ppo", 4, {"fsdp_shard_size": 2}),
+    "moe, 2 copies of 2, recomputed": ("moe", 4, {"fsdp_shard_size": 2, "recompute_activations": True}),
+}
+"""Of a training: processes and flags."""
+
+
+def train(model_folder: Folder, training: str, out: Path, **flags: Any) -> Numbers:
+    """Every metric of three rollouts, and the weights after them."""
+    model, own = TRAININGS[training]
+    common = {"lr": 0.1, "adam_eps": 1.0, "global_batch_size": 9, "micro_batch_size": 2}
+    config = config_for(model_folder(model), out, **common, **own, **flags)
+    metrics = []
+    with TrainerGroup(config, device="cpu", run_dir=out) as group:
+        group.start()
+        for rollout_id in range(ROLLOUTS):
+            result = group.train(rollout_id, make_samples(3, 3, seed=rollout_id))
+            rollout = {name: value for name, value in result.rollout_metrics.items() if not name.startswith("perf/")}
+            metrics += [*result.metrics, rollout]
+        weights: dict[str, torch.Tensor] = {}
+        for path in group.export_weights(out / "weights", version=1):
+            weights |= load_file(path)
+    return metrics, weights
+
+
+@pytest.fixture(scope="module")
+def one_process(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Numbers]:
+    made: dict[str, Numbers] = {}
+
+    def numbers(training: str) -> Numbers:
+        if training not in made:
+            made[training] = train(model_folder, training, tmp_path_factory.mktemp("one"))
+        return made[training]
+
+    return numbers
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_numbers_of_one_process(
+    layout: str, one_process: Callable[[str], Numbers], model_folder: Folder, tmp_path: Path
+) -> None:
+    training, processes, flags = LAYOUTS[layout]
+    metrics, weights = train(model_folder, training, tmp_path, actor_num_gpus_per_node=processes, **flags)
+    expected, expected_weights = one_process(training)
+    assert len(metrics) == 2 * ROLLOUTS
+    for found, wanted in zip(metrics, expected, strict=True):
+        assert found.keys() == wanted.keys()
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    assert weights.keys() == expected_weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, expected_weights[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_numbers_move_by_more_than_they_are_compared_with(
+    one_process: Callable[[str], Numbers], model_folder: Folder
+) -> None:
+    _, weights = one_process("grpo")
+    before = load_file(model_folder("qwen3") / "model.safetensors")
+    assert max(float((tensor - before[name]).abs().max()) for name, tensor in weights.items()) > 1e-3
