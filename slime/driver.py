@@ -328,7 +328,7 @@ class Run:
         self.progress.status("weights", f"publishing version {version}")
         with self.parts.engines_at_work():
             published = self.parts.publish(version)
-        self.progress.status("weights", f"version {version} on all engines", busy=False)
+        self.progress.status("weights", published.in_words(), busy=False)
         return published.metrics()
 
     def evaluate(self, step: int) -> None:

@@ -97,7 +97,9 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
     shape = ModelShape.from_folder(config.hf_checkpoint)
     transport, transport_reason = ("none", "nothing is trained" if engines else "there is no engine")
     if engines and trainers:
-        transport, transport_reason = choose_transport(config, device)
+        transport, transport_reason = choose_transport(
+            config, device, "sglang" if backend == SGLANG_SERVER else "embedded"
+        )
     available = _available(config, device)
     training, rollout = precisions(config, device, shape.num_parameters)
     precision = training if training == rollout else f"{training}, engines {rollout}"

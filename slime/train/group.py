@@ -214,6 +214,20 @@ class TrainerGroup:
         """Send every bucket; returns when the engines have them all."""
         self._call_same("broadcast_weights", version=version)
 
+    def export_adapter(self, out_dir: str | Path, version: int) -> list[Path]:
+        """The LoRA adapter as PEFT writes it; its files."""
+        paths = self._call_same("export_adapter", out_dir=str(out_dir), version=version)[0]
+        return [Path(path) for path in paths]
+
+    def adapter_buckets(self) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+        """What engines must know of the adapter, and its tensors as in `weight_buckets`."""
+        facts, buckets = self._call_same("adapter_buckets")[0]
+        return facts, buckets
+
+    def broadcast_adapter(self, version: int) -> None:
+        """Send the adapter's tensors; returns when the engines have them all."""
+        self._call_same("broadcast_adapter", version=version)
+
     def leave_engines(self) -> None:
         """Rank 0 leaves the engines' process group, if it is in one."""
         self._call_same("leave_engines")

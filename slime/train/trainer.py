@@ -39,6 +39,7 @@ from slime.train.samples.dump import dump_rows
 from slime.train.samples.finite import check_columns_finite
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
 from slime.train.samples.rollout_data import RolloutData, collect, distribute, make_rollout_data
+from slime.train.sending.adapter import export_adapter
 from slime.train.sending.export import export_weights, hf_tensors
 from slime.train.sending.sender import WeightSender
 from slime.train.timers import Timers
@@ -147,6 +148,20 @@ class Trainer:
         """Send all buckets to the engines that joined."""
         self.actor.remember_exported(version)
         self.sender.broadcast(self.actor.backend)
+
+    def export_adapter(self, out_dir: str, version: int) -> list[str]:
+        """The files of the LoRA adapter, written by rank 0 (the others return nothing)."""
+        self.actor.remember_exported(version)
+        return [str(path) for path in export_adapter(self.actor.backend, Path(out_dir), version=version)]
+
+    def adapter_buckets(self) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+        """The adapter's facts, and name, dtype and shape of each tensor in each bucket of its broadcast."""
+        return self.sender.adapter_buckets(self.actor.backend)
+
+    def broadcast_adapter(self, version: int) -> None:
+        """Send the adapter to the engines that joined."""
+        self.actor.remember_exported(version)
+        self.sender.broadcast_adapter(self.actor.backend)
 
     def leave_engines(self) -> None:
         self.sender.leave()

@@ -51,13 +51,22 @@ class BroadcastPublisher(WeightPublisher):
         self._processes_per_engine = processes_per_engine
         self._group: str | None = None
         self._buckets: Buckets = ()
+        self._adapter: dict[str, Any] | None = None
 
     def _stage(self, version: int) -> Staged:
         if self._group is None:
-            self._buckets = self._source.weight_buckets()
+            self._buckets = self._plan_buckets()
             self._run_async(named(self._compare_shapes(), f"shape check of weight update {version}"))
             self._group = self._run_async(named(self._connect(), "weight update group"))
         return Staged(sum(_nbytes(tensor) for bucket in self._buckets for tensor in bucket))
+
+    def _plan_buckets(self) -> Buckets:
+        """What is going to be sent."""
+        return self._source.weight_buckets()
+
+    def _send(self, version: int) -> None:
+        """Have the trainers send it to the group."""
+        self._source.broadcast_weights(version)
 
     async def _compare_shapes(self) -> None:
         if self._kind != "embedded":
@@ -112,6 +121,7 @@ class BroadcastPublisher(WeightPublisher):
                 group_name=self._group,
                 flush_cache=self._settings.flush_cache and number == len(self._buckets),
                 bucket=(number, len(self._buckets)) if self._kind == "embedded" else None,
+                adapter=self._adapter,
                 timeout_s=self._settings.timeout_s,
             )
 
@@ -123,9 +133,7 @@ class BroadcastPublisher(WeightPublisher):
                 await self._disband()  # or the trainer would wait for an engine that does not listen
                 raise
 
-        results = await asyncio.gather(
-            announce_all(), asyncio.to_thread(self._source.broadcast_weights, version), return_exceptions=True
-        )
+        results = await asyncio.gather(announce_all(), asyncio.to_thread(self._send, version), return_exceptions=True)
         if any(isinstance(result, BaseException) for result in results):
             await self._disband()
         announced, sent = results

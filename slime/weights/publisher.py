@@ -54,6 +54,18 @@ class WeightSource(Protocol):
         """Leave that group."""
         ...
 
+    def export_adapter(self, out_dir: Path, version: int) -> Sequence[Path]:
+        """Write the LoRA adapter that is trained as PEFT does; the files written."""
+        ...
+
+    def adapter_buckets(self) -> tuple[dict[str, Any], Sequence[Sequence[dict[str, Any]]]]:
+        """What an engine must know of the adapter beside its tensors, and these as in `weight_buckets`."""
+        ...
+
+    def broadcast_adapter(self, version: int) -> None:
+        """Send the adapter's buckets to that group."""
+        ...
+
     def weight_checksums(self) -> dict[str, str]:
         """The xxh3-128 of every tensor in the rollout dtype."""
         ...
@@ -96,6 +108,10 @@ class PublishResult:
     write_seconds: float = 0.0
     density: float | None = None
     full_fallbacks: int = 0
+
+    def in_words(self) -> str:
+        """For the progress of a run: what arrived, and what it took."""
+        return f"version {self.version} on all engines ({self.bytes / 2**20:.3g} MiB, {self.seconds:.2g} s)"
 
     def metrics(self) -> dict[str, float]:
         """Under the names used in metrics files."""

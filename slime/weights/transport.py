@@ -13,8 +13,10 @@ from slime.config import Config
 from slime.config.plugin_args import plugin_args
 from slime.engine.http.client import EngineClient, PauseMode
 from slime.errors import UserError
+from slime.models.delta.folder import safetensors_entries
 from slime.plugins import load_function
 from slime.waits import Limit
+from slime.weights.adapter import AdapterBroadcastPublisher, AdapterDiskPublisher, AdapterInMemoryPublisher
 from slime.weights.broadcast import BroadcastPublisher
 from slime.weights.check import ChecksumCheck, ReloadCheck
 from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 def choose_transport(config: Config, device: str, engine_kind: EngineKind = "embedded") -> tuple[str, str]:
     """The transport (`tensor`, `nccl` or `disk`) of a run, and why; refuses flags that contradict one another."""
     asked = config.update_weight_transport
+    if sends_adapter(config):
+        _refuse_with_adapters(config, engine_kind)
     if config.update_weight_mode == "delta":
         if asked not in ("auto", "disk"):
             raise UserError(
@@ -53,7 +57,27 @@ def choose_transport(config: Config, device: str, engine_kind: EngineKind = "emb
     if away := _addresses_elsewhere(config):
         return "nccl", f"engines run on other machines ({', '.join(away)})"
     how = "files in shared memory" if engine_kind == "embedded" else "a model folder in shared memory"
-    return "tensor", f"trainer and engines are on one machine, weights on {device} pass through {how}"
+    what = f"{'the adapter' if sends_adapter(config) else 'weights'} on {device}"
+    verb = "passes" if sends_adapter(config) else "pass"
+    return "tensor", f"trainer and engines are on one machine, {what} {verb} through {how}"
+
+
+def sends_adapter(config: Config) -> bool:
+    """Whether the engines get a LoRA adapter in the place of whole weights."""
+    return config.lora_rank > 0 and config.lora_sync == "adapter"
+
+
+def _refuse_with_adapters(config: Config, engine_kind: EngineKind) -> None:
+    if config.update_weight_mode == "delta":
+        raise UserError(
+            "--lora-sync adapter sends the adapter whole, so there is no delta: drop --update-weight-mode delta, or "
+            "use --lora-sync merged"
+        )
+    if engine_kind == "sglang":
+        raise UserError(
+            "--lora-sync adapter: SGLang's servers add an adapter in the requests that name it, and no request here "
+            "does: use --lora-sync merged, or the embedded engine"
+        )
 
 
 def make_publisher(
@@ -77,7 +101,8 @@ def make_publisher(
     if transport == "tensor":
         return _in_memory(config, source, clients, run_async, engine_kind, settings)
     if transport == "nccl":
-        return BroadcastPublisher(
+        by_broadcast = AdapterBroadcastPublisher if sends_adapter(config) else BroadcastPublisher
+        return by_broadcast(
             source,
             clients,
             run_async,
@@ -93,7 +118,8 @@ def make_publisher(
         on_written=_post_write_hook(config, clients),
     )
     if config.update_weight_mode == "full":
-        return DiskPublisher(source, clients, run_async, folders, settings)
+        by_disk = AdapterDiskPublisher if sends_adapter(config) else DiskPublisher
+        return by_disk(source, clients, run_async, folders, settings)
     kind = {"encoding": config.update_weight_delta_encoding, "checksum": config.update_weight_delta_checksum}
     if engine_kind == "embedded":
         return DeltaPublisher(source, clients, run_async, folders, settings, **kind)
@@ -106,6 +132,12 @@ def largest_export_bytes(hf_checkpoint: Path) -> int:
     return 2 * sum(path.stat().st_size for path in hf_checkpoint.glob("*.safetensors"))
 
 
+def largest_adapter_bytes(hf_checkpoint: Path, rank: int) -> int:
+    """An upper bound of an adapter: two float32 matrices of that rank beside every matrix of the folder."""
+    entries = [entry for path in hf_checkpoint.glob("*.safetensors") for entry in safetensors_entries(path)]
+    return sum(4 * rank * sum(entry.shape) for entry in entries if len(entry.shape) == 2)
+
+
 def _in_memory(
     config: Config,
     source: WeightSource,
@@ -115,8 +147,14 @@ def _in_memory(
     settings: Settings,
 ) -> WeightPublisher:
     hf_checkpoint = Path(config.hf_checkpoint or "")
-    root, why = choose_root(largest_export_bytes(hf_checkpoint))
+    with_adapter = sends_adapter(config)
+    needed = largest_adapter_bytes(hf_checkpoint, config.lora_rank) if with_adapter else None
+    root, why = choose_root(largest_export_bytes(hf_checkpoint) if needed is None else needed)
     logger.info("weights are staged in %s: %s", root, why)
+    if with_adapter:
+        return AdapterInMemoryPublisher(
+            source, clients, run_async, root=root, hf_checkpoint=hf_checkpoint, settings=settings
+        )
     if engine_kind == "embedded":
         return TensorPublisher(source, clients, run_async, root=root, settings=settings)
     return FolderInMemoryPublisher(

@@ -229,6 +229,14 @@ def test_a_broken_connection_is_not_sent_again():
             ("POST", "/update_weights_from_disk", {"model_path": "/m", "weight_version": "3", "flush_cache": True}),
         ),
         (
+            lambda c: c.load_lora_adapter("n", "/a", 3),
+            (
+                "POST",
+                "/load_lora_adapter",
+                {"lora_name": "n", "lora_path": "/a", "weight_version": "3", "flush_cache": True},
+            ),
+        ),
+        (
             lambda c: c.update_weights_from_tensor_files(["/a", "/b"], 4, flush_cache=False),
             (
                 "POST",

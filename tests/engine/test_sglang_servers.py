@@ -259,12 +259,14 @@ def test_what_a_server_lacks_is_said_and_done_without(model: str, tmp_path: Path
         releases_memory=False, echoes_weight_version=False, returns_log_probs=True,
     )  # fmt: skip
     asked = config.replace(update_weight_pause_mode="in_place", update_weight_transport="nccl", offload_rollout=True)
+    asked = asked.replace(lora_rank=4, lora_sync="adapter")
     changed, sentences = without_missing(asked, [found, found])
     assert (changed.update_weight_pause_mode, changed.update_weight_transport) == ("abort", "disk")
-    assert changed.offload_rollout is False
+    assert (changed.offload_rollout, changed.lora_sync) == (False, "merged")
     assert [sentence.split(":")[0] for sentence in sentences] == [
         "SGLang 9.9.9 cannot pause by in_place",
         "SGLang 9.9.9 takes no weights by nccl",
+        "SGLang 9.9.9 adds an adapter only in requests that name it",
         "SGLang 9.9.9 cannot release its memory",
         "SGLang 9.9.9 does not name the weight version of an answer",
     ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime.cluster.process import process_tree
@@ -41,7 +42,17 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
         "update_weight_delta_encoding": "overwrite",
         "update_weight_delta_checksum": "adler32",
     },
+    "adapter": {"lora_rank": 4, "lr": 1e-2, "lora_sync": "adapter"},
+    "adapter, broadcast": {
+        "lora_rank": 4,
+        "lr": 1e-2,
+        "lora_sync": "adapter",
+        "update_weight_transport": "nccl",
+        "update_weight_pause_mode": "in_place",
+    },
 }
+CASES = [(transport, kind) for transport in TRANSPORTS if "adapter" not in transport for kind in SHAPES]
+CASES += [("adapter", "qwen3"), ("adapter, broadcast", "qwen3_moe")]
 UPDATES = 5
 PROMPT = [5, 9, 3, 17, 4, 11]
 
@@ -75,12 +86,11 @@ def make_config(folder: Path, **flags: Any) -> Config:
             global_batch_size=9,
             num_rollout=9,
             micro_batch_size=2,
-            lr=1e-4,
             dtype="bfloat16",
             distributed_timeout_minutes=2,
             update_weight_buffer_size=2**16,
             check_weight_update_equal=True,
-            **flags,
+            **{"lr": 1e-4, **flags},
         )
     )
 
@@ -92,8 +102,7 @@ def expected_log_probs(folder: Path) -> list[float]:
     return [float(scores[position, token]) for position, token in enumerate(PROMPT[1:])]
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("transport", "kind"), CASES)
 def test_engines_have_the_trainers_bytes(
     tmp_path: Path,
     engines_of: Callable[[str], tuple[Path, EngineFleet]],
@@ -137,3 +146,6 @@ def test_engines_have_the_trainers_bytes(
         assert all(result.bytes < results[0].bytes for result in results[1:])
     else:
         assert len({result.bytes for result in results}) == 1
+    if config.lora_sync == "adapter":
+        adapter = load_file(saved / "adapter" / "adapter_model.safetensors")
+        assert 0 <= results[0].bytes - sum(tensor.nbytes for tensor in adapter.values()) < 16384

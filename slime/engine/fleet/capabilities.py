@@ -85,6 +85,9 @@ def without_missing(config: Config, engines: Sequence[Capabilities]) -> tuple[Co
             sentences.append(
                 f"{engine} takes no weights by {config.update_weight_transport}: they go through files instead"
             )
+        if config.lora_rank and config.lora_sync == "adapter" and engine.kind == "sglang":
+            changes["lora_sync"] = "merged"
+            sentences.append(f"{engine} adds an adapter only in requests that name it: it gets the merged weights")
         if config.offload_rollout and not engine.releases_memory:
             changes["offload_rollout"] = False
             sentences.append(f"{engine} cannot release its memory: it keeps it while the trainers work")

@@ -229,6 +229,19 @@ class EngineClient:
         }
         return await self._control_json("POST", "/update_weights_from_tensor", body, timeout_s)
 
+    async def load_lora_adapter(
+        self,
+        name: str,
+        path: str | Path,
+        version: int | str,
+        *,
+        flush_cache: bool = True,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Load a PEFT folder; the embedded engine then samples every request with it, under that version."""
+        body = {"lora_name": name, "lora_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
+        return await self._control_json("POST", "/load_lora_adapter", body, timeout_s)
+
     async def init_weights_update_group(
         self,
         *,
@@ -259,10 +272,12 @@ class EngineClient:
         group_name: str,
         flush_cache: bool = False,
         bucket: tuple[int, int] | None = None,
+        adapter: dict[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """Receive tensors (name, dtype, shape) from rank 0 of a group. `bucket` (number, count) is understood by the
-        embedded engine alone: it takes the version with the last one."""
+        """Receive tensors (name, dtype, shape) from rank 0 of a group. `bucket` (number, count) and `adapter` (what a
+        LoRA adapter's tensors belong to) are understood by the embedded engine alone: it takes the version with the
+        last bucket."""
         body: dict[str, Any] = {
             "names": [tensor["name"] for tensor in tensors],
             "dtypes": [tensor["dtype"] for tensor in tensors],
@@ -273,6 +288,8 @@ class EngineClient:
         }
         if bucket is not None:
             body["bucket"] = list(bucket)
+        if adapter is not None:
+            body["adapter"] = adapter
         return await self._control_json("POST", "/update_weights_from_distributed", body, timeout_s)
 
     async def destroy_weights_update_group(self, group_name: str, *, timeout_s: float | None = None) -> None:

@@ -7,6 +7,7 @@ rollout's dtype. All ranks call each method together; only rank 0 meets the engi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from slime.cluster.process_group import join_process_group, leave_process_group
 from slime.config import Config
 from slime.train.backends.protocol import TrainBackend
+from slime.train.sending.adapter import adapter_layout, send_adapter, trained_adapter
 from slime.train.sending.export import hf_layout, hf_tensors, rollout_dtype
 
 if TYPE_CHECKING:
@@ -86,6 +88,20 @@ class WeightSender:
                 work.wait()
         if backend.topology.world.device.type == "cuda":
             torch.cuda.synchronize(backend.topology.world.device)
+
+    def adapter_buckets(self, backend: TrainBackend) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+        """What an engine must know of the adapter, and what `broadcast_adapter` is going to send."""
+        facts, layout = trained_adapter(backend).facts.to_dict(), adapter_layout(backend)
+        ranges = cut_buckets([4 * prod(tensor["shape"]) for tensor in layout], self._buffer_size)
+        return facts, [layout[start:end] for start, end in ranges]
+
+    def broadcast_adapter(self, backend: TrainBackend) -> None:
+        """Send the adapter to the engines; a failure closes the group, as in `broadcast`."""
+        try:
+            send_adapter(backend, self._group, buffer_size=self._buffer_size)
+        except BaseException:
+            self.leave()
+            raise
 
     def leave(self) -> None:
         """Leave the engines' group; safe without one."""
