@@ -356,7 +356,10 @@ def _adam(config: Config) -> str:
     )
     decay = f"{start:g}" if start == end else f"{start:g} to {end:g}"
     clipping = f"gradients clipped at {config.clip_grad:g}" if config.clip_grad else "no clipping"
-    return f"AdamW, {'without memory' if config.use_stateless_adam else betas}, weight decay {decay}, {clipping}"
+    where = " on the host" if config.optimizer_cpu_offload else ""
+    dtypes = (config.exp_avg_dtype, config.exp_avg_sq_dtype)
+    kept = f", moments{where} in {' and '.join(dict.fromkeys(dtypes))}" if where or dtypes != ("fp32", "fp32") else ""
+    return f"AdamW, {'without memory' if config.use_stateless_adam else betas}{kept}, weight decay {decay}, {clipping}"
 
 
 def _warmup_in_words(config: Config) -> str:
@@ -377,6 +380,9 @@ def _memory_rows(processes: tuple[ProcessPlan, ...], available: int | None, devi
             parts = ", ".join(f"{name} {_gib(size)}" for name, size in process.memory.parts.items())
             peak = f" (most at: {process.memory.peak})" if process.memory.peak else ""
             rows.append((f"each {process.name}", f"{_gib(process.memory.total)}: {parts}{peak}"))
+            if process.memory.on_host:
+                host = ", ".join(f"{name} {_gib(size)}" for name, size in process.memory.on_host.items())
+                rows.append(("", f"and in the host's memory: {host}"))
     what = "each GPU has" if device == "cuda" else "available"
     rows.append((what, "unknown" if available is None else _gib(available)))
     return tuple(rows)

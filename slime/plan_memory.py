@@ -22,6 +22,9 @@ CHUNK_LOGITS = {"cpu": 16 * 1024 * 1024, "cuda": 3072 * 151936}
 """Logits that exist at once, as `slime.algorithms.logprobs` cuts them (a test compares)."""
 COMPILE_MIN_PARAMETERS = 100_000_000
 """Models from which on layers are compiled on a GPU, as `slime.train.backends.fsdp.sharding` has it."""
+STREAMED_ELEMENTS = 1 << 24
+"""Elements that are updated at a time where moments are kept elsewhere or in bfloat16."""
+_MOMENT_BYTES = {"fp32": 4, "bf16": 2}
 _MASTER = 4  # bytes: master weights and gradients are float32
 _CPU_KV_LIMIT = 2 * 2**30
 _SFT_GUESS = 1024
@@ -34,6 +37,8 @@ class MemoryEstimate:
     parts: dict[str, int]
     peak: str = ""
     """The moment that takes the most; the parts are those of it."""
+    on_host: dict[str, int] = dataclasses.field(default_factory=dict)
+    """What lies in the host's memory beside the parts, which are on a GPU."""
 
     @property
     def total(self) -> int:
@@ -44,26 +49,41 @@ def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: 
     """One training process in the busiest moment of an optimizer step that is not the run's first."""
     step = _Step.of(config, shape, device=device, trainers=trainers)
     always = _at_rest(config, step, device)
+    kept = _moments(config, step)
+    streams = config.optimizer_cpu_offload and step.on_gpu
+    on_host = {"Adam moments": kept} if streams else {}
+    always |= {"Adam moments": 0 if streams else kept}
     moments = {
         "loss": step.loss(),
         "backward of the last layer": step.last_layer(),
         "backward of the layers before": step.inner_layer(),
         "gradients of the embedding": step.embedding(),
-        "optimizer": {"gradients": step.gradients},
+        "optimizer": {"gradients": step.gradients, "moments in passing": _passing(config, step)},
     }
     peak = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: size for name, size in {**always, **moments[peak]}.items() if size}
-    return MemoryEstimate(parts, peak)
+    return MemoryEstimate(parts, peak, on_host)
+
+
+def _moments(config: Config, step: _Step) -> int:
+    """Bytes of what Adam keeps."""
+    widths = [_MOMENT_BYTES[dtype] for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype)]
+    return 0 if config.use_stateless_adam else sum(widths) * step.shard(step.trained)
+
+
+def _passing(config: Config, step: _Step) -> int:
+    """Float32 copies of the moments that are being updated, and what they are rounded with."""
+    narrow = [dtype for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype) if dtype != "fp32"]
+    copies = 2 if config.optimizer_cpu_offload and step.on_gpu else len(narrow)
+    return _MASTER * (copies + 2 * bool(narrow)) * min(STREAMED_ELEMENTS, step.shard(step.head))
 
 
 def _at_rest(config: Config, step: _Step, device: str) -> dict[str, int]:
     """What lies on a rank between two steps."""
     frozen = step.compute * step.shard(step.total)
-    parts = {"weights": _MASTER * step.shard(step.trained), "Adam moments": 2 * _MASTER * step.shard(step.trained)}
+    parts = {"weights": _MASTER * step.shard(step.trained), "Adam moments": 0}
     if step.trained != step.total:
         parts |= {"frozen weights": frozen}
-    if config.use_stateless_adam:
-        parts["Adam moments"] = 0
     if has_critic(config):
         parts["critic with its optimizer"] = 3 * _MASTER * step.shard(step.total)
     if needs_reference(config) and not uses_lora(config):

@@ -159,6 +159,22 @@ def test_ranks_share_what_lies_still_and_a_gathered_layer_is_whole(flags: dict[s
     assert "gradients" not in trainer_memory(lone, shape, device="cpu", trainers=8).parts
 
 
+def test_moments_on_the_host_or_in_bfloat16_are_counted_there(flags: dict[str, Any]) -> None:
+    shape = ModelShape.from_folder(flags["hf_checkpoint"])
+    narrow = resolve(Config(**flags, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp32"))
+    assert trainer_memory(narrow, shape, device="cuda", trainers=2).parts["Adam moments"] == 6 * PARAMETERS // 2
+    streamed = resolve(Config(**{**flags, "device": "cuda"}, exp_avg_sq_dtype="bf16", optimizer_cpu_offload=True))
+    on_gpu = trainer_memory(streamed, shape, device="cuda", trainers=2)
+    assert on_gpu.on_host == {"Adam moments": 6 * PARAMETERS // 2}
+    assert "Adam moments" not in on_gpu.parts
+    assert not trainer_memory(streamed, shape, device="cpu", trainers=2).on_host
+    text = make_plan(streamed, device="cuda", gpu_count=2).render()
+    assert "and in the host's memory: Adam moments" in text
+    assert "moments on the host in fp32 and bf16" in text
+    with pytest.raises(UserError, match="--exp-avg-dtype is about moments, and --use-stateless-adam keeps none"):
+        resolve(Config(**flags, use_stateless_adam=True, exp_avg_dtype="bf16"))
+
+
 def test_an_adapter_has_no_master_weights_of_the_model(flags: dict[str, Any]) -> None:
     shape = ModelShape.from_folder(flags["hf_checkpoint"])
     config = resolve(Config(**flags, lora_rank=8, use_kl_loss=True))

@@ -123,7 +123,22 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield "--rm-type remote_rm needs --rm-url, the address of the reward service"
     if config.freeze_params_name_list and config.only_train_params_name_list:
         yield "--freeze-params-name-list and --only-train-params-name-list exclude each other: keep one"
+    yield from _moments(config)
     yield from _schedule(config)
+
+
+def _moments(config: Config) -> Iterator[str]:
+    asked = [
+        flag
+        for flag, given in (
+            ("--exp-avg-dtype", config.exp_avg_dtype != "fp32"),
+            ("--exp-avg-sq-dtype", config.exp_avg_sq_dtype != "fp32"),
+            ("--optimizer-cpu-offload", config.optimizer_cpu_offload),
+        )
+        if given
+    ]
+    if config.use_stateless_adam and asked:
+        yield f"{asked[0]} is about moments, and --use-stateless-adam keeps none: leave out one of the two"
 
 
 def _schedule(config: Config) -> Iterator[str]:

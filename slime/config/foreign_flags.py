@@ -96,7 +96,7 @@ _OPENRLHF = {
     "vllm-gpu-memory-utilization": "--engine-mem-fraction, or --sglang-mem-fraction-static with SGLang",
     "colocate-all-models": "--colocate",
     "zero-stage": _SHARDED,
-    "adam-offload": "optimizer states stay on the device: drop it",
+    "adam-offload": "--optimizer-cpu-offload",
     "packing-samples": "samples are always packed, --max-tokens-per-gpu bounds a row: drop it",
     "flash-attn": "attention is chosen by the trainer: drop it",
     "save-path": "--save-hf (a model folder), or --save (checkpoints)",

@@ -49,11 +49,11 @@ _TABLE: dict[tuple[str, str], str] = {
         """,
     (NUMBERS, NUMBER): "rotary-seq-len-interpolation-factor",
     (NUMBERS, TEXT): """
-        fp8-format moe-router-load-balancing-type main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
+        fp8-format moe-router-load-balancing-type main-grads-dtype main-params-dtype
         """,
     (SPEED, SWITCH): """
         sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather tp-comm-overlap
-        overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer optimizer-cpu-offload no-rope-fusion
+        overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer no-rope-fusion
         moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-shared-expert-overlap moe-enable-deepep
         moe-use-legacy-grouped-gemm moe-layer-recompute moe-router-padding-for-fp8 moe-extended-tp
         accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 no-gradient-accumulation-fusion
@@ -91,7 +91,7 @@ MEGATRON_CLASSES: dict[str, str] = {name: role for (role, _), names in _TABLE.it
 """Flag -> SHAPE, NUMBERS or SPEED."""
 
 _HALF = "training computes in float32 or bfloat16, --dtype chooses: drop it"
-_STATE = "gradients, master weights and the optimizer's state are float32: give fp32, or drop it"
+_STATE = "gradients and master weights are float32: give fp32, or drop it"
 _ROUTER = "experts are trained by the loss alone: give 0, or drop it"
 _TOKENS = "no token of an expert is dropped: drop it"
 
@@ -118,8 +118,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp8-param-gather": ((), _HALF),
     "main-grads-dtype": (("fp32",), _STATE),
     "main-params-dtype": (("fp32",), _STATE),
-    "exp-avg-dtype": (("fp32",), _STATE),
-    "exp-avg-sq-dtype": (("fp32",), _STATE),
     "use-checkpoint-opt-param-scheduler": ((), "learning rate and weight decay are those of the flags: drop it"),
     "finetune": (
         (),

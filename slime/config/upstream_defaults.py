@@ -98,8 +98,6 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "moe_token_drop_policy": "probs",
     "main_grads_dtype": "fp32",
     "main_params_dtype": "fp32",
-    "exp_avg_dtype": "fp32",
-    "exp_avg_sq_dtype": "fp32",
     "weight_decay_incr_style": "constant",
     "lr_wsd_decay_style": "exponential",
     "ckpt_format": "torch_dist",

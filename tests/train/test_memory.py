@@ -10,8 +10,8 @@ import pytest
 from slime.algorithms import logprobs
 from slime.data.sample import Sample
 from slime.models.shape import ModelShape
-from slime.plan_memory import CHUNK_LOGITS, COMPILE_MIN_PARAMETERS, trainer_memory
-from slime.train.backends.fsdp import sharding
+from slime.plan_memory import CHUNK_LOGITS, COMPILE_MIN_PARAMETERS, STREAMED_ELEMENTS, trainer_memory
+from slime.train.backends.fsdp import sharding, streamed_adam
 from tests.tiny_models import make_model_folder
 from tests.train.counted_memory import most_bytes
 from tests.train.in_process import InProcess, config_for
@@ -46,6 +46,7 @@ def samples() -> list[list[Sample]]:
         ({"model_type": "qwen3"}, {}),
         ({"model_type": "llama", "tie_word_embeddings": True}, {"num_steps_per_rollout": 2}),
         ({"model_type": "qwen3"}, {"recompute_activations": True, "use_kl_loss": True}),
+        ({"model_type": "qwen3"}, {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
         ({"model_type": "llama"}, {"loss_type": "sft_loss", "log_probs_chunk_size": 16}),
     ],
 )
@@ -70,3 +71,4 @@ def test_a_step_takes_what_the_plan_says(tmp_path: Path, model: dict[str, Any], 
 def test_the_plan_cuts_logits_and_compiles_as_training_does() -> None:
     assert CHUNK_LOGITS == {"cpu": logprobs.CHUNK_LOGITS_CPU, "cuda": logprobs.CHUNK_LOGITS_CUDA}
     assert COMPILE_MIN_PARAMETERS == sharding.COMPILE_MIN_PARAMETERS
+    assert STREAMED_ELEMENTS == streamed_adam._PART

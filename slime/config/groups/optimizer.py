@@ -47,6 +47,18 @@ class OptimizerFlags:
     use_stateless_adam: bool = flag(
         False, "Adam without memory: every step is the first of a new one; there is no optimizer state"
     )
+    exp_avg_dtype: str = flag(
+        "fp32",
+        "what the first moment is kept in; bf16 is rounded by chance, the arithmetic stays float32",
+        choices=("fp32", "bf16"),
+        later=("fp16", "fp8"),
+    )
+    exp_avg_sq_dtype: str = flag(
+        "fp32", "the same for the second moment", choices=("fp32", "bf16"), later=("fp16", "fp8")
+    )
+    optimizer_cpu_offload: bool = flag(
+        False, "the moments stay in the host's memory and pass through the GPU in each update"
+    )
     adam_beta1: float = flag(0.9, "decay of the first moment", check=between(0, 1, high_open=True))
     adam_beta2: float = flag(0.95, "decay of the second moment", check=between(0, 1, high_open=True))
     adam_eps: float = flag(1e-8, "added to the denominator", check=above(0))

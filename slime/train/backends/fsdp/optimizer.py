@@ -11,8 +11,10 @@ from torch import nn
 
 from slime.config import Config
 from slime.errors import UserError
+from slime.train.backends.fsdp.streamed_adam import StreamedAdam
 from slime.train.rates import Rates
 
+MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DECAYED = "decayed"
 """In a group of parameters: whether its weight decay is that of the schedule."""
 
@@ -51,13 +53,12 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> torch.
     groups = [group for group in groups if group["params"]]
     if config.use_stateless_adam:
         return StatelessAdam(groups, lr=config.lr, eps=config.adam_eps)
-    return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        fused=True,
-    )
+    betas = (config.adam_beta1, config.adam_beta2)
+    dtypes = (MOMENT_DTYPES[config.exp_avg_dtype], MOMENT_DTYPES[config.exp_avg_sq_dtype])
+    on_host = config.optimizer_cpu_offload
+    if on_host or dtypes != (torch.float32, torch.float32):
+        return StreamedAdam(groups, lr=config.lr, betas=betas, eps=config.adam_eps, dtypes=dtypes, on_host=on_host)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
 
 
 class StatelessAdam(torch.optim.Optimizer):
