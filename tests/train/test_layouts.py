@@ -22,6 +22,10 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("qwen3", {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01, "normalize_advantages": True}),
     "ppo": ("qwen3", {"advantage_estimator": "ppo", "kl_coef": 0.05, "normalize_advantages": True}),
     "moe": ("qwen3_moe", {"use_tis": True, "tis_batch_normalize": True}),
+    "lora": (
+        "qwen3",
+        {"lora_rank": 2, "lora_alpha": 32.0, "use_kl_loss": True, "kl_loss_coef": 0.1, "keep_old_actor": True},
+    ),
 }
 """A model and flags each; updates are in proportion to the gradient, or a rounding error would become a whole step."""
 
@@ -33,6 +37,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "4 copies": ("grpo", 4, {"fsdp_shard_size": 1}),
     "ppo, 2 copies of 2": ("ppo", 4, {"fsdp_shard_size": 2}),
     "moe, 2 copies of 2, recomputed": ("moe", 4, {"fsdp_shard_size": 2, "recompute_activations": True}),
+    "lora, 3, one without rows": ("lora", 3, {}),
+    "lora, 2 copies of 2": ("lora", 4, {"fsdp_shard_size": 2}),
 }
 """Of a training: processes and flags."""
 
@@ -83,9 +89,10 @@ def test_every_layout_gives_the_numbers_of_one_process(
         torch.testing.assert_close(tensor, expected_weights[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("training", ["grpo", "lora"])
 def test_the_numbers_move_by_more_than_they_are_compared_with(
-    one_process: Callable[[str], Numbers], model_folder: Folder
+    training: str, one_process: Callable[[str], Numbers], model_folder: Folder
 ) -> None:
-    _, weights = one_process("grpo")
+    _, weights = one_process(training)
     before = load_file(model_folder("qwen3") / "model.safetensors")
     assert max(float((tensor - before[name]).abs().max()) for name, tensor in weights.items()) > 1e-3
