@@ -2,12 +2,12 @@
 
     python benchmarks/quickstart_seeds.py
     python benchmarks/quickstart_seeds.py --jobs 5          # five at a time, each on its own share of the cores
-    python benchmarks/quickstart_seeds.py --only modes      # seeds | numerics | modes
+    python benchmarks/quickstart_seeds.py --only modes      # seeds | numerics | modes | lora
 
 `numerics` repeats the first two seeds with one and two threads, with ATen's portable kernels and with oneDNN's bf16
 products where the CPU has them: sums are added up in another order or with fewer bits, as on another machine. `modes`
-are the asynchronous ones. Times are wall-clock; with `--jobs` above 1 they tell nothing. Exit code 1 if any run ends
-below 90 %.
+are the asynchronous ones, `lora` trains adapters of several ranks in the third step. Times are wall-clock; with
+`--jobs` above 1 they tell nothing. Exit code 1 if any run ends below 90 %.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ NUMERICS: dict[str, dict[str, str]] = {
 if bfloat16_unit() is not None:
     NUMERICS["bf16 products"] = {"DNNL_DEFAULT_FPMATH_MODE": "BF16", "ONEDNN_DEFAULT_FPMATH_MODE": "BF16"}
 MODES = ("partial", "one-step", "full")
+LORA_RANKS = (4, 16)
 
 
 class Case(NamedTuple):
@@ -48,6 +49,7 @@ class Case(NamedTuple):
     variant: str
     env: dict[str, str]
     mode: str = "sync"
+    lora_rank: int = 0
 
 
 class Outcome(NamedTuple):
@@ -62,7 +64,9 @@ class Outcome(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--only", choices=["seeds", "numerics", "modes"], nargs="+", default=["seeds", "numerics"])
+    parser.add_argument(
+        "--only", choices=["seeds", "numerics", "modes", "lora"], nargs="+", default=["seeds", "numerics"]
+    )
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     todo = cases(args.seeds, args.only)
@@ -90,13 +94,15 @@ def cases(seeds: list[int], kinds: list[str]) -> list[Case]:
         todo += [Case(seed, name, env) for name, env in NUMERICS.items() for seed in seeds[:2]]
     if "modes" in kinds:
         todo += [Case(seed, mode, {}, mode) for mode in MODES for seed in seeds[:2]]
+    if "lora" in kinds:
+        todo += [Case(seed, f"LoRA, rank {rank}", {}, lora_rank=rank) for rank in LORA_RANKS for seed in seeds]
     return todo
 
 
 def run(case: Case, folder: Path) -> Outcome:
     """One quickstart in a process of its own; its scores come from the run's metrics file."""
     command = [sys.executable, str(ROOT / "examples/quickstart/run.py"), "--output-dir", str(folder)]
-    command += ["--seed", str(case.seed), "--mode", case.mode]
+    command += ["--seed", str(case.seed), "--mode", case.mode, "--lora-rank", str(case.lora_rank)]
     began = grpo_began = time.monotonic()
     tail: list[str] = []
     with subprocess.Popen(
