@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from slime.config import Config
 from slime.config.start import Start, base_path
-from slime.errors import UserError
 from slime.models.loading import as_in_folder, persistent_buffers
 from slime.models.lora import is_adapter
 from slime.train.backends.fsdp.adapted import AdaptedModel
@@ -27,6 +25,7 @@ from slime.train.backends.fsdp.frozen import FrozenSets
 from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer, set_rates
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
+from slime.train.backends.fsdp.recompute import recompute_layers
 from slime.train.backends.fsdp.sharding import (
     gather_like,
     local_part,
@@ -69,7 +68,7 @@ class FSDPBackend:
         model = module.model
         self.model_config = model.config
         if config.recompute_activations:
-            _enable_recompute(model)
+            recompute_layers(model)
         if layers is None:  # else those with an adapter are chosen already
             patterns = {"freeze": config.freeze_params_name_list, "only_train": config.only_train_params_name_list}
             choose_trainable(model, **patterns)
@@ -259,14 +258,3 @@ class FSDPBackend:
         """The model's own parameters and buffers."""
         own = self._parameters if self._adapted is None else self._adapted.leaving
         return {**own, **dict(persistent_buffers(self.module.model))}
-
-
-def _enable_recompute(model: PreTrainedModel) -> None:
-    """Layers keep only their inputs and run again in backward; transformers wants train mode for it, so no dropout."""
-    if not model.supports_gradient_checkpointing:
-        raise UserError(f"{type(model).__name__} cannot recompute activations: leave out --recompute-activations")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
