@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from slime.models.delta.folder import safetensors_entries
 from slime.models.files import fsync_path
 from slime.models.shards import NamedTensors, ShardWriter, iter_named, write_index
 from slime.models.taken import refuse_to_replace
@@ -22,6 +23,8 @@ from slime.owned import MANIFEST, mark_written
 
 MAX_SHARD_BYTES = 5 * 1000**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
+Beside = Callable[[Path], object]
+"""Puts more files into a folder."""
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 
 
@@ -65,45 +68,91 @@ def save_hf_folder(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     quantization: Callable[[], dict[str, Any]] | None = None,
-    beside: Callable[[Path], object] | None = None,
+    beside: Beside | None = None,
 ) -> Path:
     """Save HF-named tensors (a mapping or a stream of pairs) with the small files of `source_folder` to `out`.
 
     They are written in `dtype`; with `quantization`, which is asked for the config's entry at the end, as they are.
     `beside` puts more files into the folder before it is in its place.
     """
-    target = Path(out).resolve()
-    refuse_to_replace(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    try:
-        copy_model_files(source_folder, staging)
-        _write_weights(state_dict, staging, dtype if quantization is None else None, max_shard_bytes)
-        write_config_dtype(staging, dtype, None if quantization is None else quantization())
+    with FolderDraft.begin(source_folder, out) as draft:
+        writer = draft.writer(dtype if quantization is None else None, max_shard_bytes=max_shard_bytes)
+        for name, tensor in iter_named(state_dict):
+            writer.add(name, tensor)
+        writer.finish()
+        return draft.finish(dtype, None if quantization is None else quantization(), beside)
+
+
+class FolderDraft:
+    """A model folder that is written beside its place, until `finish` puts it there.
+
+    One process begins and finishes it; others that know `staging` may write weights too, each under a name of its own.
+    Leaving its block removes what was not finished.
+    """
+
+    def __init__(self, staging: Path, target: Path) -> None:
+        self.staging = staging
+        self.target = target
+
+    @classmethod
+    def begin(cls, source_folder: str | Path, out: str | Path) -> FolderDraft:
+        """A draft with the small files of `source_folder`; refuses a place that holds something else."""
+        target = Path(out).resolve()
+        refuse_to_replace(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = cls(target.with_name(f".{target.name}.tmp-{os.getpid()}"), target)
+        draft.discard()
+        draft.staging.mkdir()
+        try:
+            copy_model_files(source_folder, draft.staging)
+        except BaseException:
+            draft.discard()
+            raise
+        return draft
+
+    def writer(
+        self, dtype: torch.dtype | None, *, name: str = "part", max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> ShardWriter:
+        """Weights go in here; with a `dtype` they are converted."""
+        return ShardWriter(self.staging, prefix=name, max_bytes=max_shard_bytes, dtype=dtype)
+
+    def finish(
+        self, dtype: torch.dtype, quantization: dict[str, Any] | None = None, beside: Beside | None = None
+    ) -> Path:
+        """Number the files that all writers wrote, say in config.json what they are in, and put the folder in place;
+        `beside` puts more files into it before."""
+        _name_parts(self.staging)
+        write_config_dtype(self.staging, dtype, quantization)
         if beside is not None:
-            beside(staging)
-        mark_written(staging)
-        fsync_path(staging)
-        refuse_to_replace(target)  # it took a while
-        replace_folder(staging, target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    return target
+            beside(self.staging)
+        mark_written(self.staging)
+        fsync_path(self.staging)
+        refuse_to_replace(self.target)  # it took a while
+        replace_folder(self.staging, self.target)
+        return self.target
+
+    def __enter__(self) -> FolderDraft:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what was not finished."""
+        shutil.rmtree(self.staging, ignore_errors=True)
 
 
-def _write_weights(state_dict: NamedTensors, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-    writer = ShardWriter(folder, prefix="part", max_bytes=max_shard_bytes, dtype=dtype)
-    for name, tensor in iter_named(state_dict):
-        writer.add(name, tensor)
-    paths = writer.finish()
-    if len(paths) == 1:
-        paths[0].rename(folder / "model.safetensors")
+def _name_parts(folder: Path) -> None:
+    parts = sorted(folder.glob("*.safetensors"))
+    if len(parts) == 1:
+        parts[0].rename(folder / "model.safetensors")
         return
-    renamed = {path.name: f"model-{i:05d}-of-{len(paths):05d}.safetensors" for i, path in enumerate(paths, start=1)}
-    for path in paths:
-        path.rename(folder / renamed[path.name])
-    writer.weight_map = {name: renamed[file] for name, file in writer.weight_map.items()}
-    write_index(writer, folder / "model.safetensors.index.json")
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for number, part in enumerate(parts, start=1):
+        name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        for entry in safetensors_entries(part):
+            weight_map[entry.name] = name
+            total_bytes += entry.end - entry.start
+        part.rename(folder / name)
+    write_index(folder / "model.safetensors.index.json", weight_map, total_bytes)

@@ -39,7 +39,6 @@ class ShardWriter:
         self.sync = sync
         self.paths: list[Path] = []
         self.weight_map: dict[str, str] = {}
-        self.total_bytes = 0
         self._pending: dict[str, torch.Tensor] = {}
         self._notes: dict[str, Any] = {}
         self._pending_bytes = 0
@@ -71,14 +70,13 @@ class ShardWriter:
         if self.sync:
             fsync_path(path)
         self.weight_map.update(dict.fromkeys(self._pending, path.name))
-        self.total_bytes += self._pending_bytes
         self.paths.append(path)
         self._pending, self._notes = {}, {}
         self._pending_bytes = 0
 
 
-def write_index(writer: ShardWriter, path: Path) -> None:
+def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
     """The `model.safetensors.index.json` that Hugging Face readers expect beside several shards."""
-    index = {"metadata": {"total_size": writer.total_bytes}, "weight_map": dict(sorted(writer.weight_map.items()))}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     path.write_text(json.dumps(index, indent=2))
     fsync_path(path)

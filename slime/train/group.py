@@ -184,8 +184,9 @@ class TrainerGroup:
         return saved
 
     def export_weights(self, out_dir: str | Path, version: int) -> list[Path]:
-        paths = self._call_same("export_weights", out_dir=str(out_dir), version=version)[0]
-        return [Path(path) for path in paths]
+        """Safetensors files with all weights, each written by the rank that owns what is in it."""
+        written = self._call_same("export_weights", out_dir=str(out_dir), version=version)
+        return sorted(Path(path) for paths in written for path in paths)
 
     def export_delta(self, out_dir: str | Path, version: int, base_version: int) -> list[dict[str, Any]]:
         """What changed since `base_version`, one file per rank; each rank's answer (a `DeltaPart`)."""
@@ -234,8 +235,7 @@ class TrainerGroup:
 
     def weight_checksums(self) -> dict[str, str]:
         """The xxh3-128 of every tensor in the rollout's dtype."""
-        checksums: dict[str, str] = self._call_same("weight_checksums")[0]
-        return checksums
+        return {name: one for owned in self._call_same("weight_checksums") for name, one in owned.items()}
 
     def save_hf(self, path: str | Path) -> Path:
         """A Hugging Face folder; a `NotWritten` leaves the trainers as they were."""

@@ -7,7 +7,6 @@ those of the whole batch, equal on every rank.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,12 @@ from slime.config.algorithm import has_critic
 from slime.config.plugin_args import plugin_args, tell_plugins
 from slime.errors import UserError
 from slime.models.adapter import write_adapter
-from slime.models.loading import save_hf_folder
 from slime.models.shape import count_parameters
 from slime.plugins import load_function
 from slime.plugins.tracking import logged_to
 from slime.train.actor import Actor
 from slime.train.backends.choose import make_builder
-from slime.train.backends.protocol import NamedTensor
 from slime.train.checkpoints.folder import publish
-from slime.train.checkpoints.not_written import written_together
 from slime.train.critic import Critic
 from slime.train.losses.advantages import set_advantages
 from slime.train.progress import Progress
@@ -40,7 +36,7 @@ from slime.train.samples.finite import check_columns_finite
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
 from slime.train.samples.rollout_data import RolloutData, collect, distribute, make_rollout_data
 from slime.train.sending.adapter import export_adapter
-from slime.train.sending.export import export_weights, hf_tensors
+from slime.train.sending.hf_folder import save_hf
 from slime.train.sending.sender import WeightSender
 from slime.train.timers import Timers
 from slime.train.topology import Ranks
@@ -120,15 +116,9 @@ class Trainer:
         return str(written[-1])
 
     def export_weights(self, out_dir: str, version: int) -> list[str]:
-        """HF-named safetensors files for the engines, written by rank 0 (the others return nothing)."""
+        """HF-named safetensors files for the engines: those that this rank wrote."""
         self.actor.remember_exported(version)
-        size = self.config.update_weight_buffer_size
-        paths = export_weights(
-            self.actor.backend, Path(out_dir), version=version, dtype=self.rollout_dtype, buffer_size=size
-        )
-        if self.sender.published is not None:
-            self.sender.published.remember(self.actor.backend, version)
-        return [str(path) for path in paths]
+        return [str(path) for path in self.sender.export(self.actor.backend, Path(out_dir), version=version)]
 
     def export_delta(self, out_dir: str, version: int, base_version: int) -> dict[str, Any]:
         """This rank's share of what changed since `base_version`, as a file of blobs."""
@@ -167,12 +157,12 @@ class Trainer:
         self.sender.leave()
 
     def weight_checksums(self) -> dict[str, str]:
-        """The xxh3-128 of every tensor as the engines should have it (from rank 0)."""
+        """The xxh3-128 of every tensor that this rank owns, as the engines should have it."""
         return self.sender.checksums(self.actor.backend)
 
     def save_hf(self, path: str) -> str:
         """A Hugging Face folder; its path, or a `NotWritten`."""
-        source, dtype, backend = self.config.hf_checkpoint, self.dtype, self.actor.backend
+        source, backend = self.config.hf_checkpoint, self.actor.backend
         assert source is not None
         adapter = dict(backend.full_adapter())
 
@@ -182,12 +172,8 @@ class Trainer:
                 into, facts = folder / "adapter", info.facts
                 write_adapter(into, adapter, facts, base_model=str(info.base), target_modules=info.peft_targets)
 
-        def write(tensors: Iterator[NamedTensor]) -> None:
-            save_hf_folder(tensors, source, path, dtype, beside=beside)
-
-        is_writer = self.ranks.rank == 0
-        tensors = self.progress.over(hf_tensors(backend), "writing a Hugging Face folder: tensor")
-        written_together(self.ranks, tensors, write if is_writer else None, f"the Hugging Face folder {path}")
+        size = self.config.update_weight_buffer_size
+        save_hf(backend, source, path, dtype=self.dtype, buffer_size=size, beside=beside)
         return path
 
     def _micro_batches(self, batch: TrainBatch, plans: list[dict[str, Any]]) -> list[list[MicroBatch]]:

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from slime.cli import main
 from slime.errors import UserError
 from slime.models.weight_reader import weights_of
-from slime.train.sending.export import hf_tensors
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
@@ -28,7 +27,8 @@ def lora_run(model: Path, out: Path, **changes: Any) -> InProcess:
 
 
 def sent(run: InProcess) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in hf_tensors(run.trainer.actor.backend)}
+    buckets = run.trainer.actor.backend.hf_buckets(torch.float32, 2**20)
+    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors.items()}
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:

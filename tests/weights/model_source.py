@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,34 +12,26 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slime.models.delta.tensors import tensor_checksums
 from slime.models.loading import as_in_folder
+from slime.train.backends.fsdp.exporting import HfExport
+from slime.train.progress import Progress
 from slime.train.sending.delta import DeltaExporter, Published
-from slime.train.sending.export import export_weights, hf_tensors, rollout_dtype
-from slime.train.topology import Ranks, Topology
+from slime.train.sending.export import export_weights
 
-NamedTensor = tuple[str, torch.Tensor]
+BUFFER_SIZE = 2**16
 
 
 class OneRank:
     """What exporting asks of a backend, for a model that is not sharded."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.module = SimpleNamespace(model=model)
-        alone = Ranks(0, 1, torch.device("cpu"))
-        self.topology = Topology(world=alone, data=alone, context=alone, model=alone)
-
-    def local_parameters(self) -> Iterator[NamedTensor]:
-        return ((name, parameter.detach()) for name, parameter in self.module.model.named_parameters())
-
-    full_parameters = local_parameters
-
-    def parameter_facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.local_parameters()}
-
-    def as_in_folder(self, members: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return as_in_folder(self.module.model, members)
-
-    def gather_part(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        return part
+        self.progress = Progress()
+        self.topology = SimpleNamespace(world=SimpleNamespace(rank=0, union=set))
+        parameters = dict(model.named_parameters())
+        self._export = HfExport(
+            parameters, partial(as_in_folder, model), rank=0, world_size=1, value=lambda name: parameters[name].detach()
+        )
+        self.hf_buckets = self._export.buckets
+        self.hf_plan = self._export.plan
 
 
 class ModelSource:
@@ -49,7 +41,7 @@ class ModelSource:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.backend: Any = OneRank(self.model)
         self.dtype = dtype
-        self.published = Published(dtype)
+        self.published = Published()
         self.encoding, self.checksum = encoding, checksum
         self.exports: list[str] = []
 
@@ -62,15 +54,19 @@ class ModelSource:
 
     def export_weights(self, out_dir: Path, version: int) -> list[Path]:
         self.exports.append(f"whole {version}")
-        paths = export_weights(self.backend, out_dir, version=version, dtype=self.dtype, buffer_size=2**16)
-        self.published.remember(self.backend, version)
+        self.published.version = None
+        how = {"dtype": self.dtype, "buffer_size": BUFFER_SIZE, "keep": self.published.keep}
+        paths = export_weights(self.backend, out_dir, version=version, **how)
+        self.published.version = version
         return paths
 
     def export_delta(self, out_dir: Path, version: int, base_version: int) -> list[dict[str, Any]]:
         self.exports.append(f"delta {version}")
-        exporter = DeltaExporter(self.published, encoding=self.encoding, checksum=self.checksum)
+        how = {"dtype": self.dtype, "buffer_size": BUFFER_SIZE, "encoding": self.encoding, "checksum": self.checksum}
+        exporter = DeltaExporter(self.published, **how)
         return [exporter.export(self.backend, out_dir, version=version, base_version=base_version).to_dict()]
 
     def weight_checksums(self) -> dict[str, str]:
-        tensors = hf_tensors(self.backend)
-        return tensor_checksums((name, t.to(rollout_dtype(t.dtype, self.dtype))) for name, t in tensors)
+        return tensor_checksums(
+            pair for bucket in self.backend.hf_buckets(self.dtype, BUFFER_SIZE) for pair in bucket.tensors.items()
+        )

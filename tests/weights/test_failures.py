@@ -197,7 +197,7 @@ def test_a_full_disk_is_said_and_the_engines_keep_their_weights(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    module = "slime.models.shards" if mode == "whole" else "slime.models.delta.folder"
+    module = "slime.train.sending.export" if mode == "whole" else "slime.models.delta.folder"
     if mode == "whole":
         publisher._base = None
     with monkeypatch.context() as patched:

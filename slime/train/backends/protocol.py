@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from slime.config import Config
 from slime.config.start import Start
 from slime.models.adapter import AdapterFacts
+from slime.train.backends.hf import HfBucket, HfTensor
 from slime.train.progress import Progress
 from slime.train.rates import Rates
 from slime.train.samples.micro_batch import MicroBatch
@@ -162,19 +163,20 @@ class TrainBackend(Protocol):
     def load_optimizer_state(self, name: str, full: dict[str, Tensor]) -> None:
         """Overwrite this rank's part of one parameter's optimizer state."""
 
-    # what leaves: the weights, with the adapter added where there is one, and the adapter alone
+    # what leaves: the weights as in a Hugging Face folder, floating ones in `dtype`, with the adapter added where there
+    # is one; and the adapter alone
 
-    def parameter_facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Names, whole shapes and dtypes of the model's own parameters."""
+    def hf_plan(
+        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
+    ) -> list[tuple[HfTensor, ...]]:
+        """What `hf_buckets` is going to yield; equal on all ranks, and nothing is gathered for it."""
 
-    def local_parameters(self) -> Iterator[NamedTensor]:
-        """This rank's parts of them as they leave, in this order; all ranks iterate together, to the end."""
-
-    def gather_part(self, name: str, part: Tensor) -> Tensor:
-        """The whole of a tensor that lies on the ranks as parameter `name` does, of any dtype; all ranks together."""
-
-    def as_in_folder(self, members: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of one layer under their names and in their shapes in a Hugging Face folder."""
+    def hf_buckets(
+        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
+    ) -> Iterator[HfBucket]:
+        """Every tensor once, whole on its owner alone: one of the ranks `owners` of the world (by default any of it),
+        the same each time. A tensor that is larger than `max_bytes` has a bucket of its own. All ranks iterate
+        together, to the end."""
 
     def full_adapter(self) -> Iterator[NamedTensor]:
         """The matrices of the adapter under PEFT's names, whole, none without one; all ranks iterate together."""

@@ -18,10 +18,10 @@ from slime.errors import UserError
 from slime.models.adapter import Adapter, AdapterFacts, merged, peft_name
 from slime.models.loading import as_in_folder, load_config
 from slime.models.lora import is_adapter
+from slime.models.pieces import by_layer
 from slime.models.weight_reader import WeightReader, plain_tensors, weights_of
 from slime.train.backends.protocol import NamedTensor
 from slime.train.checkpoints.saved_tensors import SavedTensors
-from slime.train.sending.export import by_layer
 
 
 def find_checkpoint(folder: Path) -> Path | None:

@@ -1,60 +1,95 @@
-"""Training weights as Hugging Face tensors.
+"""Training weights as files for the engines.
 
-Invariant: the names and shapes are those of the model folder a run started from (fused parameters are taken apart
-again), every tied weight appears once, and at most one layer and one bucket are whole in memory at a time. All ranks
-walk through together; rank 0 has the tensors.
+Invariant: the names and shapes are those of the model folder a run started from, every tied weight appears once. Each
+rank writes the buckets it owns, one at a time, while those of the others are gathered. All ranks walk through together,
+and when one cannot write, all say so together.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from slime.errors import RunFailed
-from slime.models.shards import ShardWriter
-from slime.train.backends.protocol import NamedTensor, TrainBackend
+from slime.train.backends.hf import HfBucket
+from slime.train.backends.protocol import TrainBackend
 from slime.train.checkpoints.not_written import written_together
 
-
-def hf_tensors(backend: TrainBackend) -> Iterator[NamedTensor]:
-    """Whole tensors under their names in a model folder."""
-    for members in by_layer(backend.local_parameters()):
-        gathered = {name: backend.gather_part(name, part) for name, part in members.items()}
-        yield from backend.as_in_folder(gathered).items()
-
-
-def hf_layout(backend: TrainBackend, dtype: torch.dtype) -> list[NamedTensor]:
-    """What `hf_tensors` yields, in its order and as the engines get it, on the meta device: nothing is gathered."""
-    empty = (
-        (name, torch.empty(shape, dtype=rollout_dtype(kind, dtype), device="meta"))
-        for name, (shape, kind) in backend.parameter_facts().items()
-    )
-    return [pair for members in by_layer(empty) for pair in backend.as_in_folder(members).items()]
+Keep = Callable[[Mapping[str, Tensor]], None]
 
 
 def export_weights(
-    backend: TrainBackend, folder: Path, *, version: int, dtype: torch.dtype, buffer_size: int
+    backend: TrainBackend,
+    folder: Path,
+    *,
+    version: int,
+    dtype: torch.dtype,
+    buffer_size: int,
+    keep: Keep | None = None,
 ) -> list[Path]:
-    """Write `weights-v{version}-{i}.safetensors` buckets of at most `buffer_size` bytes; rank 0 returns their paths."""
-    paths: list[Path] = []
+    """Write bucket i as `weights-v{version}-{i}.safetensors`; the paths of those that this rank owns.
 
-    def write(tensors: Iterator[NamedTensor]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        prefix = f"weights-v{version:06d}"
-        writer = ShardWriter(folder, prefix=prefix, max_bytes=buffer_size, dtype=dtype, sync=False)
-        for name, tensor in tensors:
-            writer.add(name, tensor)
-        paths.extend(writer.finish())
+    `keep` gets the tensors that are this rank's.
+    """
+    files = BucketFiles(folder, prefix=f"weights-v{version:06d}")
 
-    world = backend.topology.world
-    tensors = backend.progress.over(hf_tensors(backend), "writing weights: tensor")
-    written_together(world, tensors, write if world.rank == 0 else None, _what(folder, version))
-    return paths
+    def write(buckets: Iterator[HfBucket]) -> None:
+        with files:
+            for number, bucket in enumerate(buckets, start=1):
+                if bucket.tensors is not None:
+                    files.write(number, bucket.tensors)
+                    if keep is not None:
+                        keep(bucket.tensors)
+
+    count = len(backend.hf_plan(dtype, buffer_size))
+    buckets = backend.progress.over(backend.hf_buckets(dtype, buffer_size), "writing weights: bucket", count)
+    written_together(backend.topology.world, buckets, write, _what(folder, version))
+    return files.paths
+
+
+class BucketFiles:
+    """Files of one rank; the last one is still being written until the next one comes, or the block is left."""
+
+    def __init__(self, folder: Path, *, prefix: str) -> None:
+        self.paths: list[Path] = []
+        self._folder = folder
+        self._prefix = prefix
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-files")
+        self._writing: Future[None] | None = None
+
+    def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        self._finish()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{self._prefix}-{number:05d}.safetensors"
+        on_host = {name: _alone_on_host(tensor) for name, tensor in tensors.items()}
+        self._writing = self._pool.submit(save_file, on_host, path, metadata={"format": "pt"})
+        self.paths.append(path)
+
+    def __enter__(self) -> BucketFiles:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        try:
+            self._finish()
+        finally:
+            self._pool.shutdown()
+
+    def _finish(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+
+def _alone_on_host(tensor: Tensor) -> Tensor:
+    """Without neighbours in its memory: experts that were one tensor are written one by one."""
+    ready = tensor.to("cpu").contiguous()
+    return ready if ready.untyped_storage().nbytes() == ready.nbytes else ready.clone()
 
 
 def not_written(folder: Path, version: int, cause: Exception) -> RunFailed:
@@ -68,19 +103,3 @@ def _what(folder: Path, version: int) -> str:
         f"version {version} of the weights to {folder} ({free / 2**30:.2f} GiB free there; --update-weight-transport "
         "disk and --update-weight-disk-dir choose another place)"
     )
-
-
-def rollout_dtype(found: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Floating tensors travel in the rollout's dtype, others in their own."""
-    return dtype if found.is_floating_point else found
-
-
-def by_layer(tensors: Iterable[NamedTensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of one decoder layer at a time, and others one by one."""
-    for _, members in groupby(tensors, key=lambda pair: _layer_of(pair[0])):
-        yield dict(members)
-
-
-def _layer_of(name: str) -> str:
-    match = re.search(r"^(.*?\.\d+)\.", name)
-    return match.group(1) if match else name

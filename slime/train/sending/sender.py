@@ -1,12 +1,12 @@
-"""A trainer rank's side of a weight update other than whole files: deltas, broadcasts, checksums.
+"""A trainer rank's side of a weight update: files, deltas, broadcasts, checksums.
 
 Invariant: buckets are cut the same way when they are announced and when they are sent, and every tensor leaves in the
-rollout's dtype. All ranks call each method together; only rank 0 meets the engines.
+rollout's dtype. All ranks call each method together. Files, deltas and checksums come from all of them, each for the
+tensors it owns; broadcasts from rank 0, which alone meets the engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,17 @@ import torch.distributed as dist
 
 from slime.cluster.process_group import join_process_group, leave_process_group
 from slime.config import Config
+from slime.train.backends.hf import cut_buckets
 from slime.train.backends.protocol import TrainBackend
 from slime.train.sending.adapter import adapter_layout, send_adapter, trained_adapter
-from slime.train.sending.export import hf_layout, hf_tensors, rollout_dtype
+from slime.train.sending.export import export_weights
 
 if TYPE_CHECKING:
     from slime.train.sending.delta import Published
+
+
+SOURCE = (0,)
+"""Who broadcasts: the engines' group has one trainer in it."""
 
 
 class WeightSender:
@@ -37,7 +42,24 @@ class WeightSender:
         if config.update_weight_mode == "delta":
             from slime.train.sending.delta import Published  # zstandard and xxhash, which other runs do without
 
-            self.published = Published(dtype)
+            self.published = Published()
+
+    def export(self, backend: TrainBackend, folder: Path, *, version: int) -> list[Path]:
+        """This rank's files of all weights."""
+        published = self.published
+        if published is not None:
+            published.version = None
+        paths = export_weights(
+            backend,
+            folder,
+            version=version,
+            dtype=self._dtype,
+            buffer_size=self._buffer_size,
+            keep=None if published is None else published.keep,
+        )
+        if published is not None:
+            published.version = version
+        return paths
 
     def export_delta(self, backend: TrainBackend, folder: Path, *, version: int, base_version: int) -> dict[str, Any]:
         """This rank's share of the delta from `base_version` to `version`."""
@@ -45,17 +67,24 @@ class WeightSender:
             raise RuntimeError("a delta was asked of a run without --update-weight-mode delta")
         from slime.train.sending.delta import DeltaExporter
 
-        exporter = DeltaExporter(self.published, encoding=self._encoding, checksum=self._checksum)
+        exporter = DeltaExporter(
+            self.published,
+            dtype=self._dtype,
+            encoding=self._encoding,
+            checksum=self._checksum,
+            buffer_size=self._buffer_size,
+        )
         return exporter.export(backend, folder, version=version, base_version=base_version).to_dict()
 
     def buckets(self, backend: TrainBackend) -> list[list[dict[str, Any]]]:
         """What `broadcast` is going to send."""
-        layout = hf_layout(backend, self._dtype)
-        facts = [
-            {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-            for name, tensor in layout
+        return [
+            [
+                {"name": one.name, "dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape)}
+                for one in bucket
+            ]
+            for bucket in backend.hf_plan(self._dtype, self._buffer_size, owners=SOURCE)
         ]
-        return [facts[start:end] for start, end in cut_buckets([t.nbytes for _, t in layout], self._buffer_size)]
 
     def join(self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float) -> None:
         """Wait for all engines in a process group of its own, as rank 0."""
@@ -73,21 +102,18 @@ class WeightSender:
             raise
 
     def _broadcast(self, backend: TrainBackend) -> None:
-        sizes = [tensor.nbytes for _, tensor in hf_layout(backend, self._dtype)]
-        tensors = hf_tensors(backend)
-        ranges = cut_buckets(sizes, self._buffer_size)
-        for start, end in backend.progress.over(ranges, "sending weights: bucket", len(ranges)):
-            sent, works = [], []
-            for _ in range(start, end):
-                _, tensor = next(tensors)
-                if self._group is not None:
-                    sent.append(tensor.detach().to(rollout_dtype(tensor.dtype, self._dtype)).contiguous())
-                    works.append(dist.broadcast(sent[-1], src=0, group=self._group, async_op=True))
+        count = len(backend.hf_plan(self._dtype, self._buffer_size, owners=SOURCE))
+        buckets = backend.hf_buckets(self._dtype, self._buffer_size, owners=SOURCE)
+        for bucket in backend.progress.over(buckets, "sending weights: bucket", count):
+            if self._group is None or bucket.tensors is None:
+                continue
+            sent = [tensor.contiguous() for tensor in bucket.tensors.values()]
+            works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in sent]
             for work in works:
                 assert work is not None
                 work.wait()
-        if backend.topology.world.device.type == "cuda":
-            torch.cuda.synchronize(backend.topology.world.device)
+        if backend.topology.device.type == "cuda":
+            torch.cuda.synchronize(backend.topology.device)
 
     def adapter_buckets(self, backend: TrainBackend) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
         """What an engine must know of the adapter, and what `broadcast_adapter` is going to send."""
@@ -110,25 +136,12 @@ class WeightSender:
             leave_process_group(group)
 
     def checksums(self, backend: TrainBackend) -> dict[str, str]:
-        """Of every tensor as the engines should have it; empty on ranks other than the first."""
-        tensors = backend.progress.over(hf_tensors(backend), "checksums: tensor")
-        if backend.topology.world.rank == 0:
-            from slime.models.delta.tensors import tensor_checksums
+        """Of the tensors that this rank owns, as the engines should have them."""
+        from slime.models.delta.tensors import tensor_checksums
 
-            return tensor_checksums((name, t.to(rollout_dtype(t.dtype, self._dtype))) for name, t in tensors)
-        for _ in tensors:
-            pass
-        return {}
-
-
-def cut_buckets(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Consecutive ranges whose sizes add up to at most `limit`; a larger single one gets a range of its own."""
-    ranges, start, filled = [], 0, 0
-    for index, size in enumerate(sizes):
-        if index > start and filled + size > limit:
-            ranges.append((start, index))
-            start, filled = index, 0
-        filled += size
-    if start < len(sizes):
-        ranges.append((start, len(sizes)))
-    return ranges
+        buckets = backend.hf_buckets(self._dtype, self._buffer_size)
+        return tensor_checksums(
+            pair
+            for bucket in backend.progress.over(buckets, "checksums: bucket")
+            for pair in (bucket.tensors or {}).items()
+        )

@@ -6,7 +6,7 @@ Invariant: master weights, gradients after reduction and optimizer state are flo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -21,20 +21,14 @@ from slime.config.start import Start, base_path
 from slime.models.loading import as_in_folder, persistent_buffers
 from slime.models.lora import is_adapter
 from slime.train.backends.fsdp.adapted import AdaptedModel
+from slime.train.backends.fsdp.exporting import HfExport
 from slime.train.backends.fsdp.frozen import FrozenSets
 from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer, set_rates
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
 from slime.train.backends.fsdp.recompute import recompute_layers
-from slime.train.backends.fsdp.sharding import (
-    gather_like,
-    local_part,
-    reduce_gradients,
-    reshard,
-    shard,
-    shard_like,
-    whole,
-)
+from slime.train.backends.fsdp.sharding import local_part, reduce_gradients, reshard, shard, shard_like, whole
+from slime.train.backends.hf import HfBucket, HfTensor
 from slime.train.backends.protocol import POLICY, NamedTensor, Objective, Reads, Scores, Totals, TrainedAdapter
 from slime.train.progress import Progress
 from slime.train.rates import Rates
@@ -83,6 +77,15 @@ class FSDPBackend:
             self._adapted = AdaptedModel(module, layers, base=base, base_dtype=compute_dtype)
             self.adapter = self._adapted.info
         self._active: PackedModel = module
+        own = self._parameters if self._adapted is None else self._adapted.leaving
+        self._leaves: dict[str, Tensor] = {**own, **dict(persistent_buffers(model))}
+        self._export = HfExport(
+            self._leaves,
+            partial(as_in_folder, model),
+            rank=topology.world.rank,
+            world_size=topology.world.size,
+            value=self._leaving,
+        )
 
     # passes
 
@@ -233,28 +236,23 @@ class FSDPBackend:
 
     # what leaves
 
-    def parameter_facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._leaving().items()}
+    def hf_plan(
+        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
+    ) -> list[tuple[HfTensor, ...]]:
+        return [load.tensors for load in self._export.plan(dtype, max_bytes, owners)]
 
-    def local_parameters(self) -> Iterator[NamedTensor]:
-        if self._adapted is None:
-            yield from ((name, local_part(tensor.detach())) for name, tensor in self._leaving().items())
-            return
-        with self._adapted.gathered():
-            yield from ((name, self._adapted.rows(name)) for name in self._adapted.leaving)
-        yield from persistent_buffers(self.module.model)
-
-    def gather_part(self, name: str, part: Tensor) -> Tensor:
-        return gather_like(self._parameters[name], part) if name in self._parameters else part
-
-    def as_in_folder(self, members: dict[str, Tensor]) -> dict[str, Tensor]:
-        return as_in_folder(self.module.model, members)
+    def hf_buckets(
+        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
+    ) -> Iterator[HfBucket]:
+        with nullcontext() if self._adapted is None else self._adapted.gathered():
+            yield from self._export.buckets(dtype, max_bytes, owners)
 
     def full_adapter(self) -> Iterator[NamedTensor]:
         if self._adapted is not None:
             yield from self._adapted.full_adapter()
 
-    def _leaving(self) -> dict[str, Tensor]:
-        """The model's own parameters and buffers."""
-        own = self._parameters if self._adapted is None else self._adapted.leaving
-        return {**own, **dict(persistent_buffers(self.module.model))}
+    def _leaving(self, name: str) -> Tensor:
+        """This rank's rows of a parameter as they leave; a buffer as it is."""
+        if self._adapted is not None and name in self._parameters:
+            return self._adapted.rows(name)
+        return local_part(self._leaves[name].detach())

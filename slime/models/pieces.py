@@ -1,0 +1,130 @@
+"""How the parameters of a module become the tensors of a model folder, piece by piece.
+
+Invariant: every tensor of the folder comes from exactly one piece, and a piece never needs more than one layer.
+transformers may fuse weights while loading (the experts of a layer, say); of a parameter that is a stack of experts a
+piece is some of its rows, so that no layer of experts is ever whole in one place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+"""Parameters of one layer under their names, and in their shapes, in a model folder."""
+
+ROWS_BYTES = 128 * 2**20
+"""Of stacked experts, as many at a time as fit into this; at least one."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor of the folder; `made_as` is the name that the conversion of its piece gives it."""
+
+    name: str
+    made_as: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Whole parameters, or the rows from `begin` to `end` of one, and what becomes of them."""
+
+    sources: tuple[str, ...]
+    makes: tuple[Made, ...]
+    rows: tuple[int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(made.nbytes for made in self.makes)
+
+
+def by_layer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of one decoder layer at a time, and others one by one."""
+    for _, members in groupby(tensors, key=lambda pair: _layer_of(pair[0])):
+        yield dict(members)
+
+
+def _layer_of(name: str) -> str:
+    match = re.search(r"^(.*?\.\d+)\.", name)
+    return match.group(1) if match else name
+
+
+def pieces_of(facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], convert: Convert) -> list[Piece]:
+    """All pieces of a model, from shapes alone; in the order of the parameters."""
+    empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, dtype) in facts.items())
+    return [piece for members in by_layer(empty) for piece in _pieces_of_layer(members, convert)]
+
+
+def _pieces_of_layer(members: dict[str, Tensor], convert: Convert) -> list[Piece]:
+    wanted = convert(members)
+    if {name: t.shape for name, t in members.items()} == {name: t.shape for name, t in wanted.items()}:
+        return [Piece((name,), _made({name: tensor})) for name, tensor in members.items()]
+    found, together = [], []
+    for name, tensor in members.items():
+        alone = _converted_alone(name, tensor, convert)
+        if alone and all(key in wanted and wanted[key].shape == made.shape for key, made in alone.items()):
+            found += _pieces_of_one(name, tensor, alone, convert)
+        else:
+            together.append(name)
+    covered = {made.name for piece in found for made in piece.makes}
+    rest = {name: tensor for name, tensor in wanted.items() if name not in covered}
+    if bool(rest) != bool(together):
+        raise RuntimeError(f"it is unclear what {sorted(rest) or together} of a model folder is made of")
+    return [*found, Piece(tuple(together), _made(rest))] if rest else found
+
+
+def _converted_alone(name: str, tensor: Tensor, convert: Convert) -> dict[str, Tensor]:
+    """What becomes of one parameter without the others; nothing, if it needs them."""
+    try:
+        return convert({name: tensor})
+    except (KeyError, IndexError, ValueError, RuntimeError):  # what transformers raises on too few inputs
+        return {}
+
+
+def _pieces_of_one(name: str, tensor: Tensor, alone: dict[str, Tensor], convert: Convert) -> list[Piece]:
+    templates = _templates(name, tensor, alone, convert) if tensor.dim() > 1 and len(alone) > 1 else []
+    if not templates:
+        return [Piece((name,), _made(alone))]
+    count = len(tensor)
+    step = max(1, ROWS_BYTES // max(1, tensor[:1].nbytes))
+    pieces = []
+    for begin in range(0, count, step):
+        end = min(begin + step, count)
+        makes = [
+            Made(one.format(row), one.format(row - begin), tuple(alone[one.format(row)].shape), tensor.dtype)
+            for row in range(begin, end)
+            for one in templates
+        ]
+        pieces.append(Piece((name,), tuple(makes), (begin, end)))
+    return pieces
+
+
+def _templates(name: str, tensor: Tensor, alone: dict[str, Tensor], convert: Convert) -> list[str]:
+    """The names that each row of a stack gives tensors to, with a place for its number; none if it is no stack."""
+    count = len(tensor)
+    first = _converted_alone(name, tensor[:1], convert)
+    templates = []
+    for key, made in first.items():
+        for match in re.finditer(r"(?<=\.)0(?=\.)", key):
+            template = key[: match.start()] + "{}" + key[match.end() :]
+            rows = [template.format(row) for row in range(count)]
+            if all(row in alone and alone[row].shape == made.shape for row in rows):
+                templates.append(template)
+                break
+    is_whole = len(templates) == len(first) and len(first) * count == len(alone)
+    return templates if is_whole else []
+
+
+def _made(tensors: Mapping[str, Tensor]) -> tuple[Made, ...]:
+    return tuple(Made(name, name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
