@@ -32,6 +32,13 @@ def read_whole(source: Source) -> Tensor:
     return source.read(whole_region(source.shape))
 
 
+def read_onto(source: Source, region: Region, device: torch.device) -> Tensor:
+    """The numbers of a part on a device, which they travel to as they are stored and are cast on."""
+    if isinstance(source, Cast):
+        return source.of.read(region).to(device).to(source.dtype)
+    return source.read(region).to(device)
+
+
 @dataclass(frozen=True)
 class Zeros:
     shape: tuple[int, ...]

@@ -39,6 +39,7 @@ from slime.errors import UserError
 from slime.models.loading import persistent_buffers
 from slime.models.saving import replace_folder
 from slime.models.shards import ShardWriter, fsync_path
+from slime.models.sources import Source
 from slime.models.taken import FolderTaken
 from slime.owned import is_checkpoint
 from slime.train.backends.protocol import NamedTensor, TrainBackend
@@ -126,18 +127,17 @@ class CheckpointFolder:
         updates = meta.get("updates", meta["step"])  # earlier versions counted steps of the critic alone in
         return TrainState(step=meta["step"], next_rollout_id=meta["next_rollout_id"], updates=updates)
 
-    @torch.no_grad()
-    def put_weights_into(self, model: PreTrainedModel, config: Config) -> None:
-        """Overwrite the weights of a model that is not sharded yet; refuses a checkpoint of another one."""
+    def put_weights_into(self, model: PreTrainedModel, sources: dict[str, Source], config: Config) -> None:
+        """Have the weights of a model that are not read yet come from here; refuses a checkpoint of another one."""
         targets = dict([*model.named_parameters(), *persistent_buffers(model)])
         shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}
         check_same_model(self.path, self._meta()["model"], describe_shapes(model.config, shapes), config, "--ref-load")
-        try:
-            saved = SavedTensors(self.path, "model")
-            for name in saved.names:
-                saved.read_into(name, targets[name])
-        except (SafetensorError, OSError) as cause:
-            raise UserError(f"checkpoint {self.path} is damaged ({cause}): choose another iteration") from cause
+        saved = SavedTensors(self.path, "model")
+        for name, target in targets.items():
+            if name in sources:
+                sources[name] = saved.source(name, target.dtype)
+            else:
+                saved.read_into(name, target)
 
     def load_reference(self, backend: TrainBackend) -> None:
         """The reference as it had moved; a checkpoint of a run whose reference stood still has none."""

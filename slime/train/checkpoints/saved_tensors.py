@@ -14,6 +14,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,21 @@ OPEN_FILES = 64
 
 Box = tuple[tuple[int, int], ...]
 """A block of a tensor: begin and end in each dimension."""
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One of the tensors, as a source of numbers."""
+
+    saved: SavedTensors
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, region: tuple[slice, ...]) -> torch.Tensor:
+        part = torch.empty([cut.stop - cut.start for cut in region], dtype=self.dtype)
+        self.saved.read_into(self.name, part, [cut.start for cut in region])
+        return part
 
 
 class SavedTensors:
@@ -82,6 +98,12 @@ class SavedTensors:
                 filled += _volume(common)
         if filled != target.numel():
             raise self._damaged(f"has {filled} of {target.numel()} numbers of {name}")
+
+    def source(self, name: str, dtype: torch.dtype) -> SavedTensor:
+        """For a reader that will ask for parts of one tensor, in `dtype`."""
+        if name not in self._places:
+            raise self._damaged(f"lacks {name}")
+        return SavedTensor(self, name, self.shape(name), dtype)
 
     def _block(self, path: Path, name: str, box: Box, wanted: Box) -> torch.Tensor:
         """A block of the part that a file has."""

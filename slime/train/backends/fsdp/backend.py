@@ -66,10 +66,10 @@ class FSDPBackend:
         if layers is None:  # else those with an adapter are chosen already
             patterns = {"freeze": config.freeze_params_name_list, "only_train": config.only_train_params_name_list}
             choose_trainable(model, **patterns)
-        shard(module, mesh, MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32))
+        shard(module, mesh, MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32), progress)
         self.optimizer = make_optimizer(module.parameters(), config)
         self._parameters = dict(model.named_parameters())
-        self._frozen = FrozenSets(module, mesh, load_frozen)
+        self._frozen = FrozenSets(module, mesh, load_frozen, progress)
         self._base_of = partial(base_path, config)
         self._adapted: AdaptedModel | None = None
         self.adapter: TrainedAdapter | None = None

@@ -9,6 +9,7 @@ import torch
 from slime.config import Config
 from slime.config.batch import copy_size
 from slime.config.start import Start, base_path
+from slime.models.sources import Held
 from slime.train.backends.fsdp.backend import FSDPBackend
 from slime.train.backends.fsdp.loading import load_critic, load_policy
 from slime.train.backends.fsdp.lora import lora_of, put_adapter, train_head
@@ -52,9 +53,11 @@ class FSDPBuilder:
         if lora is not None:
             patterns = {"freeze": config.freeze_params_name_list, "only_train": config.only_train_params_name_list}
             layers = put_adapter(module.model, lora, **patterns)
+            values = layers.start_values(config.seed, config.lora_load)
+            module.sources |= {name: Held(value) for name, value in values}
         if layers is not None and isinstance(module, ValueModel):
             train_head(module.model)
-        backend = FSDPBackend(
+        return FSDPBackend(
             config,
             self.topology,
             self._mesh,
@@ -65,16 +68,12 @@ class FSDPBuilder:
             layers=layers,
             base=base_path(config, start),
         )
-        if layers is not None:
-            for name, value in layers.start_values(config.seed, config.lora_load):
-                backend.load_parameter(name, value)
-        return backend
 
     def _load(self, source: Start, dtype: torch.dtype) -> PolicyModel:
-        """A model that is not sharded yet; what a checkpoint continues is put into it later, whole."""
+        """A model whose weights are not read yet; what a checkpoint continues is put into it later."""
         module = load_policy(self._config, str(source.hf_folder or self._config.hf_checkpoint), dtype)
         if source.checkpoint is not None and not source.resumes:
-            CheckpointFolder(source.checkpoint).put_weights_into(module.model, self._config)
+            CheckpointFolder(source.checkpoint).put_weights_into(module.model, module.sources, self._config)
         return module
 
 

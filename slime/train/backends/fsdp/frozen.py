@@ -16,15 +16,16 @@ from slime.config.start import Start
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
 from slime.train.backends.fsdp.sharding import local_part, reshard, shard, shard_like, whole
 from slime.train.backends.protocol import NamedTensor
+from slime.train.progress import Progress
 
 
 class FrozenModel:
     """A model in the compute dtype."""
 
-    def __init__(self, module: PolicyModel, mesh: DeviceMesh) -> None:
+    def __init__(self, module: PolicyModel, mesh: DeviceMesh, progress: Progress) -> None:
         self.module = module
         module.requires_grad_(False)
-        shard(module, mesh, MixedPrecisionPolicy())
+        shard(module, mesh, MixedPrecisionPolicy(), progress)
         self._parameters = dict(module.model.named_parameters())
 
     @torch.no_grad()
@@ -58,10 +59,13 @@ class FrozenModel:
 class FrozenSets:
     """`load` reads a module that is not sharded yet, of the policy's own start when it is given none."""
 
-    def __init__(self, policy: PackedModel, mesh: DeviceMesh, load: Callable[[Start], PolicyModel]) -> None:
+    def __init__(
+        self, policy: PackedModel, mesh: DeviceMesh, load: Callable[[Start], PolicyModel], progress: Progress
+    ) -> None:
         self._policy = policy
         self._mesh = mesh
         self._load = load
+        self._progress = progress
         self._resident: dict[str, FrozenModel] = {}
         self._on_host: dict[str, list[torch.Tensor]] = {}
         self._stage: FrozenModel | None = None
@@ -71,7 +75,7 @@ class FrozenSets:
         return name in self._resident or name in self._on_host
 
     def load(self, name: str, source: Start) -> None:
-        self._resident[name] = FrozenModel(self._load(source), self._mesh)
+        self._resident[name] = FrozenModel(self._load(source), self._mesh, self._progress)
 
     def snapshot(self, name: str, *, decay: float, on_host: bool) -> None:
         if not on_host:
@@ -81,7 +85,7 @@ class FrozenSets:
             self._resident[name].take(self._policy, decay=decay)
             return
         if self._stage is None:
-            self._stage = FrozenModel(self._load(Start()), self._mesh)
+            self._stage = FrozenModel(self._load(Start()), self._mesh, self._progress)
         assert decay == 0.0, "an average is kept on the device"
         self._stage.take(self._policy)
         self._on_host[name] = local_copy(self._stage.module)

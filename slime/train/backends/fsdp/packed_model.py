@@ -7,7 +7,7 @@ included, and all return the numbers of the whole row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from slime.algorithms.logprobs import linear_log_probs
 from slime.errors import UserError
 from slime.models.head import OutputHead, output_projection
+from slime.models.sources import Source
 from slime.train.backends.fsdp.attention import attach_context
 from slime.train.backends.protocol import Reads
 from slime.train.collectives import gather_parts
@@ -24,11 +25,15 @@ from slime.train.topology import Ranks
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face causal language model that was loaded with the packed attention."""
+    """A Hugging Face causal language model that was loaded with the packed attention.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Parameters that are on the meta device are read when it is sharded, each from the source of its name in the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, sources: Mapping[str, Source] | None = None) -> None:
         super().__init__()
         self.model = model
+        self.sources: dict[str, Source] = dict(sources or {})
         self.context = attach_context(model)
 
     def share_rows(self, ranks: Ranks) -> None:
@@ -60,8 +65,15 @@ class PackedModel(nn.Module):
 class PolicyModel(PackedModel):
     """Log-probs at the temperature that the tokens were sampled with."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0, chunk_rows: int = -1) -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sources: Mapping[str, Source] | None = None,
+        *,
+        temperature: float = 1.0,
+        chunk_rows: int = -1,
+    ) -> None:
+        super().__init__(model, sources)
         self.temperature = temperature
         self.chunk_rows = chunk_rows
         self.head = OutputHead.from_config(model.config)

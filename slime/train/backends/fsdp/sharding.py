@@ -7,19 +7,24 @@ over ranks, never averaged.
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from slime.models.slices import Region, whole_region
+from slime.models.sources import read_onto
 from slime.train.backends.fsdp.packed_model import PackedModel
+from slime.train.progress import Progress
 
 COMPILE_MIN_PARAMETERS = 100_000_000  # below, half a minute of compiling costs more than it saves
 
 
-def shard(packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
+def shard(packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, progress: Progress) -> None:
     """One group per decoder layer, the rest (embedding, last norm, head) at the root; shards go to the device.
 
     A layer's whole weights are given back after its forward, unless a backward follows and one rank has them anyway.
+    What is on the meta device is read, this rank's part of it.
     """
     layer_names = set(packed.model._no_split_modules or ())
     keep = copy_size(mesh) == 1 and any(parameter.requires_grad for parameter in packed.parameters())
@@ -35,6 +40,42 @@ def shard(packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    _read_parts(packed, _device_of(mesh), progress)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    on_gpu = mesh.device_type == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)
+
+
+@torch.no_grad()
+def _read_parts(packed: PackedModel, device: torch.device, progress: Progress) -> None:
+    """A tied parameter stays one; the sources are let go of."""
+    owners: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
+    for module in packed.modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append((module, key))
+    unread = {name: tensor for name, tensor in packed.model.named_parameters() if local_part(tensor).is_meta}
+    for name, parameter in progress.over(unread.items(), "reading weights: tensor", len(unread)):
+        part = read_onto(packed.sources[name], local_region(parameter), device).to(parameter.dtype)
+        filled = nn.Parameter(placed_like(parameter, part), requires_grad=parameter.requires_grad)
+        for module, key in owners[parameter]:
+            module.load_state_dict({key: filled}, strict=False, assign=True)
+    packed.sources.clear()
+
+
+def local_region(parameter: torch.Tensor) -> Region:
+    """Which part of the whole this rank has."""
+    region = list(whole_region(parameter.shape))
+    if isinstance(parameter, DTensor):
+        for dimension, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                cut = region[placement.dim]
+                count, index = parameter.device_mesh.size(dimension), parameter.device_mesh.get_local_rank(dimension)
+                size = -(-(cut.stop - cut.start) // count)
+                begin = min(cut.start + index * size, cut.stop)
+                region[placement.dim] = slice(begin, min(begin + size, cut.stop))
+    return tuple(region)
 
 
 def copy_size(mesh: DeviceMesh) -> int:
@@ -81,7 +122,14 @@ def gather_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that lies on the ranks as `parameter` does; a collective for a sharded one."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return part
-    placed = DTensor.from_local(
+    return whole(placed_like(parameter, part))
+
+
+def placed_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that lies on the ranks as `parameter` does, as that tensor."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
         part,
         parameter.device_mesh,
         parameter.placements,
@@ -89,4 +137,3 @@ def gather_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    return placed.full_tensor()

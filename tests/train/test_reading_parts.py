@@ -1,0 +1,107 @@
+"""Every rank reads its own part of the weights: bit for bit that part of what transformers loads, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from slime.config.start import Start
+from slime.models.loading import load_causal_lm
+from slime.models.slices import Stored, region_shape
+from slime.train.backends.fsdp.builder import FSDPBuilder
+from slime.train.backends.fsdp.sharding import local_part, local_region
+from slime.train.progress import Progress
+from slime.train.topology import Ranks
+from tests.peers import together
+from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import make_samples
+
+Folder = Callable[[str], Path]
+FAMILIES = ("qwen3", "gpt_oss", "qwen3_moe")
+"""Tied weights; an output layer of its own, biases and sinks; experts that the folder has fused, and that it has not."""
+
+
+def whole_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return load_causal_lm(folder, dtype=dtype, device="cpu", attn_implementation="eager")
+
+
+def assert_parts(model: PreTrainedModel, expected: dict[str, torch.Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    assert list(parameters) == list(expected)
+    for name, parameter in parameters.items():
+        assert isinstance(parameter, DTensor)
+        part, region = local_part(parameter.detach()), local_region(parameter)
+        assert part.shape == region_shape(region)
+        assert part.dtype == expected[name].dtype
+        assert torch.equal(part, expected[name][region]), name
+
+
+def read_everything(ranks: Ranks, folders: dict[str, Path], out: Path) -> dict[str, tuple[int, list[str]]]:
+    """Of each model: bytes that this rank read for its policy, and what it told of it."""
+    answer = {}
+    for family, folder in folders.items():
+        count, told = [0], list[str]()
+        real = Stored._bytes
+
+        def counting(stored: Stored, begin: int, size: int) -> torch.Tensor:
+            count[0] += size  # noqa: B023  (called before the next one is made)
+            return real(stored, begin, size)  # noqa: B023
+
+        Stored._bytes = counting  # type: ignore[method-assign]
+        config = config_for(folder, out, actor_num_gpus_per_node=ranks.size)
+        progress = Progress(told.append, between_s=0)
+        builder = FSDPBuilder(config, ranks, compute_dtype=torch.bfloat16, progress=progress)
+        backend = builder.policy(config, Start())
+        answer[family] = (count[0], list(told))
+        Stored._bytes = real  # type: ignore[method-assign]
+        expected = whole_model(folder)
+        assert_parts(backend.module.model, dict(expected.named_parameters()))
+        head, embedding = backend.module.model.lm_head, backend.module.model.get_input_embeddings()
+        assert (head.weight is embedding.weight) == (expected.lm_head.weight is expected.get_input_embeddings().weight)
+        for name, buffer in expected.named_buffers():
+            assert torch.equal(dict(backend.module.model.named_buffers())[name], buffer)
+        backend.load_frozen("ref", Start())
+        frozen = backend._frozen.model("ref").module.model
+        assert_parts(frozen, dict(whole_model(folder, torch.bfloat16).named_parameters()))
+        assert not any(parameter.requires_grad for parameter in frozen.parameters())
+        critic = builder.critic(config, Start()).module.model
+        values = dict(expected.named_parameters()) | {"lm_head.weight": torch.zeros(1, 64)}
+        assert_parts(critic, {name: values[name] for name, _ in critic.named_parameters()})
+    return answer
+
+
+def test_three_ranks_read_one_copy_between_them(model_folder: Folder, tmp_path: Path) -> None:
+    """128 and 64 rows are not divided by three, four experts neither."""
+    folders = {family: model_folder(family) for family in FAMILIES}
+    ranks = together(3, read_everything, folders, tmp_path, folder=tmp_path)
+    for family, folder in folders.items():
+        model = whole_model(folder)
+        assert sum(read[family][0] for read in ranks) == sum(p.nbytes for p in model.parameters())
+        count = len(list(model.parameters()))
+        for read in ranks:
+            assert read[family][1][-1] == f"reading weights: tensor {count} of {count}"
+
+
+def from_checkpoint(ranks: Ranks, folder: Path, checkpoint: Path, out: Path) -> None:
+    config = config_for(folder, out, actor_num_gpus_per_node=ranks.size)
+    builder = FSDPBuilder(config, ranks, compute_dtype=torch.bfloat16, progress=Progress())
+    backend = builder.policy(config, Start(checkpoint=checkpoint, flag="--ref-load"))
+    backend.load_frozen("ref", Start(checkpoint=checkpoint, flag="--ref-load"))
+    expected: dict[str, Any] = torch.load(out / "expected")
+    assert_parts(backend.module.model, expected)
+    frozen = {name: tensor.bfloat16() for name, tensor in expected.items()}
+    assert_parts(backend._frozen.model("ref").module.model, frozen)
+
+
+def test_three_ranks_begin_with_the_weights_of_a_checkpoint(model_folder: Folder, tmp_path: Path) -> None:
+    trained = InProcess(config_for(model_folder("qwen3_moe"), tmp_path, save=str(tmp_path / "saved")))
+    trained.train(0, make_samples(3, 3))
+    trained.trainer.save(0)
+    torch.save(trained.weights, tmp_path / "expected")
+    checkpoint = tmp_path / "saved" / "iter_0000000"
+    together(3, from_checkpoint, model_folder("qwen3_moe"), checkpoint, tmp_path, folder=tmp_path)
