@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from slime.config.start import Start
+from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.train.backends.fsdp.builder import FSDPBuilder
-from slime.train.backends.fsdp.sharding import local_part
+from slime.train.backends.fsdp.packed_model import PolicyModel
+from slime.train.backends.fsdp.sharding import local_part, reduce_gradients, shard, whole
 from slime.train.backends.fsdp.topology import shard_ranks
 from slime.train.backends.protocol import Outcome
 from slime.train.progress import Progress
@@ -68,6 +73,44 @@ def test_copies_of_the_model_add_up_their_gradients_once_a_step(model_folder: Fo
         ranks = together(4, held_between, folder, str(tmp_path), {"fsdp_shard_size": sharing}, folder=tmp_path)
         for held, num_parameters in ranks:
             assert held == [0, 0, 0, num_parameters // sharing]
+
+
+class Routed(nn.Module):
+    """A layer of experts that are modules of their own, as models with code of their own have them."""
+
+    def __init__(self, mlp: nn.Module, choice: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([mlp, deepcopy(mlp)])
+        self.choice = choice
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.experts[self.choice](hidden)
+
+
+def gradients_of_experts(world: Ranks, folder: str, out: str) -> bool:
+    """Whether the gradients of the expert that only this rank used are those of this rank's tokens."""
+    register_packed_attention()
+    packed = PolicyModel(AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION_NAME))
+    for layer in packed.model.model.layers:
+        layer.mlp = Routed(layer.mlp, choice=world.rank)
+    own = f"experts.{world.rank}."
+    micro, *_ = make_micro_batches(world, folder, out)
+    (packed(micro.row)[0] * micro.weights).sum().backward()
+    expected = {name: p.grad.clone() for name, p in packed.named_parameters() if own in name and p.grad is not None}
+    packed.zero_grad()
+    mesh = shard_ranks(world, copy_size=world.size).mesh
+    shard(packed, mesh, MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32), Progress())
+    parameters = dict(packed.named_parameters())
+    reduce_gradients(packed, mesh, last=True)
+    (packed(micro.row)[0] * micro.weights).sum().backward()
+    found = {name: whole(parameter.grad) for name, parameter in parameters.items()}  # all ranks together
+    assert len(expected) == 3 * len(packed.model.model.layers)
+    return all(torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6) for name, gradient in expected.items())
+
+
+def test_an_expert_that_one_rank_used_gets_that_ranks_gradients(model_folder: Folder, tmp_path: Path) -> None:
+    folder = str(model_folder("qwen3"))
+    assert together(2, gradients_of_experts, folder, str(tmp_path), folder=tmp_path) == [True, True]
 
 
 def who_is_who(world: Ranks, copy_size: int, context_size: int) -> dict[str, Any]:

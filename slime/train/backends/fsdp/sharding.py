@@ -6,12 +6,16 @@ over ranks, never averaged.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from slime.errors import UserError
 from slime.models.slices import Region, whole_region
 from slime.models.sources import read_onto
 from slime.train.backends.fsdp.packed_model import PackedModel
@@ -40,7 +44,23 @@ def shard(packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if mesh.size() > 1 and any(parameter.requires_grad for parameter in _single_experts(packed)):
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise UserError(
+                f"{type(packed.model).__name__} has a module for each expert, which torch {torch.__version__} cannot "
+                "train on several processes: install torch 2.13, or train on one"
+            )
+        assert isinstance(packed, FSDPModule)
+        packed.set_reduce_scatter_unused_params(True)
     _read_parts(packed, _device_of(mesh), progress)
+
+
+def _single_experts(packed: PackedModel) -> Iterator[torch.Tensor]:
+    """Parameters of experts that are modules of their own.
+
+    A rank none of whose tokens went to one has no gradient of it, and would add that of the next parameter to it.
+    """
+    return (parameter for name, parameter in packed.named_parameters() if re.search(r"\bexperts\.\d+\.", name))
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
