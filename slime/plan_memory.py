@@ -258,10 +258,10 @@ def engine_memory(
 
 
 def tokens_per_forward(config: Config) -> int:
-    """Tokens of one training forward pass at most."""
+    """Tokens of one process in one training forward pass at most."""
     if config.use_dynamic_batch_size and config.max_tokens_per_gpu is not None:
         return config.max_tokens_per_gpu
-    return config.micro_batch_size * longest_sample(config)
+    return -(-config.micro_batch_size * longest_sample(config) // config.context_parallel_size)
 
 
 def response_tokens(config: Config) -> int:
