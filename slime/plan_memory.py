@@ -13,7 +13,7 @@ from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
 from slime.config.asynchronous import versions_behind
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
-from slime.config.lora import uses_lora
+from slime.config.lora import reference_is_base, uses_lora
 from slime.models.activations import layer_bytes, layer_input_bytes, root_bytes
 from slime.models.lora import adapter_shapes, choose_targets, linears_of
 from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
@@ -85,13 +85,15 @@ def _at_rest(config: Config, step: _Step, device: str) -> dict[str, int]:
     if step.trained != step.total:
         parts |= {"frozen weights": frozen}
     if has_critic(config):
-        parts["critic with its optimizer"] = 3 * _MASTER * step.shard(step.total)
-    if needs_reference(config) and not uses_lora(config):
+        parts["critic with its optimizer"] = 3 * _MASTER * step.shard(step.trained)
+        parts["critic with its optimizer"] += 0 if step.trains_all else frozen
+    if needs_reference(config) and not reference_is_base(config):
         parts["reference"] = frozen
     if config.keep_old_actor:
         behind = versions_behind(config)
         on_host = behind + 1 if behind and device != "cuda" else 0  # older versions wait in the host's memory
-        parts["old policy"] = frozen * (1 + on_host)
+        one = frozen if step.trains_all else _MASTER * step.shard(step.trained)  # with LoRA a version is its adapter
+        parts["old policy"] = one * (1 + on_host)
     if config.use_opd and config.opd_type == "trainer":
         parts["teacher (if it is as large)"] = frozen
     return parts
@@ -175,10 +177,10 @@ class _Step:
         return self.trained == self.total
 
     def whole(self, groups: int) -> int:
-        """Whole weights: embedding and output layer, and so many layers."""
-        if self.sharers == 1:
-            return self.compute * self.total
-        return self.compute * (self.root + groups * self.layer)
+        """Whole weights: embedding and output layer, and so many layers, the last of them gathered in advance."""
+        if self.sharers > 1:
+            return self.compute * (self.root + groups * self.layer)
+        return self.compute * (self.total if self.trains_all else self.root + (groups - 1) * self.layer)
 
     def loss(self) -> dict[str, int]:
         """All layers have run, the next one is gathered; the gradient of the output layer is summed over chunks."""
@@ -208,9 +210,8 @@ class _Step:
             return {}
         found = self.last_layer()
         found["activations"] = self.kept * (self.layers - 1) // self.layers + self.again
-        if self.sharers == 1:
-            found["whole weights"] -= self.compute * self.layer
         if self.trains_all:
+            found["whole weights"] -= self.compute * self.layer if self.sharers == 1 else 0
             found["whole gradients"] += _MASTER * self.layer
         return found
 

@@ -27,12 +27,14 @@ COMPILE_MIN_PARAMETERS = 100_000_000  # below, half a minute of compiling costs 
 def shard(packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, progress: Progress) -> None:
     """One group per decoder layer, the rest (embedding, last norm, head) at the root; shards go to the device.
 
-    A layer's whole weights are given back after its forward, unless a backward follows and one rank has them anyway.
+    A layer's whole weights are given back after its forward, unless a backward follows and one rank has them anyway;
+    where most are frozen they would be most of the memory, and copying them once more is nothing beside it.
     What is on the meta device is read, this rank's part of it.
     """
     layer_names = set(packed.model._no_split_modules or ())
-    keep = copy_size(mesh) == 1 and any(parameter.requires_grad for parameter in packed.parameters())
     num_parameters = sum(parameter.numel() for parameter in packed.parameters())
+    trained = sum(parameter.numel() for parameter in packed.parameters() if parameter.requires_grad)
+    keep = copy_size(mesh) == 1 and 2 * trained > num_parameters
     worth_compiling = mesh.device_type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS
     for module in list(packed.modules()):
         if type(module).__name__ in layer_names:
