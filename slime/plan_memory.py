@@ -13,7 +13,7 @@ from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
 from slime.config.asynchronous import versions_behind
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
-from slime.config.lora import reference_is_base, uses_lora
+from slime.config.lora import uses_lora
 from slime.models.activations import layer_bytes, layer_input_bytes, root_bytes
 from slime.models.lora import adapter_shapes, choose_targets, linears_of
 from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
@@ -49,10 +49,11 @@ def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: 
     """One training process in the busiest moment of an optimizer step that is not the run's first."""
     step = _Step.of(config, shape, device=device, trainers=trainers)
     always = _at_rest(config, step, device)
-    kept = _moments(config, step)
-    streams = config.optimizer_cpu_offload and step.on_gpu
-    on_host = {"Adam moments": kept} if streams else {}
-    always |= {"Adam moments": 0 if streams else kept}
+    names = ["Adam moments"] if config.optimizer_cpu_offload else []
+    names = list(always) if config.fsdp_cpu_offload else names
+    on_host = {name: always.pop(name) for name in names} if step.on_gpu else {}
+    if config.fsdp_cpu_offload and step.on_gpu:
+        on_host["gradients"] = step.reduced
     moments = {
         "loss": step.loss(),
         "backward of the last layer": step.last_layer(),
@@ -62,18 +63,14 @@ def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: 
     }
     peak = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: size for name, size in {**always, **moments[peak]}.items() if size}
-    return MemoryEstimate(parts, peak, on_host)
-
-
-def _moments(config: Config, step: _Step) -> int:
-    """Bytes of what Adam keeps."""
-    widths = [_MOMENT_BYTES[dtype] for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype)]
-    return 0 if config.use_stateless_adam else sum(widths) * step.shard(step.trained)
+    return MemoryEstimate(parts, peak, {name: size for name, size in on_host.items() if size})
 
 
 def _passing(config: Config, step: _Step) -> int:
     """Float32 copies of the moments that are being updated, and what they are rounded with."""
     narrow = [dtype for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype) if dtype != "fp32"]
+    if config.fsdp_cpu_offload and step.on_gpu:  # the update is made on the host
+        return 0
     copies = 2 if config.optimizer_cpu_offload and step.on_gpu else len(narrow)
     return _MASTER * (copies + 2 * bool(narrow)) * min(STREAMED_ELEMENTS, step.shard(step.head))
 
@@ -81,19 +78,22 @@ def _passing(config: Config, step: _Step) -> int:
 def _at_rest(config: Config, step: _Step, device: str) -> dict[str, int]:
     """What lies on a rank between two steps."""
     frozen = step.compute * step.shard(step.total)
-    parts = {"weights": _MASTER * step.shard(step.trained), "Adam moments": 0}
+    moments = sum(_MOMENT_BYTES[dtype] for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype))
+    moments = 0 if config.use_stateless_adam else moments
+    updated = step.shard(step.trained)
+    parts = {"weights": _MASTER * updated}
     if step.trained != step.total:
         parts |= {"frozen weights": frozen}
-    if has_critic(config):
-        parts["critic with its optimizer"] = 3 * _MASTER * step.shard(step.trained)
-        parts["critic with its optimizer"] += 0 if step.trains_all else frozen
-    if needs_reference(config) and not reference_is_base(config):
+    if has_critic(config):  # which has its own, all of them trained
+        parts["critic"] = _MASTER * step.shard(step.total)
+        updated += step.shard(step.total)
+    parts["Adam moments"] = moments * updated
+    if needs_reference(config) and not uses_lora(config):
         parts["reference"] = frozen
     if config.keep_old_actor:
         behind = versions_behind(config)
         on_host = behind + 1 if behind and device != "cuda" else 0  # older versions wait in the host's memory
-        one = frozen if step.trains_all else _MASTER * step.shard(step.trained)  # with LoRA a version is its adapter
-        parts["old policy"] = one * (1 + on_host)
+        parts["old policy"] = frozen * (1 + on_host)
     if config.use_opd and config.opd_type == "trainer":
         parts["teacher (if it is as large)"] = frozen
     return parts
@@ -118,6 +118,10 @@ class _Step:
     sharers: int
     """Ranks that have one copy of the model between them."""
     on_gpu: bool
+    on_host: bool
+    """Whether the shards lie in the host's memory."""
+    copies: int
+    """Of the model."""
     accumulates: bool
     """Whether a micro-batch finds the gradients of earlier ones."""
     tied: bool
@@ -151,8 +155,10 @@ class _Step:
             head=shape.head_parameters or 0,
             layers=layers,
             compute=BYTES_PER_ELEMENT[dtype],
-            sharers=trainers,
+            sharers=config.fsdp_shard_size or trainers,
             on_gpu=on_gpu,
+            on_host=config.fsdp_cpu_offload,
+            copies=trainers // (config.fsdp_shard_size or trainers),
             accumulates=config.use_dynamic_batch_size or config.global_batch_size > trainers * config.micro_batch_size,
             tied=shape.tied_embeddings,
             kept=layers * (inputs if again else layer) + tokens * (root_bytes(shape, dtype=dtype) or 0),
@@ -164,8 +170,18 @@ class _Step:
         return -(-elements // self.sharers)
 
     @property
-    def gradients(self) -> int:
+    def reduced(self) -> int:
+        """Gradients of this rank's shards."""
         return _MASTER * self.shard(self.trained)
+
+    @property
+    def gradients(self) -> int:
+        """Those on the device: shards on the host have theirs there, after the copies of the model summed them up."""
+        return 0 if self.on_host and self.on_gpu and self.copies == 1 else self.reduced
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.sharers == 1 and not self.on_host
 
     @property
     def earlier(self) -> int:
@@ -177,10 +193,10 @@ class _Step:
         return self.trained == self.total
 
     def whole(self, groups: int) -> int:
-        """Whole weights: embedding and output layer, and so many layers, the last of them gathered in advance."""
-        if self.sharers > 1:
-            return self.compute * (self.root + groups * self.layer)
-        return self.compute * (self.total if self.trains_all else self.root + (groups - 1) * self.layer)
+        """Whole weights: embedding and output layer, and so many layers."""
+        if self.keeps_all:
+            return self.compute * self.total
+        return self.compute * (self.root + groups * self.layer)
 
     def loss(self) -> dict[str, int]:
         """All layers have run, the next one is gathered; the gradient of the output layer is summed over chunks."""
@@ -210,8 +226,9 @@ class _Step:
             return {}
         found = self.last_layer()
         found["activations"] = self.kept * (self.layers - 1) // self.layers + self.again
+        if self.keeps_all:
+            found["whole weights"] -= self.compute * self.layer
         if self.trains_all:
-            found["whole weights"] -= self.compute * self.layer if self.sharers == 1 else 0
             found["whole gradients"] += _MASTER * self.layer
         return found
 
@@ -259,10 +276,10 @@ def engine_memory(
 
 
 def tokens_per_forward(config: Config) -> int:
-    """Tokens of one process in one training forward pass at most."""
+    """Tokens of one training forward pass at most."""
     if config.use_dynamic_batch_size and config.max_tokens_per_gpu is not None:
         return config.max_tokens_per_gpu
-    return -(-config.micro_batch_size * longest_sample(config) // config.context_parallel_size)
+    return config.micro_batch_size * longest_sample(config)
 
 
 def response_tokens(config: Config) -> int:

@@ -177,7 +177,6 @@ _EARLIER_SLIME = {
     "disable-weights-backuper": "trainers keep their weights on the device: drop it",
     "use-dynamic-global-batch-size": "a step takes --global-batch-size rollouts, whatever they fan out into: drop it",
     "qkv-format": "samples are packed into rows: drop it",
-    "fsdp-cpu-offload": "trainers keep their weights on the device: drop it",
 }
 
 FOREIGN_FLAGS: dict[str, tuple[str, str]] = {

@@ -188,14 +188,7 @@ class Trainer:
             )
             steps.append(
                 [
-                    make_micro_batch(
-                        batch,
-                        positions,
-                        share,
-                        total_rollouts,
-                        self.ranks.device,
-                        multiple=self.topology.context.size,
-                    )
+                    make_micro_batch(batch, positions, share, total_rollouts, self.ranks.device)
                     for positions in plan["micro_batches"]
                 ]
             )

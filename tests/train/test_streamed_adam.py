@@ -1,4 +1,4 @@
-"""Moments in the host's memory and in bfloat16."""
+"""Moments in the host's memory and in bfloat16; whole models in the host's memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from slime.train.backends.fsdp import streamed_adam
 from slime.train.backends.fsdp.optimizer import DECAYED
@@ -38,6 +39,20 @@ def test_moments_on_the_host_change_no_bit(folder: Path, tmp_path: Path) -> None
     streamed = InProcess(config_for(folder, tmp_path, optimizer_cpu_offload=True))
     assert same(after(streamed, 0, 1, 2), plain)
     assert isinstance(streamed.trainer.actor.backend.optimizer, StreamedAdam)
+
+
+def test_weights_on_the_host_change_no_bit_and_leave_as_others_do(folder: Path, tmp_path: Path) -> None:
+    flags = {"use_kl_loss": True, "save": str(tmp_path / "ckpt"), "micro_batch_size": 1}
+    whole = InProcess(config_for(folder, tmp_path, **flags))
+    plain = after(whole, 0, 1, 2)
+    run = InProcess(config_for(folder, tmp_path, **flags, fsdp_cpu_offload=True))
+    after(run, 0, 1)
+    run.trainer.save(1)
+    assert same(after(run, 2), plain)
+    groups = [module for module in run.trainer.actor.backend.module.modules() if isinstance(module, FSDPModule)]
+    assert all(group._get_fsdp_state()._fsdp_param_group.offload_policy.pin_memory is False for group in groups)
+    resumed = InProcess(config_for(folder, tmp_path, **flags, fsdp_cpu_offload=True, load=str(tmp_path / "ckpt")))
+    assert same(after(resumed, 2), plain)
 
 
 def test_moments_in_bfloat16_stay_close_and_a_resumed_run_goes_on_the_same(folder: Path, tmp_path: Path) -> None:

@@ -59,6 +59,11 @@ class OptimizerFlags:
     optimizer_cpu_offload: bool = flag(
         False, "the moments stay in the host's memory and pass through the GPU in each update"
     )
+    fsdp_cpu_offload: bool = flag(
+        False,
+        "weights, gradients and moments stay in the host's memory, where the update is made; layers come to the GPU "
+        "when they are used",
+    )
     adam_beta1: float = flag(0.9, "decay of the first moment", check=between(0, 1, high_open=True))
     adam_beta2: float = flag(0.95, "decay of the second moment", check=between(0, 1, high_open=True))
     adam_eps: float = flag(1e-8, "added to the denominator", check=above(0))

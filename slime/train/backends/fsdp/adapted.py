@@ -18,7 +18,7 @@ from slime.models.lora import LORA_A, LORA_B, is_adapter, peft_targets
 from slime.train.backends.fsdp.adapter_sets import AdapterSets
 from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.packed_model import PackedModel
-from slime.train.backends.fsdp.sharding import local_part, whole
+from slime.train.backends.fsdp.sharding import part_on_device, whole
 from slime.train.backends.protocol import NamedTensor, TrainedAdapter
 
 
@@ -55,10 +55,10 @@ class AdaptedModel:
 
     def rows(self, name: str) -> Tensor:
         """This rank's part of a parameter as it leaves: in float32 where an adapter is added."""
-        own, module = local_part(self._parameters[name].detach()), name.removesuffix(".weight")
+        own, module = part_on_device(self._parameters[name].detach()), name.removesuffix(".weight")
         if module not in self._whole_a:
             return own
-        b = local_part(self._parameters[module + LORA_B].detach())
+        b = part_on_device(self._parameters[module + LORA_B].detach())
         return merged(own, self._whole_a[module], b, scale=self._layers.lora.scale, dtype=torch.float32)
 
     def full_adapter(self) -> Iterator[NamedTensor]:

@@ -27,7 +27,16 @@ from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer, set_rates
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
 from slime.train.backends.fsdp.recompute import recompute_layers
-from slime.train.backends.fsdp.sharding import local_part, reduce_gradients, reshard, shard, shard_like, whole
+from slime.train.backends.fsdp.sharding import (
+    local_part,
+    part_on_device,
+    reduce_gradients,
+    reshard,
+    shard,
+    shard_like,
+    total_norm,
+    whole,
+)
 from slime.train.backends.hf import HfBucket, HfTensor
 from slime.train.backends.protocol import POLICY, NamedTensor, Objective, Reads, Scores, Totals, TrainedAdapter
 from slime.train.progress import Progress
@@ -66,10 +75,12 @@ class FSDPBackend:
         if layers is None:  # else those with an adapter are chosen already
             patterns = {"freeze": config.freeze_params_name_list, "only_train": config.only_train_params_name_list}
             choose_trainable(model, **patterns)
-        shard(module, mesh, MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32), progress)
+        self._on_host = config.fsdp_cpu_offload
+        precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        shard(module, mesh, precision, progress, on_host=self._on_host)
         self.optimizer = make_optimizer(module.parameters(), config)
         self._parameters = dict(model.named_parameters())
-        self._frozen = FrozenSets(module, mesh, load_frozen, progress)
+        self._frozen = FrozenSets(module, mesh, load_frozen, progress, on_host=self._on_host)
         self._base_of = partial(base_path, config)
         self._adapted: AdaptedModel | None = None
         self.adapter: TrainedAdapter | None = None
@@ -101,7 +112,8 @@ class FSDPBackend:
         totals = Totals()
         each = self.progress.over(micro_batches, "update: micro-batch", len(micro_batches))
         for index, micro in enumerate(each):
-            reduce_gradients(self.module, self._mesh, last=index == len(micro_batches) - 1)
+            last = index == len(micro_batches) - 1
+            reduce_gradients(self.module, self._mesh, last=last, on_host=self._on_host)
             values, entropies = self.module(micro.row, reads=reads, entropy=entropy)
             outcome = objective(micro, values, entropies)
             outcome.loss.backward()
@@ -122,7 +134,7 @@ class FSDPBackend:
 
     def clip_gradients(self) -> Tensor:
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = total_norm(gradients, self._mesh) if self._on_host else nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if self.clip_grad > 0:
             nn.utils.clip_grads_with_norm_(self.module.parameters(), self.clip_grad, norm)
@@ -224,8 +236,8 @@ class FSDPBackend:
 
     def load_optimizer_state(self, name: str, full: dict[str, Tensor]) -> None:
         parameter = self._parameters[name]
-        state = {moment: shard_like(parameter, full[moment]) for moment in MOMENTS}
-        state["step"] = full["step"].reshape(()).to(self.topology.device)
+        state = {moment: shard_like(parameter, full[moment]).to(parameter.device) for moment in MOMENTS}
+        state["step"] = full["step"].reshape(()).to(parameter.device)
         self.optimizer.state[parameter] = state
 
     def _saved(self) -> dict[str, Tensor]:
@@ -255,4 +267,4 @@ class FSDPBackend:
         """This rank's rows of a parameter as they leave; a buffer as it is."""
         if self._adapted is not None and name in self._parameters:
             return self._adapted.rows(name)
-        return local_part(self._leaves[name].detach())
+        return part_on_device(self._leaves[name].detach())

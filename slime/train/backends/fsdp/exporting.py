@@ -78,8 +78,9 @@ class HfExport:
     def _meet(self) -> None:
         """NCCL wants all of a group in its first operation; of a transfer only two are."""
         sharded = next((tensor for tensor in self._tensors.values() if isinstance(tensor, DTensor)), None)
-        if sharded is not None and sharded.device.type == "cuda" and (cut := Cut.of(sharded)).size > 1:
-            dist.all_reduce(torch.zeros(1, device=sharded.device), group=cut.group)
+        device = None if sharded is None else sharded.device_mesh.device_type
+        if sharded is not None and device == "cuda" and (cut := Cut.of(sharded)).size > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=cut.group)
 
     def _gathered(self, load: Load) -> list[dict[str, Tensor]] | None:
         """The parameters (or rows) of each piece, on the owner; None elsewhere."""
@@ -115,7 +116,7 @@ class HfExport:
             return None, [] if part is None else [dist.P2POp(dist.isend, part, owner, cut.group)]
         if part is not None and len(held) == 1:
             return part, []
-        whole = torch.empty((end - begin, *tensor.shape[1:]), dtype=dtype, device=tensor.device)
+        whole = torch.empty((end - begin, *tensor.shape[1:]), dtype=dtype, device=tensor.device_mesh.device_type)
         transfers = []
         for rank, (first, last) in held.items():
             target = whole[first - begin : last - begin]

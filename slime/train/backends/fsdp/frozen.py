@@ -22,10 +22,10 @@ from slime.train.progress import Progress
 class FrozenModel:
     """A model in the compute dtype."""
 
-    def __init__(self, module: PolicyModel, mesh: DeviceMesh, progress: Progress) -> None:
+    def __init__(self, module: PolicyModel, mesh: DeviceMesh, progress: Progress, *, on_host: bool) -> None:
         self.module = module
         module.requires_grad_(False)
-        shard(module, mesh, MixedPrecisionPolicy(), progress)
+        shard(module, mesh, MixedPrecisionPolicy(), progress, on_host=on_host)
         self._parameters = dict(module.model.named_parameters())
 
     @torch.no_grad()
@@ -60,12 +60,16 @@ class FrozenSets:
     """`load` reads a module that is not sharded yet, of the policy's own start when it is given none."""
 
     def __init__(
-        self, policy: PackedModel, mesh: DeviceMesh, load: Callable[[Start], PolicyModel], progress: Progress
+        self,
+        policy: PackedModel,
+        mesh: DeviceMesh,
+        load: Callable[[Start], PolicyModel],
+        progress: Progress,
+        *,
+        on_host: bool,
     ) -> None:
         self._policy = policy
-        self._mesh = mesh
-        self._load = load
-        self._progress = progress
+        self._make = lambda source: FrozenModel(load(source), mesh, progress, on_host=on_host)
         self._resident: dict[str, FrozenModel] = {}
         self._on_host: dict[str, list[torch.Tensor]] = {}
         self._stage: FrozenModel | None = None
@@ -75,7 +79,7 @@ class FrozenSets:
         return name in self._resident or name in self._on_host
 
     def load(self, name: str, source: Start) -> None:
-        self._resident[name] = FrozenModel(self._load(source), self._mesh, self._progress)
+        self._resident[name] = self._make(source)
 
     def snapshot(self, name: str, *, decay: float, on_host: bool) -> None:
         if not on_host:
@@ -85,7 +89,7 @@ class FrozenSets:
             self._resident[name].take(self._policy, decay=decay)
             return
         if self._stage is None:
-            self._stage = FrozenModel(self._load(Start()), self._mesh, self._progress)
+            self._stage = self._make(Start())
         assert decay == 0.0, "an average is kept on the device"
         self._stage.take(self._policy)
         self._on_host[name] = local_copy(self._stage.module)

@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from slime.errors import UserError
@@ -24,24 +25,27 @@ from slime.train.progress import Progress
 COMPILE_MIN_PARAMETERS = 100_000_000  # below, half a minute of compiling costs more than it saves
 
 
-def shard(packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, progress: Progress) -> None:
+def shard(
+    packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, progress: Progress, *, on_host: bool
+) -> None:
     """One group per decoder layer, the rest (embedding, last norm, head) at the root; shards go to the device.
 
-    A layer's whole weights are given back after its forward, unless a backward follows and one rank has them anyway;
-    where most are frozen they would be most of the memory, and copying them once more is nothing beside it.
-    What is on the meta device is read, this rank's part of it.
+    A layer's whole weights are given back after its forward, unless a backward follows and one rank has them anyway.
+    What is on the meta device is read, this rank's part of it. `on_host`: the shards and their gradients lie in the
+    host's memory.
     """
+    where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if on_host else OffloadPolicy()
     layer_names = set(packed.model._no_split_modules or ())
+    trained = any(parameter.requires_grad for parameter in packed.parameters())
+    keep = copy_size(mesh) == 1 and trained and not on_host
     num_parameters = sum(parameter.numel() for parameter in packed.parameters())
-    trained = sum(parameter.numel() for parameter in packed.parameters() if parameter.requires_grad)
-    keep = copy_size(mesh) == 1 and 2 * trained > num_parameters
     worth_compiling = mesh.device_type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS
     for module in list(packed.modules()):
         if type(module).__name__ in layer_names:
             if worth_compiling:  # fuses norms, rotary embedding and gating; all layers share the compiled code
                 module.compile(dynamic=True)
-            fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
-    fully_shard(packed, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=not keep)
+    fully_shard(packed, mesh=mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=False)
     for module in packed.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -105,14 +109,14 @@ def copy_size(mesh: DeviceMesh) -> int:
     return mesh.size(mesh.ndim - 1)
 
 
-def reduce_gradients(packed: PackedModel, mesh: DeviceMesh, *, last: bool) -> None:
+def reduce_gradients(packed: PackedModel, mesh: DeviceMesh, *, last: bool, on_host: bool) -> None:
     """Whether the coming backward reduces its gradients; `last`: the step's last one, after which they are whole sums.
 
     Ranks that share a copy do it every time, so that none ever holds a whole model's gradients; copies add theirs up
-    once, and a rank that has a copy for itself has nothing to give away before that.
+    once, and a rank that has a copy for itself has nothing to give away before that, unless to the host.
     """
     assert isinstance(packed, FSDPModule)
-    packed.set_requires_gradient_sync(last or copy_size(mesh) > 1)
+    packed.set_requires_gradient_sync(last or copy_size(mesh) > 1 or on_host)
     packed.set_requires_all_reduce(last)
 
 
@@ -132,8 +136,26 @@ def shard_like(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor; a collective for a sharded one."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The full tensor, on the device; a collective for a sharded one."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    at_home = tensor.device.type == tensor.device_mesh.device_type
+    return tensor.full_tensor() if at_home else gather_like(tensor, part_on_device(tensor))
+
+
+def part_on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part where ranks can send it, also of a tensor that lies on the host."""
+    part = local_part(tensor)
+    return part.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else part
+
+
+def total_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
+    """The norm of sharded gradients that lie on the host; the ranks of a copy add theirs up on the device."""
+    own = nn.utils.get_total_norm([local_part(gradient) for gradient in gradients])
+    squared = own.to(mesh.device_type).square()
+    if copy_size(mesh) > 1:
+        dist.all_reduce(squared, group=mesh.get_group(mesh.ndim - 1))
+    return squared.sqrt()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
