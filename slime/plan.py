@@ -13,9 +13,9 @@ from pathlib import Path
 
 from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dtype_note
 from slime.config import Config
-from slime.config.algorithm import compares_siblings, needs_reference, serves_teacher
+from slime.config.algorithm import compares_siblings, has_critic, needs_reference, serves_teacher
 from slime.config.asynchronous import loop_in_words
-from slime.config.batch import copy_size, num_trainers
+from slime.config.batch import copy_size, num_trainers, tokens_per_row
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.asynchronous import ONE_STEP
@@ -32,7 +32,7 @@ from slime.engine.http.plain_http import why_unreachable
 from slime.engine.launch import EMBEDDED_PARSERS
 from slime.errors import UserError
 from slime.models.lora import adapter_shapes, choose_targets, linears_of
-from slime.models.shape import ModelShape
+from slime.models.shape import ModelShape, check_context_parallel
 from slime.plan_data import check_data, data_rows, steps_per_epoch, training_prompts
 from slime.plan_memory import MemoryEstimate, available_memory, engine_memory, longest_sample, trainer_memory
 from slime.weights.transport import choose_transport
@@ -95,6 +95,7 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
         ExternalEngines(config).ask()
     gpus_needed = _check_gpus(config, device, gpu_count, trainers, engines)
     shape = ModelShape.from_folder(config.hf_checkpoint)
+    _check_heads(config)
     transport, transport_reason = ("none", "nothing is trained" if engines else "there is no engine")
     if engines and trainers:
         transport, transport_reason = choose_transport(
@@ -223,6 +224,18 @@ def _check_nodes(config: Config, cluster: PlannedCluster) -> None:
         )
 
 
+def _check_heads(config: Config) -> None:
+    """Of every model that the trainers run."""
+    teaches = config.use_opd and config.opd_type == "trainer"
+    folders = [
+        config.hf_checkpoint,
+        (config.critic_hf_checkpoint if has_critic(config) else None),
+        (config.opd_teacher_load if teaches else None),
+    ]
+    for folder in filter(None, folders):
+        check_context_parallel(ModelShape.from_folder(folder).num_heads, config.context_parallel_size, folder)
+
+
 def _processes(
     config: Config, shape: ModelShape, device: str, trainers: int, engines: int, available: int | None
 ) -> tuple[ProcessPlan, ...]:
@@ -310,14 +323,18 @@ def _batch_rows(config: Config, trainers: int) -> tuple[tuple[str, str], ...]:
     if not trainers:
         return (rollout, ("training", "none"))
     batch, steps = config.global_batch_size, config.num_steps_per_rollout
-    share = f"{batch // trainers}" if batch % trainers == 0 else f"{batch // trainers} to {batch // trainers + 1}"
+    sharing = config.context_parallel_size
+    takers = trainers // sharing
+    share = f"{batch // takers}" if batch % takers == 0 else f"{batch // takers} to {batch // takers + 1}"
     forward = f"{config.micro_batch_size} per forward pass"
     if config.use_dynamic_batch_size:
-        forward = f"up to {config.max_tokens_per_gpu} tokens per forward pass"
+        forward = f"up to {tokens_per_row(config)} tokens per forward pass"
+    if sharing > 1:
+        forward += f", a 1/{sharing} slice of each on every trainer"
     return (
         rollout,
         ("training", f"{steps} optimizer step{'s' * (steps > 1)} of {batch} samples"),
-        ("per trainer", f"{share} samples, {forward}"),
+        ("per trainer" if sharing == 1 else f"per {sharing} trainers", f"{share} samples, {forward}"),
     )
 
 
@@ -471,12 +488,14 @@ def _notes(config: Config, backend: str) -> list[str]:
 
 
 def _idle_notes(config: Config) -> list[str]:
-    trainers, batch = num_trainers(config), config.global_batch_size
-    if config.debug_rollout_only or batch >= trainers:
+    sharing, batch = config.context_parallel_size, config.global_batch_size
+    takers = num_trainers(config) // sharing
+    if config.debug_rollout_only or batch >= takers:
         return []
+    who = "training processes" if sharing == 1 else f"groups of {sharing} training processes"
     return [
-        f"--global-batch-size {batch} may leave {trainers - batch} of the {trainers} training processes without "
-        "samples in a step: the model is sharded over all of them, without tensor, pipeline or context parallelism"
+        f"--global-batch-size {batch} may leave {takers - batch} of the {takers} {who} without "
+        "samples in a step: the model is sharded over all of them, without tensor or pipeline parallelism"
     ]
 
 

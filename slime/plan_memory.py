@@ -13,7 +13,7 @@ from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
 from slime.config.asynchronous import versions_behind
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
-from slime.config.lora import uses_lora
+from slime.config.lora import reference_is_base, uses_lora
 from slime.models.activations import layer_bytes, layer_input_bytes, root_bytes
 from slime.models.lora import adapter_shapes, choose_targets, linears_of
 from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
@@ -84,16 +84,17 @@ def _at_rest(config: Config, step: _Step, device: str) -> dict[str, int]:
     parts = {"weights": _MASTER * updated}
     if step.trained != step.total:
         parts |= {"frozen weights": frozen}
-    if has_critic(config):  # which has its own, all of them trained
-        parts["critic"] = _MASTER * step.shard(step.total)
-        updated += step.shard(step.total)
+    if has_critic(config):  # which trains as much
+        parts["critic"] = _MASTER * step.shard(step.trained) + (0 if step.trains_all else frozen)
+        updated *= 2
     parts["Adam moments"] = moments * updated
-    if needs_reference(config) and not uses_lora(config):
+    if needs_reference(config) and not reference_is_base(config):
         parts["reference"] = frozen
     if config.keep_old_actor:
         behind = versions_behind(config)
         on_host = behind + 1 if behind and device != "cuda" else 0  # older versions wait in the host's memory
-        parts["old policy"] = frozen * (1 + on_host)
+        one = frozen if step.trains_all else _MASTER * step.shard(step.trained)  # with LoRA a version is its adapter
+        parts["old policy"] = one * (1 + on_host)
     if config.use_opd and config.opd_type == "trainer":
         parts["teacher (if it is as large)"] = frozen
     return parts
@@ -181,7 +182,8 @@ class _Step:
 
     @property
     def keeps_all(self) -> bool:
-        return self.sharers == 1 and not self.on_host
+        """A rank that has the model for itself, and trains it, does not give its whole weights back before the end."""
+        return self.sharers == 1 and self.trains_all and not self.on_host
 
     @property
     def earlier(self) -> int:
@@ -193,10 +195,10 @@ class _Step:
         return self.trained == self.total
 
     def whole(self, groups: int) -> int:
-        """Whole weights: embedding and output layer, and so many layers."""
+        """Whole weights: embedding and output layer, and so many layers, the last of them gathered in advance."""
         if self.keeps_all:
             return self.compute * self.total
-        return self.compute * (self.root + groups * self.layer)
+        return self.compute * (self.root + (groups if self.sharers > 1 else groups - 1) * self.layer)
 
     def loss(self) -> dict[str, int]:
         """All layers have run, the next one is gathered; the gradient of the output layer is summed over chunks."""
@@ -226,9 +228,8 @@ class _Step:
             return {}
         found = self.last_layer()
         found["activations"] = self.kept * (self.layers - 1) // self.layers + self.again
-        if self.keeps_all:
-            found["whole weights"] -= self.compute * self.layer
         if self.trains_all:
+            found["whole weights"] -= self.compute * self.layer if self.keeps_all else 0
             found["whole gradients"] += _MASTER * self.layer
         return found
 
@@ -276,10 +277,10 @@ def engine_memory(
 
 
 def tokens_per_forward(config: Config) -> int:
-    """Tokens of one training forward pass at most."""
+    """Tokens of one process in one training forward pass at most."""
     if config.use_dynamic_batch_size and config.max_tokens_per_gpu is not None:
         return config.max_tokens_per_gpu
-    return config.micro_batch_size * longest_sample(config)
+    return -(-config.micro_batch_size * longest_sample(config) // config.context_parallel_size)
 
 
 def response_tokens(config: Config) -> int:

@@ -246,6 +246,38 @@ def test_gpus_are_placed_or_refused(flags: dict[str, Any]) -> None:
         make_plan(together, device="cuda", gpu_count=0)
 
 
+def test_processes_that_share_sequences_share_the_heads_of_every_model(flags: dict[str, Any], tmp_path: Path) -> None:
+    config = resolve(Config(**flags, actor_num_gpus_per_node=12, context_parallel_size=4))
+    batches = dict(dict(make_plan(config, device="cpu", gpu_count=0).sections)["Batches"])
+    assert batches["per 4 trainers"] == "42 to 43 samples, 1 per forward pass, a 1/4 slice of each on every trainer"
+    with pytest.raises(UserError) as refusal:
+        make_plan(config.replace(context_parallel_size=6), device="cpu", gpu_count=0)
+    assert str(refusal.value) == (
+        f"--context-parallel-size 6 does not divide the 16 attention heads of {flags['hf_checkpoint']}: "
+        "use one of 1, 2, 4, 8, 16"
+    )
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**QWEN3_06B, "num_attention_heads": 6}))
+    critic = config.replace(advantage_estimator="ppo", critic_hf_checkpoint=str(other))
+    teacher = config.replace(use_opd=True, opd_type="trainer", opd_teacher_load=str(other))
+    for changed in (critic, teacher):
+        with pytest.raises(UserError, match=f"does not divide the 6 attention heads of {other}: use one of 1, 2, 3, 6"):
+            make_plan(changed, device="cpu", gpu_count=0)
+    make_plan(config.replace(critic_hf_checkpoint=str(other)), device="cpu", gpu_count=0)
+
+
+def test_processes_that_share_sequences_keep_fewer_activations(flags: dict[str, Any]) -> None:
+    shape = ModelShape.from_folder(flags["hf_checkpoint"])
+    config = resolve(Config(**flags, micro_batch_size=4, actor_num_gpus_per_node=4))
+    whole, half = (
+        trainer_memory(config.replace(context_parallel_size=size), shape, device="cuda", trainers=4) for size in (1, 2)
+    )
+    assert half.parts["activations"] == whole.parts["activations"] // 2
+    tokens = config.replace(context_parallel_size=2, use_dynamic_batch_size=True, max_tokens_per_gpu=4 * 640 // 2)
+    assert trainer_memory(tokens, shape, device="cuda", trainers=4).parts["activations"] == half.parts["activations"]
+
+
 def test_several_nodes_are_processes_on_a_cpu_and_refused_on_gpus(flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, actor_num_nodes=2, actor_num_gpus_per_node=2, rollout_num_gpus=1))
     plan = make_plan(config, device="cpu", gpu_count=0)

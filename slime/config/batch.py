@@ -7,11 +7,11 @@ import math
 from slime.config.config import Config
 from slime.errors import UserError
 
-_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 def num_trainers(config: Config) -> int:
-    """Training processes: each has a part of the model and, here, samples of its own."""
+    """Training processes: each has a part of the model, and samples that it shares with those of its context."""
     return config.actor_num_nodes * config.actor_num_gpus_per_node
 
 
@@ -23,16 +23,23 @@ def copy_size(config: Config) -> int:
 def model_parallel_size(config: Config) -> int:
     """Processes that share their samples where a model is cut by tensor, pipeline and context."""
     sizes = [config.carried.get(name) for name in _MODEL_PARALLEL]
-    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+    return config.context_parallel_size * math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
 def data_parallel_size(config: Config) -> int:
     """Shares that a step must fill: one for each replica of the model that the flags describe.
 
-    The model is sharded over all processes here, whatever these say, and any of them takes samples; a step that has
-    fewer of these than there are processes leaves some of them without, which does not change its numbers.
+    Tensor and pipeline parallelism are only counted: the model is sharded over all processes, and whoever shares no
+    sequences takes samples of its own. A step that has fewer samples leaves some without, which changes no number.
     """
     return max(1, num_trainers(config) // model_parallel_size(config))
+
+
+def tokens_per_row(config: Config) -> int | None:
+    """Tokens of a micro-batch at most, which the processes of a context share; None where it is cut by samples."""
+    if not config.use_dynamic_batch_size or config.max_tokens_per_gpu is None:
+        return None
+    return config.max_tokens_per_gpu * config.context_parallel_size
 
 
 def derive_batch_sizes(config: Config) -> Config:

@@ -99,11 +99,16 @@ def _length_and_data(config: Config) -> Iterator[str]:
 
 def _placement(config: Config) -> Iterator[str]:
     trainers, sharing = num_trainers(config), copy_size(config)
+    are = (
+        f"the {trainers} training processes (--actor-num-nodes {config.actor_num_nodes} x --actor-num-gpus-per-node "
+        f"{config.actor_num_gpus_per_node})"
+    )
     if trainers % sharing:
+        yield f"--fsdp-shard-size {sharing} does not divide {are}: copies of the model have equally many processes each"
+    if trainers % config.context_parallel_size:
         yield (
-            f"--fsdp-shard-size {sharing} does not divide the {trainers} training processes (--actor-num-nodes "
-            f"{config.actor_num_nodes} x --actor-num-gpus-per-node {config.actor_num_gpus_per_node}): copies of the "
-            "model have equally many processes each"
+            f"--context-parallel-size {config.context_parallel_size} does not divide {are}: as many processes share "
+            "each sequence"
         )
     gpus, per_engine = config.rollout_num_gpus, config.rollout_num_gpus_per_engine
     if gpus % per_engine:

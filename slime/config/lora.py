@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.config import Config
-from slime.config.start import base_of, find_start
+from slime.config.start import base_of, base_path, find_reference, find_start
 from slime.config.weight_files import read_header
 from slime.errors import UserError
 
@@ -41,6 +41,13 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 def uses_lora(config: Config) -> bool:
     """Whether adapters are trained in the place of all weights."""
     return config.lora_rank > 0
+
+
+def reference_is_base(config: Config) -> bool:
+    """Whether the reference is what an adapter is trained beside, and so no model of its own."""
+    if not uses_lora(config):
+        return False
+    return base_path(config, find_reference(config)) == base_path(config, base_of(config, find_start(config)))
 
 
 def take_from_adapter(config: Config) -> Config:

@@ -66,7 +66,7 @@ _TABLE: dict[tuple[str, str], str] = {
         ckpt-assume-constant-structure no-ckpt-fully-parallel-save log-timers-to-tensorboard log-memory-to-tensorboard
         """,
     (SPEED, INT): """
-        tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size expert-model-parallel-size
+        tensor-model-parallel-size pipeline-model-parallel-size expert-model-parallel-size
         expert-tensor-parallel-size num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
         decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
         microbatch-group-size-per-virtual-pipeline-stage moe-deepep-num-sms recompute-num-layers train-iters

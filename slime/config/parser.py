@@ -194,8 +194,7 @@ def unknown_flag(name: str, own_flags: Iterable[str] = ()) -> str:
     hint = foreign_hint(name)
     if hint is not None:
         return hint
-    known = [*_BY_FLAG, *_FILE_FLAGS, *own_flags]
-    match = nearest(name, known) or nearest(name, [*MEGATRON_FLAGS, *REFUSED])
+    match = nearest(name, [*_BY_FLAG, *_FILE_FLAGS, *own_flags, *MEGATRON_FLAGS, *REFUSED])
     return f"unknown flag --{name}" + (f": did you mean --{match}?" if match else " (slime flags lists all)")
 
 

@@ -1,8 +1,8 @@
 """What `args` says to plugins: every flag under upstream's name, and the values upstream derives from them.
 
 Invariant: a name means here what it means in upstream slime, and has upstream's default where the flag was not given
-or does not exist here. Values of the run go before defaults. The trainers are data parallel only, so every other kind
-of parallelism has the size 1, whatever a script says.
+or does not exist here. Values of the run go before defaults. The trainers are data and context parallel, so every
+other kind of parallelism has the size 1, whatever a script says.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _SHOWN_OTHERWISE = ("eval_prompt_data",)
 _TRAINERS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
@@ -128,7 +127,7 @@ def _derived(config: Config) -> dict[str, Any]:
     return {
         **_TRAINERS,
         "world_size": trainers,
-        "data_parallel_size": trainers,
+        "data_parallel_size": trainers // config.context_parallel_size,
         "actor_num_gpus": trainers,
         "rollout_num_engines": num_engines(config),
         "rollout_external": bool(config.rollout_external_engine_addrs),

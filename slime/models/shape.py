@@ -12,6 +12,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from slime.errors import UserError
+
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 _FOUR_NORM_FAMILIES = ("gemma2", "gemma3", "gemma3_text", "glm4")
@@ -248,6 +250,16 @@ class _ConfigReader:
         shared = 3 * hidden * shape.shared_expert_ffn_size
         gate = hidden if self.family == "qwen2_moe" else 0
         return experts * (3 * hidden * (shape.expert_ffn_size or 0) + hidden) + shared + gate
+
+
+def check_context_parallel(heads: int | None, size: int, model: str = "the model") -> None:
+    """Processes that share sequences share the attention heads evenly."""
+    if heads is not None and heads % size:
+        fitting = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+        raise UserError(
+            f"--context-parallel-size {size} does not divide the {heads} attention heads of {model}: "
+            f"use one of {fitting}"
+        )
 
 
 def count_parameters(folder: str | Path) -> int | None:

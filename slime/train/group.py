@@ -24,7 +24,7 @@ from slime.cluster.process import ChildProcess
 from slime.cluster.python import module_command
 from slime.config import Config
 from slime.config.algorithm import weighs_what_it_can
-from slime.config.batch import num_trainers
+from slime.config.batch import num_trainers, tokens_per_row
 from slime.data.sample import Sample
 from slime.errors import RunFailed, UserError
 from slime.train.checkpoints.not_written import NotWritten
@@ -302,7 +302,7 @@ class TrainerGroup:
             num_ranks=self._data_size,
             global_batch_size=self._global_batch_size(len(set(batch.rollout_ids))),
             micro_batch_size=config.micro_batch_size,
-            max_tokens=config.max_tokens_per_gpu if config.use_dynamic_batch_size else None,
+            max_tokens=tokens_per_row(config),
             trainable=batch.trainable,
             costs=None if self._flops is None else [self._flops.sequence(length) for length in lengths],
             by_flops=config.balance_by_flops,

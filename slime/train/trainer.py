@@ -188,7 +188,14 @@ class Trainer:
             )
             steps.append(
                 [
-                    make_micro_batch(batch, positions, share, total_rollouts, self.ranks.device)
+                    make_micro_batch(
+                        batch,
+                        positions,
+                        share,
+                        total_rollouts,
+                        self.ranks.device,
+                        multiple=self.topology.context.size,
+                    )
                     for positions in plan["micro_batches"]
                 ]
             )

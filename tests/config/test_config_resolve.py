@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from slime.config import Config, parse_args, resolve
-from slime.config.batch import data_parallel_size
+from slime.config.batch import data_parallel_size, tokens_per_row
+from slime.config.plugin_args import upstream_view
 from slime.errors import UserError
 
 
@@ -101,12 +102,20 @@ def test_wrong_batch_arithmetic_shows_the_numbers(valid: dict[str, Any]) -> None
 def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[str, Any]) -> None:
     """What is valid with tensor, pipeline and context parallelism there is valid here."""
     flags = {**valid, "actor_num_gpus_per_node": 8, "rollout_batch_size": 2, "n_samples_per_prompt": 2}
-    tp, pp, cp = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+    tp, pp = "tensor_model_parallel_size", "pipeline_model_parallel_size"
     dynamic = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 8}
-    one = resolve(Config(**flags, **dynamic, carried={tp: 2, pp: 2, cp: 2}))
+    one = resolve(Config(**flags, **dynamic, context_parallel_size=2, carried={tp: 2, pp: 2}))
     assert (data_parallel_size(one), one.global_batch_size, one.rollout_num_gpus) == (1, 4, 8)
+    assert tokens_per_row(one) == 16
+    assert tokens_per_row(one.replace(use_dynamic_batch_size=False)) is None
+    shown = upstream_view(one)
+    assert (shown["context_parallel_size"], shown["data_parallel_size"], shown["tensor_model_parallel_size"]) == (
+        2,
+        4,
+        1,
+    )
     assert data_parallel_size(resolve(Config(**flags, carried={tp: 2}))) == 4
-    assert data_parallel_size(resolve(Config(**{**flags, "actor_num_gpus_per_node": 1}, carried={tp: 2, cp: 4}))) == 1
+    assert data_parallel_size(resolve(Config(**{**flags, "actor_num_gpus_per_node": 1}, carried={tp: 2, pp: 4}))) == 1
     assert refused(flags, global_batch_size=1, carried={tp: 4}) == (
         "global_batch_size 1 is less than the 2 training processes (actor_num_nodes 1 x actor_num_gpus_per_node 8 / 4 of "
         "a model replica), each of which needs a sample per step: use fewer processes or a larger batch"
@@ -147,6 +156,11 @@ def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[s
             {"actor_num_gpus_per_node": 4, "fsdp_shard_size": 3, "global_batch_size": None},
             "--fsdp-shard-size 3 does not divide the 4 training processes (--actor-num-nodes 1 x "
             "--actor-num-gpus-per-node 4)",
+        ),
+        (
+            {"context_parallel_size": 2, "actor_num_gpus_per_node": 3},
+            "--context-parallel-size 2 does not divide the 3 training processes (--actor-num-nodes 1 x "
+            "--actor-num-gpus-per-node 3)",
         ),
         ({"rollout_max_context_len": 8, "rollout_max_prompt_len": 8}, "leaves no room for a response"),
         ({"freeze_params_name_list": ["("]}, "--freeze-params-name-list '(' is not a regular expression"),

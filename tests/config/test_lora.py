@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, resolve
+from slime.config.lora import reference_is_base
 from slime.config.megatron_folder import LATEST
 from slime.config.start import Start, base_of, find_start
 from slime.errors import UserError
@@ -188,6 +189,15 @@ def test_the_base_is_where_the_run_began_also_when_it_is_resumed(valid: dict[str
     assert base(resolved(valid, lora_rank=8, load=str(elsewhere))).hf_folder == other
     moved = checkpoint(tmp_path / "moved", SAVED | {"base": str(tmp_path / "gone")})
     assert base(resolved(valid, lora_rank=8, load=str(moved), ref_load=str(other))).hf_folder == other
+
+
+def test_only_a_reference_other_than_the_base_is_a_model_of_its_own(valid: dict[str, Any], tmp_path: Path) -> None:
+    other = second_model(tmp_path / "other")
+    kl: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "lora_rank": 8}
+    assert reference_is_base(resolved(valid, **kl))
+    assert reference_is_base(resolved(valid, **kl, ref_load=str(other)))
+    assert not reference_is_base(resolved(valid, **kl, load=str(other)))
+    assert not reference_is_base(resolved(valid, use_kl_loss=True, kl_loss_coef=0.1))
 
 
 def test_engines_that_get_the_adapter_alone_must_have_its_base(valid: dict[str, Any], tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_supervised_training_through_the_asynchronous_driver(place: Path) -> Non
     for sentence in (
         "--train-backend megatron has no effect: FSDP trains, with the same losses",
         "Megatron flags without effect on the FSDP trainer: --tensor-model-parallel-size, --sequence-parallel, "
-        "--pipeline-model-parallel-size, --context-parallel-size, --recompute-method, --recompute-num-layers, "
+        "--pipeline-model-parallel-size, --recompute-method, --recompute-num-layers, "
         "--accumulate-allreduce-grads-in-fp32, --attention-softmax-in-fp32, --attention-backend",
         "the model is what its config.json says, of which these only speak: --num-layers, --swiglu",
         "--disable-wandb-random-suffix has no effect: names in W&B never get a random suffix",

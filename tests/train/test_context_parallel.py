@@ -180,7 +180,8 @@ def test_heads_for_tokens(tmp_path) -> None:
     for seen, refusal in together(4, exchange_heads, folder=tmp_path):
         assert seen == [1, 1, 1, 3]
         assert (
-            refusal == "--context-parallel-size 4 does not divide the model's 6 attention heads: use one of 1, 2, 3, 6"
+            refusal
+            == "--context-parallel-size 4 does not divide the 6 attention heads of the model: use one of 1, 2, 3, 6"
         )
 
 

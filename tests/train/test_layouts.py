@@ -18,6 +18,7 @@ Folder = Callable[[str], Path]
 Numbers = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 ROLLOUTS = 3
+LOSSES = "slime.backends.megatron_utils.loss"
 TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("qwen3", {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01, "normalize_advantages": True}),
     "ppo": ("qwen3", {"advantage_estimator": "ppo", "kl_coef": 0.05, "normalize_advantages": True}),
@@ -26,9 +27,14 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"lora_rank": 2, "lora_alpha": 32.0, "use_kl_loss": True, "kl_loss_coef": 0.1, "keep_old_actor": True},
     ),
+    "custom loss": (
+        "qwen3",
+        {"loss_type": "custom_loss", "custom_loss_function_path": f"{LOSSES}.policy_loss_function"},
+    ),
 }
 """A model and flags each; updates are in proportion to the gradient, or a rounding error would become a whole step."""
 
+CONTEXT = {"context_parallel_size": 2}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "2": ("grpo", 2, {}),
     "4, by tokens": ("grpo", 4, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 30}),
@@ -39,6 +45,12 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "moe, 2 copies of 2, recomputed": ("moe", 4, {"fsdp_shard_size": 2, "recompute_activations": True}),
     "lora, 3, one without rows": ("lora", 3, {}),
     "lora, 2 copies of 2": ("lora", 4, {"fsdp_shard_size": 2}),
+    "2 of a context": ("grpo", 2, CONTEXT),
+    "2 contexts, by tokens": ("grpo", 4, {**CONTEXT, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 30}),
+    "ppo, 2 contexts on 2 copies": ("ppo", 4, {**CONTEXT, "fsdp_shard_size": 2}),
+    "moe, a context on 4 copies": ("moe", 4, {"context_parallel_size": 4, "fsdp_shard_size": 1}),
+    "custom loss, 2 of a context": ("custom loss", 2, CONTEXT),
+    "lora, 2 of a context": ("lora", 2, CONTEXT),
 }
 """Of a training: processes and flags."""
 

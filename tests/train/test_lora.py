@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from slime.cli import main
@@ -235,6 +236,26 @@ def test_in_bfloat16_the_base_is_held_in_it_and_the_adapter_in_float32(model_fol
     kinds = {(".lora_" in name, p.dtype) for name, p in run.trainer.actor.backend.module.model.named_parameters()}
     assert kinds == {(False, torch.bfloat16), (True, torch.float32)}
     assert {state["exp_avg"].dtype for state in run.trainer.actor.backend.optimizer.state.values()} == {torch.float32}
+
+
+def test_one_rank_holds_the_frozen_weights_once(model_folder: Folder, tmp_path: Path) -> None:
+    """A layer's weights are whole while it runs, not from the forward to the backward."""
+    run = lora_run(model_folder("qwen3"), tmp_path)
+    backend, seen = run.trainer.actor.backend, []
+    own = backend.forward_backward
+
+    def looking(micro_batches: Any, objective: Any, **how: Any) -> Any:
+        def look(*arguments: Any) -> Any:
+            layers = backend.module.model.model.layers
+            seen.append([isinstance(parameter, DTensor) for parameter in layers.parameters()])
+            return objective(*arguments)
+
+        return own(micro_batches, look, **how)
+
+    backend.forward_backward = looking
+    run.train(0, make_samples(3, 3))
+    assert seen
+    assert all(all(one) for one in seen)
 
 
 def test_targets_that_are_not_there_are_refused(model_folder: Folder, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.train.counted_memory import most_bytes
 from tests.train.in_process import InProcess, config_for
 
 TOKENS = 256
-AT_REST = ("weights", "Adam moments", "reference")
+AT_REST = ("weights", "Adam moments", "reference", "frozen weights")
 SHAPE = {"vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 48}
 
 
@@ -48,6 +48,8 @@ def samples() -> list[list[Sample]]:
         ({"model_type": "qwen3"}, {"recompute_activations": True, "use_kl_loss": True}),
         ({"model_type": "qwen3"}, {"fsdp_cpu_offload": True}),
         ({"model_type": "qwen3"}, {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
+        ({"model_type": "qwen3"}, {"lora_rank": 8, "use_kl_loss": True}),
+        ({"model_type": "qwen3"}, {"lora_rank": 8, "recompute_activations": True}),
         ({"model_type": "llama"}, {"loss_type": "sft_loss", "log_probs_chunk_size": 16}),
     ],
 )

@@ -24,6 +24,12 @@ class ClusterFlags:
         "processes add up their gradients once a step (HSDP)",
         check=at_least(1),
     )
+    context_parallel_size: int = flag(
+        1,
+        "training processes that share each sequence, a slice of its tokens each (Ulysses: the model's attention heads "
+        "must be a multiple); a micro-batch then holds so many times --max-tokens-per-gpu tokens",
+        check=at_least(1),
+    )
     rollout_num_gpus: int = flag(
         None,
         "GPUs for inference engines (on a CPU: engine processes)",

@@ -27,7 +27,7 @@ class FSDPBuilder:
         self._config = config
         self._compute_dtype = compute_dtype
         self.progress = progress
-        sharded = shard_ranks(world, copy_size=copy_size(config))
+        sharded = shard_ranks(world, copy_size=copy_size(config), context_size=config.context_parallel_size)
         self.topology, self._mesh = sharded.topology, sharded.mesh
 
     def policy(self, config: Config, start: Start) -> FSDPBackend:
@@ -40,6 +40,7 @@ class FSDPBuilder:
 
     def critic(self, config: Config, start: Start) -> FSDPBackend:
         module = load_critic(config, str(start.hf_folder or config.hf_checkpoint), self._held_in(config))
+        module.share_rows(self.topology.context)
         return self._trained(config, start, module, _loads_nothing)
 
     def _held_in(self, config: Config) -> torch.dtype:
@@ -72,6 +73,7 @@ class FSDPBuilder:
     def _load(self, source: Start, dtype: torch.dtype) -> PolicyModel:
         """A model whose weights are not read yet; what a checkpoint continues is put into it later."""
         module = load_policy(self._config, str(source.hf_folder or self._config.hf_checkpoint), dtype)
+        module.share_rows(self.topology.context)
         if source.checkpoint is not None and not source.resumes:
             CheckpointFolder(source.checkpoint).put_weights_into(module.model, module.sources, self._config)
         return module

@@ -30,15 +30,16 @@ def shard(
 ) -> None:
     """One group per decoder layer, the rest (embedding, last norm, head) at the root; shards go to the device.
 
-    A layer's whole weights are given back after its forward, unless a backward follows and one rank has them anyway.
+    A layer's whole weights are given back after its forward, unless a backward follows and one rank has them anyway;
+    where most are frozen they would be most of the memory, and copying them once more is nothing beside it.
     What is on the meta device is read, this rank's part of it. `on_host`: the shards and their gradients lie in the
     host's memory.
     """
     where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if on_host else OffloadPolicy()
     layer_names = set(packed.model._no_split_modules or ())
-    trained = any(parameter.requires_grad for parameter in packed.parameters())
-    keep = copy_size(mesh) == 1 and trained and not on_host
     num_parameters = sum(parameter.numel() for parameter in packed.parameters())
+    trained = sum(parameter.numel() for parameter in packed.parameters() if parameter.requires_grad)
+    keep = copy_size(mesh) == 1 and 2 * trained > num_parameters and not on_host
     worth_compiling = mesh.device_type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS
     for module in list(packed.modules()):
         if type(module).__name__ in layer_names:

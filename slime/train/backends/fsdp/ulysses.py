@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from slime.errors import UserError
+from slime.models.shape import check_context_parallel
 from slime.train.collectives import exchange
 from slime.train.topology import Ranks
 
@@ -23,7 +23,7 @@ def to_own_heads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """[1, heads, t, D] of this rank's tokens to [1, heads / n, T, D] of this rank's heads; `sinks`: one a head."""
     heads, kv_heads = query.shape[1], key.shape[1]
-    check_heads(heads, ranks.size)
+    check_context_parallel(heads, ranks.size)
     repeats = ranks.size // math.gcd(kv_heads, ranks.size)
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -42,12 +42,3 @@ def to_own_tokens(output: Tensor, ranks: Ranks) -> Tensor:
     """[1, T, heads / n, D] of this rank's heads to [1, t, heads, D] of this rank's tokens."""
     received = exchange(output[0].unflatten(0, (ranks.size, -1)), ranks)  # [n, t, heads / n, D], in the heads' order
     return received.transpose(0, 1).flatten(1, 2)[None]
-
-
-def check_heads(heads: int, size: int) -> None:
-    """Heads that the ranks can share evenly."""
-    if heads % size:
-        fitting = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
-        raise UserError(
-            f"--context-parallel-size {size} does not divide the model's {heads} attention heads: use one of {fitting}"
-        )
