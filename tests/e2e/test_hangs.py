@@ -17,6 +17,7 @@ import slime
 from slime.cluster.process import process_tree
 from slime.data.sample import Sample
 from slime.errors import RunFailed
+from slime.observe.progress import NoProgress, Source
 from slime.train.group import TrainerGroup
 from slime.waits.timeouts import Reports
 from tests.e2e.test_fault_tolerance import engine_pids
@@ -193,9 +194,20 @@ def test_a_stopped_rank_is_named_with_its_state_and_the_flag(
         self._deadline_s = 5.0  # the flag counts in minutes
         return patient(self, *args, **kwargs)
 
+    watched: dict[str, Source] = {}
+    shown: list[Any] = []
+    timed_out = TrainerGroup._timeout
+
+    def shown_then(self: TrainerGroup, *args: Any) -> Any:
+        shown.append(watched["trainer"]())
+        return timed_out(self, *args)
+
     monkeypatch.setattr(TrainerGroup, "train", impatient)
+    monkeypatch.setattr(TrainerGroup, "_timeout", shown_then)
+    monkeypatch.setattr(NoProgress, "watch", lambda _, part, source: watched.update({part: source}))
     with pytest.raises(RunFailed) as caught:
         train(folder, tmp_path, stopping, actor_num_gpus_per_node=2)
+    assert shown == [("preparing the samples", True)]  # what a display says while it waits
     first = str(caught.value).splitlines()[0]
     assert re.match(
         r"driver waited 5(\.\d+)? s for trainer-0, trainer-1 to finish train, the last 5(\.\d+)? s without progress "
