@@ -1,4 +1,5 @@
-"""Bytes and seconds of a weight update: all weights (shared memory, disk) against changed bytes (xor, overwrite).
+"""Bytes and seconds of a weight update: all weights (shared memory, disk), changed bytes (xor, overwrite), and of LoRA
+(`--lora-rank`, all linear layers) the merged weights or the adapter alone, both through shared memory.
 
     python benchmarks/weight_sync.py                            # 29 M parameters on the CPU
     python benchmarks/weight_sync.py --shape qwen3-0.6b         # 0.6 B: 15 GiB of memory on the CPU
@@ -38,6 +39,8 @@ MODES: dict[str, dict[str, Any]] = {
     "full, disk": {"update_weight_transport": "disk"},
     "delta, xor": {"update_weight_mode": "delta", "update_weight_delta_encoding": "xor"},
     "delta, overwrite": {"update_weight_mode": "delta", "update_weight_delta_encoding": "overwrite"},
+    "LoRA, merged": {"update_weight_transport": "tensor", "lora_sync": "merged"},
+    "LoRA, adapter": {"update_weight_transport": "tensor", "lora_sync": "adapter"},
 }
 PARTS = ("encode", "write", "apply", "paused", "total")
 
@@ -78,6 +81,8 @@ def measure(
 ) -> dict[str, Any]:
     """The medians of one mode."""
     flags = MODES[mode] | {"update_weight_disk_dir": str(Path(args.disk_dir or run_dir) / "versions")}
+    if "lora_sync" in flags:
+        flags["lora_rank"] = args.lora_rank
     config = derive(
         Config(hf_checkpoint=str(folder), loss_type="sft_loss", rollout_batch_size=args.samples, num_rollout=99,
                global_batch_size=args.samples, micro_batch_size=1, dtype="bfloat16", lr=args.lr, **flags)
@@ -126,6 +131,7 @@ def main() -> None:
     add("--samples", type=int, default=2)
     add("--length", type=int, default=64)
     add("--lr", type=float, default=1e-6)
+    add("--lora-rank", type=int, default=16)
     add("--disk-dir", help="where versions are written; default: a temporary folder")
     add("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     args = parser.parse_args()
