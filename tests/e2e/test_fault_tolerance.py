@@ -66,8 +66,13 @@ def train(folder: Path, out: Path, reward: Any, **flags: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("how", "flags"),
-    [(signal.SIGKILL, {}), (signal.SIGSTOP, {}), (signal.SIGKILL, {"update_weight_transport": "nccl"})],
-    ids=["killed", "stopped", "killed, weights by broadcast"],
+    [
+        (signal.SIGKILL, {}),
+        (signal.SIGSTOP, {}),
+        (signal.SIGKILL, {"update_weight_transport": "nccl"}),
+        (signal.SIGKILL, {"lora_rank": 4, "lora_sync": "adapter", "check_weight_update_equal": True}),
+    ],
+    ids=["killed", "stopped", "killed, weights by broadcast", "killed, an adapter for its folder's weights"],
 )
 def test_a_run_outlives_its_engine(how: int, flags: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     reward = StrikingReward(40, how)
