@@ -47,6 +47,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "lora, 2 copies of 2": ("lora", 4, {"fsdp_shard_size": 2}),
     "2 of a context": ("grpo", 2, CONTEXT),
     "2 contexts, by tokens": ("grpo", 4, {**CONTEXT, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 30}),
+    "8: 2 contexts on each of 2 copies": ("grpo", 8, {**CONTEXT, "fsdp_shard_size": 4}),
     "ppo, 2 contexts on 2 copies": ("ppo", 4, {**CONTEXT, "fsdp_shard_size": 2}),
     "moe, a context on 4 copies": ("moe", 4, {"context_parallel_size": 4, "fsdp_shard_size": 1}),
     "custom loss, 2 of a context": ("custom loss", 2, CONTEXT),
