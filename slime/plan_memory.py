@@ -137,7 +137,7 @@ class _Step:
     def of(cls, config: Config, shape: ModelShape, *, device: str, trainers: int) -> _Step:
         dtype = resolve_dtype(config.dtype, device, shape.num_parameters)
         total, on_gpu = shape.num_parameters or 0, device == "cuda"
-        compiled = on_gpu and total >= COMPILE_MIN_PARAMETERS
+        compiled = on_gpu and total >= COMPILE_MIN_PARAMETERS and not uses_lora(config)
         tokens, layers = tokens_per_forward(config), shape.num_layers or 0
         layer = tokens * (layer_bytes(shape, dtype=dtype, on_gpu=on_gpu, compiled=compiled) or 0)
         inputs = tokens * (layer_input_bytes(shape, dtype=dtype) or 0)

@@ -40,7 +40,8 @@ def shard(
     num_parameters = sum(parameter.numel() for parameter in packed.parameters())
     trained = sum(parameter.numel() for parameter in packed.parameters() if parameter.requires_grad)
     keep = copy_size(mesh) == 1 and 2 * trained > num_parameters and not on_host
-    worth_compiling = mesh.device_type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS
+    adapted = 0 < 2 * trained < num_parameters  # with an adapter at every matrix, compiling took minutes
+    worth_compiling = mesh.device_type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS and not adapted
     for module in list(packed.modules()):
         if type(module).__name__ in layer_names:
             if worth_compiling:  # fuses norms, rotary embedding and gating; all layers share the compiled code
