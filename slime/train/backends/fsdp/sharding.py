@@ -26,7 +26,7 @@ COMPILE_MIN_PARAMETERS = 100_000_000  # below, half a minute of compiling costs 
 
 
 def shard(
-    packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, progress: Progress, *, on_host: bool
+    packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, progress: Progress, *, on_host: bool = False
 ) -> None:
     """One group per decoder layer, the rest (embedding, last norm, head) at the root; shards go to the device.
 
