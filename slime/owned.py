@@ -19,7 +19,7 @@ from typing import Any
 
 MANIFEST = ".slime-written.json"
 DUMP_FORMATS = ("slime-rollout", "slime-train-dump")
-_CHECKPOINT_FILES = re.compile(r"(model|optim|ref)-\d+\.safetensors|rng\.safetensors|meta\.json")
+_CHECKPOINT_FILES = re.compile(r"(model|optim|ref)-(r\d+-)?\d+\.safetensors|rng\.safetensors|meta\.json")
 _DUMP_KEYS = (b"rollout_id", b"samples")
 
 

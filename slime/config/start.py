@@ -8,6 +8,7 @@ the policy's weights are of a model of that shape.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +62,8 @@ def _read_folder(folder: str, flag: str, step: int | None, *, converted_from: st
     text = read_latest(path)
     if text is not None:
         number = step if step is not None else int(text) if text.isdecimal() else None
-        chosen = None if number is None else path / f"iter_{number:07d}"
-        if chosen is None or not (chosen / _META).is_file():
+        chosen = None if number is None else iteration(path, number)
+        if chosen is None:
             named = f"{flag} {folder} has no iteration {step}"
             if step is None:
                 named = f"{path / LATEST} names iteration {text!r}, which is not there"
@@ -103,6 +104,13 @@ def adapter_of(checkpoint: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def iteration(root: Path, number: int) -> Path | None:
+    """The checkpoint of a number; where it was put aside, if a run was killed while it replaced it."""
+    folder = root / f"iter_{number:07d}"
+    found = [folder, *sorted(root.glob(f".{folder.name}.old-*"))]
+    return next((path for path in found if (path / _META).is_file()), None)
+
+
 def find_critic_start(config: Config) -> Start:
     """Where the critic starts: from its checkpoint of the rollout that the policy's is of, whatever it saved since.
 
@@ -113,8 +121,10 @@ def find_critic_start(config: Config) -> Start:
         return find_reference(critic)
     start = find_start(config)
     policy = start.checkpoint if start.resumes else None
-    if policy is not None and (Path(critic.load) / policy.name / _META).is_file():
-        return Start(checkpoint=Path(critic.load) / policy.name, flag="--critic-load")
+    number = None if policy is None else re.search(r"iter_(\d+)", policy.name)
+    pair = None if number is None else iteration(Path(critic.load), int(number[1]))
+    if pair is not None:
+        return Start(checkpoint=pair, flag="--critic-load")
     start = find_start(critic, "--critic-load")
     if policy is None and start.resumes and continues_itself(critic):
         return find_reference(critic)
@@ -295,3 +305,15 @@ def check_checkpoint(checkpoint: Path, flag: str) -> None:
         raise UserError(f"{flag}: checkpoint {checkpoint} has no weights (model-*.safetensors): choose another one")
     for file in files:
         read_header(file, flag)
+    missing = sorted(_named_files(checkpoint) - {file.name for file in files})
+    if missing:
+        named = f"{len(missing)} of its files, {missing[0]} first"
+        raise UserError(f"{flag}: checkpoint {checkpoint} lacks {named}: choose another one")
+
+
+def _named_files(checkpoint: Path) -> set[str]:
+    """The parts that a checkpoint consists of; those of the first format are not named."""
+    try:
+        return set(json.loads((checkpoint / _META).read_text()).get("files", ()))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error

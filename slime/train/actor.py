@@ -21,6 +21,7 @@ from slime.config.lora import uses_lora
 from slime.config.start import Start, base_of, find_reference, find_start
 from slime.errors import UserError
 from slime.train.backends.protocol import POLICY, Builder, Outcome
+from slime.train.checkpoints.draft import Draft
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
 from slime.train.losses.objectives import CustomObjective, supervised_loss
 from slime.train.losses.policy_objective import ABS_DIFF, PolicyObjective, largest_gap, set_importance_scale
@@ -48,10 +49,7 @@ class Actor:
         self.rates = RateSchedule.from_config(config, without=config.num_critic_only_steps)
         self.state = TrainState()
         if start.resumes and start.checkpoint is not None:
-            checkpoint = CheckpointFolder(start.checkpoint)
-            self.state = checkpoint.load(self.backend, config)
-            if config.ref_update_interval is not None:
-                checkpoint.load_reference(self.backend)
+            self.state = CheckpointFolder(start.checkpoint).load(self.backend, config, sets=self._saved_sets)
         self.old_policy: OldPolicy | None = None
         if config.keep_old_actor:
             version = self.state.next_rollout_id if config.start_rollout_id is None else config.start_rollout_id
@@ -195,15 +193,12 @@ class Actor:
         if self.old_policy is not None:
             self.old_policy.remember(version)
 
-    def save(self, rollout_id: int, folder: Path) -> Path:
-        """A whole checkpoint that is not yet the latest."""
+    @property
+    def _saved_sets(self) -> list[str]:
+        """Frozen weights that are in no other folder: a reference that moves."""
+        return ["ref"] if self.config.ref_update_interval is not None else []
+
+    def draft(self, rollout_id: int, folder: Path) -> Draft:
+        """A checkpoint that is not written yet."""
         self.state.next_rollout_id = rollout_id + 1
-        return CheckpointFolder.write(
-            folder,
-            rollout_id,
-            self.backend,
-            self.state,
-            self.config,
-            with_optimizer=not self.config.no_save_optim,
-            with_reference=self.config.ref_update_interval is not None,
-        )
+        return CheckpointFolder.draft(folder, rollout_id, self.backend, self.state, self.config, sets=self._saved_sets)

@@ -14,6 +14,7 @@ from slime.config.roles import critic_flags
 from slime.config.start import base_of, find_critic_start
 from slime.errors import UserError
 from slime.train.backends.protocol import Builder, Outcome
+from slime.train.checkpoints.draft import Draft
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
 from slime.train.losses.objectives import value_loss
 from slime.train.rates import RateSchedule
@@ -47,17 +48,10 @@ class Critic:
         """One update for each step; metrics under the names that a critic's have."""
         return [self._step(rollout_id, data, step) for step in steps]
 
-    def save(self, rollout_id: int, folder: Path) -> Path:
-        """A whole checkpoint that is not yet the latest."""
+    def draft(self, rollout_id: int, folder: Path) -> Draft:
+        """A checkpoint that is not written yet."""
         self.state.next_rollout_id = rollout_id + 1
-        return CheckpointFolder.write(
-            folder,
-            rollout_id,
-            self.backend,
-            self.state,
-            self.config,
-            with_optimizer=not self.config.no_save_optim,
-        )
+        return CheckpointFolder.draft(folder, rollout_id, self.backend, self.state, self.config)
 
     def _step(self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         rates = self.rates.at(self.state.updates)

@@ -26,7 +26,8 @@ from slime.plugins import load_function
 from slime.plugins.tracking import logged_to
 from slime.train.actor import Actor
 from slime.train.backends.choose import make_builder
-from slime.train.checkpoints.folder import publish
+from slime.train.checkpoints.background import BackgroundSave
+from slime.train.checkpoints.draft import begin, commit
 from slime.train.critic import Critic
 from slime.train.losses.advantages import set_advantages
 from slime.train.progress import Progress
@@ -53,6 +54,7 @@ class Trainer:
             raise UserError("training needs --hf-checkpoint: the path of a Hugging Face model folder")
         self.config = config
         self.progress = progress or Progress()
+        self.background: BackgroundSave | None = None
         self.device_name = device
         parameters = count_parameters(config.hf_checkpoint)
         self.dtype = DTYPES[resolve_dtype(config.dtype, device, parameters)]
@@ -102,18 +104,34 @@ class Trainer:
             answer["dump"] = dump_rows(columns, rank=self.ranks.rank)
         return answer
 
-    def save(self, rollout_id: int, folder: str | None = None) -> str:
-        """A checkpoint under `--save`, or under another folder; its path, or a `NotWritten`."""
+    def save(self, rollout_id: int, folder: str | None = None, in_background: bool = False) -> str:
+        """A checkpoint under `--save`, or under another folder; its path, or a `NotWritten`.
+
+        With `in_background` it is only begun: `finish_save` says when it is whole.
+        """
         root, critic_root = folder or self.config.save, self.config.critic_save
         if root is None:
             raise UserError("saving a checkpoint needs --save: the folder to write it to")
-        written = []
+        self.progress.begin("writing a checkpoint: tensor")
+        drafts = [self.actor.draft(rollout_id, Path(root))]
         if self.critic is not None:
             own = critic_root if critic_root is not None and folder is None else Path(root) / "critic"
-            written.append(self.critic.save(rollout_id, Path(own)))
-        written.append(self.actor.save(rollout_id, Path(root)))
-        publish(written, self.ranks, keep_count=self.config.ckpt_keep)
-        return str(written[-1])
+            drafts.insert(0, self.critic.draft(rollout_id, Path(own)))
+        if in_background:
+            self.background = self.background or BackgroundSave(self.ranks)
+            self.background.start(drafts, keep_count=self.config.ckpt_keep)
+        else:
+            begin(drafts, self.ranks)
+            commit(drafts, self.ranks, keep_count=self.config.ckpt_keep, added=lambda _: self.progress.tick())
+        return str(drafts[-1].target)
+
+    def finish_save(self, patient: bool) -> str | None:
+        """The checkpoint that was begun, when it is whole, once; None while it is not, or there is none."""
+        if self.background is None:
+            return None
+        self.progress.begin("writing a checkpoint: tensor")
+        saved = self.background.finish(patient=patient, tick=self.progress.tick)
+        return None if saved is None else str(saved)
 
     def export_weights(self, out_dir: str, version: int) -> list[str]:
         """HF-named safetensors files for the engines: those that this rank wrote."""

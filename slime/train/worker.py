@@ -54,6 +54,7 @@ class Worker:
         methods: dict[str, Callable[..., Any]] = {
             "train": self.trainer.train,
             "save": self.trainer.save,
+            "finish_save": self.trainer.finish_save,
             "export_weights": self.trainer.export_weights,
             "export_delta": self.trainer.export_delta,
             "export_adapter": self.trainer.export_adapter,

@@ -9,7 +9,7 @@ import pytest
 from slime.config import Config
 from slime.config.start import LATEST, Start, find_reference, find_start
 from slime.errors import UserError
-from slime.train.checkpoints.folder import _remove_old
+from slime.train.checkpoints.draft import _remove_old
 
 
 def config(**changes) -> Config:

@@ -54,7 +54,7 @@ def test_actor_and_reference_start_from_the_reference_folder_and_a_resumed_run_k
     # the checkpoint of a run as the reference of another, which begins at 0 with a fresh optimizer
     second = InProcess(config_for(model, tmp_path, **KL, ref_load=saved))
     assert (second.start, [same(found, trained) for found in start(second)]) == (0, [True, True])
-    assert not list(second.trainer.actor.backend.full_optimizer_state())
+    assert not list(second.trainer.actor.backend.state_parts(["optim"]))
 
 
 def test_a_checkpoint_of_another_model_is_no_reference(model_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from slime.config import Config
 from slime.config.start import Start
 from slime.models.adapter import AdapterFacts
 from slime.train.backends.hf import HfBucket, HfTensor
+from slime.train.checkpoints.parts import Part
+from slime.train.checkpoints.saved_tensors import SavedTensors
 from slime.train.progress import Progress
 from slime.train.rates import Rates
 from slime.train.samples.micro_batch import MicroBatch
@@ -151,17 +153,17 @@ class TrainBackend(Protocol):
     def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
         """Under the names of the module, whole, each tied weight once; all ranks iterate together."""
 
-    def full_optimizer_state(self) -> Iterator[NamedTensor]:
-        """`{moment}/{parameter name}` tensors, whole; all ranks iterate together."""
-
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes that `load_parameter` accepts."""
+        """Whole shapes of what `full_parameters` yields."""
 
-    def load_parameter(self, name: str, full: Tensor, weights: str = POLICY) -> None:
-        """Overwrite this rank's part of one parameter."""
+    def state_parts(self, kinds: Sequence[str]) -> Iterator[Part]:
+        """What this rank writes of the model, the optimizer and frozen sets, one kind after another.
 
-    def load_optimizer_state(self, name: str, full: dict[str, Tensor]) -> None:
-        """Overwrite this rank's part of one parameter's optimizer state."""
+        They are what training goes on to change; the parts that all ranks give cover everything once.
+        """
+
+    def load_parts(self, kind: str, saved: SavedTensors) -> None:
+        """Overwrite what this rank has of one kind, in whatever layout it was saved; it reads no more than that."""
 
     # what leaves: the weights as in a Hugging Face folder, floating ones in `dtype`, with the adapter added where there
     # is one; and the adapter alone

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from safetensors import SafetensorError
 
 from slime.errors import RunFailed
 from slime.models.taken import FolderTaken
+
+T = TypeVar("T")
 
 WRITE_ERRORS = (OSError, SafetensorError, FolderTaken)
 
@@ -28,21 +30,34 @@ class Peers(Protocol):
     def union(self, names: Iterable[str]) -> set[str]: ...
 
 
+def agreed(ranks: Peers, write: Callable[[], T] | None, what: str) -> T | None:
+    """What `write` gives (on ranks that have one) when nobody failed; else all ranks raise the same `NotWritten`."""
+    problem, result = None, None
+    if write is not None:
+        try:
+            result = write()
+        except WRITE_ERRORS as error:
+            problem = _reason(error)
+    problems = ranks.union([problem] if problem is not None else [])
+    if problems:
+        raise NotWritten(f"cannot write {what}: {min(problems)}")
+    return result
+
+
 def written_together(
     ranks: Peers, tensors: Iterator[Any], write: Callable[[Iterator[Any]], Any] | None, what: str
 ) -> None:
     """Have `write` consume `tensors` (on the rank that has it; the others just go through them)."""
-    problem = None
-    if write is not None:
+
+    def consume() -> None:
         try:
-            write(tensors)
-        except WRITE_ERRORS as error:
-            problem = _reason(error)
-    for _ in tensors:  # what is left of them: gathering each takes all ranks
-        pass
-    problems = ranks.union([problem] if problem is not None else [])
-    if problems:
-        raise NotWritten(f"cannot write {what}: {min(problems)}")
+            if write is not None:
+                write(tensors)
+        finally:
+            for _ in tensors:  # what is left of them: gathering each takes all ranks
+                pass
+
+    agreed(ranks, consume, what)
 
 
 def _reason(error: Exception) -> str:

@@ -18,13 +18,15 @@ import torch
 from slime.models.shards import ShardWriter
 
 SHARD_BYTES = 1024**3
+MODEL, OPTIMIZER = "model", "optim"
+"""Kinds of parts; any other is the name of a set of frozen weights."""
 
 
 @dataclass(frozen=True)
 class Part:
     """A block of a tensor whose whole has `shape`; it begins at `offset`.
 
-    `kind` names the files: `model`, `optim`, or the name of a set of frozen weights.
+    `kind` says what of the state it is, and names the files.
     """
 
     kind: str

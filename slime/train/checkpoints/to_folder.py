@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slime.config.start import LATEST, adapter_of
+from slime.config.start import LATEST, adapter_of, iteration
 from slime.errors import UserError
 from slime.models.adapter import Adapter, AdapterFacts, merged, peft_name
 from slime.models.loading import as_in_folder, load_config
@@ -30,8 +30,7 @@ def find_checkpoint(folder: Path) -> Path | None:
         return folder
     latest = folder / LATEST
     number = latest.read_text().strip() if latest.is_file() else ""
-    newest = folder / f"iter_{int(number):07d}" if number.isdecimal() else folder
-    return newest if (newest / "meta.json").is_file() else None
+    return iteration(folder, int(number)) if number.isdecimal() else None
 
 
 def model_of_checkpoint(checkpoint: Path) -> Path:

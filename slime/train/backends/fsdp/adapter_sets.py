@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.packed_model import PackedModel
-from slime.train.backends.fsdp.sharding import gather_like, local_part, reshard, shard_like
+from slime.train.backends.fsdp.sharding import gather_like, local_part, reshard
+from slime.train.backends.fsdp.state import Placed
 from slime.train.backends.protocol import NamedTensor
 
 Parts = Mapping[str, Tensor]
@@ -61,19 +62,14 @@ class AdapterSets:
 
     def full_parameters(self, name: str) -> Iterator[NamedTensor]:
         """The matrices of a set, whole; all ranks iterate together. Without an adapter they are zero."""
+        for key, parameter, part in self.placed(name):
+            yield key, gather_like(parameter, part.to(parameter.device))
+
+    def placed(self, name: str) -> Iterator[Placed]:
+        """This rank's parts of the matrices of a set, beside the parameters that they are cut as."""
         parts = self._sets[name]
         for key, parameter in self._adapter.items():
-            part = torch.zeros_like(local_part(parameter)) if parts is None else parts[key].to(parameter.device)
-            yield key, gather_like(parameter, part)
-
-    @torch.no_grad()
-    def load_parameter(self, name: str, key: str, full: Tensor) -> None:
-        """Overwrite one matrix of a set."""
-        parts = self._sets[name]
-        if parts is None:
-            parts = {k: torch.zeros_like(local_part(parameter)) for k, parameter in self._adapter.items()}
-            self._sets[name] = parts
-        parts[key].copy_(local_part(shard_like(self._adapter[key], full)))
+            yield key, parameter, torch.zeros_like(local_part(parameter)) if parts is None else parts[key]
 
     def _copy(self, device: str | None) -> Parts:
         parts = ((name, local_part(parameter.detach())) for name, parameter in self._adapter.items())

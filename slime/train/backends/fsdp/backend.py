@@ -37,14 +37,15 @@ from slime.train.backends.fsdp.sharding import (
     total_norm,
     whole,
 )
+from slime.train.backends.fsdp.state import Placed, optimizer_tensors, own_parts, placed, read_optimizer, read_parts
 from slime.train.backends.hf import HfBucket, HfTensor
 from slime.train.backends.protocol import POLICY, NamedTensor, Objective, Reads, Scores, Totals, TrainedAdapter
+from slime.train.checkpoints.parts import MODEL, OPTIMIZER, Part
+from slime.train.checkpoints.saved_tensors import SavedTensors
 from slime.train.progress import Progress
 from slime.train.rates import Rates
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.topology import Topology
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FSDPBackend:
@@ -202,43 +203,43 @@ class FSDPBackend:
             for name, tensor in self._saved().items():
                 yield name, whole(tensor.detach())
 
-    def full_optimizer_state(self) -> Iterator[NamedTensor]:
-        for name, parameter in self._parameters.items():
-            state = self.optimizer.state.get(parameter)
-            if not state:
-                continue
-            for moment in MOMENTS:
-                yield f"{moment}/{name}", whole(state[moment])
-            yield f"step/{name}", state["step"].reshape(1)
-
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._saved().items()}
 
-    def load_parameter(self, name: str, full: Tensor, weights: str = POLICY) -> None:
-        if weights != POLICY:
-            self._load_frozen_parameter(weights, name, full)
-            return
-        target = self._parameters.get(name)
-        with torch.no_grad():
-            if target is None:
-                dict(persistent_buffers(self.module.model))[name].copy_(full)
-            else:
-                local_part(target).copy_(local_part(shard_like(target, full)))
+    def state_parts(self, kinds: Sequence[str]) -> Iterator[Part]:
+        for kind in kinds:
+            yield from own_parts(kind, self._state(kind), rank=self.topology.world.rank)
 
-    def _load_frozen_parameter(self, weights: str, name: str, full: Tensor) -> None:
-        if self._adapted is None or not is_adapter(name):
-            self._frozen.model(weights).load_parameter(name, full)
+    def load_parts(self, kind: str, saved: SavedTensors) -> None:
+        if kind == OPTIMIZER:
+            parameters = self.progress.over(self._parameters.items(), "reading the optimizer: parameter")
+            read_optimizer(saved, self.optimizer, parameters)
             return
-        if weights not in self._adapted.sets:  # it had been a model of its own before it followed the policy
-            self._frozen.forget(weights)
-            self._adapted.sets.add_base(weights)
-        self._adapted.sets.load_parameter(weights, name, full)
+        if kind != MODEL:
+            self._prepare_set(kind, saved)
+        read_parts(saved, self.progress.over(self._state(kind), f"reading a checkpoint, {kind}: tensor"))
 
-    def load_optimizer_state(self, name: str, full: dict[str, Tensor]) -> None:
+    def _prepare_set(self, kind: str, saved: SavedTensors) -> None:
+        if self._adapted is None or not any(map(is_adapter, saved.names)):
+            reshard(self._frozen.model(kind).module)
+            return
+        self._frozen.forget(kind)  # it had been a model of its own before it followed the policy
+        self._adapted.sets.snapshot(kind, on_host=False)
+
+    def _state(self, kind: str) -> Iterator[Placed]:
+        if kind == OPTIMIZER:
+            return placed(optimizer_tensors(self.optimizer, self._parameters))
+        if kind == MODEL:
+            return placed(self._saved().items())
+        if self._adapted is not None and kind in self._adapted.sets:
+            return self._adapted.sets.placed(kind)
+        return placed(self._frozen.model(kind).module.model.named_parameters())
+
+    @torch.no_grad()
+    def load_parameter(self, name: str, full: Tensor) -> None:
+        """Overwrite this rank's part of one parameter."""
         parameter = self._parameters[name]
-        state = {moment: shard_like(parameter, full[moment]).to(parameter.device) for moment in MOMENTS}
-        state["step"] = full["step"].reshape(()).to(parameter.device)
-        self.optimizer.state[parameter] = state
+        local_part(parameter).copy_(local_part(shard_like(parameter, full)))
 
     def _saved(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint."""

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from slime.config.start import Start
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
-from slime.train.backends.fsdp.sharding import local_part, reshard, shard, shard_like, whole
+from slime.train.backends.fsdp.sharding import local_part, reshard, shard, whole
 from slime.train.backends.protocol import NamedTensor
 from slime.train.progress import Progress
 
@@ -48,12 +48,6 @@ class FrozenModel:
         """Whole tensors; all ranks iterate together."""
         for name, parameter in self._parameters.items():
             yield name, whole(parameter.detach())
-
-    @torch.no_grad()
-    def load_parameter(self, name: str, full: torch.Tensor) -> None:
-        reshard(self.module)
-        parameter = self._parameters[name]
-        local_part(parameter).copy_(local_part(shard_like(parameter, full)))
 
 
 class FrozenSets:

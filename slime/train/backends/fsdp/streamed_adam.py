@@ -50,7 +50,7 @@ class StreamedAdam(torch.optim.Optimizer):
                 salt += 1
                 if parameter.grad is None:
                     continue
-                state = self._state_of(parameter)
+                state = self.state_of(parameter)
                 if number is None:  # the same for all: asked for once, since the device has to answer
                     number = int(state["step"].item())
                 self._update(parameter, state, group, salt=_mixed(2 * salt + (number << 12)))
@@ -58,7 +58,7 @@ class StreamedAdam(torch.optim.Optimizer):
         if self._on_host and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # the moments are on the host when the step is over
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """Moments as they are to be kept, whoever made them: also those that a checkpoint gave."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
