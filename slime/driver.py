@@ -254,6 +254,7 @@ class Run:
                     self._finish_step(rollout_id, rollout, after)
                     if evaluates_now:
                         self.evaluate(rollout_id + 1)
+        self._finish_save(patient=True)
 
     def _finish_step(self, rollout_id: int, rollout: Generated, after: dict[str, Any]) -> None:
         """Log the step and show it; the checkpoint comes after the log: a checkpoint's steps are all on record."""
@@ -263,6 +264,7 @@ class Run:
             rows = completion_rows(self.config, leaves(rollout.samples), PER_ROLLOUT)
             self.metrics.log_completions("rollout", rows, rollout_id, "rollout", rollout_id=rollout_id)
         self.result.metrics.append(rollout.metrics | after)
+        self._finish_save(patient=False)
         if _due(rollout_id, self.config.save_interval, self.total):
             self.save(rollout_id)
         self.progress.step(rollout_id, rollout.metrics | after)
@@ -361,24 +363,45 @@ class Run:
         """The data position first, the trainers' checkpoint last: only a whole checkpoint is ever resumed from.
 
         The journal is made durable before it: a checkpoint that outlives a power cut finds the samples it relies on.
+        With `--async-save` the run goes on while it is written, and the one before it counts until it is whole.
         """
         if self.trainers is None:
             return
+        in_background = self.config.async_save and self.config.save is not None
         if self.config.save is not None:
+            self._finish_save(patient=True)
             self.progress.status("trainer", "saving a checkpoint")
             self.data_source.save(rollout_id)
             if self.journal is not None:
                 self.journal.sync()
             with self.parts.trainers_at_work():
                 self.trainers.save(rollout_id)
-            if self.journal is not None:
-                self.journal.checkpointed(rollout_id, kept=saved_rollouts(self.config.save))
+            if not in_background:
+                self._checkpointed(rollout_id)
         if self.config.save_hf is not None:
             self.progress.status("trainer", "saving a Hugging Face folder")
             with self.parts.trainers_at_work():
                 self.trainers.save_hf(self.config.save_hf.format(rollout_id=rollout_id))
         self.progress.status("trainer", "waiting")
-        self.saved = rollout_id
+        if not in_background:
+            self.saved = rollout_id
+
+    def _finish_save(self, *, patient: bool) -> None:
+        """Take note of a checkpoint that was written meanwhile, if it is whole; wait for it if `patient`."""
+        if self.trainers is None:
+            return
+        if patient and self.trainers.is_saving:
+            self.progress.status("trainer", "finishing a checkpoint")
+        with self.parts.trainers_at_work():
+            saved = self.trainers.finish_save(patient=patient)
+        if saved is not None:
+            self._checkpointed(saved)
+            self.saved = saved
+
+    def _checkpointed(self, rollout_id: int) -> None:
+        if self.journal is not None:
+            assert self.config.save is not None
+            self.journal.checkpointed(rollout_id, kept=saved_rollouts(self.config.save))
 
     def finish(self) -> None:
         self.result.seconds = time.monotonic() - self._began

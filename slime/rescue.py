@@ -58,11 +58,11 @@ def _rescued(run: Saved, failure: str) -> str:
         return "nothing was trained yet"
     if run.config.save is None and run.config.save_hf is None:
         return "neither --save nor --save-hf asked for the weights to be kept"
-    if run.saved == rollout_id:
+    refused: list[str] = []
+    if run.saved == rollout_id or _saved_meanwhile(trainers, refused) == rollout_id:
         return f"the weights after rollout {rollout_id} were saved before"
     if not trainers.is_usable:
         return f"the trainers have failed too, and with them the weights after rollout {rollout_id}"
-    refused: list[str] = []
     places = [place for place in _places(run.config, rollout_id) if f"folder {place}:" not in failure]
     folder = _first(places, trainers.save_hf, refused)
     if folder is None:
@@ -74,6 +74,18 @@ def _rescued(run: Saved, failure: str) -> str:
     places = [beside] if "the checkpoint of" in failure else [run.config.save, beside]
     checkpoint = _first(places, lambda place: trainers.save(rollout_id, folder=place).parent, refused)
     return sentence if checkpoint is None else f"{sentence}, and a checkpoint to go on from with --load {checkpoint}"
+
+
+def _saved_meanwhile(trainers: TrainerGroup, refused: list[str]) -> int | None:
+    """The rollout of a checkpoint that was under way and is whole now."""
+    if not trainers.is_usable:
+        return None
+    try:
+        return trainers.finish_save()
+    except NotWritten as error:
+        logger.warning("%s", error)
+        refused.append(str(error))
+        return None
 
 
 def _first(places: Iterable[str], save: Callable[[str], Path], refused: list[str]) -> Path | None:

@@ -28,6 +28,7 @@ from slime.config.batch import num_trainers, tokens_per_row
 from slime.data.sample import Sample
 from slime.errors import RunFailed, UserError
 from slime.train.checkpoints.not_written import NotWritten
+from slime.train.checkpoints.under_way import let_end
 from slime.train.flops import FlopsModel
 from slime.train.samples.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
 from slime.train.samples.carry import in_front_of, load_carried, remove_stale, save_carried
@@ -86,6 +87,7 @@ class TrainerGroup:
         self._deadline_s = config.distributed_timeout_minutes * 60.0
         self._failed = False
         self._mentioned = False
+        self._saving: Path | None = None
         self._doing: str | None = None
 
     def start(self) -> int:
@@ -170,18 +172,42 @@ class TrainerGroup:
     def save(self, rollout_id: int, folder: str | None = None) -> Path:
         """What waits first, the checkpoint last: only a whole one is ever resumed from.
 
-        Under `folder` instead of `--save`, if it is given. A `NotWritten` leaves the trainers as they were.
+        Under `folder` instead of `--save`, if it is given. A `NotWritten` leaves the trainers as they were. With
+        `--async-save` the checkpoint in `--save` is still being written: `finish_save` says when it is whole.
         """
+        if self._saving is not None:
+            raise RuntimeError(f"{self._saving} is still being written: finish_save comes first")
+        in_background = self.config.async_save and folder is None
         folder = folder or self.config.save
         if folder is not None:
             try:
                 save_carried(folder, rollout_id, self._carried)
             except OSError as error:
                 raise NotWritten(f"cannot write the checkpoint of rollout {rollout_id} to {folder}: {error}") from error
-        saved = Path(self._call_same("save", rollout_id=rollout_id, folder=folder)[0])
-        if folder is not None:
+        answers = self._call_same("save", rollout_id=rollout_id, folder=folder, in_background=in_background)
+        saved = Path(answers[0])
+        if in_background:
+            self._saving = saved
+        elif folder is not None:
             remove_stale(folder)
         return saved
+
+    def finish_save(self, *, patient: bool = True) -> int | None:
+        """The rollout of the checkpoint that was under way, when it is whole, once; None where there is none.
+
+        One that is not is waited for if `patient`. A `NotWritten` leaves the trainers as they were.
+        """
+        if self._saving is None:
+            return None
+        try:
+            if self._call_same("finish_save", patient=patient)[0] is None:
+                return None
+        except NotWritten:
+            self._saving = None
+            raise
+        saved, self._saving = self._saving, None
+        remove_stale(saved.parent)
+        return int(saved.name.removeprefix("iter_"))
 
     def export_weights(self, out_dir: str | Path, version: int) -> list[Path]:
         """Safetensors files with all weights, each written by the rank that owns what is in it."""
@@ -242,7 +268,19 @@ class TrainerGroup:
         return Path(self._call_same("save_hf", path=str(path))[0])
 
     def stop(self) -> None:
-        """End all ranks; safe to call twice and after a failure."""
+        """End all ranks, after the checkpoint that they write; safe to call twice and after a failure."""
+        saving, self._saving = self._saving, None
+        try:
+            if saving is not None:
+                everybody = _names(range(len(self._ranks)))
+                let_end(saving, everybody, self._all_alive, timeout_s=self._deadline_s, flag=DEADLINE_FLAG)
+        finally:
+            self._stop_ranks()
+
+    def _all_alive(self) -> bool:
+        return all(rank.process.poll() is None for rank in self._ranks)
+
+    def _stop_ranks(self) -> None:
         ranks, self._ranks = self._ranks, []
         if not self._failed:
             self._ask_to_stop(ranks)
@@ -272,6 +310,11 @@ class TrainerGroup:
 
     def __exit__(self, *_exc: object) -> None:
         self.stop()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is under way that `finish_save` did not speak of yet."""
+        return self._saving is not None
 
     @property
     def is_usable(self) -> bool:

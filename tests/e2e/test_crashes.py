@@ -37,7 +37,7 @@ async def slowly(args, sample):
 """
 MODES = {
     "sync": ["--over-sampling-batch-size", "8", "--partial-rollout"],
-    "one-step": ["--async-mode", "one-step", "--rollout-num-gpus", "1"],
+    "one-step": ["--async-mode", "one-step", "--rollout-num-gpus", "1", "--async-save"],
     "full": ["--async-mode", "full", "--rollout-num-gpus", "2"],
 }
 

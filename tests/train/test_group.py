@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from slime.config import Config, derive
 from slime.errors import UserError
 from slime.train.checkpoints.not_written import NotWritten
+from slime.train.checkpoints.saved_tensors import SavedTensors
 from slime.train.group import TrainerDied, TrainerGroup, TrainResult
+from tests.small_disk import small_disk
 from tests.train.tiny_training import make_samples
 
 Folder = Callable[[str], Path]
@@ -183,6 +186,40 @@ def test_several_steps_use_old_log_probs_and_hf_folder_loads(model_folder: Folde
     original = set(load_file(next(model_folder("qwen3_moe").glob("*.safetensors"))))
     assert set(load_file(tmp_path / "hf" / "model.safetensors")) == original
     assert model.dtype == torch.bfloat16
+
+
+def test_a_checkpoint_is_written_beside_training(model_folder: Folder, tmp_path: Path) -> None:
+    both = config(model_folder("qwen3"), actor_num_gpus_per_node=2, async_save=True, save=str(tmp_path / "ckpt"))
+    latest = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
+    with TrainerGroup(both, device="cpu", run_dir=tmp_path / "run") as group:
+        group.start()
+        assert group.finish_save() is None
+        group.train(0, make_samples(3, 3))
+        group.save(0, folder=str(tmp_path / "waited_for"))
+        assert not group.is_saving
+        assert group.save(0) == tmp_path / "ckpt" / "iter_0000000"
+        group.train(1, make_samples(3, 3, seed=1))
+        while (saved := group.finish_save(patient=False)) is None:
+            time.sleep(0.05)
+        assert saved == 0
+        assert group.finish_save() is None
+        for kind in ("model", "optim"):
+            expected = dict(SavedTensors(tmp_path / "waited_for" / "iter_0000000", kind))
+            found = dict(SavedTensors(tmp_path / "ckpt" / "iter_0000000", kind))
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        with small_disk(tmp_path / "disk", size="128k") as disk:
+            group.config = both.replace(save=str(disk))
+            group.save(1)
+            group.train(2, make_samples(3, 3, seed=2))
+            with pytest.raises(NotWritten, match=r"cannot write the checkpoint of rollout 1 to .*No space left"):
+                group.finish_save()
+            assert group.is_usable
+            assert group.finish_save() is None
+            assert [path.name for path in disk.iterdir()] == []
+        group.config = both
+        group.save(2)
+    assert latest.read_text() == "2\n"  # stopping waits for it
 
 
 def test_checkpoint_of_another_model_is_refused_naming_both(one_process, model_folder: Folder, tmp_path: Path) -> None:

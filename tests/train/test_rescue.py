@@ -40,6 +40,10 @@ class Trainers:
     def save(self, rollout_id: int, folder: str | None = None) -> Path:
         return Path(self.inner.trainer.save(rollout_id, folder))
 
+    def finish_save(self) -> int | None:
+        saved = self.inner.trainer.finish_save(patient=True)
+        return None if saved is None else int(Path(saved).name.removeprefix("iter_"))
+
 
 @dataclass
 class Run:
@@ -167,6 +171,20 @@ def test_nothing_is_saved_that_need_not_be(trainers: Trainers, elsewhere: Path) 
         with pytest.raises(type(error)), weights_rescued(run_of(trainers, elsewhere)):
             raise error
     assert not (elsewhere / "out").exists()
+
+
+def test_a_checkpoint_under_way_is_waited_for(trainers: Trainers, elsewhere: Path) -> None:
+    lost = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    trainers.inner.trainer.save(0, str(elsewhere / "ckpt"), in_background=True)
+    run = run_of(trainers, elsewhere, save=str(elsewhere / "ckpt"))
+    assert failure(run, lambda: raise_(lost)).endswith("the weights after rollout 0 were saved before")
+    assert (elsewhere / "ckpt/latest_checkpointed_iteration.txt").read_text() == "0\n"
+    with small_disk(elsewhere / "disk") as disk:
+        trainers.inner.trainer.save(0, str(disk), in_background=True)
+        run = run_of(trainers, elsewhere, save=str(disk))
+        sentence = failure(run, lambda: raise_(lost))
+    kept = only(elsewhere / "out")
+    assert f"the weights after rollout 0 are saved in {kept}, a Hugging Face folder, and a checkpoint" in sentence
 
 
 def test_a_path_that_is_taken_at_the_end_costs_nothing(trainers: Trainers, elsewhere: Path) -> None:

@@ -20,6 +20,9 @@ class CheckpointFlags:
     )
     ckpt_step: int | None = flag(None, "which checkpoint of --load, not the latest", check=at_least(0))
     save_interval: int | None = flag(None, "save every so many rollout steps, and at the end", check=at_least(1))
+    async_save: bool = flag(
+        False, "train on while a checkpoint is written, from a copy of weights and optimizer in host memory"
+    )
     save_hf: str | None = flag(
         None, "also save a Hugging Face folder; {rollout_id} in the name is filled in", metavar="DIR"
     )

@@ -66,9 +66,6 @@ class UpstreamFlags:
         choices=("object-store", "nixl"),
         no_effect="they go over a channel to each trainer",
     )
-    async_save: bool = flag(
-        False, "train on while a checkpoint is written", no_effect="the trainers wait until a checkpoint is whole"
-    )
     http_proxy: str | None = flag(
         None, "proxy for requests", metavar="URL", no_effect="engines are asked directly, as upstream"
     )
