@@ -44,6 +44,11 @@ def is_adapter(parameter: str) -> bool:
     return parameter.endswith((LORA_A, LORA_B))
 
 
+def is_of_expert(name: str) -> bool:
+    """Whether a module or parameter is one of a router's experts, which get no adapters."""
+    return _EXPERTS.search(name) is not None
+
+
 def adapter_shapes(modules: Linears, rank: int) -> dict[str, tuple[int, int]]:
     """The parameters of an adapter on these linear layers, by their names in the trainer."""
     shapes = {}
@@ -105,14 +110,14 @@ def linears_of(folder: str | Path) -> dict[str, tuple[int, int]]:
 
 def _linears_among(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
     """Matrices within layers: no embeddings, no experts (the trainer has them fused) and no routers."""
-    beside_experts = {_EXPERTS.split(name)[0] for name in shapes if _EXPERTS.search(name)}
+    beside_experts = {_EXPERTS.split(name)[0] for name in shapes if is_of_expert(name)}
     found = {}
     for name in shapes:
         module, _, kind = name.rpartition(".")
         parent, _, last = module.rpartition(".")
         if kind != "weight" or len(shapes[name]) != 2 or not _IN_A_LAYER.search(f"{module}."):
             continue
-        if _EXPERTS.search(module) or (last in _ROUTERS and parent in beside_experts):
+        if is_of_expert(module) or (last in _ROUTERS and parent in beside_experts):
             continue
         found[module] = (shapes[name][0], shapes[name][1])
     return found
@@ -147,5 +152,5 @@ def peft_targets(modules: Iterable[str], linears: Collection[str]) -> list[str]:
     modules = list(modules)
     last = sorted({module.rpartition(".")[2] for module in modules})
     meant = {module for module in linears if module.rpartition(".")[2] in last}
-    plain = meant == set(modules) and not any(_EXPERTS.search(name) for name in linears)
+    plain = meant == set(modules) and not any(map(is_of_expert, linears))
     return last if plain else modules

@@ -91,6 +91,15 @@ def test_what_can_have_no_adapter_is_refused(target: str, folder: Callable) -> N
         )
 
 
+def test_experts_that_are_modules_get_none(folder: Callable) -> None:
+    """As models with code of their own have them; the shared expert beside them gets one."""
+    model = load(folder("llama"))
+    for layer in model.model.layers:
+        layer.mlp.experts = torch.nn.ModuleList([torch.nn.Linear(64, 64) for _ in range(2)])
+    adapter = put_adapter(model, Lora(4, 8), freeze=None, only_train=None)
+    assert adapter.modules == linears_of(folder("llama"))
+
+
 def test_frozen_patterns_leave_layers_without_adapter(folder: Callable) -> None:
     adapter = put_adapter(load(folder("qwen3")), Lora(4, 8), freeze=[r"layers\.0\.", "mlp"], only_train=None)
     assert {name.rpartition(".")[2] for name in adapter.modules} == set(ATTENTION)

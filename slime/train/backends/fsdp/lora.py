@@ -23,7 +23,7 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.models.adapter import BadAdapter, read_adapter
 from slime.models.head import output_projection
-from slime.models.lora import LORA_A, LORA_B, Lora, adapter_shapes, choose_targets
+from slime.models.lora import LORA_A, LORA_B, Lora, adapter_shapes, choose_targets, is_of_expert
 
 
 @dataclass
@@ -129,13 +129,13 @@ def put_adapter(
     model.requires_grad_(False)
     head = model.get_output_embeddings()
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    able = [name for name, module in linears.items() if module is not head]
+    able = [name for name, module in linears.items() if module is not head and not is_of_expert(name)]
     chosen = choose_targets(able, lora.targets, type(model).__name__, freeze=freeze, only_train=only_train)
     switch = Switch()
     for name in chosen:
         model.set_submodule(name, LoraLinear(linears[name], lora, switch))
     modules = {name: (linears[name].out_features, linears[name].in_features) for name in chosen}
-    experts = [name for name, _ in model.named_parameters() if ".experts." in name]
+    experts = [name for name, _ in model.named_parameters() if is_of_expert(name)]
     return LoraLayers(lora, modules, [*linears, *experts], switch)
 
 
