@@ -74,13 +74,15 @@ class Stored:
         """Read by pieces: the system gives at most 2 GiB at once, and less where the file ends too early."""
         raw = torch.empty(count, dtype=torch.uint8)
         space, done = raw.numpy().data, 0
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(begin)
-            while done < count:
-                got = file.readinto(space[done:])
-                if not got:
-                    raise UserError(f"{self.path} ends before {self.name} does: copy or download it again")
-                done += got
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(begin)
+                while done < count and (got := file.readinto(space[done:])):
+                    done += got
+        except OSError as cause:
+            raise UserError(f"{self.path} cannot be read: {cause.strerror}") from cause
+        if done < count:
+            raise UserError(f"{self.path} ends before {self.name} does: copy or download it again")
         return raw
 
 

@@ -183,7 +183,7 @@ def test_the_files_that_count_are_those_transformers_reads(made: Callable[[str],
         outline(folder)
 
 
-def test_a_file_that_was_cut_off_or_shrank(made: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_file_that_was_cut_off_or_is_gone(made: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made("qwen3"), tmp_path / "model"))
     found = outline(folder)
     file = folder / "model.safetensors"
@@ -192,6 +192,9 @@ def test_a_file_that_was_cut_off_or_shrank(made: Callable[[str], Path], tmp_path
         [read_whole(source) for source in found.sources.values()]
     with pytest.raises(UserError, match=r"model.safetensors cannot be loaded: it ends before \S+ does"):
         outline(folder)
+    file.unlink()
+    with pytest.raises(UserError, match=r"model.safetensors cannot be read: No such file"):
+        [read_whole(source) for source in found.sources.values()]
 
 
 def test_a_value_model_has_a_head_of_zeros(made: Callable[[str], Path]) -> None:
