@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -105,3 +106,24 @@ def test_three_ranks_begin_with_the_weights_of_a_checkpoint(model_folder: Folder
     torch.save(trained.weights, tmp_path / "expected")
     checkpoint = tmp_path / "saved" / "iter_0000000"
     together(3, from_checkpoint, model_folder("qwen3_moe"), checkpoint, tmp_path, folder=tmp_path)
+
+
+def test_weights_that_are_about_to_be_overwritten_are_not_read(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a set that is a copy of the policy, and of a policy that goes on from a checkpoint."""
+    read: list[int] = []
+    real = Stored._bytes
+    monkeypatch.setattr(Stored, "_bytes", lambda self, begin, size: read.append(size) or real(self, begin, size))
+    saved = str(tmp_path / "saved")
+    flags = {"keep_old_actor": True, "save": saved, "load": saved, "advantage_estimator": "ppo"}
+    first = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
+    one_copy = sum(tensor.nbytes for tensor in first.weights.values())
+    assert sum(read) == 2 * one_copy  # the policy and the critic
+    first.train(0, make_samples(3, 3))
+    first.trainer.save(0)
+    read.clear()
+    resumed = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
+    assert (read, resumed.start) == ([], 1)
+    for name, tensor in first.weights.items():
+        assert torch.equal(resumed.weights[name], tensor)

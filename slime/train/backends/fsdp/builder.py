@@ -56,6 +56,8 @@ class FSDPBuilder:
             layers = put_adapter(module.model, lora, **patterns)
             values = layers.start_values(config.seed, config.lora_load)
             module.sources |= {name: Held(value) for name, value in values}
+        elif start.resumes:  # the checkpoint has all weights
+            module.read_nothing()
         if layers is not None and isinstance(module, ValueModel):
             train_head(module.model)
         return FSDPBackend(

@@ -63,7 +63,8 @@ class FrozenSets:
         on_host: bool,
     ) -> None:
         self._policy = policy
-        self._make = lambda source: FrozenModel(load(source), mesh, progress, on_host=on_host)
+        self._load = load
+        self._freeze = lambda module: FrozenModel(module, mesh, progress, on_host=on_host)
         self._resident: dict[str, FrozenModel] = {}
         self._on_host: dict[str, list[torch.Tensor]] = {}
         self._stage: FrozenModel | None = None
@@ -73,21 +74,27 @@ class FrozenSets:
         return name in self._resident or name in self._on_host
 
     def load(self, name: str, source: Start) -> None:
-        self._resident[name] = self._make(source)
+        self._resident[name] = self._freeze(self._load(source))
 
     def snapshot(self, name: str, *, decay: float, on_host: bool) -> None:
         if not on_host:
             if name not in self._resident:
-                self.load(name, Start())
+                self._resident[name] = self._like_policy()
                 decay = 0.0
             self._resident[name].take(self._policy, decay=decay)
             return
         if self._stage is None:
-            self._stage = self._make(Start())
+            self._stage = self._like_policy()
         assert decay == 0.0, "an average is kept on the device"
         self._stage.take(self._policy)
         self._on_host[name] = local_copy(self._stage.module)
         self._staged = name
+
+    def _like_policy(self) -> FrozenModel:
+        """A model of the policy's shape, to be filled from it."""
+        module = self._load(Start())
+        module.read_nothing()
+        return self._freeze(module)
 
     def forget(self, name: str) -> None:
         self._resident.pop(name, None)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from slime.algorithms.logprobs import linear_log_probs
 from slime.errors import UserError
 from slime.models.head import OutputHead, output_projection
-from slime.models.sources import Source
+from slime.models.sources import Source, Zeros
 from slime.train.backends.fsdp.attention import attach_context
 from slime.train.backends.protocol import Reads
 from slime.train.collectives import gather_parts
@@ -35,6 +35,10 @@ class PackedModel(nn.Module):
         self.model = model
         self.sources: dict[str, Source] = dict(sources or {})
         self.context = attach_context(model)
+
+    def read_nothing(self) -> None:
+        """For a model whose weights will all be overwritten: they are zero until then."""
+        self.sources = {name: Zeros(source.shape, source.dtype) for name, source in self.sources.items()}
 
     def share_rows(self, ranks: Ranks) -> None:
         """From now on each of these ranks computes a part of every row; all of them bring the same rows."""
