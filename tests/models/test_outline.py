@@ -148,6 +148,22 @@ def test_blocks_of_eight_bits_with_sides_that_blocks_do_not_divide(family: str, 
         outline(tmp_path / "fp8")
 
 
+def test_what_only_transformers_can_read_is_loaded_whole(made: Callable[[str], Path], tmp_path: Path) -> None:
+    """Experts in MXFP4, which it multiplies out itself."""
+    folder = Path(shutil.copytree(made("gpt_oss"), tmp_path / "model"))
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inner, outer = stored.pop(name).shape
+        stored[f"{name}_blocks"] = torch.randint(0, 256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
+        stored[f"{name}_scales"] = torch.randint(120, 126, (experts, outer, inner // 32), dtype=torch.uint8)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert_same(outline(folder), whole(folder))
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_weights_that_the_config_ties_and_the_folder_has_both_of(same: bool, tmp_path: Path) -> None:
     """They are one only if they are equal; that much must be read."""
