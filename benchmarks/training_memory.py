@@ -7,10 +7,10 @@
 Each rank is a process of its own with a real `Trainer` that makes rollout steps of `--micro-batches` micro-batches;
 what counts is a step that finds Adam's moments there. The plan's number is `slime.plan_memory.trainer_memory` of the
 same flags. "allocated" is what torch's allocator gave out at most: on a GPU its own statistics, on the CPU the sum of
-the allocations that torch's profiler saw. "resident" is what the system had to give for it: on a GPU what the
-allocator reserved, on the CPU the high-water mark of anonymous memory, over that of the process after it trained a
-tiny model; freed memory goes back to the system at once. The CPU allocator of torch for aarch64 rounds sizes up, by up
-to a quarter.
+the allocations that torch's profiler saw, of the rank with the least: the ranks have equal work, and what threads of
+gloo set free is not seen. "resident" is what the system had to give for it: on a GPU what the allocator reserved, on
+the CPU the high-water mark of anonymous memory, over that of the process after it trained a tiny model; freed memory
+goes back to the system at once. The CPU allocator of torch for aarch64 rounds sizes up, by up to a quarter.
 """
 
 from __future__ import annotations
@@ -96,7 +96,11 @@ class HostPeak:
 
     def over(self, work: Callable[[], None], *, count: bool = False) -> dict[str, int]:
         self._restart()
-        found = {"allocated": self._counted(work)} if count else (work() or {})
+        found: dict[str, int] = {}
+        if count:
+            found["allocated"] = self._counted(work)
+        else:
+            work()
         status = self._status()
         found["resident"] = status["VmHWM"] - status["RssFile"] - status["RssShmem"] - self._before
         gc.collect()
@@ -254,7 +258,8 @@ def main() -> None:
             def most(what: str, kind: str, found: list[dict[str, dict[str, int]]] = found) -> int:
                 return max(one[what][kind] for one in found)
 
-            allocated = most("counted step", "allocated")
+            counts = [one["counted step"]["allocated"] for one in found]
+            allocated = min(counts) if args.device == "cpu" else max(counts)
             table.add_row(
                 str(ranks),
                 f"{allocated / MIB:,.0f}",

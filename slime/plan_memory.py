@@ -148,6 +148,7 @@ class _Step:
             rows = CHUNK_LOGITS["cuda" if on_gpu else "cpu"] // (vocab or 1)
         if config.loss_type == "custom_loss":
             rows = tokens
+        at_once = trainers // config.context_parallel_size * config.micro_batch_size
         return cls(
             total=total,
             trained=_adapter_parameters(config) if uses_lora(config) else total,
@@ -160,7 +161,7 @@ class _Step:
             on_gpu=on_gpu,
             on_host=config.fsdp_cpu_offload,
             copies=trainers // (config.fsdp_shard_size or trainers),
-            accumulates=config.use_dynamic_batch_size or config.global_batch_size > trainers * config.micro_batch_size,
+            accumulates=config.use_dynamic_batch_size or config.global_batch_size > at_once,
             tied=shape.tied_embeddings,
             kept=layers * (inputs if again else layer) + tokens * (root_bytes(shape, dtype=dtype) or 0),
             again=layer if again else 0,

@@ -157,6 +157,10 @@ def test_ranks_share_what_lies_still_and_a_gathered_layer_is_whole(flags: dict[s
     assert eight.parts["Adam moments"] == two.parts["Adam moments"] // 4
     lone = config.replace(global_batch_size=8)  # one micro-batch a rank: nothing to add its gradients to
     assert "gradients" not in trainer_memory(lone, shape, device="cpu", trainers=8).parts
+    shared = lone.replace(context_parallel_size=4)  # four ranks share a sample, so each makes four micro-batches
+    assert "gradients" in trainer_memory(shared, shape, device="cpu", trainers=8).parts
+    copies = config.replace(fsdp_shard_size=2)
+    assert trainer_memory(copies, shape, device="cpu", trainers=8).parts == two.parts
 
 
 def test_moments_on_the_host_or_in_bfloat16_are_counted_there(flags: dict[str, Any]) -> None:
