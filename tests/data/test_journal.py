@@ -368,6 +368,17 @@ def test_a_file_that_was_large_shrinks(tmp_path: Path) -> None:
     assert journal.path.stat().st_size < 15_000_000
 
 
+def test_a_checkpoint_may_become_whole_after_later_rollouts_were_trained_on(tmp_path: Path) -> None:
+    """As with --async-save: what came after it is trained on again from there, and once."""
+    journal = open_journal(tmp_path)
+    for rollout in range(3):
+        journal.assign(rollout, [finished(journal, rollout)], {})
+        journal.consumed(rollout)
+    journal.checkpointed(0)
+    assert rows(journal, "SELECT rollout_id, state FROM rollouts ORDER BY 1") == [(1, "consumed"), (2, "consumed")]
+    assert journal.recover(1).batches == [1, 2]
+
+
 def test_kept_samples_stay(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, keep=True)
     run_rollouts(journal, 3)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from slime.config import Config
-from slime.config.start import LATEST, Start, find_reference, find_start
+from slime.config.start import LATEST, Start, check_checkpoint, find_reference, find_start
 from slime.errors import UserError
+from slime.owned import is_checkpoint
 from slime.train.checkpoints.draft import _remove_old
+from slime.train.checkpoints.parts import Part, write_parts
 
 
 def config(**changes) -> Config:
@@ -29,6 +33,30 @@ def test_latest_file_decides(tmp_path: Path) -> None:
     (folder / "meta.json").write_text("{}")
     assert find_start(config(load=str(tmp_path))) == Start(checkpoint=folder, flag="--load")
     assert find_start(config(load=str(folder))) == Start(checkpoint=folder, flag="--load")
+
+
+def test_a_checkpoint_that_was_being_replaced_is_found_where_it_was_put_aside(tmp_path: Path) -> None:
+    (tmp_path / LATEST).write_text("12\n")
+    aside = tmp_path / ".iter_0000012.old-77"
+    aside.mkdir()
+    (aside / "meta.json").write_text("{}")
+    assert find_start(config(load=str(tmp_path))) == Start(checkpoint=aside, flag="--load")
+    make_checkpoint(tmp_path / "iter_0000012")
+    assert find_start(config(load=str(tmp_path))).checkpoint == tmp_path / "iter_0000012"
+    _remove_old(tmp_path, None, keep=tmp_path / "iter_0000012")
+    assert not aside.exists()
+
+
+def test_a_part_that_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None:
+    for rank in range(2):
+        write_parts(tmp_path, rank, [Part("model", "x", torch.ones(2), (4,), (2 * rank,))])
+    files = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    (tmp_path / "meta.json").write_text(json.dumps({"format": 2, "model": {}, "files": files}))
+    check_checkpoint(tmp_path, "--load")
+    assert is_checkpoint(tmp_path)
+    (tmp_path / "model-r00001-00001.safetensors").unlink()
+    with pytest.raises(UserError, match=r"lacks 1 of its files, model-r00001-00001\.safetensors first: choose another"):
+        check_checkpoint(tmp_path, "--load")
 
 
 def test_a_model_folder_gives_weights_only(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def saved(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 HOPS: dict[str, tuple[int, dict[str, Any]]] = {
     "two ranks": (2, {}),
-    "four ranks": (4, {}),
     "two copies on two ranks each": (4, {"fsdp_shard_size": 2}),
+    "four ranks that share sequences by twos": (4, {"context_parallel_size": 2}),
     "one rank": (1, {}),
 }
 
