@@ -24,9 +24,9 @@ def layer_bytes(shape: ModelShape, *, dtype: str, on_gpu: bool, compiled: bool) 
         routed = 2 * hidden * (shape.experts_per_token or 1)
     else:
         per_token, routed = narrow, 0
-    if compiled:  # what is cheap is computed again: both inputs of the residual, queries and keys before their norm
+    if compiled:  # what is cheap is computed again, unless a matrix reads it, whose gradient needs it whole
         normed = queries + keys if shape.has_head_norms else 0
-        return size * (2 * hidden + normed + 2 * queries + 2 * keys + 2 * per_token + routed)
+        return size * (4 * hidden + normed + 2 * queries + 2 * keys + 3 * per_token + routed)
     norms = shape.norms_per_layer * (_WIDE + 2 * size) * hidden  # input in float32, normalised, times its weight
     normed = (_WIDE + size) * (queries + keys) if shape.has_head_norms else 0
     attention = (size if on_gpu else _WIDE) * (2 * queries + 2 * keys)

@@ -50,7 +50,8 @@ class LoraLinear(nn.Linear):
         output = functional.linear(states, self.weight, self.bias)
         if not self.switch.on:
             return output
-        return output + self.scale * self.lora_B(self.lora_A(states))
+        low = self.lora_A(states).flatten(0, -2)
+        return torch.addmm(output.flatten(0, -2), low, self.lora_B.weight.t(), alpha=self.scale).view_as(output)
 
 
 class LoraLayers:
