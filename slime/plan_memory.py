@@ -90,6 +90,8 @@ def _at_rest(config: Config, step: _Step, device: str) -> dict[str, int]:
     parts["Adam moments"] = moments * updated
     if needs_reference(config) and not reference_is_base(config):
         parts["reference"] = frozen
+        if config.ref_update_decay:
+            parts["average of the reference"] = _MASTER * step.shard(step.total)
     if config.keep_old_actor:
         behind = versions_behind(config)
         on_host = behind + 1 if behind and device != "cuda" else 0  # older versions wait in the host's memory

@@ -138,6 +138,8 @@ def _kl(config: Config) -> Iterator[str]:
         yield "--use-unbiased-kl weighs the KL loss: add --use-kl-loss"
     if not needs_reference(config) and config.ref_update_interval is not None:
         yield "--ref-update-interval has no reference model to update: add --use-kl-loss or drop it"
+    if config.ref_update_decay and config.ref_update_interval is None:
+        yield "--ref-update-decay is about an update that is never made: add --ref-update-interval, or drop it"
 
 
 def _estimator(config: Config) -> Iterator[str]:

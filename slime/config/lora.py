@@ -105,6 +105,11 @@ def derive_lora(config: Config) -> Config:
 def lora_contradictions(config: Config) -> Iterator[str]:
     """One sentence for each pair of flags that cannot both be meant."""
     if uses_lora(config):
+        if config.ref_update_decay:
+            yield (
+                "--ref-update-decay averages whole weights, and with LoRA the reference is an adapter, whose averages "
+                "are none of its rank: drop it"
+            )
         return
     for flag, given in (
         ("--lora-alpha", config.lora_alpha is not None),

@@ -186,7 +186,7 @@ class Actor:
         self.state.next_rollout_id = rollout_id + 1
         interval = self.config.ref_update_interval
         if interval is not None and (rollout_id + 1) % interval == 0:
-            self.backend.snapshot("ref")
+            self.backend.snapshot("ref", decay=self.config.ref_update_decay)
 
     def remember_exported(self, version: int) -> None:
         """The weights that go to the engines now are the old policy of what they will sample."""

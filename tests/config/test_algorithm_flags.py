@@ -62,6 +62,7 @@ def test_rejection_looks_where_the_weights_do_unless_told() -> None:
         ({"kl_loss_coef": 0.1}, "needs --use-kl-loss"),
         ({"use_unbiased_kl": True}, "add --use-kl-loss"),
         ({"ref_update_interval": 3}, "no reference model to update"),
+        ({"use_kl_loss": True, "ref_update_decay": 0.9}, "add --ref-update-interval"),
         ({"tis_clip_low": 3.0}, "is larger than --tis-clip 2.0"),
         ({"custom_tis_function_path": "m.f"}, "is not called without"),
         ({"rs_veto_threshold": 0.1}, "add --use-rs"),

@@ -79,6 +79,11 @@ def test_flags_of_lora_without_a_rank_are_refused(valid: dict[str, Any], changes
     assert refused(valid, **changes) == f"{flag} is about LoRA: add --lora-rank, or drop it"
 
 
+def test_adapters_have_no_average(valid: dict[str, Any]) -> None:
+    average = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1, "ref_update_decay": 0.9}
+    assert "averages whole weights" in refused(valid, lora_rank=4, **average)
+
+
 def test_the_plan_says_what_is_trained(valid: dict[str, Any]) -> None:
     assert lora_row(valid, lora_rank=4, lora_target_modules=["self_attn.q_proj", "k_proj", "v_proj", "o_proj"]) == (
         "rank 4, alpha 8, on q_proj, k_proj, v_proj, o_proj: "

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from slime.config.flag import above, at_least, flag, minus_one_or_at_least
+from slime.config.flag import above, at_least, between, flag, minus_one_or_at_least
 
 ESTIMATORS = (
     "grpo",
@@ -82,6 +82,12 @@ class AlgorithmFlags:
     ref_ckpt_step: int | None = flag(None, "which checkpoint of --ref-load, not the latest", check=at_least(0))
     ref_update_interval: int | None = flag(
         None, "copy the policy into the reference every so many rollouts", check=at_least(1)
+    )
+    ref_update_decay: float = flag(
+        0.0,
+        "what --ref-update-interval keeps of the reference: it becomes so much of itself and the rest of the policy, "
+        "a moving average in float32",
+        check=between(0, 1, high_open=True),
     )
     use_rollout_logprobs: bool = flag(False, "the engine's log-probs are those of the old policy")
     keep_old_actor: bool = flag(False, "keep the weights the engines sample with, for the old policy's log-probs")

@@ -68,6 +68,7 @@ class FSDPBackend:
         self.progress = progress
         self._mesh = mesh
         self.clip_grad = config.clip_grad
+        self._averages = config.ref_update_decay > 0
         self.module = module
         model = module.model
         self.model_config = model.config
@@ -218,10 +219,15 @@ class FSDPBackend:
         if kind != MODEL:
             self._prepare_set(kind, saved)
         read_parts(saved, self.progress.over(self._state(kind), f"reading a checkpoint, {kind}: tensor"))
+        if kind in self._frozen:
+            self._frozen.model(kind).follow_average()
 
     def _prepare_set(self, kind: str, saved: SavedTensors) -> None:
         if self._adapted is None or not any(map(is_adapter, saved.names)):
-            reshard(self._frozen.model(kind).module)
+            frozen = self._frozen.model(kind)
+            reshard(frozen.module)
+            if self._averages:
+                frozen.start_average()
             return
         self._frozen.forget(kind)  # it had been a model of its own before it followed the policy
         self._adapted.sets.snapshot(kind, on_host=False)
@@ -233,7 +239,7 @@ class FSDPBackend:
             return placed(self._saved().items())
         if self._adapted is not None and kind in self._adapted.sets:
             return self._adapted.sets.placed(kind)
-        return placed(self._frozen.model(kind).module.model.named_parameters())
+        return self._frozen.model(kind).state()
 
     @torch.no_grad()
     def load_parameter(self, name: str, full: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from slime.config.start import Start
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
 from slime.train.backends.fsdp.sharding import local_part, reshard, shard, whole
+from slime.train.backends.fsdp.state import Placed
 from slime.train.backends.protocol import NamedTensor
 from slime.train.progress import Progress
 
@@ -27,15 +28,36 @@ class FrozenModel:
         module.requires_grad_(False)
         shard(module, mesh, MixedPrecisionPolicy(), progress, on_host=on_host)
         self._parameters = dict(module.model.named_parameters())
+        self._average: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def take(self, policy: PackedModel, *, decay: float = 0.0) -> None:
-        """`decay` times its weights plus the rest of the policy's."""
+        """`decay` times its weights plus the rest of the policy's; what is an average is kept in float32 beside."""
         reshard(self.module)
         source = dict(policy.model.named_parameters())
+        if decay:
+            self.start_average()
         for name, parameter in self._parameters.items():
             own, new = local_part(parameter), local_part(source[name])
-            own.copy_(new if decay == 0.0 else own.to(new.dtype).lerp(new, 1.0 - decay))
+            own.copy_(self._average[name].lerp_(new.float(), 1.0 - decay) if decay else new)
+
+    def start_average(self) -> None:
+        """From here on its weights are what an average in float32 is rounded to."""
+        if not self._average:
+            parts = ((name, local_part(parameter.detach())) for name, parameter in self._parameters.items())
+            self._average = {name: part.to(torch.float32, copy=True) for name, part in parts}
+
+    @torch.no_grad()
+    def follow_average(self) -> None:
+        """Round the average, where there is one, to the weights."""
+        reshard(self.module)
+        for name, average in self._average.items():
+            local_part(self._parameters[name]).copy_(average)
+
+    def state(self) -> Iterator[Placed]:
+        """What a checkpoint keeps of it."""
+        parts = ((name, parameter, local_part(parameter.detach())) for name, parameter in self._parameters.items())
+        return ((name, parameter, self._average.get(name, part)) for name, parameter, part in parts)
 
     @torch.no_grad()
     def load_local(self, parts: Sequence[torch.Tensor]) -> None:
