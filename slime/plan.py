@@ -14,8 +14,7 @@ from pathlib import Path
 from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dtype_note
 from slime.config import Config
 from slime.config.algorithm import compares_siblings, has_critic, needs_reference, serves_teacher
-from slime.config.asynchronous import loop_in_words
-from slime.config.batch import copy_size, num_trainers, tokens_per_row
+from slime.config.batch import copy_size, num_trainers
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.asynchronous import ONE_STEP
@@ -31,10 +30,17 @@ from slime.engine.fleet.external import ExternalEngines
 from slime.engine.http.plain_http import why_unreachable
 from slime.engine.launch import EMBEDDED_PARSERS
 from slime.errors import UserError
-from slime.models.lora import adapter_shapes, choose_targets, linears_of
 from slime.models.shape import ModelShape, check_context_parallel
-from slime.plan_data import check_data, data_rows, steps_per_epoch, training_prompts
-from slime.plan_memory import MemoryEstimate, available_memory, engine_memory, longest_sample, trainer_memory
+from slime.plan_data import check_data, data_rows
+from slime.plan_length import batch_rows, length_rows, optimizer_steps
+from slime.plan_memory import (
+    MemoryEstimate,
+    available_memory,
+    engine_memory,
+    longest_sample,
+    planned_adapter,
+    trainer_memory,
+)
 from slime.weights.transport import choose_transport
 
 _GIB = 2**30
@@ -105,14 +111,14 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
     training, rollout = precisions(config, device, shape.num_parameters)
     precision = training if training == rollout else f"{training}, engines {rollout}"
     processes = _processes(config, shape, device, trainers, engines, available)
-    steps = _optimizer_steps(config)
+    steps = optimizer_steps(config)
     data = data_rows(config) if config.dry_run else ()
     sections = (
         ("Model", (*_model_rows(config, shape), ("precision", precision))),
         ("Processes", _process_rows(processes, (backend, backend_reason), (transport, transport_reason))),
         *((("Data", data),) if data else ()),
-        ("Batches", _batch_rows(config, trainers)),
-        ("Length", _length_rows(config, steps)),
+        ("Batches", batch_rows(config, trainers)),
+        ("Length", length_rows(config, steps, generates=needs_engines(config))),
         (f"Memory (estimate, {device})", _memory_rows(processes, available, device)),
         ("Files", _file_rows(config)),
     )
@@ -290,18 +296,10 @@ def _model_rows(config: Config, shape: ModelShape) -> tuple[tuple[str, str], ...
 def _lora_in_words(config: Config, shape: ModelShape) -> str:
     """What is trained beside what; targets that the model does not have are refused."""
     settings = f"rank {config.lora_rank}, alpha {config.lora_alpha:g}"
-    linears = linears_of(config.hf_checkpoint)
-    if not linears:  # a config.json alone, of a family whose layers only the trainer knows
+    planned = planned_adapter(config)
+    if planned is None:  # a config.json alone, of a family whose layers only the trainer knows
         return f"{settings}, on {', '.join(config.lora_target_modules or ())}"
-    chosen = choose_targets(
-        linears,
-        config.lora_target_modules or (),
-        f"the model in {config.hf_checkpoint}",
-        freeze=config.freeze_params_name_list,
-        only_train=config.only_train_params_name_list,
-    )
-    shapes = adapter_shapes({module: linears[module] for module in chosen}, config.lora_rank)
-    count = sum(rows * columns for rows, columns in shapes.values())
+    chosen, count = planned
     trained = f"{_short_number(count)} parameters are trained"
     names = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in chosen))
     experts = "; experts stay as they are" if shape.num_experts else ""
@@ -315,79 +313,6 @@ def _process_rows(
     rows.append(("rollout backend", f"{backend[0]} ({backend[1]})"))
     rows.append(("weight transport", f"{transport[0]} ({transport[1]})"))
     return tuple(rows)
-
-
-def _batch_rows(config: Config, trainers: int) -> tuple[tuple[str, str], ...]:
-    prompts, per_prompt = config.rollout_batch_size, config.n_samples_per_prompt
-    rollout = ("rollout step", f"{prompts} prompts x {per_prompt} samples = {prompts * per_prompt} samples")
-    if not trainers:
-        return (rollout, ("training", "none"))
-    batch, steps = config.global_batch_size, config.num_steps_per_rollout
-    sharing = config.context_parallel_size
-    takers = trainers // sharing
-    share = f"{batch // takers}" if batch % takers == 0 else f"{batch // takers} to {batch // takers + 1}"
-    forward = f"{config.micro_batch_size} per forward pass"
-    if config.use_dynamic_batch_size:
-        forward = f"up to {tokens_per_row(config)} tokens per forward pass"
-    if sharing > 1:
-        forward += f", a 1/{sharing} slice of each on every trainer"
-    return (
-        rollout,
-        ("training", f"{steps} optimizer step{'s' * (steps > 1)} of {batch} samples"),
-        ("per trainer" if sharing == 1 else f"per {sharing} trainers", f"{share} samples, {forward}"),
-    )
-
-
-def _length_rows(config: Config, steps: int | None) -> tuple[tuple[str, str], ...]:
-    if config.num_rollout is not None:
-        length = f"{config.num_rollout} rollout steps, {steps} optimizer steps"
-        if config.num_rollout == 0:
-            length = "no training, evaluation only"
-    elif config.load_debug_rollout_data is not None:
-        length = "as many rollout steps as there are dumps"
-    else:
-        prompts = training_prompts(config) if config.dry_run else None
-        each = f"(prompts / {config.rollout_batch_size})" if prompts is None else steps_per_epoch(config, prompts)
-        length = f"{config.num_epoch or 1} x {each} rollout steps"
-    horizon = config.lr_decay_iters or steps or "all"
-    if config.lr_decay_samples is not None:
-        horizon = f"{config.lr_decay_samples / config.global_batch_size:g}"
-    rate = f"{config.lr:g} constant"
-    if config.lr_decay_style != "constant":
-        rate = f"{config.lr:g} to {config.min_lr:g}, {config.lr_decay_style} over {horizon} optimizer steps"
-    rate += _warmup_in_words(config)
-    rows = [("run", length), ("loop", loop_in_words(config)), ("learning rate", rate), ("optimizer", _adam(config))]
-    if config.eval_interval is not None and evaluates(config) and needs_engines(config):
-        names = ", ".join(dataset.name for dataset in eval_datasets(config))
-        before = "" if config.skip_eval_before_train else "before training and "
-        rows.append(("evaluation", f"{before}every {config.eval_interval} rollout steps on {names}"))
-    return tuple(rows)
-
-
-def _adam(config: Config) -> str:
-    """The optimizer's own settings, whose defaults are not those of every other trainer."""
-    betas = f"betas {config.adam_beta1:g} and {config.adam_beta2:g}"
-    start, end = (
-        config.weight_decay if given is None else given
-        for given in (config.start_weight_decay, config.end_weight_decay)
-    )
-    decay = f"{start:g}" if start == end else f"{start:g} to {end:g}"
-    clipping = f"gradients clipped at {config.clip_grad:g}" if config.clip_grad else "no clipping"
-    where = " on the host" if config.optimizer_cpu_offload else ""
-    dtypes = (config.exp_avg_dtype, config.exp_avg_sq_dtype)
-    kept = f", moments{where} in {' and '.join(dict.fromkeys(dtypes))}" if where or dtypes != ("fp32", "fp32") else ""
-    return f"AdamW, {'without memory' if config.use_stateless_adam else betas}{kept}, weight decay {decay}, {clipping}"
-
-
-def _warmup_in_words(config: Config) -> str:
-    if config.lr_warmup_fraction:
-        return f", after a warm-up over {config.lr_warmup_fraction:g} of the steps"
-    warmup = config.lr_warmup_iters + config.lr_warmup_samples / config.global_batch_size
-    return f", after {warmup:g} steps of warm-up" if warmup else ""
-
-
-def _optimizer_steps(config: Config) -> int | None:
-    return None if config.num_rollout is None else config.num_rollout * config.num_steps_per_rollout
 
 
 def _memory_rows(processes: tuple[ProcessPlan, ...], available: int | None, device: str) -> tuple[tuple[str, str], ...]:

@@ -153,7 +153,7 @@ class _Step:
         at_once = trainers // config.context_parallel_size * config.micro_batch_size
         return cls(
             total=total,
-            trained=_adapter_parameters(config) if uses_lora(config) else total,
+            trained=(planned_adapter(config) or ([], 0))[1] if uses_lora(config) else total,
             root=shape.root_parameters or 0,
             layer=shape.layer_parameters or 0,
             head=shape.head_parameters or 0,
@@ -246,11 +246,14 @@ class _Step:
         return {"gradients": self.gradients, "whole gradients": max(summed, reduced)}
 
 
-def _adapter_parameters(config: Config) -> int:
-    """Elements of the LoRA matrices; 0 where only the trainer knows the layers."""
+def planned_adapter(config: Config) -> tuple[list[str], int] | None:
+    """The layers that get a LoRA adapter, and the elements of its matrices; None where only the trainer knows them.
+
+    Targets that the model does not have are refused.
+    """
     linears = linears_of(config.hf_checkpoint)
     if not linears:
-        return 0
+        return None
     chosen = choose_targets(
         linears,
         config.lora_target_modules or (),
@@ -259,7 +262,7 @@ def _adapter_parameters(config: Config) -> int:
         only_train=config.only_train_params_name_list,
     )
     shapes = adapter_shapes({module: linears[module] for module in chosen}, config.lora_rank)
-    return sum(rows * columns for rows, columns in shapes.values())
+    return list(chosen), sum(rows * columns for rows, columns in shapes.values())
 
 
 def engine_memory(

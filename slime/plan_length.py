@@ -1,0 +1,82 @@
+"""How much a run trains, on how much at a time, and how fast it learns: the plan's rows about it."""
+
+from __future__ import annotations
+
+from slime.config import Config
+from slime.config.asynchronous import loop_in_words
+from slime.config.batch import tokens_per_row
+from slime.config.eval_datasets import eval_datasets, evaluates
+from slime.plan_data import steps_per_epoch, training_prompts
+
+
+def batch_rows(config: Config, trainers: int) -> tuple[tuple[str, str], ...]:
+    prompts, per_prompt = config.rollout_batch_size, config.n_samples_per_prompt
+    rollout = ("rollout step", f"{prompts} prompts x {per_prompt} samples = {prompts * per_prompt} samples")
+    if not trainers:
+        return (rollout, ("training", "none"))
+    batch, steps = config.global_batch_size, config.num_steps_per_rollout
+    sharing = config.context_parallel_size
+    takers = trainers // sharing
+    share = f"{batch // takers}" if batch % takers == 0 else f"{batch // takers} to {batch // takers + 1}"
+    forward = f"{config.micro_batch_size} per forward pass"
+    if config.use_dynamic_batch_size:
+        forward = f"up to {tokens_per_row(config)} tokens per forward pass"
+    if sharing > 1:
+        forward += f", a 1/{sharing} slice of each on every trainer"
+    return (
+        rollout,
+        ("training", f"{steps} optimizer step{'s' * (steps > 1)} of {batch} samples"),
+        ("per trainer" if sharing == 1 else f"per {sharing} trainers", f"{share} samples, {forward}"),
+    )
+
+
+def length_rows(config: Config, steps: int | None, *, generates: bool) -> tuple[tuple[str, str], ...]:
+    if config.num_rollout is not None:
+        length = f"{config.num_rollout} rollout steps, {steps} optimizer steps"
+        if config.num_rollout == 0:
+            length = "no training, evaluation only"
+    elif config.load_debug_rollout_data is not None:
+        length = "as many rollout steps as there are dumps"
+    else:
+        prompts = training_prompts(config) if config.dry_run else None
+        each = f"(prompts / {config.rollout_batch_size})" if prompts is None else steps_per_epoch(config, prompts)
+        length = f"{config.num_epoch or 1} x {each} rollout steps"
+    horizon = config.lr_decay_iters or steps or "all"
+    if config.lr_decay_samples is not None:
+        horizon = f"{config.lr_decay_samples / config.global_batch_size:g}"
+    rate = f"{config.lr:g} constant"
+    if config.lr_decay_style != "constant":
+        rate = f"{config.lr:g} to {config.min_lr:g}, {config.lr_decay_style} over {horizon} optimizer steps"
+    rate += _warmup_in_words(config)
+    rows = [("run", length), ("loop", loop_in_words(config)), ("learning rate", rate), ("optimizer", _adam(config))]
+    if config.eval_interval is not None and evaluates(config) and generates:
+        names = ", ".join(dataset.name for dataset in eval_datasets(config))
+        before = "" if config.skip_eval_before_train else "before training and "
+        rows.append(("evaluation", f"{before}every {config.eval_interval} rollout steps on {names}"))
+    return tuple(rows)
+
+
+def _adam(config: Config) -> str:
+    """The optimizer's own settings, whose defaults are not those of every other trainer."""
+    betas = f"betas {config.adam_beta1:g} and {config.adam_beta2:g}"
+    start, end = (
+        config.weight_decay if given is None else given
+        for given in (config.start_weight_decay, config.end_weight_decay)
+    )
+    decay = f"{start:g}" if start == end else f"{start:g} to {end:g}"
+    clipping = f"gradients clipped at {config.clip_grad:g}" if config.clip_grad else "no clipping"
+    where = " on the host" if config.optimizer_cpu_offload else ""
+    dtypes = (config.exp_avg_dtype, config.exp_avg_sq_dtype)
+    kept = f", moments{where} in {' and '.join(dict.fromkeys(dtypes))}" if where or dtypes != ("fp32", "fp32") else ""
+    return f"AdamW, {'without memory' if config.use_stateless_adam else betas}{kept}, weight decay {decay}, {clipping}"
+
+
+def _warmup_in_words(config: Config) -> str:
+    if config.lr_warmup_fraction:
+        return f", after a warm-up over {config.lr_warmup_fraction:g} of the steps"
+    warmup = config.lr_warmup_iters + config.lr_warmup_samples / config.global_batch_size
+    return f", after {warmup:g} steps of warm-up" if warmup else ""
+
+
+def optimizer_steps(config: Config) -> int | None:
+    return None if config.num_rollout is None else config.num_rollout * config.num_steps_per_rollout
