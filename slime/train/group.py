@@ -1,57 +1,33 @@
 """The trainer ranks as the driver sees them.
 
-Invariant: a call goes to all ranks and returns when all have answered; when a rank dies or fails, the error names the
-rank and shows the end of its log, and the other ranks are not waited for. A call takes as long as it takes while one of
-the ranks that did not answer yet gets on with its work; the deadline counts from the last piece of it that one of them
-reported as done. When one rank dies the others fail in their collectives: the dead one is named, whoever is heard of
-first. Rollouts that do not fill an optimizer step are kept here and put in front of the next batch.
+Invariant: samples in, metrics out; which rank trains on what is decided here, by the data-parallel size that the ranks
+told. Rollouts that do not fill an optimizer step are kept here and put in front of the next batch.
 """
 
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, channel_pair, readable
-from slime.cluster.devices import threads_per_process
-from slime.cluster.ports import loopback_sockets
-from slime.cluster.process import ChildProcess
-from slime.cluster.python import module_command
 from slime.config import Config
 from slime.config.algorithm import weighs_what_it_can
-from slime.config.batch import num_trainers, tokens_per_row
+from slime.config.batch import tokens_per_row
 from slime.data.sample import Sample
-from slime.errors import RunFailed, UserError
 from slime.train.checkpoints.not_written import NotWritten
 from slime.train.checkpoints.under_way import let_end
 from slime.train.flops import FlopsModel
+from slime.train.processes import DEADLINE_FLAG, RankProcesses
 from slime.train.samples.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
 from slime.train.samples.carry import in_front_of, load_carried, remove_stale, save_carried
 from slime.train.samples.conversion import converted_batch
 from slime.train.samples.dump import write_train_dump
 from slime.train.schedule import Schedule, build_schedule
-from slime.waits import Wait, WaitTimeout, expired, raise_failures, waiting
-
-POLL_S = 0.2
-STOP_GRACE_S = 5.0
-DEATH_PATIENCE_S = 2.0
-"""How long after a rank's failure the death of another one, which would explain it, may become known."""
-DEADLINE_FLAG = "--distributed-timeout-minutes"
 
 logger = logging.getLogger(__name__)
-
-
-class TrainerDied(RunFailed):
-    """A rank ended or failed in a way the user did not cause."""
-
-
-class TrainerTimeout(WaitTimeout):
-    """Ranks neither answered nor got on with their work within the deadline."""
 
 
 @dataclass(frozen=True)
@@ -64,31 +40,19 @@ class TrainResult:
     logged: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
 
-@dataclass
-class _Rank:
-    process: ChildProcess
-    channel: Channel
-
-
 class TrainerGroup:
     """Starts, feeds and stops the trainer processes. `device` is `cpu` or `cuda`."""
 
     def __init__(self, config: Config, *, device: str, run_dir: str | Path) -> None:
         self.config = config
         self.device = device
-        self.run_dir = Path(run_dir)
-        self.world_size = num_trainers(config)
+        self.processes = RankProcesses(config, device=device, run_dir=Path(run_dir))
+        self.world_size = self.processes.world_size
         self._data_ranks, self._data_size = list(range(self.world_size)), self.world_size  # until they say
-        self._ranks: list[_Rank] = []
-        self._meeting: tempfile.TemporaryDirectory[str] | None = None
-        self._next_id = 0
         self._flops: FlopsModel | None = None
         self._carried: TrainBatch | None = None
-        self._deadline_s = config.distributed_timeout_minutes * 60.0
-        self._failed = False
         self._mentioned = False
         self._saving: Path | None = None
-        self._doing: str | None = None
 
     def start(self) -> int:
         """Start all ranks, load the model and what waited for training; the first rollout id to train on."""
@@ -98,10 +62,7 @@ class TrainerGroup:
 
             facts = load_config(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
             self._flops = FlopsModel.from_config(facts)
-        self._meeting = tempfile.TemporaryDirectory(prefix="slime-trainers-")
-        self._ranks = [self._launch(rank) for rank in range(self.world_size)]
-        store = str(Path(self._meeting.name) / "store")
-        params = {"config": self.config.to_dict(), "device": self.device, "store": store}
+        params = {"config": self.config.to_dict(), "device": self.device, "store": self.processes.launch()}
         answers = self._call("init", [params] * self.world_size)
         self._data_ranks, self._data_size = [answer["data_rank"] for answer in answers], answers[0]["data_size"]
         begin = int(answers[0]["begin"])
@@ -272,38 +233,10 @@ class TrainerGroup:
         saving, self._saving = self._saving, None
         try:
             if saving is not None:
-                everybody = _names(range(len(self._ranks)))
-                let_end(saving, everybody, self._all_alive, timeout_s=self._deadline_s, flag=DEADLINE_FLAG)
+                ranks = self.processes
+                let_end(saving, ranks.names, ranks.all_alive, timeout_s=ranks.deadline_s, flag=DEADLINE_FLAG)
         finally:
-            self._stop_ranks()
-
-    def _all_alive(self) -> bool:
-        return all(rank.process.poll() is None for rank in self._ranks)
-
-    def _stop_ranks(self) -> None:
-        ranks, self._ranks = self._ranks, []
-        if not self._failed:
-            self._ask_to_stop(ranks)
-        for rank in ranks:
-            rank.process.terminate()
-        deadline = time.monotonic() + STOP_GRACE_S
-        for rank in ranks:
-            rank.process.stop(grace_s=max(0.0, deadline - time.monotonic()))
-            rank.channel.close()
-        if self._meeting is not None:
-            self._meeting.cleanup()
-
-    def _ask_to_stop(self, ranks: Sequence[_Rank]) -> None:
-        """Have the ranks end by themselves; those that failed or hang would not hear of it."""
-        for rank in ranks:
-            if rank.process.poll() is None:
-                try:
-                    rank.channel.send({"id": -1, "method": "stop", "params": {}}, timeout_s=1.0)
-                except (ChannelClosed, ChannelTimeout, OSError):
-                    continue
-        with waiting(_names(range(len(ranks))), "to end", timeout_s=STOP_GRACE_S) as wait:
-            for rank in ranks:
-                rank.process.wait(wait.remaining())
+            self.processes.stop()
 
     def __enter__(self) -> TrainerGroup:
         return self
@@ -319,15 +252,15 @@ class TrainerGroup:
     @property
     def is_usable(self) -> bool:
         """Whether all ranks run and are in step."""
-        return bool(self._ranks) and not self._failed
+        return self.processes.are_usable
 
     def doing(self) -> tuple[str, bool] | None:
         """What a rank reported last of the call that is under way, for a display; None where none is, or none did."""
-        return None if (doing := self._doing) is None else (doing, True)
+        return None if (doing := self.processes.doing) is None else (doing, True)
 
     @property
     def pids(self) -> list[int]:
-        return [rank.process.pid for rank in self._ranks]
+        return [rank.process.pid for rank in self.processes.ranks]
 
     @property
     def _num_carried(self) -> int:
@@ -357,152 +290,12 @@ class TrainerGroup:
             return self.config.global_batch_size
         return -(-num_rollouts // (self.config.num_steps_per_rollout or 1))
 
-    def _launch(self, rank: int) -> _Rank:
-        channel, child_socket = channel_pair()
-        local_rank = rank % self.config.actor_num_gpus_per_node
-        env = {"PYTHONUNBUFFERED": "1"}
-        if not self.config.rollout_external_engine_addrs:  # which may be on other machines, and meet rank 0
-            env |= loopback_sockets()
-        if self.device == "cpu":
-            env |= threads_per_process(self.world_size)
-        env |= {name: str(value) for name, value in self.config.train_env_vars.items()}
-        env |= {"RANK": str(rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(local_rank)}
-        process = ChildProcess(
-            f"trainer-{rank}",
-            [*module_command("slime.train.worker"), "--fd", str(child_socket.fileno())],
-            env=env,
-            pass_env=self.config.pass_env or (),
-            log_path=self.run_dir / "logs" / f"trainer-{rank}.log",
-            pass_fds=(child_socket.fileno(),),
-            dumps_stacks=True,
-        )
-        with child_socket:
-            process.start()
-        return _Rank(process, channel)
-
     def _call_same(self, method: str, **params: Any) -> list[Any]:
         return self._call(method, [params] * self.world_size)
 
     def _call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
         """Send one request to every rank and collect the answers in rank order."""
-        if not self._ranks:
-            raise RuntimeError(f"{method} was called on a trainer group that is not running")
-        self._next_id += 1
-        self._heard_of_nobody()
-        everybody = _names(range(len(self._ranks)))
-        try:
-            with waiting(everybody, f"to finish {method}", timeout_s=self._deadline_s, flag=DEADLINE_FLAG) as wait:
-                self._send(method, params, wait)
-                return self._collect(method, wait)
-        except (UserError, NotWritten):
-            raise
-        except BaseException:
-            self._failed = True
-            raise
-        finally:
-            self._doing = None
-
-    def _heard_of_nobody(self) -> None:
-        self._doing = None
-        for rank in self._ranks:
-            rank.process.said(None)
-
-    def _send(self, method: str, params: Sequence[dict[str, Any]], wait: Wait) -> None:
-        for index, (rank, own) in enumerate(zip(self._ranks, params, strict=True)):
-            request = {"id": self._next_id, "method": method, "params": own}
-            try:
-                rank.channel.send(request, timeout_s=wait.remaining() or 0.0)
-            except ChannelClosed as cause:
-                raise self._death(index, method) from cause
-            except ChannelTimeout as cause:
-                raise self._timeout([index], f"to take the request {method}", wait) from cause
-
-    def _collect(self, method: str, wait: Wait) -> list[Any]:
-        results: dict[int, Any] = {}
-        while len(results) < len(self._ranks):
-            missing = [index for index in range(len(self._ranks)) if index not in results]
-            wait.whom = _names(missing)
-            ready = readable([self._ranks[index].channel for index in missing], POLL_S)
-            for place in ready:
-                reply = self._receive(missing[place], method, wait)
-                if reply is not None:
-                    results[missing[place]] = self._result(missing[place], method, reply)
-            if not ready and wait.is_over():
-                raise self._timeout(missing, f"to finish {method}", wait)
-            raise_failures()
-        for result in results.values():
-            if isinstance(result, NotWritten):
-                raise result
-        return [results[index] for index in range(len(self._ranks))]
-
-    def _timeout(self, missing: Sequence[int], why: str, wait: Wait) -> WaitTimeout:
-        """Whom the driver waited for in vain, and what they do now: one hangs, the others wait for it."""
-        wait.whom, wait.why = _names(missing), why
-        states = "; ".join(self._ranks[index].process.state() for index in missing)
-        return expired(wait, TrainerTimeout, f"{wait.sentence()}: {states}")
-
-    def _receive(self, index: int, method: str, wait: Wait) -> dict[str, Any] | None:
-        """A rank's answer, or None where it reported progress."""
-        try:
-            reply = self._ranks[index].channel.recv(max(wait.remaining() or 0.0, 1.0))
-        except ChannelClosed as cause:
-            raise self._death(index, method) from cause
-        except ChannelTimeout as cause:
-            raise self._timeout([index], f"to end its answer to {method}", wait) from cause
-        if "progress" in reply:
-            if reply["id"] == self._next_id:
-                wait.renew()
-                self._doing = reply["progress"]
-                self._ranks[index].process.said(self._doing)
-            return None
-        if reply["id"] != self._next_id:
-            raise RuntimeError(f"trainer-{index} answered request {reply['id']}, not {self._next_id}")
-        return dict(reply)
-
-    def _result(self, index: int, method: str, reply: dict[str, Any]) -> Any:
-        if reply["ok"]:
-            return reply["result"]
-        error = reply["error"]
-        if error["user_error"]:
-            raise UserError(error["message"])
-        if error["not_written"]:
-            return NotWritten(error["message"])  # raised when all have said so
-        dead = self._dead_beside(index)
-        if dead is not None:
-            raise self._death(dead, method)
-        raise TrainerDied(
-            f"trainer-{index} failed in {method}: {error['type']}: {error['message']}\n{error['traceback']}"
-            f"{self._others(index)}"
-        )
-
-    def _dead_beside(self, index: int) -> int | None:
-        """Another rank that has ended: its death is why this one failed."""
-        others = [other for other in range(len(self._ranks)) if other != index]
-        if not others:
-            return None
-        with waiting(_names(others), "to be known as alive", timeout_s=DEATH_PATIENCE_S) as wait:
-            while not wait.is_over():
-                for other in others:
-                    if self._ranks[other].process.poll() is not None:
-                        return other
-                time.sleep(POLL_S / 4)
-        return None
-
-    def _others(self, index: int) -> str:
-        states = [rank.process.state() for other, rank in enumerate(self._ranks) if other != index]
-        return f"\n{'; '.join(states)}" if states else ""
-
-    def _death(self, index: int, method: str) -> TrainerDied:
-        process = self._ranks[index].process
-        code = process.wait(2.0)
-        return TrainerDied(
-            f"trainer-{index} ended during {method} (exit code {code}); last lines of {process.log_path}:\n"
-            + process.tail()
-        )
-
-
-def _names(indices: Iterable[int]) -> str:
-    return ", ".join(f"trainer-{index}" for index in indices)
+        return self.processes.call(method, params)
 
 
 def rank_shares(batch: TrainBatch, schedule: Schedule) -> list[dict[str, Any]]:

@@ -243,11 +243,13 @@ def test_the_journal_is_durable_before_the_checkpoint_that_relies_on_it(
     monkeypatch.setattr(os, "fsync", noted)
     run: Any = SimpleNamespace(
         journal=journal,
-        config=SimpleNamespace(save=str(tmp_path), save_hf=None),
+        config=SimpleNamespace(save=str(tmp_path), save_hf=None, async_save=False),
         progress=SimpleNamespace(status=lambda *_args: None),
         data_source=SimpleNamespace(save=lambda _rollout_id: events.append("position")),
         parts=SimpleNamespace(trainers_at_work=nullcontext),
         trainers=SimpleNamespace(save=lambda _rollout_id: events.append("checkpoint")),
+        _finish_save=lambda *, patient: None,
+        _checkpointed=lambda _rollout_id: None,
     )
     Run.save(run, 0)
     for descriptor in opened:

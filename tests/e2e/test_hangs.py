@@ -19,6 +19,7 @@ from slime.data.sample import Sample
 from slime.errors import RunFailed
 from slime.observe.progress import NoProgress, Source
 from slime.train.group import TrainerGroup
+from slime.train.processes import RankProcesses
 from slime.waits.timeouts import Reports
 from tests.e2e.test_fault_tolerance import engine_pids
 from tests.tiny_models import make_model_folder
@@ -191,19 +192,19 @@ def test_a_stopped_rank_is_named_with_its_state_and_the_flag(
     patient = TrainerGroup.train
 
     def impatient(self: TrainerGroup, *args: Any, **kwargs: Any) -> Any:
-        self._deadline_s = 5.0  # the flag counts in minutes
+        self.processes.deadline_s = 5.0  # the flag counts in minutes
         return patient(self, *args, **kwargs)
 
     watched: dict[str, Source] = {}
     shown: list[Any] = []
-    timed_out = TrainerGroup._timeout
+    timed_out = RankProcesses._timeout
 
-    def shown_then(self: TrainerGroup, *args: Any) -> Any:
+    def shown_then(self: RankProcesses, *args: Any) -> Any:
         shown.append(watched["trainer"]())
         return timed_out(self, *args)
 
     monkeypatch.setattr(TrainerGroup, "train", impatient)
-    monkeypatch.setattr(TrainerGroup, "_timeout", shown_then)
+    monkeypatch.setattr(RankProcesses, "_timeout", shown_then)
     monkeypatch.setattr(NoProgress, "watch", lambda _, part, source: watched.update({part: source}))
     with pytest.raises(RunFailed) as caught:
         train(folder, tmp_path, stopping, actor_num_gpus_per_node=2)

@@ -15,6 +15,7 @@ from slime.config import Config
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.group import TrainerGroup
+from slime.train.processes import RankProcesses
 from slime.train.samples.batch import TrainBatch, flatten_samples, make_train_batch
 from slime.train.samples.carry import carried_path, in_front_of, load_carried, remove_stale, save_carried
 from tests.train.tiny_training import make_samples
@@ -33,16 +34,19 @@ def assert_same(one: TrainBatch, other: TrainBatch) -> None:
     np.testing.assert_equal(one.to_dict(), other.to_dict())
 
 
+class NoProcesses(RankProcesses):
+    def launch(self) -> str:
+        return "unused"
+
+
 class RecordingGroup(TrainerGroup):
     """A group without processes: it keeps what the ranks would have been sent."""
 
     def __init__(self, config: Config, start: int = 0) -> None:
         super().__init__(config, device="cpu", run_dir="unused")
+        self.processes = NoProcesses(config, device="cpu", run_dir=Path("unused"))
         self.begin = start
         self.sent: list[dict[str, Any]] = []
-
-    def _launch(self, rank: int) -> Any:
-        return None
 
     def _call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
         if method == "init":

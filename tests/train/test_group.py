@@ -17,7 +17,8 @@ from slime.config import Config, derive
 from slime.errors import UserError
 from slime.train.checkpoints.not_written import NotWritten
 from slime.train.checkpoints.saved_tensors import SavedTensors
-from slime.train.group import TrainerDied, TrainerGroup, TrainResult
+from slime.train.group import TrainerGroup, TrainResult
+from slime.train.processes import TrainerDied
 from tests.small_disk import small_disk
 from tests.train.tiny_training import make_samples
 
@@ -233,7 +234,7 @@ def test_checkpoint_of_another_model_is_refused_naming_both(one_process, model_f
 def test_a_killed_rank_is_named_with_its_log(model_folder: Folder, tmp_path: Path) -> None:
     with TrainerGroup(config(model_folder("qwen3")), device="cpu", run_dir=tmp_path) as group:
         group.start()
-        for pid in group._ranks[0].process.pids():
+        for pid in group.processes.ranks[0].process.pids():
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(TrainerDied, match=r"trainer-0 ended during train"):
             group.train(0, make_samples(3, 3))

@@ -15,7 +15,8 @@ from slime.cluster.channel import Channel, channel_pair
 from slime.cluster.process import ChildProcess
 from slime.config import Config
 from slime.train import worker
-from slime.train.group import TrainerGroup, TrainerTimeout, _Rank
+from slime.train.group import TrainerGroup
+from slime.train.processes import Rank, TrainerTimeout
 from slime.train.progress import Progress
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
@@ -66,12 +67,12 @@ class PlayedRanks:
         self.clock = clock
         config = Config(rollout_batch_size=1, num_rollout=1, actor_num_gpus_per_node=count)
         self.group = TrainerGroup(config, device="cpu", run_dir=tmp_path)
-        assert self.group._deadline_s == DEADLINE_S
+        assert self.group.processes.deadline_s == DEADLINE_S
         self.ends: list[Channel] = []
         for index in range(count):
             ours, theirs = channel_pair()
             process = ChildProcess(f"played-{index}", ["true"], log_path=tmp_path / "log")
-            self.group._ranks.append(_Rank(process, ours))
+            self.group.processes.ranks.append(Rank(process, ours))
             self.ends.append(Channel(theirs))
         self._pool = ThreadPoolExecutor(1)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from slime.config import Config, derive
-from slime.train.group import TrainerDied, TrainerGroup, TrainerTimeout
+from slime.train.group import TrainerGroup
+from slime.train.processes import TrainerDied, TrainerTimeout
 from tests.tiny_models import make_model_folder
 from tests.train.tiny_training import make_samples
 
@@ -38,7 +39,7 @@ def two_ranks(model: Path, tmp_path: Path) -> Iterator[TrainerGroup]:
 
 
 def child(group: TrainerGroup, index: int) -> int:
-    pid = group._ranks[index].process.child_pid()
+    pid = group.processes.ranks[index].process.child_pid()
     assert pid is not None
     return pid
 
@@ -61,7 +62,7 @@ def test_a_stopped_rank_is_named_with_its_state_and_the_stack_of_the_one_that_wa
 ) -> None:
     pids = [child(two_ranks, index) for index in (0, 1)]
     os.kill(pids[1], signal.SIGSTOP)
-    two_ranks._deadline_s = 4.0
+    two_ranks.processes.deadline_s = 4.0
     with pytest.raises(TrainerTimeout) as caught:
         two_ranks.train(0, make_samples(3, 3))
     first, *rest = str(caught.value).splitlines()

@@ -21,7 +21,8 @@ from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient, EngineFailed, EngineRejected
 from slime.errors import RunFailed
 from slime.models.delta.folder import INDEX_NAME, safetensors_entries
-from slime.train.group import TrainerDied, TrainerGroup
+from slime.train.group import TrainerGroup
+from slime.train.processes import TrainerDied
 from slime.weights import make_publisher
 from slime.weights.check import ChecksumCheck, WeightsDiffer
 from slime.weights.delta import DeltaPublisher
@@ -222,7 +223,7 @@ class DyingTrainers(TrainerGroup):
 
     def _call(self, method: str, params: Any) -> list[Any]:
         if method == self.fatal:
-            for pid in self._ranks[0].process.pids():
+            for pid in self.processes.ranks[0].process.pids():
                 os.kill(pid, signal.SIGKILL)
         return super()._call(method, params)
 

@@ -111,7 +111,7 @@ def copy_size(mesh: DeviceMesh) -> int:
     return mesh.size(mesh.ndim - 1)
 
 
-def reduce_gradients(packed: PackedModel, mesh: DeviceMesh, *, last: bool, on_host: bool) -> None:
+def reduce_gradients(packed: PackedModel, mesh: DeviceMesh, *, last: bool, on_host: bool = False) -> None:
     """Whether the coming backward reduces its gradients; `last`: the step's last one, after which they are whole sums.
 
     Ranks that share a copy do it every time, so that none ever holds a whole model's gradients; copies add theirs up
