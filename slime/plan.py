@@ -343,9 +343,14 @@ def _memory_notes(config: Config, processes: tuple[ProcessPlan, ...], available:
         over = needed > available
     if not over:
         return []
+    remedies = ["lower --micro-batch-size or --max-tokens-per-gpu"]
+    if not config.recompute_activations:
+        remedies.append("add --recompute-activations")
+    if device == "cuda" and config.colocate and not config.offload_rollout:
+        remedies.append("add --offload-rollout")
     return [
-        f"the estimate of {_gib(needed)} is more than the {_gib(available)} there are: lower --micro-batch-size or "
-        "--max-tokens-per-gpu, add --recompute-activations, or use more processes"
+        f"the estimate of {_gib(needed)} is more than the {_gib(available)} there are: {', '.join(remedies)}, or use "
+        "more processes"
     ]
 
 
