@@ -141,7 +141,8 @@ class _Step:
         total, on_gpu = shape.num_parameters or 0, device == "cuda"
         compiled = on_gpu and total >= COMPILE_MIN_PARAMETERS and not uses_lora(config)
         tokens, layers = tokens_per_forward(config), shape.num_layers or 0
-        layer = tokens * (layer_bytes(shape, dtype=dtype, on_gpu=on_gpu, compiled=compiled) or 0)
+        kept = layer_bytes(shape, dtype=dtype, on_gpu=on_gpu, compiled=compiled, frozen_norms=uses_lora(config))
+        layer = tokens * (kept or 0)
         inputs = tokens * (layer_input_bytes(shape, dtype=dtype) or 0)
         again = config.recompute_activations
         rows = config.log_probs_chunk_size

@@ -11,8 +11,13 @@ from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
 _WIDE = 4  # normalisations and, on a CPU, attention compute in float32
 
 
-def layer_bytes(shape: ModelShape, *, dtype: str, on_gpu: bool, compiled: bool) -> int | None:
-    """Bytes that one decoder layer keeps of one token; of a model with experts, the layer with the most."""
+def layer_bytes(
+    shape: ModelShape, *, dtype: str, on_gpu: bool, compiled: bool, frozen_norms: bool = False
+) -> int | None:
+    """Bytes that one decoder layer keeps of one token; of a model with experts, the layer with the most.
+
+    `frozen_norms`: the weights of normalisations are not trained, so what they are multiplied with is not kept.
+    """
     if shape.hidden_size is None or shape.num_heads is None or shape.num_kv_heads is None or shape.head_dim is None:
         return None
     size = BYTES_PER_ELEMENT[dtype]
@@ -27,8 +32,9 @@ def layer_bytes(shape: ModelShape, *, dtype: str, on_gpu: bool, compiled: bool) 
     if compiled:  # what is cheap is computed again, unless a matrix reads it, whose gradient needs it whole
         normed = queries + keys if shape.has_head_norms else 0
         return size * (4 * hidden + normed + 2 * queries + 2 * keys + 3 * per_token + routed)
-    norms = shape.norms_per_layer * (_WIDE + 2 * size) * hidden  # input in float32, normalised, times its weight
-    normed = (_WIDE + size) * (queries + keys) if shape.has_head_norms else 0
+    scaled = 0 if frozen_norms else size
+    norms = shape.norms_per_layer * (_WIDE + scaled + size) * hidden  # input in float32, normalised, times its weight
+    normed = (_WIDE + scaled) * (queries + keys) if shape.has_head_norms else 0
     attention = (size if on_gpu else _WIDE) * (2 * queries + 2 * keys)
     output = 0 if on_gpu else size * queries  # the CPU's attention copies what goes into the projection
     return norms + normed + attention + output + size * (4 * per_token + routed)

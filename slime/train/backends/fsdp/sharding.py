@@ -60,7 +60,7 @@ def shard(
             )
         assert isinstance(packed, FSDPModule)
         packed.set_reduce_scatter_unused_params(True)
-    _read_parts(packed, _device_of(mesh), progress)
+    _read_parts(packed, torch.device("cpu") if on_host else _device_of(mesh), progress)
 
 
 def _single_experts(packed: PackedModel) -> Iterator[torch.Tensor]:
@@ -86,7 +86,11 @@ def _read_parts(packed: PackedModel, device: torch.device, progress: Progress) -
     unread = {name: tensor for name, tensor in packed.model.named_parameters() if local_part(tensor).is_meta}
     for name, parameter in progress.over(unread.items(), "reading weights: tensor", len(unread)):
         part = read_onto(packed.sources[name], local_region(parameter), device).to(parameter.dtype)
-        filled = nn.Parameter(placed_like(parameter, part), requires_grad=parameter.requires_grad)
+        placed = torch.empty_like(
+            parameter, device=device
+        )  # unlike `DTensor.from_local`, also beside the mesh's device
+        local_part(placed).copy_(part)
+        filled = nn.Parameter(placed, requires_grad=parameter.requires_grad)
         for module, key in owners[parameter]:
             module.load_state_dict({key: filled}, strict=False, assign=True)
     packed.sources.clear()
