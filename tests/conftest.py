@@ -53,6 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if path.parts[0] == "migration" and path.name not in TABLE_WALKS:
             item.add_marker("processes")
             item.add_marker("migration")
+        if path.parts[0] == "megatron":
+            item.add_marker("processes")
+            item.add_marker("megatron")
         if path.parts[0] == "agents_cli":
             item.add_marker("agents")
 

@@ -56,8 +56,8 @@ def flags(tmp_path: Path) -> dict[str, Any]:
 
 def test_trainers_that_may_be_without_samples_are_a_note(flags: dict[str, Any]) -> None:
     few = {**flags, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "num_steps_per_rollout": 1}
-    carried = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
-    plan = make_plan(resolve(Config(**few, actor_num_gpus_per_node=8, carried=carried)), device="cpu", gpu_count=0)
+    layout = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
+    plan = make_plan(resolve(Config(**few, actor_num_gpus_per_node=8, **layout)), device="cpu", gpu_count=0)
     assert dict(dict(plan.sections)["Batches"])["per trainer"].startswith("0 to 1 samples")
     assert [note for note in plan.notes if "may leave 4 of the 8 training processes without samples" in note]
 
@@ -318,14 +318,13 @@ def test_a_plan_refuses_what_the_run_would_refuse(flags: dict[str, Any]) -> None
 
 def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) -> None:
     carried = {
-        "tensor_model_parallel_size": 2,
         "sglang_context_length": 9,
         "sglang_tool_call_parser": "glm45",
         "sglang_reasoning_parser": "glm45",
         "mine": 1,
     }
     del flags["save"]
-    flags["n_samples_per_prompt"] = 1
+    flags |= {"n_samples_per_prompt": 1, "tensor_model_parallel_size": 2}
     config = resolve(Config(**flags, carried=carried, eval_prompt_data=[("a", flags["prompt_data"])]))
     notes = "\n".join(make_plan(config, device="cpu", gpu_count=0).notes)
     assert "Megatron flags without effect on the FSDP trainer: --tensor-model-parallel-size" in notes

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from slime.config.config import Config
 from slime.errors import UserError
-
-_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 def num_trainers(config: Config) -> int:
@@ -22,15 +18,15 @@ def copy_size(config: Config) -> int:
 
 def model_parallel_size(config: Config) -> int:
     """Processes that share their samples where a model is cut by tensor, pipeline and context."""
-    sizes = [config.carried.get(name) for name in _MODEL_PARALLEL]
-    return config.context_parallel_size * math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+    return config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
 
 
 def data_parallel_size(config: Config) -> int:
     """Shares that a step must fill: one for each replica of the model that the flags describe.
 
-    Tensor and pipeline parallelism are only counted: the model is sharded over all processes, and whoever shares no
-    sequences takes samples of its own. A step that has fewer samples leaves some without, which changes no number.
+    With FSDP, tensor and pipeline parallelism are only counted: the model is sharded over all processes, and whoever
+    shares no sequences takes samples of its own. A step that has fewer samples leaves some without, which changes no
+    number.
     """
     return max(1, num_trainers(config) // model_parallel_size(config))
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from slime.config.algorithm import algorithm_contradictions
 from slime.config.asynchronous import async_contradictions
-from slime.config.batch import copy_size, num_trainers
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.eval_datasets import eval_datasets
 from slime.config.folders import check_folders
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.config.layout import layout_contradictions
 from slime.config.lora import check_adapter, lora_contradictions
 from slime.config.megatron_flags import NEUTRAL
 from slime.config.spec import FlagSpec
@@ -98,18 +98,7 @@ def _length_and_data(config: Config) -> Iterator[str]:
 
 
 def _placement(config: Config) -> Iterator[str]:
-    trainers, sharing = num_trainers(config), copy_size(config)
-    are = (
-        f"the {trainers} training processes (--actor-num-nodes {config.actor_num_nodes} x --actor-num-gpus-per-node "
-        f"{config.actor_num_gpus_per_node})"
-    )
-    if trainers % sharing:
-        yield f"--fsdp-shard-size {sharing} does not divide {are}: copies of the model have equally many processes each"
-    if trainers % config.context_parallel_size:
-        yield (
-            f"--context-parallel-size {config.context_parallel_size} does not divide {are}: as many processes share "
-            "each sequence"
-        )
+    yield from layout_contradictions(config)
     gpus, per_engine = config.rollout_num_gpus, config.rollout_num_gpus_per_engine
     if gpus % per_engine:
         yield f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {per_engine}"

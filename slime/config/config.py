@@ -26,6 +26,7 @@ from slime.config.groups.engine import EngineFlags
 from slime.config.groups.evaluation import EvalFlags
 from slime.config.groups.logs import LoggingFlags
 from slime.config.groups.lora import LoraFlags
+from slime.config.groups.megatron import MegatronFlags
 from slime.config.groups.model import ModelFlags
 from slime.config.groups.optimizer import OptimizerFlags
 from slime.config.groups.reward import RewardFlags
@@ -55,6 +56,7 @@ GROUPS: tuple[type, ...] = (
     LoraFlags,
     CheckpointFlags,
     ClusterFlags,
+    MegatronFlags,
     EngineFlags,
     WeightFlags,
     LoggingFlags,
@@ -80,6 +82,7 @@ class Config(
     LoraFlags,
     CheckpointFlags,
     ClusterFlags,
+    MegatronFlags,
     EngineFlags,
     WeightFlags,
     LoggingFlags,

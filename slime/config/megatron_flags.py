@@ -23,7 +23,7 @@ _TABLE: dict[tuple[str, str], str] = {
         """,
     (SHAPE, INT): """
         num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels vocab-size
-        make-vocab-size-divisible-by max-position-embeddings original-max-position-embeddings seq-length
+        max-position-embeddings original-max-position-embeddings seq-length
         num-experts moe-ffn-hidden-size moe-shared-expert-intermediate-size moe-router-topk moe-router-num-groups
         moe-router-group-topk q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
         linear-num-key-heads linear-num-value-heads linear-key-head-dim linear-value-head-dim linear-conv-kernel-dim
@@ -52,7 +52,7 @@ _TABLE: dict[tuple[str, str], str] = {
         fp8-format moe-router-load-balancing-type main-grads-dtype main-params-dtype
         """,
     (SPEED, SWITCH): """
-        sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather tp-comm-overlap
+        tp-comm-overlap
         overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer no-rope-fusion
         moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-shared-expert-overlap moe-enable-deepep
         moe-use-legacy-grouped-gemm moe-layer-recompute moe-router-padding-for-fp8 moe-extended-tp
@@ -61,15 +61,12 @@ _TABLE: dict[tuple[str, str], str] = {
         no-bias-dropout-fusion no-persist-layer-norm cross-entropy-loss-fusion use-flash-attn
         bf16 use-cpu-initialization no-save-rng use-pytorch-profiler use-checkpoint-args auto-detect-ckpt-format
         ckpt-fully-parallel-load override-opt-param-scheduler no-create-attention-mask-in-dataloader
-        log-throughput log-params-norm deterministic-mode use-tp-pp-dp-mapping distribute-saved-activations
+        log-throughput log-params-norm deterministic-mode use-tp-pp-dp-mapping
         variable-seq-lengths enable-experimental profile manual-gc overlap-moe-expert-parallel-comm delay-wgrad-compute
         ckpt-assume-constant-structure no-ckpt-fully-parallel-save log-timers-to-tensorboard log-memory-to-tensorboard
         """,
     (SPEED, INT): """
-        tensor-model-parallel-size pipeline-model-parallel-size expert-model-parallel-size
-        expert-tensor-parallel-size num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
-        decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
-        microbatch-group-size-per-virtual-pipeline-stage moe-deepep-num-sms recompute-num-layers train-iters
+        moe-deepep-num-sms train-iters
         train-samples profile-step-start profile-step-end log-interval tensorboard-queue-size
         empty-unused-memory-level num-workers manual-gc-interval timing-log-level
         """,
@@ -77,12 +74,11 @@ _TABLE: dict[tuple[str, str], str] = {
         init-method-std optimizer-offload-fraction loss-scale initial-loss-scale min-loss-scale sgd-momentum
         """,
     (SPEED, TEXT): """
-        attention-backend transformer-impl recompute-granularity recompute-method fp8-recipe fp8-amax-compute-algo
-        moe-token-dispatcher-type moe-flex-dispatcher-backend moe-router-dtype moe-token-drop-policy ckpt-format
+        fp8-recipe fp8-amax-compute-algo
+        moe-flex-dispatcher-backend moe-router-dtype moe-token-drop-policy ckpt-format
         cross-entropy-fusion-impl tokenizer-type tokenizer-model tensorboard-dir dist-ckpt-strictness
-        pipeline-model-parallel-layout
         """,
-    (SPEED, TEXTS): "recompute-modules profile-ranks cp-comm-type",
+    (SPEED, TEXTS): "profile-ranks cp-comm-type",
 }  # fmt: skip
 
 MEGATRON_FLAGS: dict[str, str] = {name: kind for (_, kind), names in _TABLE.items() for name in names.split()}

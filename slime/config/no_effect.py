@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.config.config import FLAG_SPECS, Config
+from slime.config.groups.megatron import HOOKS, MegatronFlags
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.groups.upstream import BUFFER_FLAGS
+from slime.config.layout import uses_megatron
 from slime.config.megatron_flags import MEGATRON_CLASSES, SHAPE, SPEED
-from slime.config.spec import flag_name
+from slime.config.spec import flag_name, specs_of_group
 
-_USED = ("recompute_granularity", "bf16")
+_USED = ("bf16",)
+_ALSO_OF_FSDP = ("recompute_granularity", "use_distributed_optimizer", *HOOKS)
+"""Megatron's flags that FSDP goes by, does anyway, or refuses."""
 
 
 def flags_without_effect(config: Config) -> list[str]:
@@ -30,9 +34,18 @@ def flags_without_effect(config: Config) -> list[str]:
             reasons.setdefault(spec.info.no_effect, []).append(shown)
     sentences = [f"{', '.join(shown)} has no effect: {why}" for why, shown in reasons.items()]
     given = {name: MEGATRON_CLASSES.get(name.replace("_", "-")) for name in config.carried}
-    speed = [name for name, role in given.items() if role == SPEED and name not in _USED]
-    if speed:
-        sentences.append(f"Megatron flags without effect on the FSDP trainer: {flag_list(speed)}")
+    if not uses_megatron(config):
+        layout = [
+            spec.name
+            for spec in specs_of_group(MegatronFlags)
+            if getattr(config, spec.name) != spec.default and spec.name not in _ALSO_OF_FSDP
+        ]
+        speed = [name for name, role in given.items() if role == SPEED and name not in _USED]
+        if layout or speed:
+            sentences.append(
+                f"Megatron flags without effect on the FSDP trainer: {flag_list([*layout, *speed])}"
+                " (--train-backend megatron goes by them; fsdp is the default here)"
+            )
     shape = [name for name, role in given.items() if role == SHAPE]
     if shape:
         sentences.append(f"the model is what its config.json says, of which these only speak: {flag_list(shape)}")

@@ -3,23 +3,17 @@ they work."""
 
 from __future__ import annotations
 
-_MEGATRON_HOOK = "it is called inside Megatron, and the trainer is FSDP: drop the flag"
 _DEEPGEMM = "it chooses kernels of the Megatron trainer, and the trainer is FSDP: drop the flag"
 _ROUTING = "the experts that a router chose are not recorded, so they cannot be replayed: drop the flag"
 
 REFUSED: dict[str, str] = {
     "release-train": "trainers live as long as the run: --offload-rollout frees the engines' memory instead",
-    "custom-model-provider-path": "models are built by transformers from the model folder: put the code into the "
-    "folder and give --trust-remote-code",
     "opd-teacher-ckpt-step": "name the folder of that step with --opd-teacher-load",
     "use-routing-replay": _ROUTING,
     "use-rollout-routing-replay": _ROUTING,
     "load-forge-rollout-data": "replay with --load-debug-rollout-data, which starts no engines",
     "enable-mtp-training": "layers that predict several tokens at once are not trained, and their loss would change "
     "the others: drop the flag",
-    "custom-megatron-init-path": _MEGATRON_HOOK,
-    "custom-megatron-before-log-prob-hook-path": _MEGATRON_HOOK,
-    "custom-megatron-before-train-step-hook-path": _MEGATRON_HOOK,
     "megatron-deepgemm-forward-layers": _DEEPGEMM,
     "megatron-deepgemm-forward-modules": _DEEPGEMM,
     "megatron-deepgemm-moe-forward-layers": _DEEPGEMM,

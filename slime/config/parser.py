@@ -212,7 +212,7 @@ def _take_file(
         spec = _BY_FLAG.get(flag)
         where = f"{key} in {path}"
         if key == "carried" and isinstance(value, Mapping):
-            carried.update(plain_value(value, where))
+            _take_carried(plain_value(value, where), where, values, carried)
         elif spec is not None:
             if value is not None:
                 values[spec.name] = coerce(spec, value, where)
@@ -220,6 +220,16 @@ def _take_file(
             carried[flag.replace("-", "_")] = plain_value(value, where)
         else:
             _refuse_key(key, flag, path)
+
+
+def _take_carried(saved: Mapping[str, Any], where: str, values: dict[str, Any], carried: dict[str, Any]) -> None:
+    """What a saved config carried; a flag that has become a field since then sets it."""
+    for name, value in saved.items():
+        spec = FLAG_SPECS.get(name)
+        if spec is None:
+            carried[name] = value
+        elif value is not None:
+            values[name] = coerce(spec, value, f"{name} of {where}")
 
 
 def _take_custom_file(path: str, values: dict[str, Any], carried: dict[str, Any]) -> None:

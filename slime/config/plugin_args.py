@@ -1,8 +1,8 @@
 """What `args` says to plugins: every flag under upstream's name, and the values upstream derives from them.
 
 Invariant: a name means here what it means in upstream slime, and has upstream's default where the flag was not given
-or does not exist here. Values of the run go before defaults. The trainers are data and context parallel, so every
-other kind of parallelism has the size 1, whatever a script says.
+or does not exist here. Values of the run go before defaults. FSDP's trainers are data and context parallel, so every
+other kind of parallelism has the size 1 there, whatever a script says.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.algorithm import has_critic, weighs_importance
+from slime.config.batch import data_parallel_size
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.eval_datasets import eval_datasets
+from slime.config.layout import expert_tensor_size, uses_megatron, virtual_stages
 from slime.config.megatron_flags import MEGATRON_FLAGS, SWITCH
 from slime.config.shape_flags import shape_of
 from slime.config.upstream_defaults import MEGATRON_DEFAULTS, UPSTREAM_DEFAULTS
@@ -26,18 +28,17 @@ OF_CONFIG = "slime_config"
 _SHOWN_OTHERWISE = ("eval_prompt_data",)
 """Flags that plugins see in another form than the config has them in."""
 
-_TRAINERS = {
+_TRAINERS = {"rank": 0, "local_rank": 0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+"""What the trainers are, whatever a script says of its own; other dropout is refused."""
+
+_OF_FSDP = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
-    "rank": 0,
-    "local_rank": 0,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
 }
-"""What the trainers are, whatever a script says of its own; other dropout is refused."""
+"""The same of FSDP's trainers: the model is cut otherwise."""
 
 
 def plugin_args(config: Config) -> PluginArgs:
@@ -126,8 +127,8 @@ def _derived(config: Config) -> dict[str, Any]:
     trainers = (config.actor_num_nodes or 1) * (config.actor_num_gpus_per_node or 1)
     return {
         **_TRAINERS,
+        **_parallel_sizes(config, trainers),
         "world_size": trainers,
-        "data_parallel_size": trainers // config.context_parallel_size,
         "actor_num_gpus": trainers,
         "rollout_num_engines": num_engines(config),
         "rollout_external": bool(config.rollout_external_engine_addrs),
@@ -140,6 +141,18 @@ def _derived(config: Config) -> dict[str, Any]:
         "eval_prompt_data": [word for pair in config.eval_prompt_data or () for word in pair] or None,
         "eval_datasets": eval_datasets(config),
         "rollout_skip_special_tokens": bool(config.rollout_skip_special_tokens),
+    }
+
+
+def _parallel_sizes(config: Config, trainers: int) -> dict[str, Any]:
+    if not uses_megatron(config):
+        return {**_OF_FSDP, "data_parallel_size": trainers // config.context_parallel_size}
+    num_layers = _model_facts(config).get("num_layers", 0)
+    stages = virtual_stages(config, int(num_layers))
+    return {
+        "expert_tensor_parallel_size": expert_tensor_size(config),
+        "virtual_pipeline_model_parallel_size": stages if stages > 1 else None,
+        "data_parallel_size": data_parallel_size(config),
     }
 
 

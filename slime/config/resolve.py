@@ -16,6 +16,7 @@ from slime.config.batch import derive_batch_sizes, num_trainers
 from slime.config.checks import check_all_there, check_files, check_flags_fit, check_numbers_stay, check_trackers
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.config.layout import uses_megatron
 from slime.config.lora import derive_lora, take_from_adapter
 from slime.config.plugin_args import with_own_overlay
 from slime.config.plugin_checks import check_plugins
@@ -148,6 +149,10 @@ def _derive_rest(config: Config) -> Config:
         changes["freeze_params_name_list"] = [*(config.freeze_params_name_list or ()), INDEXER]
     if config.carried.get("bf16") and config.dtype == "auto":
         changes["dtype"] = "bfloat16"
-    if "recompute_granularity" in config.carried:
+    if config.recompute_granularity is not None:
         changes["recompute_activations"] = True  # Megatron's way to ask for the same
+    elif config.recompute_activations and uses_megatron(config):
+        changes |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if config.moe_token_dispatcher_type == "allgather":
+        changes["moe_token_dispatcher_type"] = "alltoall"  # as upstream
     return config.replace(**changes)

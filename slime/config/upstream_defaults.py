@@ -6,15 +6,11 @@ from typing import Any
 
 UPSTREAM_DEFAULTS: dict[str, Any] = {
     "release_train": False,
-    "custom_model_provider_path": None,
     "use_routing_replay": False,
     "use_rollout_routing_replay": False,
     "opd_teacher_ckpt_step": None,
     "load_forge_rollout_data": None,
     "enable_mtp_training": False,
-    "custom_megatron_init_path": None,
-    "custom_megatron_before_log_prob_hook_path": None,
-    "custom_megatron_before_train_step_hook_path": None,
     "megatron_deepgemm_forward_layers": None,
     "megatron_deepgemm_forward_modules": None,
     "megatron_deepgemm_moe_forward_layers": None,
@@ -45,7 +41,6 @@ UPSTREAM_DEFAULTS: dict[str, Any] = {
 
 MEGATRON_DEFAULTS: dict[str, Any] = {
     "num_query_groups": 1,
-    "make_vocab_size_divisible_by": 128,
     "original_max_position_embeddings": 4096,
     "moe_router_topk": 2,
     "moe_deepep_num_sms": 20,
@@ -86,13 +81,10 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "rotary_base": 10000,
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
-    "attention_backend": "auto",
-    "transformer_impl": "transformer_engine",
     "rope_type": "rope",
     "fp8_recipe": "delayed",
     "fp8_amax_compute_algo": "most_recent",
     "moe_layer_freq": "1",
-    "moe_token_dispatcher_type": "allgather",
     "moe_router_load_balancing_type": "aux_loss",
     "moe_router_score_function": "softmax",
     "moe_token_drop_policy": "probs",

@@ -113,12 +113,11 @@ def test_carried_flags_are_typed_and_read_like_fields() -> None:
         "sglang_enable_metrics": True,
         "sglang_cuda_graph_bs": [1, 2, 4],
         "router_policy": "cache_aware",
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
         "rotary_base": 1000000,
         "attention_dropout": 0.0,
         "spec": ["my.module", "get_spec"],
     }
+    assert (config.tensor_model_parallel_size, config.sequence_parallel) == (2, True)
     assert config.sglang_server_concurrency == 64
     assert config.sglang_context_length == 8192
 

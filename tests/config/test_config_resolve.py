@@ -44,7 +44,7 @@ def test_derived_values(valid: dict[str, Any]) -> None:
 
 
 def test_resolve_is_idempotent(valid: dict[str, Any]) -> None:
-    once = resolve(Config(**valid, carried={"recompute_granularity": "full"}))
+    once = resolve(Config(**valid, recompute_granularity="full"))
     assert resolve(once) == once
     assert once.recompute_activations is True
 
@@ -104,7 +104,7 @@ def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[s
     flags = {**valid, "actor_num_gpus_per_node": 8, "rollout_batch_size": 2, "n_samples_per_prompt": 2}
     tp, pp = "tensor_model_parallel_size", "pipeline_model_parallel_size"
     dynamic = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 8}
-    one = resolve(Config(**flags, **dynamic, context_parallel_size=2, carried={tp: 2, pp: 2}))
+    one = resolve(Config(**flags, **dynamic, context_parallel_size=2, **{tp: 2, pp: 2}))
     assert (data_parallel_size(one), one.global_batch_size, one.rollout_num_gpus) == (1, 4, 8)
     assert tokens_per_row(one) == 16
     assert tokens_per_row(one.replace(use_dynamic_batch_size=False)) is None
@@ -114,9 +114,9 @@ def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[s
         4,
         1,
     )
-    assert data_parallel_size(resolve(Config(**flags, carried={tp: 2}))) == 4
-    assert data_parallel_size(resolve(Config(**{**flags, "actor_num_gpus_per_node": 1}, carried={tp: 2, pp: 4}))) == 1
-    assert refused(flags, global_batch_size=1, carried={tp: 4}) == (
+    assert data_parallel_size(resolve(Config(**flags, **{tp: 2}))) == 4
+    assert data_parallel_size(resolve(Config(**{**flags, "actor_num_gpus_per_node": 1, tp: 2, pp: 4}))) == 1
+    assert refused(flags, global_batch_size=1, **{tp: 4}) == (
         "global_batch_size 1 is less than the 2 training processes (actor_num_nodes 1 x actor_num_gpus_per_node 8 / 4 of "
         "a model replica), each of which needs a sample per step: use fewer processes or a larger batch"
     )
@@ -293,4 +293,4 @@ def test_what_the_documents_add_to_a_command_is_taken(valid_argv: list[str]) -> 
     remedies += "--use-fault-tolerance --update-weights-interval 5 --max-turns 5 --async-buffer-size 4"
     config = parse_args([*valid_argv, *remedies.split()])
     assert (config.num_data_workers, config.streaming_data, config.recompute_activations) == (4, True, True)
-    assert (config.max_turns, config.async_buffer_size, config.carried) == (5, 4, {"sequence_parallel": True})
+    assert (config.max_turns, config.async_buffer_size, config.sequence_parallel) == (5, 4, True)

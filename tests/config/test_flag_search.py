@@ -33,14 +33,15 @@ def test_names_come_before_helps_ours_before_others_and_spelling_does_not_matter
         "--metadata-key"
     )  # which is of an earlier group
     names = found("optimizer")
-    assert names.index("--global-batch-size") < names.index("--use-distributed-optimizer")  # which is Megatron's
+    assert names.index("--global-batch-size") < names.index("--overlap-cpu-optimizer-d2h-h2d")  # which is Megatron's
     for word in ("rollout-batch-size", "--rollout-batch-size", "ROLLOUT_BATCH_SIZE"):
         assert found(word)[0] == "--rollout-batch-size"
 
 
 def test_what_is_carried_or_refused_or_called_otherwise_elsewhere_is_found_too() -> None:
-    text = search_flags(["tensor", "parallel"], DECIDED, width=100)
-    assert "--tensor-model-parallel-size N" in text
+    assert "--tensor-model-parallel-size N" in search_flags(["tensor", "parallel"], DECIDED, width=100)
+    text = search_flags(["permute"], DECIDED, width=100)
+    assert "--moe-permute-fusion" in text
     assert "Megatron-LM's, carried through under their names\n" in text
     assert "refused: it is decided by --rollout-num-gpus-per-engine" in search_flags(["sglang-tp"], DECIDED, width=100)
     assert "--sglang-*" in found("sglang")

@@ -27,8 +27,8 @@ def test_every_flag_without_effect_is_named_with_its_reason() -> None:
 
 
 def test_flags_of_one_reason_share_a_sentence() -> None:
-    assert notes("--record-memory-history", "--memory-snapshot-dir", "/tmp", "--train-backend", "megatron") == [
-        "--train-backend megatron has no effect: FSDP trains, with the same losses",
+    assert notes("--record-memory-history", "--memory-snapshot-dir", "/tmp", "--http-proxy", "p") == [
+        "--http-proxy p has no effect: engines are asked directly, as upstream",
         "--record-memory-history, --memory-snapshot-dir /tmp has no effect: memory is not recorded",
     ]
 
@@ -57,6 +57,7 @@ def test_offload_is_that_of_the_engines(valid: dict[str, Any]) -> None:
 def test_megatrons_flags_are_named_by_their_class() -> None:
     used = ("--recompute-granularity", "full", "--bf16", "--hidden-dropout", "0")
     assert notes("--sequence-parallel", "--num-layers", "2", *used, "--moe-permute-fusion", "--swiglu") == [
-        "Megatron flags without effect on the FSDP trainer: --sequence-parallel, --moe-permute-fusion",
+        "Megatron flags without effect on the FSDP trainer: --sequence-parallel, --moe-permute-fusion"
+        " (--train-backend megatron goes by them; fsdp is the default here)",
         "the model is what its config.json says, of which these only speak: --num-layers, --swiglu",
     ]

@@ -49,7 +49,7 @@ SFT = """
     --optimizer adam --lr 1e-3 --lr-decay-style cosine --min-lr 1e-4 --lr-warmup-fraction 0.5 --weight-decay 0.1
     --adam-beta1 0.9 --adam-beta2 0.95 --attention-dropout 0.0 --hidden-dropout 0.0
     --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --attention-backend flash
-    --num-layers 2 --swiglu --rollout-num-gpus 0 --train-backend megatron --no-offload-train --num-gpus-per-node 8
+    --num-layers 2 --swiglu --rollout-num-gpus 0 --train-backend fsdp --no-offload-train --num-gpus-per-node 8
     --use-wandb --wandb-project slime-dev --wandb-group sft --disable-wandb-random-suffix
     --actor-num-nodes 1 --actor-num-gpus-per-node 1 --device cpu --output-dir sft
 """
@@ -84,10 +84,9 @@ def test_supervised_training_through_the_asynchronous_driver(place: Path) -> Non
 
     log = (place / "sft" / "logs" / "driver.log").read_text()
     for sentence in (
-        "--train-backend megatron has no effect: FSDP trains, with the same losses",
-        "Megatron flags without effect on the FSDP trainer: --tensor-model-parallel-size, --sequence-parallel, "
-        "--pipeline-model-parallel-size, --recompute-method, --recompute-num-layers, "
-        "--accumulate-allreduce-grads-in-fp32, --attention-softmax-in-fp32, --attention-backend",
+        "Megatron flags without effect on the FSDP trainer: --sequence-parallel, --recompute-method, "
+        "--recompute-num-layers, --attention-backend, --accumulate-allreduce-grads-in-fp32, "
+        "--attention-softmax-in-fp32 (--train-backend megatron goes by them; fsdp is the default here)",
         "the model is what its config.json says, of which these only speak: --num-layers, --swiglu",
         "--disable-wandb-random-suffix has no effect: names in W&B never get a random suffix",
     ):

@@ -18,6 +18,11 @@ class ClusterFlags:
     actor_num_gpus_per_node: int = flag(
         1, "training processes per node (one GPU each; on a CPU: processes)", check=at_least(1)
     )
+    train_backend: str = flag(
+        "fsdp",
+        "what spreads the model over training processes; megatron is Megatron-Core, which takes Megatron's flags",
+        choices=("fsdp", "megatron"),
+    )
     fsdp_shard_size: int | None = flag(
         None,
         "training processes that share one copy of the model (default: all); with fewer, copies on each so many "

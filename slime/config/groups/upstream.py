@@ -22,9 +22,6 @@ _OWN_FUNCTION = "only a rollout function of your own reads it"
 class UpstreamFlags:
     """Of upstream's scripts: without effect here"""
 
-    train_backend: str = flag(
-        "fsdp", "what shards the model", choices=("fsdp", "megatron"), no_effect="FSDP trains, with the same losses"
-    )
     offload_train: bool | None = flag(
         None, "trainers give their memory back while engines generate", no_effect="trainers keep their memory"
     )

@@ -1,0 +1,123 @@
+"""Layouts that no model could have are refused with their arithmetic; FSDP has its own, and none of Megatron's hooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config import Config, parse_flags, resolve
+from slime.config.batch import data_parallel_size
+from slime.config.groups.megatron import HOOKS
+from slime.config.plugin_args import upstream_view
+from slime.config.spec import flag_name
+from slime.errors import UserError
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+def megatron(valid: dict[str, Any], **changes: Any) -> Config:
+    return resolve(Config(**{**valid, "train_backend": "megatron", "actor_num_gpus_per_node": 8, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {TP: 3, PP: 2, CP: 2},
+            "--tensor-model-parallel-size 3 x --pipeline-model-parallel-size 2 x --context-parallel-size 2 = 12, which "
+            "does not divide the 8 training processes (--actor-num-nodes 1 x --actor-num-gpus-per-node 8): every copy "
+            "of the model needs as many",
+        ),
+        (
+            {TP: 2, EP: 8, PP: 1},
+            "--expert-tensor-parallel-size 2 x --expert-model-parallel-size 8 x --pipeline-model-parallel-size 1 = 16, "
+            "which does not divide the 8 training processes",
+        ),
+        ({"fsdp_shard_size": 4}, "--fsdp-shard-size 4 is about FSDP, and Megatron trains: drop it"),
+        ({"fsdp_cpu_offload": True}, "--fsdp-cpu-offload is about FSDP, and Megatron trains"),
+        (
+            {PP: 2, "num_layers_per_virtual_pipeline_stage": 1, "num_virtual_stages_per_pipeline_rank": 2},
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank are two ways",
+        ),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2},
+            "--num-virtual-stages-per-pipeline-rank cuts the stages of a pipeline: add --pipeline-model-parallel-size",
+        ),
+        (
+            {PP: 2, "microbatch_group_size_per_virtual_pipeline_stage": 2},
+            "--microbatch-group-size-per-virtual-pipeline-stage is about interleaved stages",
+        ),
+        ({"decoder_first_pipeline_num_layers": 1}, "--decoder-first-pipeline-num-layers is about the stages"),
+        (
+            {PP: 2, "pipeline_model_parallel_layout": "Et|tL", "account_for_loss_in_pipeline_split": True},
+            "--pipeline-model-parallel-layout says all of --account-for-loss-in-pipeline-split already",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "norm"]},
+            "--recompute-modules norm is none of core_attn, moe_act",
+        ),
+        ({"recompute_method": "block"}, "--recompute-method block needs --recompute-granularity full"),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block"},
+            "--recompute-method block needs --recompute-num-layers",
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_modules": ["mlp"]},
+            "--recompute-modules needs --recompute-granularity selective",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(valid: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        megatron(valid, **changes)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_the_sizes_that_plugins_see_are_those_of_the_backend(valid: dict[str, Any]) -> None:
+    config = megatron(valid, **{TP: 2, PP: 2, EP: 2, ETP: 1, "num_layers_per_virtual_pipeline_stage": 1})
+    assert data_parallel_size(config) == 2
+    seen = upstream_view(config)
+    sizes = ("tensor", "pipeline", "expert")
+    assert [seen[f"{kind}_model_parallel_size"] for kind in sizes] == [2, 2, 2]
+    assert (seen["data_parallel_size"], seen[ETP], seen["world_size"]) == (2, 1, 8)
+    fsdp = upstream_view(resolve(Config(**valid, actor_num_gpus_per_node=8, **{TP: 2, PP: 2})))
+    assert [fsdp[f"{kind}_model_parallel_size"] for kind in sizes] == [1, 1, 1]
+    assert (fsdp["data_parallel_size"], fsdp[ETP]) == (8, 1)
+
+
+def test_both_names_of_recomputation_ask_for_it(valid: dict[str, Any]) -> None:
+    asked = megatron(valid, recompute_activations=True)
+    assert (asked.recompute_granularity, asked.recompute_method, asked.recompute_num_layers) == ("full", "uniform", 1)
+    assert resolve(asked) == asked
+    assert megatron(valid, recompute_granularity="selective").recompute_method is None
+    assert resolve(Config(**valid, recompute_activations=True)).recompute_granularity is None
+    assert megatron(valid, moe_token_dispatcher_type="allgather").moe_token_dispatcher_type == "alltoall"
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_functions_that_only_megatron_calls_are_refused_with_fsdp(valid: dict[str, Any], name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve(Config(**valid, **{name: "mine.function"}))
+    assert str(caught.value).startswith(f"{flag_name(name)} is not taken: ")
+    assert "--train-backend megatron" in str(caught.value)
+
+
+def test_megatron_core_must_be_installed(valid: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "megatron" else found(name))
+    with pytest.raises(
+        UserError, match=r"--train-backend megatron needs Megatron-Core, .*pip install 'slime\[megatron\]'"
+    ):
+        megatron(valid)
+
+
+def test_a_saved_config_that_carried_what_is_a_field_now_sets_it(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("carried: {tensor_model_parallel_size: 2, swiglu: true, transformer_impl: null}\n")
+    config = parse_flags(["--config", str(file)])
+    assert (config.tensor_model_parallel_size, config.transformer_impl, config.carried) == (2, None, {"swiglu": True})
