@@ -1,0 +1,271 @@
+"""How one Megatron parameter lies in the tensors of a model folder, for any tensor-parallel size.
+
+Invariant: `join` of the shares that a shard names is a rank's parameter, and `split` of that gives the shares back, bit
+for bit. Over all ranks the shares that are no copies cover every tensor of the folder exactly once; padding belongs to
+no tensor: it is zero after `join`, and `split` drops it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slime.models.slices import Region, whole_region
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A region of one of a rule's tensors, which `source` counts from 0."""
+
+    source: int
+    region: Region
+
+
+class Shard(Protocol):
+    """What one rank holds of a parameter."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the parameter on this rank."""
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """What of the folder's tensors it is made of; regions may be empty."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether rank 0 holds the same numbers, so that only that one writes them."""
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The parameter, of the tensors that lie in `shares`."""
+
+    def split(self, local: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of `shares`, which may be views of the parameter and not contiguous."""
+
+
+class Form(Protocol):
+    def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
+        """What rank `rank` of `size` holds, given the whole shapes of the folder's tensors."""
+
+    def of_expert(self, expert: int) -> Form:
+        """The form for one expert, where a tensor of the folder holds all experts of a layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Rows (or columns) of one tensor of the folder that stay together; of none (-1) they are padding."""
+
+    source: int
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+PADDING = -1
+Lane = list[Stretch]
+"""Stretches in Megatron's order; each rank holds an equal interval of a lane, and one of every lane."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StretchShard:
+    """A parameter that is stretches of the folder's tensors, one after the other along `dim`."""
+
+    dim: int
+    shapes: tuple[Shape, ...]
+    stretches: tuple[Stretch, ...]
+    is_copy: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        shape = list(self.shapes[0])
+        shape[self.dim : self.dim + 1] = [sum(stretch.length for stretch in self.stretches)] if shape else []
+        return tuple(shape)
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        return tuple(self._share(part) for part in self._parts())
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        if len(self.shapes) == len(self.stretches) == 1 and self.stretches[0].source != PADDING:
+            return parts[0]
+        local = torch.zeros(self.shape, dtype=parts[0].dtype, device=parts[0].device)
+        for where, part, inner in self._places():
+            local.narrow(self.dim, where, inner.length).copy_(parts[part].narrow(self.dim, inner.begin, inner.length))
+        return local
+
+    def split(self, local: Tensor) -> tuple[Tensor, ...]:
+        if len(self.shapes) == len(self.stretches) == 1 and self.stretches[0].source != PADDING:
+            return (local,)
+        pieces: list[list[tuple[int, Tensor]]] = [[] for _ in self._parts()]
+        for where, part, inner in self._places():
+            pieces[part].append((inner.begin, local.narrow(self.dim, where, inner.length)))
+        return tuple(
+            self._together([piece for _, piece in sorted(found, key=lambda one: one[0])], local) for found in pieces
+        )
+
+    def _together(self, pieces: list[Tensor], local: Tensor) -> Tensor:
+        if not pieces:
+            return local.narrow(self.dim, 0, 0)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def _share(self, part: Stretch) -> Share:
+        region = list(whole_region(self.shapes[part.source]))
+        if region:
+            region[self.dim] = slice(part.begin, part.end)
+        return Share(part.source, tuple(region))
+
+    def _parts(self) -> list[Stretch]:
+        """Stretches side by side in the folder are one part; a tensor of which nothing is held has an empty one."""
+        parts: list[Stretch] = []
+        for source in range(len(self.shapes)):
+            own = sorted((s for s in self.stretches if s.source == source), key=lambda one: one.begin)
+            merged: list[Stretch] = []
+            for stretch in own:
+                if merged and merged[-1].end == stretch.begin:
+                    merged[-1] = Stretch(source, merged[-1].begin, stretch.end)
+                else:
+                    merged.append(stretch)
+            parts += merged or [Stretch(source, 0, 0)]
+        return parts
+
+    def _places(self) -> Iterator[tuple[int, int, Stretch]]:
+        """Where each stretch begins in the parameter, which part it belongs to, and from where to where in that."""
+        parts, where = self._parts(), 0
+        for stretch in self.stretches:
+            for index, part in enumerate(parts):
+                if part.source == stretch.source and part.begin <= stretch.begin and stretch.end <= part.end:
+                    begin = stretch.begin - part.begin
+                    yield where, index, Stretch(stretch.source, begin, begin + stretch.length)
+                    break
+            where += stretch.length
+
+
+def interval(lane: Lane, rank: int, size: int) -> Lane:
+    """What of a lane one rank holds."""
+    length = sum(stretch.length for stretch in lane)
+    if length % size:
+        raise ValueError(f"{length} rows cannot be shared evenly by {size} tensor-parallel ranks")
+    begin, end, at, found = rank * length // size, (rank + 1) * length // size, 0, []
+    for stretch in lane:
+        first, last = max(begin - at, 0), min(end - at, stretch.length)
+        if first < last:
+            found.append(Stretch(stretch.source, stretch.begin + first, stretch.begin + last))
+        at += stretch.length
+    return found
+
+
+class Laned:
+    """A form that is lanes along one dimension."""
+
+    dim = 0
+
+    def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
+        raise NotImplementedError
+
+    def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
+        held = [stretch for lane in self.lanes(shapes, size) for stretch in interval(lane, rank, size)]
+        return StretchShard(self.dim, tuple(map(tuple, shapes)), tuple(held))
+
+    def of_expert(self, expert: int) -> Form:
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """The same on every rank: norms, routers, biases of row-parallel layers, scalars."""
+
+    def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
+        rows = shapes[0][0] if shapes[0] else 1
+        return StretchShard(0, (tuple(shapes[0]),), (Stretch(0, 0, rows),), is_copy=rank > 0)
+
+    def of_expert(self, expert: int) -> Form:
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns(Laned):
+    """A column-parallel layer: its output, the first dimension, is shared; weights and biases."""
+
+    def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
+        return [[Stretch(0, 0, shapes[0][0])]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(Laned):
+    """A row-parallel layer: its input, the second dimension, is shared."""
+
+    dim = 1
+
+    def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
+        return [[Stretch(0, 0, shapes[0][1])]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocab(Laned):
+    """Rows of tokens, padded so that they can be shared (see padded_vocab)."""
+
+    divisible_by: int = 128
+
+    def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
+        rows = shapes[0][0]
+        return [[Stretch(0, 0, rows), Stretch(PADDING, 0, padded_vocab(rows, self.divisible_by, size) - rows)]]
+
+
+def padded_vocab(rows: int, divisible_by: int, size: int) -> int:
+    """Megatron's padding: to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size."""
+    multiple = divisible_by * size
+    return math.ceil(rows / multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class GateUp(Laned):
+    """Gate and up projection as one: the rank's rows of the gate, then its rows of the other."""
+
+    def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
+        return [[Stretch(source, 0, shapes[source][0])] for source in (0, 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedGateUp(Laned):
+    """The same where the folder has one tensor, the gate's rows before the others."""
+
+    def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
+        half = shapes[0][0] // 2
+        return [[Stretch(0, 0, half)], [Stretch(0, half, 2 * half)]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Qkv(Laned):
+    """Queries, keys and values, or their biases, group by group: the queries of a group, its key, its value.
+
+    With an output gate each head's rows in the query projection of the folder are its query and its gate; Megatron has
+    the queries of a group before its gates. With more ranks than groups Megatron cuts within groups, and so does this.
+    """
+
+    groups: int
+    is_gated: bool = False
+
+    def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
+        head = shapes[1][0] // self.groups
+        queries = shapes[0][0] // self.groups
+        lane: Lane = []
+        for group in range(self.groups):
+            first = group * queries
+            if self.is_gated:
+                for gate in (0, head):
+                    starts = range(first + gate, first + queries, 2 * head)
+                    lane += [Stretch(0, start, start + head) for start in starts]
+            else:
+                lane.append(Stretch(0, first, first + queries))
+            lane += [Stretch(source, group * head, (group + 1) * head) for source in (1, 2)]
+        return [lane]

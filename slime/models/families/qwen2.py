@@ -1,0 +1,28 @@
+"""Qwen2 and Qwen2.5: biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from slime.models.families.blocks import attention_rules, edge_rules, mlp_rules
+from slime.models.families.facts import Family, Fields, HfConfig
+from slime.models.families.reading import all_layers, decoder_fields
+from slime.models.families.rules import Rule
+
+
+def _fields(config: HfConfig) -> Fields:
+    return {**decoder_fields(config), "add_qkv_bias": True}
+
+
+def _rules(config: HfConfig) -> tuple[Rule, ...]:
+    layers = all_layers(config)
+    return (*edge_rules(config), *attention_rules(config, layers, has_qkv_bias=True), *mlp_rules(layers))
+
+
+QWEN2 = Family(
+    name="Qwen2.5",
+    model_types=("qwen2",),
+    fields=_fields,
+    rules=_rules,
+    tool_format="qwen25",
+    reasoning_format=None,
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+)

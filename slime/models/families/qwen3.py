@@ -1,0 +1,56 @@
+"""Qwen3, dense and with experts: a norm on every head of queries and keys."""
+
+from __future__ import annotations
+
+from slime.errors import UserError
+from slime.models.families.blocks import attention_rules, edge_rules, expert_rules, mlp_rules
+from slime.models.families.facts import Family, Fields, HfConfig
+from slime.models.families.reading import all_layers, decoder_fields, moe_fields, moe_layers
+from slime.models.families.rules import Rule
+
+
+def _fields(config: HfConfig) -> Fields:
+    if config.get("attention_bias") is True:
+        raise UserError(
+            "attention_bias true in config.json of a Qwen3 model: Megatron has no bias on attention outputs alone, so "
+            "train this model with --train-backend fsdp"
+        )
+    return {**decoder_fields(config), "qk_layernorm": True}
+
+
+def _moe_fields(config: HfConfig) -> Fields:
+    return {**_fields(config), **moe_fields(config)}
+
+
+def _attention(config: HfConfig) -> tuple[Rule, ...]:
+    return attention_rules(config, all_layers(config), has_head_norms=True)
+
+
+def _rules(config: HfConfig) -> tuple[Rule, ...]:
+    return (*edge_rules(config), *_attention(config), *mlp_rules(all_layers(config)))
+
+
+def _moe_rules(config: HfConfig) -> tuple[Rule, ...]:
+    sparse = moe_layers(config)
+    dense = tuple(layer for layer in all_layers(config) if layer not in set(sparse))
+    return (*edge_rules(config), *_attention(config), *mlp_rules(dense), *expert_rules(config, sparse))
+
+
+QWEN3 = Family(
+    name="Qwen3",
+    model_types=("qwen3",),
+    fields=_fields,
+    rules=_rules,
+    tool_format="qwen25",
+    reasoning_format="qwen3",
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+)
+QWEN3_MOE = Family(
+    name="Qwen3-MoE",
+    model_types=("qwen3_moe",),
+    fields=_moe_fields,
+    rules=_moe_rules,
+    tool_format="qwen25",
+    reasoning_format="qwen3",
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+)

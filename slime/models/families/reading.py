@@ -1,0 +1,161 @@
+"""What config.json says, in Megatron's names, as far as families agree on it.
+
+Invariant: a number that decides the shape of the model is read or refused, never guessed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.errors import UserError
+from slime.models.families.facts import Fields, HfConfig
+
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+
+
+def need(config: HfConfig, *names: str) -> Any:
+    """The first of these that config.json has."""
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    raise UserError(
+        f"config.json of a {config.get('model_type', 'nameless')} model has no {' or '.join(names)}: its shape cannot "
+        "be told, so copy or download the model folder again"
+    )
+
+
+def head_dim(config: HfConfig) -> int:
+    return int(config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads"))
+
+
+def kv_heads(config: HfConfig) -> int:
+    return int(config.get("num_key_value_heads") or need(config, "num_attention_heads"))
+
+
+def all_layers(config: HfConfig) -> tuple[int, ...]:
+    return tuple(range(need(config, "num_hidden_layers")))
+
+
+def is_tied(config: HfConfig, *, default: bool = False) -> bool:
+    tied = config.get("tie_word_embeddings")
+    return tied if isinstance(tied, bool) else default
+
+
+def decoder_fields(config: HfConfig) -> Fields:
+    """What every decoder has: sizes, norm, gated feed-forward, vocabulary; no biases, no dropout."""
+    activation = str(config.get("hidden_act", "silu"))
+    if activation not in _ACTIVATIONS:
+        raise UserError(f"hidden_act {activation} of config.json is none of {', '.join(_ACTIVATIONS)}")
+    return {
+        "num_layers": need(config, "num_hidden_layers"),
+        "hidden_size": need(config, "hidden_size"),
+        "ffn_hidden_size": need(config, "intermediate_size", "moe_intermediate_size"),
+        "num_attention_heads": need(config, "num_attention_heads"),
+        "num_query_groups": kv_heads(config),
+        "kv_channels": head_dim(config),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "activation_func": activation,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "vocab_size": need(config, "vocab_size"),
+        "max_sequence_length": config.get("max_position_embeddings", 4096),
+        "share_embeddings_and_output_weights": is_tied(config),
+        **rotary_fields(config),
+    }
+
+
+def rope_entry(config: HfConfig) -> dict[str, Any]:
+    """How positions are rotated: `rope_parameters`, or `rope_scaling` and `rope_theta` of older folders."""
+    entry: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(config.get(name), dict):
+            entry |= config[name]
+    entry.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+    entry.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    entry.setdefault("rope_type", entry.get("type", "default"))
+    return entry
+
+
+def rotary_fields(config: HfConfig) -> Fields:
+    entry = rope_entry(config)
+    fields: Fields = {
+        "position_embedding_type": "rope",
+        "rotary_base": entry["rope_theta"],
+        "rotary_percent": entry["partial_rotary_factor"],
+        "rotary_interleaved": False,
+    }
+    kind = entry["rope_type"]
+    if kind in ("default", "mrope"):  # text has one position on all of mrope's axes
+        return fields
+    if kind == "linear":
+        return {**fields, "seq_len_interpolation_factor": float(entry["factor"])}
+    if kind == "llama3":
+        return {**fields, "rope_scaling": True, "rope_scaling_factor": _llama3_factor(entry)}
+    if kind == "yarn":
+        return {**fields, "position_embedding_type": "yarn", **_yarn_fields(config, entry)}
+    raise UserError(f"rope_type {kind} of config.json is not one Megatron has: default, linear, llama3 or yarn")
+
+
+def _llama3_factor(entry: dict[str, Any]) -> float:
+    for name, value in {
+        "low_freq_factor": 1,
+        "high_freq_factor": 4,
+        "original_max_position_embeddings": 8192,
+    }.items():
+        if entry.get(name, value) != value:
+            raise UserError(f"{name} {entry[name]} of config.json: Megatron's Llama 3 rotation has {value} fixed")
+    return float(entry.get("factor", 8.0))
+
+
+def _yarn_fields(config: HfConfig, entry: dict[str, Any]) -> Fields:
+    original = entry.get("original_max_position_embeddings") or need(config, "max_position_embeddings")
+    return {
+        "yarn_rotary_scaling_factor": float(entry["factor"]),
+        "yarn_original_max_position_embeddings": original,
+        "yarn_beta_fast": float(entry.get("beta_fast") or 32),
+        "yarn_beta_slow": float(entry.get("beta_slow") or 1),
+        "yarn_mscale": float(entry.get("mscale") or 1.0),
+        "yarn_mscale_all_dim": float(entry.get("mscale_all_dim") or 0.0),
+        "yarn_correction_range_round_to_int": bool(entry.get("truncate", True)),
+    }
+
+
+def moe_layers(config: HfConfig) -> tuple[int, ...]:
+    """Which layers have experts."""
+    dense = config.get("mlp_only_layers") or ()
+    step, first = config.get("decoder_sparse_step") or 1, config.get("first_k_dense_replace") or 0
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    every = config.get("moe_layer_freq")
+    if isinstance(every, list):
+        return tuple(layer for layer, kind in enumerate(every) if kind)
+    return tuple(
+        layer for layer in all_layers(config) if layer >= first and layer not in dense and (layer + 1) % step == 0
+    )
+
+
+def num_experts(config: HfConfig) -> int:
+    return int(need(config, "num_experts", "n_routed_experts", "num_local_experts"))
+
+
+def moe_fields(config: HfConfig) -> Fields:
+    """Experts behind a softmax over all of them, without balancing losses: those are pretraining's."""
+    sparse = set(moe_layers(config))
+    return {
+        "num_moe_experts": num_experts(config),
+        "moe_layer_freq": [int(layer in sparse) for layer in all_layers(config)],
+        "moe_ffn_hidden_size": need(config, "moe_intermediate_size", "intermediate_size"),
+        "moe_router_topk": need(config, "num_experts_per_tok"),
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": config.get("norm_topk_prob") is not True,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": True,
+    }

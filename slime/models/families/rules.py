@@ -1,0 +1,62 @@
+"""Which tensors of a model folder a Megatron parameter is made of.
+
+Invariant: names on Megatron's side are global: layers count over pipeline stages, experts over expert-parallel ranks.
+Names on the other side are those of the folder. A rule with `is_copy` is read and never written: another rule owns the
+same tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from slime.models.families.forms import Form, Vocab
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One Megatron parameter."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    form: Form
+    is_expert: bool = False
+    """Whether expert-tensor-parallel ranks share it, and expert-parallel ranks have different ones."""
+    is_copy: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One Megatron parameter of some layers; templates have places for {layer} and {expert}."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    form: Form
+    layers: tuple[int, ...] | None = None
+    """Which layers have it; None for what is in no layer."""
+    experts: int = 0
+    """How many experts each layer has of it; 0 for what is no expert's."""
+    is_copy: bool = False
+
+    def entries(self) -> Iterator[Entry]:
+        for layer in (0,) if self.layers is None else self.layers:
+            for expert in range(self.experts or 1):
+                yield Entry(
+                    self.megatron.format(layer=layer, expert=expert),
+                    tuple(name.format(layer=layer, expert=expert) for name in self.hf),
+                    self.form.of_expert(expert),
+                    self.experts > 0,
+                    self.is_copy,
+                )
+
+
+def entries_by_name(rules: Iterable[Rule]) -> dict[str, Entry]:
+    """Every parameter of a model under its global Megatron name."""
+    return {entry.megatron: entry for rule in rules for entry in rule.entries()}
+
+
+def with_vocab_divisor(rules: Iterable[Rule], divisible_by: int) -> tuple[Rule, ...]:
+    """The rules under another --make-vocab-size-divisible-by than Megatron's default of 128."""
+    return tuple(
+        dataclasses.replace(rule, form=Vocab(divisible_by)) if isinstance(rule.form, Vocab) else rule for rule in rules
+    )

@@ -1,0 +1,174 @@
+"""The rules of every family cover every tensor of its folders once, and nothing is lost on the way there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime.errors import UserError
+from slime.models.families.family import FAMILIES, family_of
+from slime.models.families.forms import Columns, GateUp, Qkv, Rows, Share, Vocab, Whole
+from slime.models.families.rules import Entry, entries_by_name, with_vocab_divisor
+from slime.models.slices import stored_tensors
+from slime.models.sources import read_whole
+from tests.family_models import BASE, FAMILY_MODELS, family_config, make_family_folder
+
+
+@pytest.fixture(scope="module", params=FAMILY_MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family_folder(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: read_whole(stored) for name, stored in stored_tensors(folder.glob("*.safetensors")).items()}
+
+
+def shares_of(entry: Entry, tensors: dict[str, Tensor], size: int) -> Iterator[tuple[str, Share, Tensor]]:
+    """What all ranks give back of a parameter that each of them joined from the folder."""
+    shapes = [tuple(tensors[name].shape) for name in entry.hf]
+    for rank in range(size):
+        shard = entry.form.shard(shapes, rank, size)
+        parts = [tensors[entry.hf[share.source]][share.region] for share in shard.shares]
+        local = shard.join(parts)
+        assert tuple(local.shape) == shard.shape
+        back = shard.split(local)
+        assert len(back) == len(shard.shares)
+        if not (shard.is_copy or entry.is_copy):
+            yield from ((entry.hf[share.source], share, part) for share, part in zip(shard.shares, back, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_tensor_of_a_folder_comes_back_once_and_bit_for_bit(folder: Path, size: int) -> None:
+    config, tensors = family_config(folder), tensors_of(folder)
+    family = family_of(config)
+    entries = entries_by_name(family.rules(config))
+    found = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
+    times = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for entry in entries.values():
+        for name, share, part in shares_of(entry, tensors, size):
+            found[name][share.region] = part
+            times[name][share.region] += 1
+    ignored = tuple(one.prefix for one in family.ignored(config))
+    kept = [name for name in tensors if not name.startswith(ignored)]
+    assert kept
+    for name in kept:
+        assert (times[name] == 1).all(), f"{name} is not covered exactly once"
+        assert torch.equal(found[name], tensors[name]), name
+    assert not [name for name in tensors if name not in kept and times[name].any()]
+
+
+def test_fields_say_the_sizes_of_the_folder(folder: Path) -> None:
+    config = family_config(folder)
+    fields = family_of(config).fields(config)
+    assert fields["num_layers"] == BASE["num_hidden_layers"]
+    assert fields["hidden_size"] == BASE["hidden_size"]
+    assert fields["vocab_size"] == BASE["vocab_size"]
+    assert fields["num_attention_heads"] == BASE["num_attention_heads"]
+    for name in ("moe_layer_freq", "linear_attention_freq"):
+        if isinstance(fields.get(name), list):
+            assert len(fields[name]) == fields["num_layers"]
+
+
+def test_only_experts_are_shared_over_expert_parallel_ranks(folder: Path) -> None:
+    config = family_config(folder)
+    family = family_of(config)
+    entries = entries_by_name(family.rules(config))
+    assert {".mlp.experts." in name for name, entry in entries.items() if entry.is_expert} <= {True}
+    count = family.fields(config).get("num_moe_experts") or 0
+    numbers = {name.rsplit("weight", 1)[1] for name, entry in entries.items() if entry.is_expert and "weight" in name}
+    assert numbers == {str(expert) for expert in range(count)}
+
+
+def test_grouped_queries_keys_and_values_lie_as_megatron_splits_them() -> None:
+    q, k, v = torch.arange(8.0)[:, None], 100 + torch.arange(4.0)[:, None], 200 + torch.arange(4.0)[:, None]
+    shapes = [(8, 1), (4, 1), (4, 1)]  # 4 heads of 2 rows in 2 groups
+    whole = Qkv(2).shard(shapes, 0, 1).join([q, k, v])
+    assert whole.flatten().tolist() == [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
+    second = Qkv(2).shard(shapes, 1, 2)
+    assert [share.region[0] for share in second.shares] == [slice(4, 8), slice(2, 4), slice(2, 4)]
+
+
+def test_more_ranks_than_groups_cut_within_a_group() -> None:
+    shapes = [(8, 1), (4, 1), (4, 1)]
+    first, second = (Qkv(2).shard(shapes, rank, 4) for rank in (0, 1))
+    assert [share.region[0] for share in first.shares] == [slice(0, 4), slice(0, 0), slice(0, 0)]
+    assert [share.region[0] for share in second.shares] == [slice(0, 0), slice(0, 2), slice(0, 2)]
+    local = second.join([torch.empty(0, 1), torch.ones(2, 1), torch.full((2, 1), 2.0)])
+    assert local.flatten().tolist() == [1, 1, 2, 2]
+    assert [part.shape[0] for part in second.split(local)] == [0, 2, 2]
+    assert [part.shape[0] for part in first.split(torch.ones(4, 1))] == [4, 0, 0]
+
+
+def test_gated_queries_come_before_their_gates_in_each_group() -> None:
+    q = torch.arange(8.0)[:, None]  # heads of one row: query, gate, query, gate ...
+    k, v = 100 + torch.arange(2.0)[:, None], 200 + torch.arange(2.0)[:, None]
+    shard = Qkv(2, is_gated=True).shard([(8, 1), (2, 1), (2, 1)], 0, 1)
+    local = shard.join([q, k, v])
+    assert local.flatten().tolist() == [0, 2, 1, 3, 100, 200, 4, 6, 5, 7, 101, 201]
+    assert all(torch.equal(back, part) for back, part in zip(shard.split(local), (q, k, v), strict=True))
+
+
+def test_padding_of_the_vocabulary_is_zero_and_never_leaves() -> None:
+    rows = torch.ones(5, 3)
+    shards = [Vocab(2).shard([(5, 3)], rank, 4) for rank in range(4)]  # 8 rows of 2
+    locals_ = [shard.join([rows[shard.shares[0].region]]) for shard in shards]
+    assert [local[:, 0].tolist() for local in locals_] == [[1, 1], [1, 1], [1, 0], [0, 0]]
+    given = [shard.split(torch.full((2, 3), 7.0))[0] for shard in shards]
+    assert [len(part) for part in given] == [2, 2, 1, 0]
+
+
+def test_another_vocabulary_divisor_reaches_the_embedding_and_the_head() -> None:
+    config = {**BASE, "model_type": "qwen3"}
+    entries = entries_by_name(with_vocab_divisor(family_of(config).rules(config), 1))
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert entries[name].form.shard([(250, 64)], 0, 2).shape == (125, 64)
+
+
+def test_what_ranks_hold_in_common_is_written_by_the_first_alone() -> None:
+    assert [Whole().shard([(4,)], rank, 2).is_copy for rank in range(2)] == [False, True]
+    assert not any(form.shard([(4, 4), (4, 4)], 1, 2).is_copy for form in (Columns(), Rows(), GateUp()))
+    assert Whole().shard([()], 0, 2).shape == ()
+
+
+def test_rows_that_ranks_cannot_share_evenly_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 rows cannot be shared evenly by 4"):
+        Columns().shard([(6, 2)], 0, 4)
+
+
+def test_tied_embeddings_are_read_for_the_last_stage_and_written_by_the_first() -> None:
+    config = {**BASE, "model_type": "qwen2", "tie_word_embeddings": True}
+    entries = entries_by_name(family_of(config).rules(config))
+    assert entries["output_layer.weight"].hf == ("model.embed_tokens.weight",)
+    assert entries["output_layer.weight"].is_copy
+    assert family_of(config).fields(config)["share_embeddings_and_output_weights"] is True
+
+
+def test_positions_are_read_from_new_and_old_folders_alike() -> None:
+    old = {**BASE, "model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+    new = {**BASE, "model_type": "llama"} | {
+        "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
+    }
+    fields = family_of(old).fields(old)
+    assert fields == family_of(new).fields(new)
+    assert (fields["rotary_base"], fields["rope_scaling"], fields["rope_scaling_factor"]) == (5e5, True, 8.0)
+    with pytest.raises(UserError, match="high_freq_factor 2"):
+        family_of(old).fields({**old, "rope_scaling": {"rope_type": "llama3", "high_freq_factor": 2}})
+    with pytest.raises(UserError, match="rope_type longrope"):
+        family_of(old).fields({**old, "rope_scaling": {"rope_type": "longrope"}})
+
+
+def test_an_unknown_family_is_refused_with_those_known() -> None:
+    with pytest.raises(UserError, match=r"model_type mamba.*llama, qwen2, qwen3"):
+        family_of({"model_type": "mamba"})
+    kinds = [model_type for family in FAMILIES for model_type in family.model_types]
+    assert len(kinds) == len(set(kinds))
+
+
+def test_a_config_without_its_sizes_is_refused() -> None:
+    config = {name: value for name, value in BASE.items() if name != "hidden_size"} | {"model_type": "qwen3"}
+    with pytest.raises(UserError, match="no hidden_size"):
+        family_of(config).fields(config)
