@@ -15,8 +15,10 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from slime.data.sample import Sample
@@ -29,6 +31,15 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
+}
+
+DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"],
 }
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
@@ -59,6 +70,16 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1
     ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **SIZES,
+        **DELTA,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        pad_token_id=0,
+    ),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**SIZES, **DELTA, pad_token_id=0),
 }
 
 

@@ -29,6 +29,12 @@ class ModelFlags:
     recompute_loss_function: bool = flag(
         False, "custom losses are called again in the backward pass instead of keeping what they computed"
     )
+    qwen_gdn_backend: str | None = flag(
+        None,
+        "kernels of gated delta nets (Qwen3-Next, Qwen3.5), which are refused where they cannot run; default: fla on "
+        "GPUs where it is installed, else torch",
+        choices=("fla", "flashqla"),
+    )
     trust_remote_code: bool = flag(False, "run model code that ships inside the model folder")
     freeze_params_name_list: list[str] | None = flag(
         None, "regular expressions of parameter names that are not trained", metavar="REGEX"

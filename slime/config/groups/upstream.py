@@ -31,12 +31,6 @@ class UpstreamFlags:
     distributed_backend: str = flag(
         "nccl", "how trainers talk to each other", no_effect="it is nccl on GPUs and gloo on a CPU"
     )
-    qwen_gdn_backend: str = flag(
-        "fla",
-        "kernels of gated delta nets",
-        choices=("fla", "flashqla"),
-        no_effect="the trainer chooses among the kernels that are installed",
-    )
     allgather_cp: bool = flag(
         False, "how a sequence is cut over processes", no_effect="no sequence is cut over processes"
     )

@@ -19,42 +19,18 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from slime.errors import UserError
+from slime.train.backends.delta_kernels import check_delta_kernels
 from slime.train.backends.fsdp.chunked_attention import Rules, chunked_attention
+from slime.train.backends.fsdp.delta_net import PackedDeltaNet, is_delta_net
+from slime.train.backends.fsdp.packed_context import PackedContext
 from slime.train.backends.fsdp.ulysses import to_own_heads, to_own_tokens
 from slime.train.samples.packing import PackedLayout
-from slime.train.topology import Ranks
 
 ATTENTION_NAME = "slime_packed"
 CONTEXT_ATTRIBUTE = "slime_packed_context"
 HALF = (torch.bfloat16, torch.float16)
 PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
-class PackedContext:
-    """The layout of the row that is going through the model, and how many attention layers have read it.
-
-    `ranks`, where there are several, have a part of the row's tokens each (ulysses.py).
-    """
-
-    def __init__(self) -> None:
-        self.layout: PackedLayout | None = None
-        self.reads = 0
-        self.ranks: Ranks | None = None
-
-    @property
-    def sharing(self) -> Ranks | None:
-        """The ranks that this row is cut over; None where it is whole."""
-        return self.ranks if self.ranks is not None and self.ranks.size > 1 else None
-
-    def begin(self, layout: PackedLayout) -> None:
-        self.layout = layout
-        self.reads = 0
-
-    def read(self) -> PackedLayout:
-        if self.layout is None:
-            raise RuntimeError("packed attention ran before a packed layout was set")
-        self.reads += 1
-        return self.layout
+DELTA_LAYER_TYPE = "linear_attention"
 
 
 def register_packed_attention() -> None:
@@ -63,24 +39,38 @@ def register_packed_attention() -> None:
     AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
 
 
-def attach_context(model: PreTrainedModel) -> PackedContext:
+def attach_context(model: PreTrainedModel, gdn_backend: str | None = None) -> PackedContext:
     """Give every module of the model the same context; refuses models whose layers mix tokens in another way."""
-    config = model.config.get_text_config()
-    kinds = set(config.to_dict().get("layer_types") or ()) - PACKABLE_LAYER_TYPES
-    if kinds or any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        found = ", ".join(sorted(kinds)) or "convolution"
-        raise UserError(
-            f"{type(model).__name__} has {found} layers, which this version cannot train: use a model whose layers are "
-            "full or sliding-window attention"
-        )
-    context = PackedContext()
+    context = PackedContext(gdn_backend)
+    if any(map(is_delta_net, model.modules())):
+        check_delta_kernels(gdn_backend)
+    replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if _depends_on_length(child):
                 setattr(parent, name, RopeOfEachSequence(child, context))
+            elif is_delta_net(child):
+                setattr(parent, name, PackedDeltaNet(child, context))
+                replaced += 1
+    _check_layers(model, replaced)
     for module in model.modules():
         object.__setattr__(module, CONTEXT_ATTRIBUTE, context)
     return context
+
+
+def _check_layers(model: PreTrainedModel, delta_nets: int) -> None:
+    """Every layer mixes tokens by attention, or is one of the delta nets that were replaced."""
+    kinds = list(model.config.get_text_config().to_dict().get("layer_types") or ())
+    unknown = set(kinds) - PACKABLE_LAYER_TYPES
+    if delta_nets and kinds.count(DELTA_LAYER_TYPE) == delta_nets:
+        unknown.discard(DELTA_LAYER_TYPE)
+    convolutions = sum(isinstance(module, nn.Conv1d) for module in model.modules())
+    if unknown or convolutions > delta_nets:
+        found = ", ".join(sorted(unknown)) or "convolution"
+        raise UserError(
+            f"{type(model).__name__} has {found} layers, which this version cannot train: use a model whose layers are "
+            "full or sliding-window attention, or gated delta nets of Qwen's"
+        )
 
 
 class RopeOfEachSequence(nn.Module):

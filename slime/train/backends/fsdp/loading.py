@@ -19,14 +19,20 @@ def load_policy(config: Config, folder: str, dtype: torch.dtype) -> PolicyModel:
     outline = _outline(config, folder, dtype)
     sampled = config.loss_type != "sft_loss"  # answers that were read were sampled at no temperature
     temperature = config.rollout_temperature if sampled else 1.0
-    return PolicyModel(outline.model, outline.sources, temperature=temperature, chunk_rows=config.log_probs_chunk_size)
+    return PolicyModel(
+        outline.model,
+        outline.sources,
+        temperature=temperature,
+        chunk_rows=config.log_probs_chunk_size,
+        gdn_backend=config.qwen_gdn_backend,
+    )
 
 
 def load_critic(config: Config, folder: str, dtype: torch.dtype) -> ValueModel:
     """A language model's body with a new value head."""
     outline = _outline(config, folder, dtype)
     outline.put_value_head()
-    return ValueModel(outline.model, outline.sources)
+    return ValueModel(outline.model, outline.sources, gdn_backend=config.qwen_gdn_backend)
 
 
 def _outline(config: Config, folder: str, dtype: torch.dtype) -> ModelOutline:

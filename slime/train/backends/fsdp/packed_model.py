@@ -18,6 +18,7 @@ from slime.errors import UserError
 from slime.models.head import OutputHead, output_projection
 from slime.models.sources import Source, Zeros
 from slime.train.backends.fsdp.attention import attach_context
+from slime.train.backends.fsdp.delta_net import PackedDeltaNet
 from slime.train.backends.protocol import Reads
 from slime.train.collectives import gather_parts
 from slime.train.samples.packing import PackedRow, RowPart
@@ -30,11 +31,13 @@ class PackedModel(nn.Module):
     Parameters that are on the meta device are read when it is sharded, each from the source of its name in the model.
     """
 
-    def __init__(self, model: PreTrainedModel, sources: Mapping[str, Source] | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, sources: Mapping[str, Source] | None = None, *, gdn_backend: str | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.sources: dict[str, Source] = dict(sources or {})
-        self.context = attach_context(model)
+        self.context = attach_context(model, gdn_backend)
 
     def read_nothing(self) -> None:
         """For a model whose weights will all be overwritten: they are zero until then."""
@@ -42,6 +45,9 @@ class PackedModel(nn.Module):
 
     def share_rows(self, ranks: Ranks) -> None:
         """From now on each of these ranks computes a part of every row; all of them bring the same rows."""
+        for module in self.model.modules():
+            if isinstance(module, PackedDeltaNet):
+                module.check_ranks(ranks.size)
         self.context.ranks = ranks
 
     def own_part(self, row: PackedRow) -> RowPart:
@@ -76,8 +82,9 @@ class PolicyModel(PackedModel):
         *,
         temperature: float = 1.0,
         chunk_rows: int = -1,
+        gdn_backend: str | None = None,
     ) -> None:
-        super().__init__(model, sources)
+        super().__init__(model, sources, gdn_backend=gdn_backend)
         self.temperature = temperature
         self.chunk_rows = chunk_rows
         self.head = OutputHead.from_config(model.config)
