@@ -258,7 +258,8 @@ def test_openai_dialect(engine: EngineProcess) -> None:
         ({"input_ids": [1], "sampling_params": {"regex": "a+"}}, "'regex', which may change what is sampled"),
         ({"input_ids": [1], "nonsense": 1}, "unknown field 'nonsense'"),
         ({"input_ids": [1], "session_params": {"id": "x"}}, "session_params is not supported"),
-        ({"input_ids": [1], "return_routed_experts": True}, "return_routed_experts is not supported"),
+        ({"input_ids": [1], "return_routed_experts": True}, "this model has no experts that the engine could name"),
+        ({"input_ids": [1], "routed_experts_start_len": -1}, "routed_experts_start_len must lie between"),
         ({"input_ids": [[1], [2]], "lora_path": [None, "a"]}, "lora_path is not supported"),
         ({"input_ids": [1], "image_data": "x"}, "image_data is not supported"),
         ({"input_ids": [1], "rid": 7}, "rid must be a string"),
@@ -276,7 +277,6 @@ def test_fields_that_change_no_token_are_left_out_and_noted_once(engine: EngineP
     plain = engine.post("/generate", {"input_ids": [5, 6], "sampling_params": params})[1]["output_ids"]
     neutral = {"custom_params": {"return_top_p_token_ids": True}, "spaces_between_special_tokens": False, "regex": None}
     fields = {
-        "return_routed_experts": False,
         "image_data": None,
         "lora_path": None,
         "session_params": {},

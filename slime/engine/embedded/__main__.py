@@ -96,7 +96,8 @@ def load(core: EngineCore) -> ModelFacts:
     options = core.options
     tokenizer = load_tokenizer(options.model_path, trust_remote_code=options.trust_remote_code)
     core.load(resolve_device(options.device))
-    return ModelFacts(tokenizer, core.vocab_size, core.context_len, eos_ids(core, tokenizer))
+    stops, has_experts = eos_ids(core, tokenizer), core.runner.experts.topk > 0
+    return ModelFacts(tokenizer, core.vocab_size, core.context_len, stops, has_experts)
 
 
 def eos_ids(core: EngineCore, tokenizer: object) -> frozenset[int]:

@@ -405,7 +405,7 @@ class EngineCore:
         for tag in tags:
             if tag == "kv_cache" and tag not in self._released:
                 self.flush_cache()
-                self.runner.context.free()
+                self.runner.free_kv()
             elif tag == "weights" and tag not in self._released and self.runner.cuda:
                 self.runner.model.to("cpu")
             self._released.add(tag)

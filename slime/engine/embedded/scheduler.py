@@ -11,6 +11,7 @@ theirs back and start over from their tokens.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +77,7 @@ class Scheduler:
         self.retractions = 0
         self.max_running = max_running
         self.chunk = chunk
+        self.before_release: Callable[[Sequence, np.ndarray], object] = lambda seq, slots: None
         self.table = np.zeros((max_running + 1, context_len), dtype=np.int32)
         self.reset(cache)
 
@@ -216,7 +218,9 @@ class Scheduler:
                 return
 
     def _give_back(self, seq: Sequence) -> None:
-        self.cache.release(self.slots_of(seq))
+        slots = self.slots_of(seq)
+        self.before_release(seq, slots)
+        self.cache.release(slots)
         self._rows.append(seq.row)
         seq.row, seq.computed = -1, 0
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from slime.engine.embedded.sampling_params import SamplingParams
 from slime.engine.embedded.text import TextStream
 
@@ -29,11 +31,15 @@ class Sequence:
     text: TextStream | None = None  # only where someone reads text before the end: streams and stop strings
     logprob_start: int | None = None
     top_logprobs: int = 0
+    routed_from: int | None = None  # the first position whose experts were asked for
     # state
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float | None] = field(default_factory=list)
     output_top: list[list[tuple[float, int]]] = field(default_factory=list)
+    routed: list[np.ndarray] = field(
+        default_factory=list
+    )  # experts of the first positions, as they were first computed
     row: int = -1
     computed: int = 0
     cached_tokens: int = 0

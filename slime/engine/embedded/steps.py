@@ -68,6 +68,7 @@ class Steps:
         self.flight: Flight | None = None
         self._fresh_cache = fresh_cache
         self._is_quiet = is_quiet
+        scheduler.before_release = self._keep_experts
 
     def step(self) -> None:
         """Prompt tokens of waiting sequences, or one token for every running one."""
@@ -213,6 +214,15 @@ class Steps:
                 self.leave(seq)
             elif seq.stream:
                 self._tell(seq)
+
+    def _keep_experts(self, seq: Sequence, slots: np.ndarray) -> None:
+        """Before a sequence loses its slots: which experts computed them, if it asked and something came out of them.
+
+        What is computed a second time, after the slots were taken away, keeps the experts that its tokens came from.
+        """
+        if seq.routed_from is not None and (seq.output_ids or seq.finish is not None):
+            known = sum(len(rows) for rows in seq.routed)
+            seq.routed.append(self.runner.experts.of(slots[known:]))
 
     def leave(self, seq: Sequence) -> None:
         self.scheduler.drop(seq, version=self.version)

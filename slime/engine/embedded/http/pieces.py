@@ -6,8 +6,11 @@ the pieces of a sequence, put together, are its whole answer. Making one costs w
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from slime.engine.embedded.http.requests import GenerateRequest, ModelFacts
 from slime.engine.embedded.sequence import Sequence
@@ -121,4 +124,18 @@ def _at_the_end(seq: Sequence) -> dict[str, Any]:
         scores = [None, *seq.input_logprobs]
         asked = seq.prompt_ids[seq.logprob_start :]
         meta["input_token_logprobs"] = [[lp, t, None] for lp, t in zip(scores, asked, strict=False)]
+    if seq.routed_from is not None:
+        meta |= _routed(seq, seq.routed_from)
     return meta
+
+
+def _routed(seq: Sequence, start: int) -> dict[str, Any]:
+    """SGLang's form: int32 `[positions, layers, topk]` in base64, of all tokens but the last, which nobody computed.
+
+    A sequence that was aborted before its prompt was computed has none.
+    """
+    rows = np.concatenate(seq.routed) if seq.routed else np.empty(0, np.int32)
+    if len(rows) < seq.length - 1:
+        return {}
+    asked = rows[start : seq.length - 1].tobytes()
+    return {"routed_experts": base64.b64encode(asked).decode(), "routed_experts_start_len": start}

@@ -21,10 +21,9 @@ from slime.engine.embedded.sequence import Sequence
 from slime.engine.embedded.text import TextStream
 
 _KNOWN = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "rid",
-          "stream", "return_text_in_logprobs"}  # fmt: skip
+          "stream", "return_text_in_logprobs", "return_routed_experts", "routed_experts_start_len"}  # fmt: skip
 _UNSUPPORTED = {"image_data", "audio_data", "video_data", "lora_path", "input_embeds", "token_ids_logprob",
-                "return_hidden_states", "return_routed_experts", "session_params",
-                "custom_logit_processor"}  # fmt: skip
+                "return_hidden_states", "session_params", "custom_logit_processor"}  # fmt: skip
 _WITHOUT_EFFECT = {"background", "priority", "log_metrics", "bootstrap_host", "bootstrap_port", "bootstrap_room",
                    "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "routing_key", "extra_key",
                    "conversation_id", "custom_labels", "external_trace_header", "received_time",
@@ -41,6 +40,7 @@ class ModelFacts:
     vocab_size: int
     context_len: int
     eos_ids: frozenset[int]
+    has_experts: bool = False
     left_out: LeftOut = field(default_factory=LeftOut, compare=False)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -65,6 +65,7 @@ class GenerateRequest:
     logprob_start: int | None
     top_logprobs: int
     stream: bool
+    routed_from: int | None
 
     def sequences(self, facts: ModelFacts, notify: Callable[[Sequence], object]) -> list[Sequence]:
         """One sequence for each of the `n` samples."""
@@ -92,6 +93,7 @@ class GenerateRequest:
                     text,
                     self.logprob_start,
                     self.top_logprobs,
+                    self.routed_from,
                 )
             )
         return made
@@ -167,4 +169,19 @@ def _one(ids: Any, fields: Fields, facts: ModelFacts) -> GenerateRequest:
         logprob_start=start if return_logprob and start >= 0 else None,
         top_logprobs=top if return_logprob else 0,
         stream=fields.flag("stream"),
+        routed_from=_routed_from(fields, len(ids), facts),
     )
+
+
+def _routed_from(fields: Fields, length: int, facts: ModelFacts) -> int | None:
+    """The first position whose experts are asked for; None: nobody asked."""
+    start = fields.integer("routed_experts_start_len", 0, low=0, high=1 << 31)
+    if not fields.flag("return_routed_experts"):
+        return None
+    if not facts.has_experts:
+        raise BadRequest("this model has no experts that the engine could name", "return_routed_experts")
+    if start >= length:
+        raise BadRequest(
+            f"routed_experts_start_len {start} lies behind the prompt of {length} tokens", "routed_experts_start_len"
+        )
+    return start

@@ -120,13 +120,16 @@ class EngineServer:
                 return await self._stream(request, requests[0])
         with self._engine.admitted(requests):
             results = await asyncio.gather(*(self._engine.run(r) for r in requests))
-        listed = batched or requests[0].params.n > 1
-        answers = [
-            answer(s, whole(s, self._engine.loaded), r, self.core.weight_version)
-            for r, seqs in zip(requests, results, strict=True)
-            for s in seqs
-        ]
-        return json_answer(answers if listed else answers[0])
+        version = self.core.weight_version
+        done = [(s, whole(s, self._engine.loaded), r) for r, seqs in zip(requests, results, strict=True) for s in seqs]
+
+        def make() -> web.Response:
+            answers = [answer(s, piece, r, version) for s, piece, r in done]
+            return json_answer(answers if batched or requests[0].params.n > 1 else answers[0])
+
+        if any(r.routed_from is not None for r in requests):  # megabytes, which other requests should not wait for
+            return await asyncio.to_thread(make)
+        return make()
 
     async def _stream(self, http: web.Request, request: GenerateRequest) -> web.StreamResponse:
         """Events with the whole answer so far, as SGLang's are; with its flag, with what is new."""

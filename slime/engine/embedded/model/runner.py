@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from slime.engine.embedded.model.attention import PREFILL_SLACK, AttentionContext, group_spans, register_attention
 from slime.engine.embedded.model.cpu_layers import inputs_of_linears, prepare_layers
+from slime.engine.embedded.model.experts import watch_experts
 from slime.engine.embedded.model.sampler import draw, draw_each, temperature_of, uniforms
 from slime.engine.embedded.scheduler import Extend
 from slime.engine.embedded.sequence import Sequence
@@ -60,6 +61,7 @@ class ModelRunner:
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
         self.context = AttentionContext(self.device)
+        self.experts = watch_experts(model, self.context)
         self.body = model.get_decoder()
         self._head = OutputHead.from_config(model.config)
         self._table = table
@@ -100,8 +102,13 @@ class ModelRunner:
 
     def allocate_kv(self, slots: int) -> None:
         self.context.allocate(slots, self.dtype)
+        self.experts.allocate(slots)
         if self.cuda:
             self.context.table = torch.zeros(self._table.shape, dtype=torch.int32, device=self.device)
+
+    def free_kv(self) -> None:
+        self.context.free()
+        self.experts.free()
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Last hidden states `[T, H]` of one row of tokens."""

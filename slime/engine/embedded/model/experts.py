@@ -1,0 +1,86 @@
+"""Experts in the place that transformers' experts interface leaves for them: multiplied in groups, and recorded.
+
+A layer's tokens are sorted by expert and multiplied with all experts in one call; no Python loop goes over experts.
+Which experts a token went to is kept beside its KV slot, so that tokens of a shared prefix have theirs too.
+Invariant: while a slot holds a token, its row says which experts computed that token in each layer; layers without
+experts have zeros, as in SGLang's answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from slime.engine.embedded.model.attention import AttentionContext
+
+_names = itertools.count()
+
+
+class RoutedExperts:
+    """One row `[layers, topk]` for each KV slot. `topk` is 0 for models whose experts cannot be seen, or have none."""
+
+    def __init__(self, context: AttentionContext, layers: int) -> None:
+        self._context = context
+        self._layers = layers
+        self.topk = 0
+        self._rows: torch.Tensor | None = None  # [slots + 1, layers, topk]
+        self._kind = torch.uint8
+
+    def allocate(self, slots: int) -> None:
+        if self.topk:
+            shape = (slots + 1, self._layers, self.topk)
+            self._rows = torch.zeros(shape, dtype=self._kind, device=self._context.device)
+
+    def free(self) -> None:
+        self._rows = None
+
+    def note(self, layer: int, index: torch.Tensor, count: int) -> None:
+        """The tokens of the batch in flight go to the experts `index [T, topk]`, of `count`."""
+        if self._rows is None:  # the first pass, before there are slots
+            self.topk = max(self.topk, index.shape[1])
+            self._kind = torch.uint8 if count <= 1 << 8 else torch.int16
+            return
+        self._rows[self._context.slots, layer] = index.to(self._kind)
+
+    def of(self, slots: np.ndarray) -> np.ndarray:
+        """The rows of these slots, int32 `[n, layers, topk]`."""
+        assert self._rows is not None
+        picked = self._rows[torch.from_numpy(slots).to(self._rows.device)]
+        return picked.cpu().numpy().astype(np.int32)
+
+
+def watch_experts(model: PreTrainedModel, context: AttentionContext) -> RoutedExperts:
+    """Let the experts of `model` be multiplied in groups and noted. Models without any are left alone."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+    routed = RoutedExperts(context, model.config.get_text_config().num_hidden_layers)
+    places = {id(module): layer for module, layer in _expert_layers(model)}
+    if not places:
+        return routed
+    grouped = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def experts(
+        module: nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        routed.note(places[id(module)], top_k_index, module.num_experts)  # type: ignore[arg-type]
+        return grouped(module, hidden, top_k_index, top_k_weights)
+
+    name = f"slime_experts_{next(_names)}"
+    ExpertsInterface.register(name, experts)
+    model.set_experts_implementation(name)
+    return routed
+
+
+def _expert_layers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """The modules that ask transformers' experts interface what to do, and the layers they are in."""
+    found = []
+    for name, module in model.named_modules():
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        if layer is not None and hasattr(module, "is_concatenated") and hasattr(module, "num_experts"):
+            found.append((module, int(layer.group(1))))
+    return found
