@@ -8,27 +8,21 @@ autograd runs it, therefore sees the boundaries of the forward it repeats (a bac
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from slime.errors import UserError
+from slime.train.backends.causal_attention import causal_attention, runs
 from slime.train.backends.delta_kernels import check_delta_kernels
-from slime.train.backends.fsdp.chunked_attention import Rules, chunked_attention
 from slime.train.backends.fsdp.delta_net import PackedDeltaNet, is_delta_net
 from slime.train.backends.fsdp.packed_context import PackedContext
 from slime.train.backends.fsdp.ulysses import to_own_heads, to_own_tokens
-from slime.train.samples.packing import PackedLayout
 
 ATTENTION_NAME = "slime_packed"
 CONTEXT_ATTRIBUTE = "slime_packed_context"
-HALF = (torch.bfloat16, torch.float16)
 PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 DELTA_LAYER_TYPE = "linear_attention"
 
@@ -95,7 +89,7 @@ class RopeOfEachSequence(nn.Module):
             position_ids = whole.expand(*position_ids.shape[:-1], -1)
         start = position_ids.new_zeros(1, 1)
         made = []
-        for positions in position_ids.split([length * count for length, count in _runs(layout)], dim=-1):
+        for positions in position_ids.split([length * count for length, count in runs(layout)], dim=-1):
             self.rope(states, start, **keywords)
             made.append(self.rope(states, positions, **keywords))
         if isinstance(made[0], Tensor):
@@ -140,98 +134,7 @@ def packed_attention(
     return to_own_tokens(_attention(query, key, value, layout, scale, sliding_window, softcap, s_aux), ranks), None
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     """Of whole sequences: [1, heads, T, D] to [1, T, heads, D]."""
-    half = query.dtype in HALF
-    plain = softcap is None and s_aux is None and (sliding_window is None or _varlen_has_windows())
-    if query.is_cuda and half and plain and query.shape[-1] == value.shape[-1]:
-        return _varlen_attention(query[0], key[0], value[0], layout, scale, sliding_window)[None]
-    pieces = [
-        _causal_attention(q, k, v, scale, sliding_window, softcap, s_aux)
-        for q, k, v in zip(
-            *(_split_by_length(x[0].transpose(0, 1), layout) for x in (query, key, value)),
-            strict=True,
-        )
-    ]
-    return torch.cat(pieces)[None]
-
-
-def _runs(layout: PackedLayout) -> list[tuple[int, int]]:
-    """(length, how many) of neighbouring sequences that have one length."""
-    return [(length, len(list(run))) for length, run in groupby(layout.lengths)]
-
-
-def _split_by_length(states: Tensor, layout: PackedLayout) -> Iterator[Tensor]:
-    """[T, heads, D] to [n, heads, L, D] for every run of n neighbouring sequences of one length L.
-
-    One split, not a slice for each run: the gradient of every slice would be as large as the whole row.
-    """
-    runs = _runs(layout)
-    blocks = states.split([length * count for length, count in runs])
-    for (length, count), block in zip(runs, blocks, strict=True):
-        yield block.reshape(count, length, *states.shape[1:]).transpose(1, 2)
-
-
-def _causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Causal attention within each of n sequences of one length; [n, heads, L, D] to [n * L, heads, D]."""
-    dtype = query.dtype
-    if not query.is_cuda and dtype in HALF:  # the CPU's backward takes four times as long in half precision
-        query, key, value = query.float(), key.float(), value.float()
-    if window is not None and window >= query.shape[2]:
-        window = None
-    if window is None and softcap is None and sinks is None:
-        output = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=True
-        )
-    else:
-        output = chunked_attention(query, key, value, sinks, Rules.on(query.device, scale, window, softcap))
-    return output.to(dtype).transpose(1, 2).flatten(0, 1)
-
-
-def _varlen_has_windows() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "window_size" in inspect.signature(varlen_attn).parameters
-
-
-def _varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None
-) -> Tensor:
-    """torch's variable-length flash attention; [heads, T, D] to [T, heads, D]. Its keywords differ between releases."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    known = inspect.signature(varlen_attn).parameters
-    before = -1 if window is None else window - 1  # a window counts the token itself
-    keywords: dict[str, Any] = {"window_size": (before, 0)} if "window_size" in known else {"is_causal": True}
-    if key.shape[0] != query.shape[0]:
-        if "enable_gqa" in known:
-            keywords["enable_gqa"] = True
-        else:
-            repeats = query.shape[0] // key.shape[0]
-            key, value = key.repeat_interleave(repeats, dim=0), value.repeat_interleave(repeats, dim=0)
-    if "scale" in known:
-        keywords["scale"] = scale
-    else:
-        query = query * (scale * query.shape[-1] ** 0.5)
-    q, k, v = (states.transpose(0, 1).contiguous() for states in (query, key, value))
-    bounds, longest = layout.cu_seqlens, layout.max_length
-    output = varlen_attn(q, k, v, bounds, bounds, longest, longest, **keywords)
-    assert isinstance(output, Tensor)
-    return output
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    return causal_attention(q, k, v, *rest)[None]

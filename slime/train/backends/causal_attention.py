@@ -1,0 +1,114 @@
+"""Causal attention within the sequences of a packed row, for every backend.
+
+Invariant: a token attends to earlier tokens of its own sequence and to nothing else, so a packed row gives every
+sequence what it would get alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slime.train.backends.chunked_attention import Rules, chunked_attention
+from slime.train.samples.packing import PackedLayout
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def causal_attention(
+    query: Tensor,  # [T, heads, D]
+    key: Tensor,  # [T, kv heads, D]
+    value: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[T, heads, Dv]; `sinks`: a logit for each head that no value belongs to."""
+    plain = softcap is None and sinks is None and (sliding_window is None or _varlen_has_windows())
+    if query.is_cuda and query.dtype in HALF and plain and query.shape[-1] == value.shape[-1]:
+        return _varlen_attention(query, key, value, layout, scale, sliding_window)
+    pieces = [
+        _causal_attention(q, k, v, scale, sliding_window, softcap, sinks)
+        for q, k, v in zip(*(_split_by_length(states, layout) for states in (query, key, value)), strict=True)
+    ]
+    return torch.cat(pieces)
+
+
+def runs(layout: PackedLayout) -> list[tuple[int, int]]:
+    """(length, how many) of neighbouring sequences that have one length."""
+    return [(length, len(list(run))) for length, run in groupby(layout.lengths)]
+
+
+def _split_by_length(states: Tensor, layout: PackedLayout) -> Iterator[Tensor]:
+    """[T, heads, D] to [n, heads, L, D] for every run of n neighbouring sequences of one length L.
+
+    One split, not a slice for each run: the gradient of every slice would be as large as the whole row.
+    """
+    equal = runs(layout)
+    blocks = states.split([length * count for length, count in equal])
+    for (length, count), block in zip(equal, blocks, strict=True):
+        yield block.reshape(count, length, *states.shape[1:]).transpose(1, 2)
+
+
+def _causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention within each of n sequences of one length; [n, heads, L, D] to [n * L, heads, D]."""
+    dtype = query.dtype
+    if not query.is_cuda and dtype in HALF:  # the CPU's backward takes four times as long in half precision
+        query, key, value = query.float(), key.float(), value.float()
+    if window is not None and window >= query.shape[2]:
+        window = None
+    if window is None and softcap is None and sinks is None:
+        output = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+        )
+    else:
+        output = chunked_attention(query, key, value, sinks, Rules.on(query.device, scale, window, softcap))
+    return output.to(dtype).transpose(1, 2).flatten(0, 1)
+
+
+def _varlen_has_windows() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+def _varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None
+) -> Tensor:
+    """torch's variable-length flash attention; [T, heads, D]. Its keywords differ between releases."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    before = -1 if window is None else window - 1  # a window counts the token itself
+    keywords: dict[str, Any] = {"window_size": (before, 0)} if "window_size" in known else {"is_causal": True}
+    if key.shape[1] != query.shape[1]:
+        if "enable_gqa" in known:
+            keywords["enable_gqa"] = True
+        else:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    if "scale" in known:
+        keywords["scale"] = scale
+    else:
+        query = query * (scale * query.shape[-1] ** 0.5)
+    q, k, v = (states.contiguous() for states in (query, key, value))
+    bounds, longest = layout.cu_seqlens, layout.max_length
+    output = varlen_attn(q, k, v, bounds, bounds, longest, longest, **keywords)
+    assert isinstance(output, Tensor)
+    return output
