@@ -1,0 +1,166 @@
+"""Attention over packed rows in plain torch, with the sequences of a row cut over context-parallel ranks or not.
+
+Invariant: a token attends to earlier tokens of its own sequence and to nothing else. With n context-parallel ranks
+every sequence is 2 n chunks of one length, and rank r has chunks r and 2 n - 1 - r of each: as much work as any other.
+Keys and values of all ranks are gathered; their gradients go back to the ranks that brought them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from slime.errors import UserError
+from slime.train.backends.causal_attention import HALF, causal_attention
+from slime.train.samples.packing import PackedLayout
+
+
+@dataclass
+class RowParams(PackedSeqParams):
+    """Megatron's facts of a packed row together with the layout that the host knows, so that nobody asks the device.
+
+    The layout has the whole sequences, padding included, also where a rank has a part of each.
+    """
+
+    layout: PackedLayout | None = None
+
+    @classmethod
+    def of(cls, layout: PackedLayout) -> RowParams:
+        bounds, longest = layout.cu_seqlens, layout.max_length
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            layout=layout,
+        )
+
+
+class CoreAttention(MegatronModule):
+    """The signature of Megatron's core attention; [T, heads, D] of a packed row, or [S, B, heads, D]."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_keywords: Any,
+    ) -> None:
+        super().__init__(config)
+        self.ranks = pg_collection.cp
+        self.scale = softmax_scale
+        windowed = config.window_size is not None and is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window = config.window_size[0] + 1 if windowed else None  # Megatron's counts the tokens before
+        self.softmax_offset = _sinks(config, pg_collection) if config.softmax_type == "learnable" else None
+        if self.ranks.size() > 1 and (self.window is not None or self.softmax_offset is not None):
+            raise UserError(
+                "--context-parallel-size above 1 needs full attention, and this model has sliding windows or attention "
+                "sinks: set it to 1"
+            )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
+        if packed_seq_params is None:
+            return self._unpacked(query, key, value, scale)
+        return self._packed(query, key, value, layout_of(packed_seq_params), scale)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
+        if self.ranks.size() > 1:
+            return zigzag_attention(query, key, value, layout, scale, self.ranks)
+        return causal_attention(query, key, value, layout, scale, self.window, None, self.softmax_offset)
+
+    def _unpacked(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        length, count = query.shape[:2]
+        q, k, v = (states.transpose(0, 1).flatten(0, 1) for states in (query, key, value))
+        output = self._packed(q, k, v, equal_lengths(length * self.ranks.size(), count, query.device), scale)
+        return output.unflatten(0, (count, length)).transpose(0, 1).flatten(2)
+
+
+def _sinks(config: TransformerConfig, pg_collection: Any) -> nn.Parameter:
+    heads = config.num_attention_heads // pg_collection.tp.size()
+    device = "cpu" if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+    sinks = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+    sinks.tensor_model_parallel = True  # type: ignore[attr-defined]
+    sinks.partition_dim, sinks.partition_stride = 0, 1  # type: ignore[attr-defined]
+    return sinks
+
+
+def layout_of(params: PackedSeqParams) -> PackedLayout:
+    """The sequences of a packed row; asks the device where the row did not come from `RowParams.of`."""
+    if isinstance(params, RowParams) and params.layout is not None:
+        return params.layout
+    bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    lengths = tuple(bounds.diff().tolist())
+    return PackedLayout(lengths, bounds, max(lengths))
+
+
+def equal_lengths(length: int, count: int, device: torch.device) -> PackedLayout:
+    bounds = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=device)
+    return PackedLayout((length,) * count, bounds, length)
+
+
+def zigzag_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, ranks: Any
+) -> Tensor:
+    """Of this rank's chunks [T / n, heads, D] with all keys before them."""
+    rank, size = ranks.rank(), ranks.size()
+    own = [length // size for length in layout.lengths]
+    keys, values = (
+        gather_from_sequence_parallel_region(states.contiguous(), group=ranks).unflatten(0, (size, -1)).split(own, 1)
+        for states in (key, value)
+    )
+    outputs = []
+    for q, k, v in zip(query.split(own), keys, values, strict=True):
+        chunk = len(q) // 2
+        k, v = _in_order(k, chunk), _in_order(v, chunk)
+        for part, place in zip(q.split(chunk), (rank, 2 * size - 1 - rank), strict=True):
+            seen = (place + 1) * chunk
+            outputs.append(_latest_queries(part, k[:seen], v[:seen], scale))
+    return torch.cat(outputs)
+
+
+def _in_order(gathered: Tensor, chunk: int) -> Tensor:
+    """[n, 2 c, heads, D] of the ranks to the sequence [2 n c, heads, D]: first chunks in order, last ones backwards."""
+    first, last = gathered.split(chunk, 1)
+    return torch.cat([first.flatten(0, 1), last.flip(0).flatten(0, 1)])
+
+
+def _latest_queries(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention of the last tokens of a sequence to all of it; [L, heads, D]."""
+    dtype = query.dtype
+    q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))
+    if not query.is_cuda and dtype in HALF:  # the CPU's backward takes four times as long in half precision
+        q, k, v = q.float(), k.float(), v.float()
+    if query.is_cuda:
+        mask: Any = causal_lower_right(len(query), len(key))
+    else:
+        mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
+    output = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return output[0].transpose(0, 1).to(dtype)

@@ -1,0 +1,157 @@
+"""Which modules the layers of a model are made of.
+
+Invariant: parameters have the same names and shapes whether Transformer Engine's modules are used or plain torch, so
+weights and checkpoints of one are those of the other. `config.transformer_impl` says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType, LayerType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from slime.train.backends.megatron.spec.attention import CoreAttention
+from slime.train.backends.megatron.spec.grouped import ColumnGroupedLinear, RowGroupedLinear
+from slime.train.backends.megatron.spec.layer import SandwichLayer
+from slime.train.backends.megatron.spec.linear import NormColumnParallelLinear
+from slime.train.backends.megatron.spec.norm import Norm
+from slime.train.backends.megatron.spec.router import Router
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The parts of a layer, of one make."""
+
+    norm: type
+    norm_column: type
+    column: type
+    row: type
+    core_attention: type
+    grouped_column: type
+    grouped_row: type
+    router: type
+
+
+TORCH = Modules(
+    norm=Norm,
+    norm_column=NormColumnParallelLinear,
+    column=ColumnParallelLinear,
+    row=RowParallelLinear,
+    core_attention=CoreAttention,
+    grouped_column=ColumnGroupedLinear,
+    grouped_row=RowGroupedLinear,
+    router=Router,
+)
+
+
+def modules_of(config: TransformerConfig) -> Modules:
+    """Those that `--transformer-impl` names."""
+    return _transformer_engine() if config.transformer_impl == "transformer_engine" else TORCH
+
+
+def _transformer_engine() -> Modules:
+    from megatron.core.extensions import transformer_engine as te
+
+    return Modules(
+        norm=te.TENorm,
+        norm_column=te.TELayerNormColumnParallelLinear,
+        column=te.TEColumnParallelLinear,
+        row=te.TERowParallelLinear,
+        core_attention=te.TEDotProductAttention,
+        grouped_column=te.TEColumnParallelGroupedLinear,
+        grouped_row=te.TERowParallelGroupedLinear,
+        router=TopKRouter,
+    )
+
+
+def block_spec(config: TransformerConfig, fields: Fields, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one stage of the pipeline and the norm that the last one ends with."""
+    modules = modules_of(config)
+    layers = [layer_spec(config, fields, layer, modules) for layer in layers_of_stage(config, vp_stage)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.norm)
+
+
+def layers_of_stage(config: TransformerConfig, vp_stage: int | None) -> list[int]:
+    """Numbers of the model's layers that this process has in one of its stages, from 0."""
+    written = config.pipeline_model_parallel_layout
+    if written is not None:
+        return list(written.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage))
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
+
+
+def layer_spec(config: TransformerConfig, fields: Fields, layer: int, modules: Modules) -> ModuleSpec:
+    """Layer `layer` of the model, from 0."""
+    has_experts = _has_experts(config, layer)
+    norms_outputs = bool(fields.get("post_self_attn_layernorm"))
+    return ModuleSpec(
+        module=SandwichLayer if norms_outputs else TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=attention_spec(config, modules),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=modules.norm if has_experts else IdentityOp,
+            mlp=experts_spec(modules) if has_experts else mlp_spec(modules),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def attention_spec(config: TransformerConfig, modules: Modules) -> ModuleSpec:
+    head_norm = modules.norm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=modules.norm_column,
+            core_attention=modules.core_attention,
+            linear_proj=modules.row,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+
+
+def mlp_spec(modules: Modules) -> ModuleSpec:
+    linears = MLPSubmodules(linear_fc1=modules.norm_column, linear_fc2=modules.row)
+    return ModuleSpec(module=MLP, submodules=linears)
+
+
+def experts_spec(modules: Modules) -> ModuleSpec:
+    experts = MLPSubmodules(linear_fc1=modules.grouped_column, linear_fc2=modules.grouped_row)
+    shared = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            router=modules.router,
+            experts=ModuleSpec(module=TEGroupedMLP, submodules=experts),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
+        ),
+    )
+
+
+def _has_experts(config: TransformerConfig, layer: int) -> bool:
+    if config.num_moe_experts is None:
+        return False
+    frequency = config.moe_layer_freq
+    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0

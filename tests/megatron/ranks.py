@@ -1,0 +1,106 @@
+"""Processes that form one group and run functions of tests together, many in a row: importing Megatron takes seconds.
+
+A function is found by its name, so it stands at the top of its module; it gets this process's rank last of all by asking
+torch. What one of the processes raises is raised in the test, and the group goes on to the next function only if none did.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+PATIENCE = timedelta(minutes=3)
+
+
+class RankGroup:
+    """`size` processes; `run` calls a function in all of them and returns what each gave, in the order of ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        spawn = get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            here, there = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(there, rank, size, store), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        self.broken = False
+
+    def run(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, args, keywords))
+        answers = [self._answer(rank) for rank in range(self.size)]
+        failures = [text for ok, text in answers if not ok]
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        if not self._pipes[rank].poll(PATIENCE.total_seconds()):
+            return False, f"rank {rank} gave no answer"
+        try:
+            answer: tuple[bool, Any] = self._pipes[rank].recv()
+            return answer
+        except EOFError:
+            return False, f"rank {rank} ended"
+
+    def close(self) -> None:
+        self.broken = True
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.terminate()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if os.uname().sysname == "Linux" else "lo0"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(minutes=2)
+    )
+    while True:
+        try:
+            function, args, keywords = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            answer = (True, function(*args, **keywords))
+        except Exception:  # noqa: BLE001 (the test raises it)
+            answer = (False, f"rank {rank}: {traceback.format_exc()}")
+        pipe.send(answer)
+
+
+@contextmanager
+def model_parallel(**sizes: Any) -> Iterator[None]:
+    """Megatron's groups, of `initialize_model_parallel`'s sizes, for as long as a model of a test lives."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from slime.train.backends.megatron.cpu_runtime import prepare
+
+    prepare()
+    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(1)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
