@@ -25,6 +25,40 @@ BASE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_SIGMOID: dict[str, Any] = {
+    **_EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_INDEXER: dict[str, Any] = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 4}
+_LINEAR: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
 
 FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -47,8 +81,30 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3_next": ("qwen3_next", {**_EXPERTS, **_LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 32}),
+    "qwen3_5": ("qwen3_5_text", _LINEAR),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {**_EXPERTS, **_LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 32},
+    ),
+    "glm4": ("glm4", {"attention_bias": True}),
+    "glm4_moe": ("glm4_moe", {**_SIGMOID, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**_SIGMOID, **_LATENT}),
+    "glm_moe_dsa": ("glm_moe_dsa", {**_SIGMOID, **_LATENT, **_INDEXER, "first_k_dense_replace": 2}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**_SIGMOID, **_LATENT, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "rope_parameters": _YARN},
+    ),
+    "moonlight": ("deepseek_v3", {**_SIGMOID, **_LATENT, "first_k_dense_replace": 1, "q_lora_rank": None}),
+    "kimi_k2": ("deepseek_v3", {**_SIGMOID, **_LATENT, "first_k_dense_replace": 1, "rope_parameters": _YARN}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "mimo": ("qwen2", {}),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 """model_type and what its config has besides BASE, by a name of the case."""
+
+RENAMED = {"kimi_k2": "kimi_k2", "mimo": "mimo"}
+"""Families whose code transformers does not have, under the model_type their folders name; built as another one."""
 
 
 def make_family_folder(folder: Path, case: str, *, seed: int = 0, **overrides: Any) -> Path:
@@ -62,7 +118,13 @@ def make_family_folder(folder: Path, case: str, *, seed: int = 0, **overrides: A
         for parameter in model.parameters():
             centre = 1.0 if parameter.dim() == 1 else 0.0
             parameter.copy_(centre + 0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(folder)
+    if case in RENAMED:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": RENAMED[case]}))
     return folder
 
 

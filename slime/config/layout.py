@@ -7,6 +7,7 @@ Invariant: with Megatron, `tensor x pipeline x context x data` is the number of 
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 
 from slime.config.batch import copy_size, num_trainers
@@ -28,12 +29,19 @@ def uses_megatron(config: Config) -> bool:
 
 def virtual_stages(config: Config, num_layers: int) -> int:
     """Stages of one process of the pipeline; more than one where they are interleaved."""
+    if config.pipeline_model_parallel_layout is not None:
+        return written_stages(config.pipeline_model_parallel_layout) // config.pipeline_model_parallel_size
     if config.num_virtual_stages_per_pipeline_rank is not None:
         return config.num_virtual_stages_per_pipeline_rank
     per_stage = config.num_layers_per_virtual_pipeline_stage
     if per_stage is None:
         return 1
     return num_layers // config.pipeline_model_parallel_size // per_stage
+
+
+def written_stages(text: str) -> int:
+    """Stages of a layout that is written out: `Et*3|(tt|)*2tL` has three bars between four of them."""
+    return re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), text).count("|") + 1
 
 
 def expert_tensor_size(config: Config) -> int:
@@ -125,7 +133,13 @@ def _pipeline(config: Config) -> Iterator[str]:
     ]
     if uneven and size == 1:
         yield f"{uneven[0]} is about the stages of a pipeline: add --pipeline-model-parallel-size, or drop it"
-    if config.pipeline_model_parallel_layout is not None and (uneven or ways):
+    written = config.pipeline_model_parallel_layout
+    if written is not None and written_stages(written) % size:
+        yield (
+            f"--pipeline-model-parallel-layout {written} has {written_stages(written)} stages, which "
+            f"--pipeline-model-parallel-size {size} does not divide"
+        )
+    if written is not None and (uneven or ways):
         yield f"--pipeline-model-parallel-layout says all of {(uneven + ways)[0]} already: keep one"
 
 

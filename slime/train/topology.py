@@ -17,6 +17,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+COLLECTIVE_MINUTES = 7 * 24 * 60
+"""A rank that waits in a collective cannot know whether the others hang or work: the driver, which hears of their
+progress, decides, and ends all of them."""
+
 
 class Summing(Protocol):
     """Whoever adds up small tensors over ranks."""

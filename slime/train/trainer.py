@@ -269,8 +269,11 @@ class Trainer:
             for name, column in columns.items():
                 part = weighted_sum(column, micro.metric_weights)
                 sums[name] = sums[name] + part if name in sums else part
-        names = sorted(sums)
-        total = self.topology.total(torch.stack([sums[name] for name in names])).tolist()
+        names = sorted(self.topology.world.union(sums))  # stages before the last have no log-probs of their own
+        if not names:
+            return {}
+        zero = torch.zeros((), device=self.ranks.device)
+        total = self.topology.total(torch.stack([sums.get(name, zero) for name in names])).tolist()
         return {f"rollout/{name}": value for name, value in zip(names, total, strict=True)}
 
 

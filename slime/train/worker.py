@@ -25,12 +25,8 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.train.checkpoints.not_written import NotWritten
 from slime.train.progress import Progress
-from slime.train.topology import join_ranks
+from slime.train.topology import COLLECTIVE_MINUTES, join_ranks
 from slime.train.trainer import Trainer
-
-COLLECTIVE_MINUTES = 7 * 24 * 60
-"""A rank that waits in a collective cannot know whether the others hang or work: the driver, which hears of their
-progress, decides, and ends all of them."""
 
 logger = logging.getLogger(__name__)
 

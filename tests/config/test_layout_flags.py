@@ -52,6 +52,10 @@ def megatron(valid: dict[str, Any], **changes: Any) -> Config:
         ),
         ({"decoder_first_pipeline_num_layers": 1}, "--decoder-first-pipeline-num-layers is about the stages"),
         (
+            {PP: 2, "pipeline_model_parallel_layout": "Et|(t|)*1tL"},
+            "--pipeline-model-parallel-layout Et|(t|)*1tL has 3 stages, which --pipeline-model-parallel-size 2",
+        ),
+        (
             {PP: 2, "pipeline_model_parallel_layout": "Et|tL", "account_for_loss_in_pipeline_split": True},
             "--pipeline-model-parallel-layout says all of --account-for-loss-in-pipeline-split already",
         ),

@@ -11,11 +11,23 @@ from torch import Tensor
 
 from slime.errors import UserError
 from slime.models.families.family import FAMILIES, family_of
-from slime.models.families.forms import Columns, GateUp, Qkv, Rows, Share, Vocab, Whole
-from slime.models.families.rules import Entry, entries_by_name, with_vocab_divisor
+from slime.models.families.forms import (
+    Columns,
+    DeltaInput,
+    GateUp,
+    GroupedDeltaInput,
+    InterleavedGateUp,
+    Qkv,
+    Rows,
+    Share,
+    Vocab,
+    Whole,
+)
+from slime.models.families.rules import Entry, as_in_folder, entries_by_name, with_vocab_divisor
 from slime.models.slices import stored_tensors
 from slime.models.sources import read_whole
-from tests.family_models import BASE, FAMILY_MODELS, family_config, make_family_folder
+from slime.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
+from tests.family_models import BASE, FAMILY_MODELS, RENAMED, family_config, make_family_folder
 
 
 @pytest.fixture(scope="module", params=FAMILY_MODELS)
@@ -81,6 +93,83 @@ def test_only_experts_are_shared_over_expert_parallel_ranks(folder: Path) -> Non
     count = family.fields(config).get("num_moe_experts") or 0
     numbers = {name.rsplit("weight", 1)[1] for name, entry in entries.items() if entry.is_expert and "weight" in name}
     assert numbers == {str(expert) for expert in range(count)}
+
+
+def test_every_family_has_a_tiny_model_here() -> None:
+    types = {RENAMED.get(case, model_type) for case, (model_type, _) in FAMILY_MODELS.items()}
+    missing = [family.name for family in FAMILIES if not types & set(family.model_types)]
+    assert missing == ["DeepSeek V3.2"]  # GLM-5 in other numbers
+
+
+def test_formats_are_ones_that_parsers_know() -> None:
+    for family in FAMILIES:
+        assert family.tool_format in (None, *TOOL_CALL_PARSERS), family.name
+        assert family.reasoning_format in (None, *REASONING_PARSERS), family.name
+        assert family.stop_tokens, family.name
+
+
+def test_a_multimodal_folder_has_the_text_under_its_own_prefix_and_experts_in_one_tensor(tmp_path: Path) -> None:
+    folder = make_family_folder(tmp_path, "qwen3_5_moe")
+    config, tensors = family_config(folder), tensors_of(folder)
+    other: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".mlp.experts." not in name:
+            other[name.replace("model.", "model.language_model.", 1)] = tensor
+    for layer in range(BASE["num_hidden_layers"]):
+        here = f"model.layers.{layer}.mlp.experts."
+        gates, ups, downs = (
+            [tensors[f"{here}{expert}.{part}_proj.weight"] for expert in range(4)] for part in ("gate", "up", "down")
+        )
+        there = here.replace("model.", "model.language_model.", 1)
+        other[f"{there}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+        other[f"{there}down_proj"] = torch.stack(downs)
+    rules = family_of(config).rules(config)
+    plain, moved = entries_by_name(rules), entries_by_name(as_in_folder(rules, other))
+    assert entries_by_name(as_in_folder(rules, tensors)) == plain
+    assert plain.keys() == moved.keys()
+    assert {name for entry in moved.values() for name in entry.hf} == set(other)
+    for name, entry in moved.items():
+        for rank in range(2):
+            assert torch.equal(local_of(entry, other, rank, 2), local_of(plain[name], tensors, rank, 2)), name
+
+
+def local_of(entry: Entry, tensors: dict[str, Tensor], rank: int, size: int) -> Tensor:
+    shard = entry.form.shard([tuple(tensors[name].shape) for name in entry.hf], rank, size)
+    return shard.join([tensors[entry.hf[share.source]][share.region] for share in shard.shares])
+
+
+def test_delta_nets_have_their_inputs_in_megatrons_order() -> None:
+    grouped = GroupedDeltaInput(key_heads=2, key_head=1)  # 2 key heads of 1 row, 2 value heads of 2 rows each
+    qkvz = torch.tensor([[0.0], [10], [20], [21], [30], [31], [1], [11], [22], [23], [32], [33]])
+    ba = torch.tensor([[40.0], [50], [41], [51]])
+    whole = grouped.shard([(12, 1), (4, 1)], 0, 1).join([qkvz, ba])
+    assert whole.flatten().tolist() == [0, 1, 10, 11, 20, 21, 22, 23, 30, 31, 32, 33, 40, 41, 50, 51]
+    parts = [whole[:8], whole[8:12], whole[12:14], whole[14:]]
+    shapes = [tuple(part.shape) for part in parts]
+    for rank in range(2):
+        mine, same = grouped.shard([(12, 1), (4, 1)], rank, 2), DeltaInput(key=2).shard(shapes, rank, 2)
+        local = mine.join([(qkvz, ba)[share.source][share.region] for share in mine.shares])
+        assert local.flatten().tolist() == [
+            number for start in (0, 10, 20, 30, 40, 50) for number in _own(start, rank, 2 if start in (20, 30) else 1)
+        ]
+        assert torch.equal(same.join([parts[share.source][share.region] for share in same.shares]), local)
+
+
+def _own(start: int, rank: int, count: int) -> range:
+    return range(start + rank * count, start + (rank + 1) * count)
+
+
+def test_interleaved_gates_are_taken_apart() -> None:
+    rows = torch.arange(8.0)  # gate, up, gate, up ...
+    second = InterleavedGateUp().shard([(8,)], 1, 2)
+    assert second.join([rows[second.shares[0].region]]).tolist() == [4, 6, 5, 7]
+
+
+def test_layers_beyond_the_last_are_left_alone_with_a_reason() -> None:
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "num_nextn_predict_layers": 1}
+    (ignored,) = family_of(config).ignored(config)
+    assert ignored.prefix == "model.layers.61."
+    assert "training does not use" in ignored.why
 
 
 def test_grouped_queries_keys_and_values_lie_as_megatron_splits_them() -> None:
@@ -162,7 +251,7 @@ def test_positions_are_read_from_new_and_old_folders_alike() -> None:
 
 
 def test_an_unknown_family_is_refused_with_those_known() -> None:
-    with pytest.raises(UserError, match=r"model_type mamba.*llama, qwen2, qwen3"):
+    with pytest.raises(UserError, match=r"model_type mamba.*llama, mimo, minimax_m2, qwen2, qwen3"):
         family_of({"model_type": "mamba"})
     kinds = [model_type for family in FAMILIES for model_type in family.model_types]
     assert len(kinds) == len(set(kinds))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slime.models.families.facts import HfConfig
-from slime.models.families.forms import Columns, GateUp, Qkv, Rows, Vocab, Whole
-from slime.models.families.reading import is_tied, kv_heads, num_experts
+from slime.models.families.forms import Columns, Form, FusedGateUp, GateUp, Qkv, Rows, Stacked, Vocab, Whole
+from slime.models.families.reading import all_layers, is_tied, kv_heads, moe_layers, num_experts
 from slime.models.families.rules import Rule
 
 Layers = Sequence[int]
@@ -24,7 +24,7 @@ def edge_rules(config: HfConfig) -> tuple[Rule, ...]:
     )
 
 
-def layer_rule(megatron: str, hf: str, form: Columns | Rows | Whole, layers: Layers) -> Rule:
+def layer_rule(megatron: str, hf: str, form: Form, layers: Layers) -> Rule:
     return Rule(HERE + megatron, (THERE + hf,), form, tuple(layers))
 
 
@@ -65,13 +65,19 @@ def gate_up_rule(megatron: str, hf: str, layers: Layers, *, kind: str = "weight"
     """Gate and up projection under `hf`, as `megatron`.linear_fc1."""
     names = tuple(f"{THERE}{hf}.{part}_proj.{kind}" for part in ("gate", "up"))
     suffix = kind + ("{expert}" if experts else "")
-    return Rule(f"{HERE}{megatron}.linear_fc1.{suffix}", names, GateUp(), tuple(layers), experts)
+    stacked = (f"{THERE}{_parent(hf)}.gate_up_proj", Stacked(FusedGateUp())) if experts else None
+    return Rule(f"{HERE}{megatron}.linear_fc1.{suffix}", names, GateUp(), tuple(layers), experts, stacked=stacked)
 
 
 def down_rule(megatron: str, hf: str, layers: Layers, *, experts: int = 0) -> Rule:
     suffix = "weight{expert}" if experts else "weight"
     name = f"{THERE}{hf}.down_proj.weight"
-    return Rule(f"{HERE}{megatron}.linear_fc2.{suffix}", (name,), Rows(), tuple(layers), experts)
+    stacked = (f"{THERE}{_parent(hf)}.down_proj", Stacked(Rows())) if experts else None
+    return Rule(f"{HERE}{megatron}.linear_fc2.{suffix}", (name,), Rows(), tuple(layers), experts, stacked=stacked)
+
+
+def _parent(hf: str) -> str:
+    return hf.removesuffix(".{expert}")
 
 
 def mlp_rules(layers: Layers, *, has_bias: bool = False, norm: str = "post_attention_layernorm") -> tuple[Rule, ...]:
@@ -99,6 +105,44 @@ def expert_rules(config: HfConfig, layers: Layers) -> tuple[Rule, ...]:
         gate_up_rule("mlp.experts", "mlp.experts.{expert}", layers, experts=count),
         down_rule("mlp.experts", "mlp.experts.{expert}", layers, experts=count),
     )
+
+
+def router_bias_rule(layers: Layers) -> Rule:
+    """What experts are chosen with beside their scores; Megatron has it as a buffer."""
+    return layer_rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", Whole(), layers)
+
+
+def latent_attention_rules(config: HfConfig, layers: Layers) -> tuple[Rule, ...]:
+    """Latents are whole on every rank, heads are shared; a norm of its own before, those of the latents inside."""
+
+    def rule(megatron: str, hf: str, form: Form) -> Rule:
+        return layer_rule(f"self_attention.{megatron}", f"self_attn.{hf}", form, layers)
+
+    queries = (
+        [rule("linear_q_proj.weight", "q_proj.weight", Columns())]
+        if config.get("q_lora_rank") is None
+        else [
+            rule("linear_q_down_proj.weight", "q_a_proj.weight", Whole()),
+            rule("linear_q_up_proj.layer_norm_weight", "q_a_layernorm.weight", Whole()),
+            rule("linear_q_up_proj.weight", "q_b_proj.weight", Columns()),
+        ]
+    )
+    return (
+        layer_rule("input_layernorm.weight", "input_layernorm.weight", Whole(), layers),
+        *queries,
+        rule("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", Whole()),
+        rule("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm.weight", Whole()),
+        rule("linear_kv_up_proj.weight", "kv_b_proj.weight", Columns()),
+        rule("linear_proj.weight", "o_proj.weight", Rows()),
+    )
+
+
+def sigmoid_moe_rules(config: HfConfig) -> tuple[Rule, ...]:
+    """Dense layers and layers of experts with a correction bias and experts that all tokens pass."""
+    sparse = moe_layers(config)
+    dense = [layer for layer in all_layers(config) if layer not in set(sparse)]
+    shared = shared_expert_rules("mlp.shared_experts", sparse) if config.get("n_shared_experts") else ()
+    return (*mlp_rules(dense), *expert_rules(config, sparse), router_bias_rule(sparse), *shared)
 
 
 def shared_expert_rules(hf: str, layers: Layers) -> tuple[Rule, ...]:

@@ -42,8 +42,8 @@ class Family:
     model_types: tuple[str, ...]
     fields: Callable[[HfConfig], Fields]
     rules: Callable[[HfConfig], tuple[Rule, ...]]
-    tool_format: str
-    """SGLang's name of the tool-call parser."""
+    tool_format: str | None
+    """SGLang's name of the tool-call parser; None where there is none for the family."""
     reasoning_format: str | None
     """SGLang's name of the reasoning parser; None where the family does not think aloud."""
     stop_tokens: tuple[str, ...]

@@ -8,6 +8,7 @@ no tensor: it is zero after `join`, and `split` drops it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -269,3 +270,136 @@ class Qkv(Laned):
                 lane.append(Stretch(0, first, first + queries))
             lane += [Stretch(source, group * head, (group + 1) * head) for source in (1, 2)]
         return [lane]
+
+
+@dataclasses.dataclass(frozen=True)
+class InterleavedGateUp:
+    """Gate and up projection where the rows of one tensor belong to them by turns; gpt-oss has it so."""
+
+    def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
+        ((rows, *rest),) = shapes
+        (held,) = interval([Stretch(0, 0, rows // 2)], rank, size)
+        return InterleavedShard(2 * held.begin, (2 * held.length, *rest))
+
+    def of_expert(self, expert: int) -> Form:
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class InterleavedShard:
+    begin: int
+    shape: Shape
+    is_copy: bool = False
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        rows = slice(self.begin, self.begin + self.shape[0])
+        return (Share(0, (rows, *whole_region(self.shape[1:]))),)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0].unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+
+    def split(self, local: Tensor) -> tuple[Tensor, ...]:
+        return (local.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """One expert's part of tensors that hold all experts of a layer along their first dimension."""
+
+    inner: Form
+    is_transposed: bool = False
+    """Whether the folder has inputs before outputs."""
+    expert: int = 0
+
+    def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
+        own = [tuple(reversed(shape[1:])) if self.is_transposed else tuple(shape[1:]) for shape in shapes]
+        return StackedShard(self.inner.shard(own, rank, size), self.is_transposed, self.expert)
+
+    def of_expert(self, expert: int) -> Form:
+        return dataclasses.replace(self, expert=expert)
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedShard:
+    inner: Shard
+    is_transposed: bool
+    expert: int
+
+    @property
+    def shape(self) -> Shape:
+        return self.inner.shape
+
+    @property
+    def is_copy(self) -> bool:
+        return self.inner.is_copy
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        expert = slice(self.expert, self.expert + 1)
+        return tuple(
+            Share(share.source, (expert, *(reversed(share.region) if self.is_transposed else share.region)))
+            for share in self.inner.shares
+        )
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        own = [part.squeeze(0) for part in parts]
+        return self.inner.join([part.t() for part in own] if self.is_transposed else own)
+
+    def split(self, local: Tensor) -> tuple[Tensor, ...]:
+        own = self.inner.split(local)
+        return tuple((part.t() if self.is_transposed else part).unsqueeze(0) for part in own)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments(Laned):
+    """One tensor whose rows are segments of these sizes, each of them shared by all ranks."""
+
+    sizes: tuple[int, ...]
+
+    def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
+        return _segments(0, self.sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaInput(Laned):
+    """All inputs of a gated delta net as one: queries, keys, values, gates z, then b and a.
+
+    The folder has queries, keys and values in one tensor (`key` rows, `key` rows and the rest) and one tensor for each
+    of the others.
+    """
+
+    key: int
+
+    def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
+        qkv = (self.key, self.key, shapes[0][0] - 2 * self.key)
+        return [*_segments(0, qkv), *([Stretch(source, 0, shapes[source][0])] for source in (1, 2, 3))]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedDeltaInput(Laned):
+    """The same where the folder has two tensors, both by key heads: query, key, values and gates; b and a."""
+
+    key_heads: int
+    key_head: int
+
+    def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
+        values = shapes[0][0] // self.key_heads // 2 - self.key_head
+        heads = shapes[1][0] // self.key_heads // 2
+        return [
+            *self._by_head(0, (self.key_head, self.key_head, values, values)),
+            *self._by_head(1, (heads, heads)),
+        ]
+
+    def _by_head(self, source: int, sizes: tuple[int, ...]) -> list[Lane]:
+        one = _segments(source, sizes)
+        step = sum(sizes)
+        return [
+            [Stretch(source, part.begin + step * head, part.end + step * head) for head in range(self.key_heads)]
+            for (part,) in one
+        ]
+
+
+def _segments(source: int, sizes: Sequence[int]) -> list[Lane]:
+    ends = list(itertools.accumulate(sizes))
+    return [[Stretch(source, end - size, end)] for end, size in zip(ends, sizes, strict=True)]

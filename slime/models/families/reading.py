@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.errors import UserError
-from slime.models.families.facts import Fields, HfConfig
+from slime.models.families.facts import Fields, HfConfig, Ignored
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
@@ -119,10 +119,55 @@ def _yarn_fields(config: HfConfig, entry: dict[str, Any]) -> Fields:
         "yarn_original_max_position_embeddings": original,
         "yarn_beta_fast": float(entry.get("beta_fast") or 32),
         "yarn_beta_slow": float(entry.get("beta_slow") or 1),
-        "yarn_mscale": float(entry.get("mscale") or 1.0),
-        "yarn_mscale_all_dim": float(entry.get("mscale_all_dim") or 0.0),
+        **dict(zip(("yarn_mscale", "yarn_mscale_all_dim"), _mscales(entry), strict=True)),
         "yarn_correction_range_round_to_int": bool(entry.get("truncate", True)),
     }
+
+
+def _mscales(entry: dict[str, Any]) -> tuple[float, float]:
+    """Whose quotient rotated queries and keys are scaled by; transformers looks at them where both are given."""
+    if entry.get("attention_factor") is not None:
+        raise UserError("attention_factor of config.json's rope_parameters: Megatron computes it, and no other")
+    if entry.get("mscale") and entry.get("mscale_all_dim"):
+        return float(entry["mscale"]), float(entry["mscale_all_dim"])
+    return 1.0, 0.0
+
+
+def latent_fields(config: HfConfig) -> Fields:
+    """Multi-head latent attention, with norms on both latents."""
+    if config.get("attention_bias") is True or config.get("rope_interleave") is False:
+        raise UserError(
+            "attention_bias true or rope_interleave false in config.json: Megatron's latent attention has neither, so "
+            "train this model with --train-backend fsdp"
+        )
+    return {
+        "multi_latent_attention": True,
+        "num_query_groups": need(config, "num_attention_heads"),
+        "q_lora_rank": config.get("q_lora_rank"),
+        "kv_lora_rank": need(config, "kv_lora_rank"),
+        "qk_head_dim": need(config, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": need(config, "qk_rope_head_dim"),
+        "v_head_dim": need(config, "v_head_dim"),
+        "kv_channels": need(config, "qk_nope_head_dim") + need(config, "qk_rope_head_dim"),
+        "qk_layernorm": True,
+        "latent_layernorm_epsilon": 1e-6,  # which transformers has fixed, whatever rms_norm_eps says
+        "position_embedding_type": "rope",
+        **_latent_rotary(config),
+    }
+
+
+def _latent_rotary(config: HfConfig) -> Fields:
+    entry = rope_entry(config)
+    plain = {"rope_type": "rope", "rotary_base": entry["rope_theta"], "rotary_percent": 1.0}
+    if entry["rope_type"] == "default":
+        return {**plain, "rotary_scaling_factor": 1.0}  # with which scores are not rescaled
+    if entry["rope_type"] != "yarn":
+        raise UserError(
+            f"rope_type {entry['rope_type']} of config.json: Megatron's latent attention has default or yarn"
+        )
+    scaled = {name.removeprefix("yarn_"): value for name, value in _yarn_fields(config, entry).items()}
+    scaled.pop("correction_range_round_to_int")
+    return {**plain, **scaled, "rope_type": "yarn", "mscale_all_dim": float(entry.get("mscale_all_dim") or 0.0)}
 
 
 def moe_layers(config: HfConfig) -> tuple[int, ...]:
@@ -159,3 +204,38 @@ def moe_fields(config: HfConfig) -> Fields:
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": True,
     }
+
+
+def sigmoid_moe_fields(config: HfConfig) -> Fields:
+    """Experts by sigmoids with a correction bias, in groups where there are some, and experts that all tokens pass."""
+    topk, groups, kept = need(config, "num_experts_per_tok"), config.get("n_group") or 1, config.get("topk_group") or 1
+    if config.get("norm_topk_prob") is False or topk == 1:
+        raise UserError(
+            "norm_topk_prob false or num_experts_per_tok 1 in config.json: Megatron's sigmoid router has neither"
+        )
+    if groups > 1 and topk // kept != 2:
+        raise UserError(
+            f"num_experts_per_tok {topk} over topk_group {kept} in config.json: Megatron rates a group by its "
+            f"{topk // kept} best experts, the model by its 2 best"
+        )
+    shared = (config.get("n_shared_experts") or 0) * need(config, "moe_intermediate_size")
+    return {
+        **moe_fields(config),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": False,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": config.get("routed_scaling_factor") or 1.0,
+        **({"moe_router_num_groups": groups, "moe_router_group_topk": kept} if groups > 1 else {}),
+        **({"moe_shared_expert_intermediate_size": shared} if shared else {}),
+    }
+
+
+def layers_after_the_last(config: HfConfig) -> tuple[Ignored, ...]:
+    """Layers for predicting several tokens at once, which folders have after those that the model runs."""
+    count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    first = int(need(config, "num_hidden_layers"))
+    return tuple(
+        Ignored(f"model.layers.{layer}.", "it predicts a token beyond the next, which training does not use")
+        for layer in range(first, first + count)
+    )

@@ -8,7 +8,7 @@ same tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from slime.models.families.forms import Form, Vocab
 
@@ -37,6 +37,8 @@ class Rule:
     experts: int = 0
     """How many experts each layer has of it; 0 for what is no expert's."""
     is_copy: bool = False
+    stacked: tuple[str, Form] | None = None
+    """The tensor that holds all experts of a layer, in folders that have one, and its form."""
 
     def entries(self) -> Iterator[Entry]:
         for layer in (0,) if self.layers is None else self.layers:
@@ -60,3 +62,36 @@ def with_vocab_divisor(rules: Iterable[Rule], divisible_by: int) -> tuple[Rule, 
     return tuple(
         dataclasses.replace(rule, form=Vocab(divisible_by)) if isinstance(rule.form, Vocab) else rule for rule in rules
     )
+
+
+_TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
+
+
+def as_in_folder(rules: Iterable[Rule], names: Collection[str]) -> tuple[Rule, ...]:
+    """The rules in a folder's own names: those of a multimodal model have the text under another prefix, and some keep
+    the experts of a layer in one tensor."""
+    found = []
+    for rule in rules:
+        first = next(rule.entries(), None)
+        if first is None or all(name in names for name in first.hf):
+            found.append(rule)
+            continue
+        found.append(next((other for other in _others(rule) if next(other.entries()).hf[0] in names), rule))
+    return tuple(found)
+
+
+def _others(rule: Rule) -> Iterator[Rule]:
+    variants = [rule]
+    if rule.stacked is not None:
+        name, form = rule.stacked
+        variants.append(dataclasses.replace(rule, hf=(name,), form=form))
+    for variant in variants:
+        yield variant
+        for prefix in _TEXT_PREFIXES:
+            yield dataclasses.replace(variant, hf=tuple(_moved(name, prefix) for name in variant.hf))
+
+
+def _moved(name: str, prefix: str) -> str:
+    if name.startswith("model."):
+        return prefix + name.removeprefix("model.")
+    return prefix.removesuffix("model.") + name

@@ -1,1 +1,1 @@
-"""Megatron-Core as trainer: this folder alone imports megatron, and it is imported only where it was chosen."""
+"""Megatron-Core: the model cut by tensor, pipeline, context, experts and data. Nothing outside imports megatron."""

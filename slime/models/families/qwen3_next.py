@@ -1,0 +1,148 @@
+"""Qwen3-Next, 3.5 and 3.6: gated delta nets between gated attention, norms around zero."""
+
+from __future__ import annotations
+
+from slime.models.families.blocks import (
+    HERE,
+    THERE,
+    attention_rules,
+    edge_rules,
+    expert_rules,
+    layer_rule,
+    mlp_rules,
+    shared_expert_rules,
+)
+from slime.models.families.facts import Family, Fields, HfConfig, Ignored
+from slime.models.families.forms import Columns, DeltaInput, Form, GroupedDeltaInput, Rows, Segments, Whole
+from slime.models.families.reading import all_layers, decoder_fields, moe_fields, moe_layers, need
+from slime.models.families.rules import Rule
+
+
+def linear_layers(config: HfConfig) -> tuple[int, ...]:
+    """The layers that are gated delta nets."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    step = config.get("full_attention_interval") or 4
+    return tuple(layer for layer in all_layers(config) if (layer + 1) % step)
+
+
+def _fields(config: HfConfig) -> Fields:
+    linear = set(linear_layers(config))
+    return {
+        **decoder_fields({"partial_rotary_factor": 0.25, **config}),
+        "qk_layernorm": True,
+        "layernorm_zero_centered_gamma": True,
+        "attention_output_gate": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(layer in linear) for layer in all_layers(config)],
+        **{name: need(config, name) for name in _LINEAR},
+    }
+
+
+_LINEAR = (
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+
+
+def _moe_fields(config: HfConfig) -> Fields:
+    return {
+        **_fields(config),
+        **moe_fields({"norm_topk_prob": True, **config}),
+        "moe_shared_expert_intermediate_size": need(config, "shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": True,
+    }
+
+
+def _attention(config: HfConfig, inputs: tuple[str, ...], form: Form) -> tuple[Rule, ...]:
+    linear = linear_layers(config)
+    full = [layer for layer in all_layers(config) if layer not in set(linear)]
+    key = need(config, "linear_key_head_dim") * need(config, "linear_num_key_heads")
+    value = need(config, "linear_value_head_dim") * need(config, "linear_num_value_heads")
+    names = tuple(f"{THERE}linear_attn.{name}.weight" for name in inputs)
+
+    def rule(megatron: str, hf: str, form: Form) -> Rule:
+        return layer_rule(f"self_attention.{megatron}", f"linear_attn.{hf}", form, linear)
+
+    return (
+        *attention_rules(config, full, has_head_norms=True, is_gated=True),
+        layer_rule("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight", Whole(), linear),
+        Rule(f"{HERE}self_attention.in_proj.weight", names, form, linear),
+        rule("conv1d.weight", "conv1d.weight", Segments((key, key, value))),
+        rule("dt_bias", "dt_bias", Columns()),
+        rule("A_log", "A_log", Columns()),
+        rule("out_norm.weight", "norm.weight", Whole()),
+        rule("out_proj.weight", "out_proj.weight", Rows()),
+    )
+
+
+def _experts(config: HfConfig) -> tuple[Rule, ...]:
+    sparse = moe_layers(config)
+    dense = [layer for layer in all_layers(config) if layer not in set(sparse)]
+    return (
+        *mlp_rules(dense),
+        *expert_rules(config, sparse),
+        *shared_expert_rules("mlp.shared_expert", sparse),
+        layer_rule("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", Whole(), sparse),
+    )
+
+
+def _next_rules(config: HfConfig) -> tuple[Rule, ...]:
+    form = GroupedDeltaInput(need(config, "linear_num_key_heads"), need(config, "linear_key_head_dim"))
+    return (*edge_rules(config), *_attention(config, ("in_proj_qkvz", "in_proj_ba"), form), *_experts(config))
+
+
+def _split_attention(config: HfConfig) -> tuple[Rule, ...]:
+    form = DeltaInput(need(config, "linear_key_head_dim") * need(config, "linear_num_key_heads"))
+    return _attention(config, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), form)
+
+
+def _dense_rules(config: HfConfig) -> tuple[Rule, ...]:
+    return (*edge_rules(config), *_split_attention(config), *mlp_rules(all_layers(config)))
+
+
+def _moe_rules(config: HfConfig) -> tuple[Rule, ...]:
+    return (*edge_rules(config), *_split_attention(config), *_experts(config))
+
+
+def _ignored(config: HfConfig) -> tuple[Ignored, ...]:
+    return (
+        Ignored("mtp.", "it predicts a token beyond the next, which training does not use"),
+        Ignored("model.visual.", "it reads images, which text does not use"),
+    )
+
+
+QWEN3_NEXT = Family(
+    name="Qwen3-Next",
+    model_types=("qwen3_next",),
+    fields=_moe_fields,
+    rules=_next_rules,
+    tool_format="qwen25",
+    reasoning_format="qwen3",
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+    ignored=_ignored,
+)
+QWEN3_5 = Family(
+    name="Qwen3.5 / 3.6",
+    model_types=("qwen3_5", "qwen3_5_text"),
+    fields=_fields,
+    rules=_dense_rules,
+    tool_format="qwen3_coder",
+    reasoning_format="qwen3",
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+    ignored=_ignored,
+)
+QWEN3_5_MOE = Family(
+    name="Qwen3.5-MoE / 3.6-MoE",
+    model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
+    fields=_moe_fields,
+    rules=_moe_rules,
+    tool_format="qwen3_coder",
+    reasoning_format="qwen3",
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+    ignored=_ignored,
+)

@@ -1,0 +1,69 @@
+"""GLM-5 and DeepSeek V3.2: latent attention to the tokens that an indexer picks (DSA)."""
+
+from __future__ import annotations
+
+from slime.models.families.blocks import layer_rule
+from slime.models.families.deepseek import latent_moe_fields, latent_moe_rules
+from slime.models.families.facts import Family, Fields, HfConfig
+from slime.models.families.forms import Whole
+from slime.models.families.reading import all_layers, layers_after_the_last, need
+from slime.models.families.rules import Rule
+
+_INDEXER = {
+    "linear_wq_b.weight": "wq_b.weight",
+    "linear_wk.weight": "wk.weight",
+    "k_norm.weight": "k_norm.weight",
+    "k_norm.bias": "k_norm.bias",
+    "linear_weights_proj.weight": "weights_proj.weight",
+}
+
+
+def indexer_layers(config: HfConfig) -> tuple[int, ...]:
+    """The layers that pick tokens themselves; others take what the last of these picked."""
+    layers, kinds = all_layers(config), config.get("indexer_types") or config.get("index_topk_pattern")
+    if kinds is not None:
+        return tuple(layer for layer, kind in zip(layers, kinds, strict=True) if kind in ("full", "F"))
+    step, first = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
+    return tuple(layer for layer in layers if max(layer - first + 1, 0) % step == 0)
+
+
+def _fields(config: HfConfig) -> Fields:
+    return {
+        **latent_moe_fields(config),
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": need(config, "index_n_heads"),
+        "dsa_indexer_head_dim": need(config, "index_head_dim"),
+        "dsa_indexer_topk": need(config, "index_topk"),
+        "dsa_indexer_layers": list(indexer_layers(config)),
+    }
+
+
+def _rules(config: HfConfig) -> tuple[Rule, ...]:
+    layers = indexer_layers(config)
+    indexer = [
+        layer_rule(f"self_attention.core_attention.indexer.{here}", f"self_attn.indexer.{there}", Whole(), layers)
+        for here, there in _INDEXER.items()
+    ]
+    return (*latent_moe_rules(config), *indexer)
+
+
+GLM5 = Family(
+    name="GLM-5",
+    model_types=("glm_moe_dsa",),
+    fields=_fields,
+    rules=_rules,
+    tool_format="glm47",
+    reasoning_format="glm45",
+    stop_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
+    ignored=layers_after_the_last,
+)
+DEEPSEEK_V32 = Family(
+    name="DeepSeek V3.2",
+    model_types=("deepseek_v32",),
+    fields=_fields,
+    rules=_rules,
+    tool_format="deepseekv32",
+    reasoning_format="deepseek-v3",
+    stop_tokens=("<｜end▁of▁sentence｜>",),
+    ignored=layers_after_the_last,
+)
