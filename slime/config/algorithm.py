@@ -95,9 +95,10 @@ def _dapo(config: Config) -> dict[str, Any]:
 
 def _corrections(config: Config) -> dict[str, Any]:
     given: dict[str, Any] = {}
+    replay = {"use_routing_replay": True} if config.use_rollout_routing_replay else {}
     if config.custom_tis_function_path is None:  # a user's function reads what was given, and has defaults of its own
         given = {"rs_level": config.tis_level, "rs_lower_bound": config.tis_clip_low, "rs_upper_bound": config.tis_clip}
-    return {name: value for name, value in given.items() if getattr(config, name) is None}
+    return replay | {name: value for name, value in given.items() if getattr(config, name) is None}
 
 
 def _critic(config: Config) -> dict[str, Any]:
@@ -189,6 +190,9 @@ def _off_policy(config: Config) -> Iterator[str]:
         yield "--custom-tis-function-path is not called without --use-tis or --get-mismatch-metrics: add one"
     if config.custom_tis_function_path is None:
         yield from _own_correction(config)
+    if config.use_routing_replay and config.loss_type == "sft_loss":
+        flag = "--use-rollout-routing-replay" if config.use_rollout_routing_replay else "--use-routing-replay"
+        yield f"{flag} repeats how sampled tokens were routed, and --loss-type sft_loss samples none: drop it"
     if config.keep_old_actor and config.use_rollout_logprobs:
         yield "--keep-old-actor computes what --use-rollout-logprobs takes from the engine: keep one"
 

@@ -4,13 +4,10 @@ they work."""
 from __future__ import annotations
 
 _DEEPGEMM = "it chooses kernels of the Megatron trainer, and the trainer is FSDP: drop the flag"
-_ROUTING = "the experts that a router chose are not recorded, so they cannot be replayed: drop the flag"
 
 REFUSED: dict[str, str] = {
     "release-train": "trainers live as long as the run: --offload-rollout frees the engines' memory instead",
     "opd-teacher-ckpt-step": "name the folder of that step with --opd-teacher-load",
-    "use-routing-replay": _ROUTING,
-    "use-rollout-routing-replay": _ROUTING,
     "load-forge-rollout-data": "replay with --load-debug-rollout-data, which starts no engines",
     "enable-mtp-training": "layers that predict several tokens at once are not trained, and their loss would change "
     "the others: drop the flag",

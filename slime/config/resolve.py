@@ -21,7 +21,7 @@ from slime.config.lora import derive_lora, take_from_adapter
 from slime.config.plugin_args import with_own_overlay
 from slime.config.plugin_checks import check_plugins
 from slime.config.roles import critic_flags, role_overrides
-from slime.config.shape_flags import check_shape_flags
+from slime.config.shape_flags import check_has_routers, check_shape_flags
 from slime.config.values import coerce
 from slime.errors import UserError
 
@@ -43,6 +43,7 @@ def resolve(config: Config) -> Config:
     if has_critic(config):
         critic_flags(config)
     check_shape_flags(config)
+    check_has_routers(config)
     check_numbers_stay(config)
     check_plugins(config)
     return config

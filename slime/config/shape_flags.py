@@ -82,6 +82,16 @@ def check_shape_flags(config: Config) -> None:
         )
 
 
+def check_has_routers(config: Config) -> None:
+    """A run that repeats what routers chose has a model with routers."""
+    if not config.use_routing_replay:
+        return
+    file = Path(config.hf_checkpoint) / "config.json"
+    if _first_number(read_model_config(file), COMPARED["num_experts"])[1] is None:
+        flag = "--use-rollout-routing-replay" if config.use_rollout_routing_replay else "--use-routing-replay"
+        raise UserError(f"{flag} repeats which experts routers chose, and the model of {file} has none: drop the flag")
+
+
 def shape_of(file: Path) -> dict[str, float]:
     """What a config.json says about the model, in Megatron's names."""
     model = read_model_config(file)

@@ -6,8 +6,6 @@ from typing import Any
 
 UPSTREAM_DEFAULTS: dict[str, Any] = {
     "release_train": False,
-    "use_routing_replay": False,
-    "use_rollout_routing_replay": False,
     "opd_teacher_ckpt_step": None,
     "load_forge_rollout_data": None,
     "enable_mtp_training": False,

@@ -6,12 +6,14 @@ it refuses is named in one sentence. It changes nothing; `mend` makes a refused 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
 from slime.data.counters import PrefixCacheInfo, SpecInfo
+from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Sample, SampleStatus
 
 _NONE = type(None)
@@ -39,13 +41,25 @@ class BadSample(ValueError):
     """A sample whose fields do not fit together."""
 
 
-def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
-    """Raise `BadSample` for the first thing that is wrong with a sample; `vocab_size` bounds its token ids."""
+@dataclass(frozen=True)
+class Bounds:
+    """What a run's model says about its samples: how many token ids there are, and the routers whose choices samples
+    must bring where these are replayed. None bounds nothing."""
+
+    vocab_size: int | None = None
+    routed: RoutedModel | None = None
+
+
+UNBOUND = Bounds()
+
+
+def check_sample(sample: Sample, bounds: Bounds = UNBOUND) -> None:
+    """Raise `BadSample` for the first thing that is wrong with a sample."""
     for name, kinds in _TYPES.items():
         if not _is_one_of(getattr(sample, name), kinds):
             raise BadSample(f"{name} is {getattr(sample, name)!r:.80}, which is no {kinds[0].__name__.lower()}")
     _check_spans(sample)
-    total, length = _check_ids(sample, vocab_size), sample.response_length
+    total, length = _check_ids(sample, bounds.vocab_size), sample.response_length
     if not 0 <= length <= total:
         raise BadSample(f"response_length is {length}, but there are {total} tokens")
     if length and length == total:
@@ -57,9 +71,7 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
     _numbers(sample, "teacher_log_probs", length)
     _check_top_p(sample, length)
     turn_rewards(sample)
-    experts = sample.rollout_routed_experts
-    if experts is not None and (not isinstance(experts, np.ndarray) or len(experts) != total - 1):
-        raise BadSample(f"rollout_routed_experts must be an array of {max(0, total - 1)} rows for {total} tokens")
+    _check_experts(sample, total, mask, bounds.routed)
 
 
 def turn_rewards(sample: Sample) -> list[tuple[int, int, float]]:
@@ -139,6 +151,31 @@ def _check_top_p(sample: Sample, length: int) -> None:
         return
     if len(offsets) != length + 1 or int(offsets[-1]) != len(ids):
         raise BadSample(f"rollout_top_p_token_offsets do not span {length} response tokens and {len(ids)} ids")
+
+
+def _check_experts(sample: Sample, total: int, mask: np.ndarray | None, routed: RoutedModel | None) -> None:
+    """There are rows for all tokens that a trained one is predicted after; behind these there may be fewer."""
+    experts = sample.rollout_routed_experts
+    trained = np.arange(sample.response_length) if mask is None else np.flatnonzero(mask)
+    needed = 0 if sample.remove_sample or not len(trained) else total - sample.response_length + int(trained[-1])
+    if experts is None:
+        ended = sample.status in (SampleStatus.FAILED, SampleStatus.ABORTED)
+        if routed is not None and needed and not ended:
+            raise BadSample(
+                "there are no rollout_routed_experts, which --use-rollout-routing-replay trains with: requests need "
+                '"return_routed_experts": true'
+            )
+        return
+    if not isinstance(experts, np.ndarray) or experts.dtype.kind not in "iu" or experts.ndim != 3:
+        raise BadSample("rollout_routed_experts must be an array of whole numbers, tokens x layers x experts")
+    if not needed <= len(experts) <= max(0, total - 1):
+        raise BadSample(
+            f"rollout_routed_experts must have {max(0, total - 1)} rows for {total} tokens, not {len(experts)}"
+        )
+    if experts.size and experts.min() < 0:
+        raise BadSample(f"rollout_routed_experts has {int(experts.min())}, which is no expert")
+    if routed is not None and (wrong := routed.wrong_with(experts)) is not None:
+        raise BadSample(f"rollout_routed_experts {wrong}")
 
 
 def _column(sample: Sample, name: str) -> np.ndarray | None:

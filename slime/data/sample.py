@@ -21,6 +21,7 @@ import numpy as np
 from slime.data import counters
 from slime.data.columns import Column, HandsOutLists, Packed, exact_floats, exact_ints, mask_of, packed, same_numbers
 from slime.data.counters import PrefixCacheInfo, SpecInfo
+from slime.data.routed_experts import flat_experts
 from slime.data.version_spans import grown_spans, oldest_version
 from slime.errors import UserError
 
@@ -307,9 +308,9 @@ class Sample(HandsOutLists):
 
     def _spliced_experts(self, args: Any, total_tokens: int, meta_info: Mapping[str, Any]) -> np.ndarray | None:
         """Routed experts `[total_tokens - 1, layers, topk]` after this engine call, or None when it reports none."""
-        flat = _int32_field(meta_info, "routed_experts")
-        if flat is None:
+        if meta_info.get("routed_experts") is None:
             return None
+        flat = flat_experts(meta_info["routed_experts"])
         if args is None:
             raise ValueError("routed experts need args with num_layers and moe_router_topk")
         layers, topk = int(args.num_layers), int(args.moe_router_topk)

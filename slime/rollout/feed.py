@@ -21,7 +21,6 @@ from slime.config.asynchronous import is_async, may_be_older
 from slime.config.groups.asynchronous import ONE_STEP
 from slime.config.plugin_args import plugin_args
 from slime.data.sample import Sample
-from slime.data.tokenizer import model_vocab_size
 from slime.errors import UserError
 from slime.rollout.continuous import ContinuousRollout
 from slime.rollout.dump import save_rollout
@@ -29,7 +28,7 @@ from slime.rollout.failures import FailureLog, refuse_all_failed
 from slime.rollout.landing import Origin
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.report.pulse import Pulse
-from slime.rollout.runtime import RolloutRuntime, find_runtime
+from slime.rollout.runtime import RolloutRuntime, bounds_of, find_runtime
 from slime.rollout.staleness import staleness_metrics
 from slime.rollout.types import RolloutFnTrainOutput, call_rollout_fn, leaves
 from slime.waits import acting_as, background, raise_failures, waiting
@@ -73,7 +72,7 @@ class RolloutMaker:
         self.at_work = at_work
         self._pulse = pulse or Pulse()
         self._failures = FailureLog()
-        self._vocab_size = None if args.hf_checkpoint is None else model_vocab_size(args.hf_checkpoint)
+        self._bounds = bounds_of(args)
 
     def make(self, rollout_id: int) -> Generated:
         """The rollout from the journal if it was made before, else from the rollout function."""
@@ -123,7 +122,7 @@ class RolloutMaker:
             )
         samples = list(leaves(groups))
         for sample in samples:
-            Origin(sample).settle(sample, "rollout", self._failures, self._vocab_size)
+            Origin(sample).settle(sample, "rollout", self._failures, self._bounds)
         refuse_all_failed(samples, f"rollout {rollout_id}")
         return samples
 

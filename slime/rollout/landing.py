@@ -12,7 +12,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from slime.data.check import BadSample, check_sample, mend
+from slime.data.check import BadSample, Bounds, check_sample, mend
 from slime.data.sample import Sample
 from slime.rollout.failures import FailureLog, forget_response, mark_failed, prompt_tokens
 from slime.rollout.types import Produced, leaves
@@ -86,12 +86,12 @@ class Origin:
         mend(sample)
         forget_response(sample, self._prompt)
 
-    def settle(self, produced: Produced, stage: str, log: FailureLog, vocab_size: int | None) -> None:
+    def settle(self, produced: Produced, stage: str, log: FailureLog, bounds: Bounds) -> None:
         """Samples that `stage` has left in no state to go on in fail; one that was given up has a cause."""
         for sample in leaves([produced]):
             cause = sample.failure
             try:
-                check_sample(sample, vocab_size)
+                check_sample(sample, bounds)
             except BadSample as error:
                 self.forget_response(sample)
                 cause = cause or log.record(stage, error)

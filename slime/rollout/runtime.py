@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 
 from slime.config import Config
 from slime.config.plugin_args import changed_by, plugin_args, tell_plugins, with_own_overlay
+from slime.data.check import Bounds
+from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Sample
 from slime.data.tokenizer import load_tokenizer, model_vocab_size
 from slime.data.trace import Span, trace_span
@@ -32,7 +34,7 @@ from slime.plugins import load_function, load_plugin
 from slime.plugins.args import run_mark
 from slime.rollout.adapters import as_generate
 from slime.rollout.failures import FailureLog
-from slime.rollout.gate import ticket_here
+from slime.rollout.gate import evaluating, ticket_here
 from slime.rollout.loop import LoopThread
 from slime.rollout.report.pulse import Pulse
 from slime.rollout.rewards.hub import RewardHub, RewardSettings
@@ -134,9 +136,10 @@ class RolloutRuntime:
         return self._model.special_token_ids
 
     @property
-    def vocab_size(self) -> int | None:
-        """How many token ids the model knows; None when its config does not say."""
-        return self._model.vocab_size
+    def bounds(self) -> Bounds:
+        """What the model says about the samples of this run; those of an evaluation are not trained on."""
+        bounds = self._model.bounds
+        return Bounds(bounds.vocab_size) if evaluating.get() else bounds
 
     @property
     def hub(self) -> RewardHub:
@@ -273,10 +276,16 @@ class _Model:
         return frozenset(self.tokenizer.all_special_ids)
 
     @cached_property
-    def vocab_size(self) -> int | None:
-        if self._config.hf_checkpoint is None:
-            return None
-        return model_vocab_size(self._config.hf_checkpoint)
+    def bounds(self) -> Bounds:
+        return bounds_of(self._config)
+
+
+def bounds_of(config: Config) -> Bounds:
+    """What the model of a run says about its samples."""
+    folder = config.hf_checkpoint
+    if folder is None:
+        return Bounds()
+    return Bounds(model_vocab_size(folder), RoutedModel.of(folder) if config.use_rollout_routing_replay else None)
 
 
 class _Registry:

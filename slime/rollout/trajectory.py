@@ -67,9 +67,11 @@ async def generate_and_rm_group(
     if config.group_rm and not any(sample.status is Sample.Status.ABORTED for sample in samples):
         with acting_as(f"group {samples[0].group_index}"):
             await score_together(runtime, samples)
+        with as_evaluation() if evaluation else nullcontext():
+            bounds = runtime.bounds
         for member, result in zip(group, results, strict=True):
             for sample in leaves([result]):
-                Origin(sample).settle(sample, "reward", runtime.failures, runtime.vocab_size)
+                Origin(sample).settle(sample, "reward", runtime.failures, bounds)
             if not evaluation:
                 await _record(runtime, member, result)
     return results
@@ -150,7 +152,7 @@ async def _judged(runtime: RolloutRuntime, origin: Origin, produced: Produced, e
         await score_one(runtime, produced)
     else:
         await score_together(runtime, produced)
-    origin.settle(produced, "reward", runtime.failures, runtime.vocab_size)
+    origin.settle(produced, "reward", runtime.failures, runtime.bounds)
 
 
 async def _kept_while(
@@ -211,7 +213,7 @@ async def _generated(
             for attempt in range(MOST_RESUMES):
                 result = await _call_generate(runtime, path, sample, sampling_params, evaluation)
                 produced = origin.claimed(result, "a generate function")
-                origin.settle(produced, "generate", runtime.failures, runtime.vocab_size)
+                origin.settle(produced, "generate", runtime.failures, runtime.bounds)
                 if not isinstance(produced, Sample):
                     return _whole(runtime, produced)
                 if produced.status is not Sample.Status.ABORTED:
@@ -306,7 +308,7 @@ async def _hook_one(runtime: RolloutRuntime, clock: SampleClock, sample: Sample,
         raise
     except Exception as error:  # noqa: BLE001 - whatever a hook raises is this sample's outcome
         mark_failed([sample], runtime.failures.record("hook", error))
-    origin.settle(sample, "hook", runtime.failures, runtime.vocab_size)
+    origin.settle(sample, "hook", runtime.failures, runtime.bounds)
     return sample
 
 

@@ -30,8 +30,12 @@ from slime.train.rates import RateSchedule
 from slime.train.samples.finite import blame_one
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.rollout_data import RolloutData, collect
+from slime.train.samples.routing import mismatch
 from slime.train.step import NotFinite, train_step
 from slime.train.timers import Timers
+
+OTHER_MODELS = ("ref", "teacher")
+"""Frozen sets that are no earlier state of the policy."""
 
 
 class Actor:
@@ -77,7 +81,7 @@ class Actor:
                     self._pass(POLICY, data, micro_batches, "log_probs", with_entropy=with_entropy)
                 else:
                     self._pass_by_version(self.old_policy, data, micro_batches)
-        for name in ("ref", "teacher"):
+        for name in OTHER_MODELS:
             if self.backend.has(name):
                 with timers.measure(f"{name}_log_probs"):
                     self._pass(name, data, micro_batches, f"{name}_log_probs")
@@ -88,6 +92,8 @@ class Actor:
             return True
         if config.tis_batch_normalize or config.ci_test:  # a check of the pass against itself could not fail
             return True
+        if config.use_routing_replay and not config.use_rollout_routing_replay and num_steps > 1:
+            return True  # the pass is where routers choose what the updates repeat
         if config.use_rollout_logprobs:
             return False
         hooks = config.custom_advantage_function_path, config.rollout_data_postprocess_path
@@ -102,7 +108,9 @@ class Actor:
         with_entropy: bool = False,
     ) -> None:
         log_probs, entropies = [], []
-        scores = self.backend.forward(micro_batches, weights=weights, entropy=with_entropy)
+        scores = self.backend.forward(
+            micro_batches, weights=weights, entropy=with_entropy, own_routing=weights in OTHER_MODELS
+        )
         for micro, found in zip(micro_batches, scores, strict=True):
             log_probs += micro.give(found.values)
             if found.entropy is not None:
@@ -122,6 +130,9 @@ class Actor:
         found: dict[str, list[Tensor]] = {}
         wanted = self.topology.world.union({str(version) for one in own for version in one.unique().tolist()})
         for version in sorted(map(int, wanted)):
+            for micro in micro_batches:
+                if micro.routing is not None:
+                    micro.routing.forget()  # the newest version's routers are those that the updates follow
             self._pass(old.at(version), data, micro_batches, "log_probs", with_entropy="entropy" in names)
             for name in names:
                 new_column: list[Tensor] = data[name]
@@ -148,7 +159,7 @@ class Actor:
         except NotFinite as found:
             raise UserError(self._explain(found, rollout_id, data, micro_batches)) from found
         self.state.updates += 1
-        named = {f"train/{name}": value for name, value in metrics.items()}
+        named = {f"train/{name}": value for name, value in metrics.items()} | self._routing_mismatch(micro_batches)
         return named | {"train/lr-pg_0": rates.learning_rate} | self.idle_step()
 
     def idle_step(self) -> dict[str, float]:
@@ -166,6 +177,14 @@ class Actor:
         if micro.train_log_probs is None:
             micro.train_log_probs = log_probs.detach()
         return Outcome(loss, sums, {} if gap is None else {f"{ABS_DIFF}_max": gap})
+
+    def _routing_mismatch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """The share of the repeated choices of experts that routers would not have made now, in all layers."""
+        if not self.config.use_routing_replay:
+            return {}
+        routings = [micro.routing for micro in micro_batches if micro.routing is not None]
+        compared, differing = self.topology.world.sum(mismatch(routings, self.topology.device)).tolist()
+        return {"train/routing_mismatch": differing / compared} if compared else {}
 
     def _explain(
         self, found: NotFinite, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]

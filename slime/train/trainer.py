@@ -213,6 +213,7 @@ class Trainer:
                         total_rollouts,
                         self.ranks.device,
                         multiple=self.topology.context.size,
+                        repeats_routing=self.config.use_routing_replay,
                     )
                     for positions in plan["micro_batches"]
                 ]

@@ -36,6 +36,11 @@ def test_presets_fill_in_what_was_not_given() -> None:
         assert derive(config) == config
 
 
+def test_the_engines_routing_implies_that_routing_is_repeated() -> None:
+    assert derived(use_rollout_routing_replay=True).use_routing_replay
+    assert not derived(use_routing_replay=True).use_rollout_routing_replay
+
+
 def test_rejection_looks_where_the_weights_do_unless_told() -> None:
     config = derived(tis_level="sequence", tis_clip=3.0, rs_upper_bound=5.0)
     assert (config.rs_level, config.rs_lower_bound, config.rs_upper_bound) == ("sequence", 0.0, 5.0)
@@ -45,6 +50,10 @@ def test_rejection_looks_where_the_weights_do_unless_told() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        (
+            {"use_rollout_routing_replay": True, "loss_type": "sft_loss"},
+            "--use-rollout-routing-replay repeats how sampled tokens were routed",
+        ),
         (
             {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_coef": 0.1, "advantage_estimator": "ppo"},
             "charge the KL twice",

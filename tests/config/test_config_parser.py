@@ -237,7 +237,7 @@ def test_custom_config_sets_flags_over_the_command_line_and_adds_entries(tmp_pat
         ("lr: null", "lr in {file} must have a value: drop the key for the default"),
         ("replace: 3", "replace in {file} is taken: args.replace has a meaning already, rename the key"),
         ("config: x.yaml", "config in {file} is taken: args.config has a meaning already, rename the key"),
-        ("use_routing_replay: true", "{file}: --use-routing-replay is not taken: "),
+        ("release_train: true", "{file}: --release-train is not taken: "),
     ],
 )
 def test_a_bad_custom_config_is_one_sentence_with_file_and_key(tmp_path: Path, text: str, sentence: str) -> None:

@@ -294,3 +294,14 @@ def test_what_the_documents_add_to_a_command_is_taken(valid_argv: list[str]) -> 
     config = parse_args([*valid_argv, *remedies.split()])
     assert (config.num_data_workers, config.streaming_data, config.recompute_activations) == (4, True, True)
     assert (config.max_turns, config.async_buffer_size, config.sequence_parallel) == (5, 4, True)
+
+
+def test_routing_is_repeated_by_models_with_routers(valid: dict[str, Any]) -> None:
+    file = Path(valid["hf_checkpoint"]) / "config.json"
+    for flag in ("use_routing_replay", "use_rollout_routing_replay"):
+        words = flag.replace("_", "-")
+        assert refused(valid, **{flag: True}) == (
+            f"--{words} repeats which experts routers chose, and the model of {file} has none: drop the flag"
+        )
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_experts": 8, "num_experts_per_tok": 2}))
+    assert resolve(Config(**valid, use_rollout_routing_replay=True)).use_routing_replay

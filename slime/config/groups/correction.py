@@ -43,3 +43,11 @@ class CorrectionFlags:
     get_mismatch_metrics: bool = flag(False, "report what the correction sees without applying it")
     use_opsm: bool = flag(False, "mask sequences of negative advantage that have drifted from the old policy")
     opsm_delta: float = flag(1e-4, "mean log-ratio above which a sequence has drifted", check=at_least(0))
+    use_routing_replay: bool = flag(
+        False,
+        "R2: in the updates of a rollout routers repeat which experts they chose in the log-prob pass before them",
+        derived="on with --use-rollout-routing-replay",
+    )
+    use_rollout_routing_replay: bool = flag(
+        False, "R3: the trainer's routers repeat what the engine's chose when it sampled the tokens"
+    )

@@ -110,12 +110,20 @@ class TrainBackend(Protocol):
         reads: Reads = "log_probs",
         entropy: bool = False,
     ) -> Totals:
-        """Gradients of the objective's losses, added to those there are."""
+        """Gradients of the objective's losses, added to those there are. Routers follow the batches' `routing`."""
 
     def forward(
-        self, micro_batches: Sequence[MicroBatch], *, weights: str = POLICY, entropy: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        weights: str = POLICY,
+        entropy: bool = False,
+        own_routing: bool = False,
     ) -> list[Scores]:
-        """The numbers of the response tokens under a named set of weights, on every rank that has the samples."""
+        """The numbers of the response tokens under a named set of weights, on every rank that has the samples.
+
+        Routers of experts repeat what the micro-batches' `routing` says, unless the set has its `own_routing`.
+        """
 
     # updates
 

@@ -23,7 +23,7 @@ from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.samples.shaping import placed_turn_rewards, shape_rewards
 
-_BY_TOKEN = ("tokens", "loss_masks", "rollout_log_probs", "teacher_log_probs", "turn_rewards")
+_BY_TOKEN = ("tokens", "loss_masks", "rollout_log_probs", "teacher_log_probs", "turn_rewards", "rollout_routed_experts")
 
 
 @dataclass
@@ -49,6 +49,7 @@ class TrainBatch:
     train_metadata: list[dict[str, Any] | None]
     version_spans: list[list[list[Any]]] | None = None  # runs of tokens by the weights that sampled them
     turn_rewards: list[np.ndarray] | None = None  # rewards of single turns, each at a token of its turn
+    rollout_routed_experts: list[np.ndarray] | None = None  # [rows, layers, experts per token], where they are replayed
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of a user's own conversion
 
     def __len__(self) -> int:
@@ -69,9 +70,14 @@ class TrainBatch:
         return TrainBatch(**lists, extra=extra)  # type: ignore[arg-type]
 
     def followed_by(self, other: TrainBatch) -> TrainBatch:
-        """This batch's rows, then the other's; a column that one of them lacks is dropped, turn rewards are 0 there."""
+        """This batch's rows, then the other's; a column that one of them lacks is dropped.
+
+        Turn rewards are 0 there, and where nobody recorded what routers chose, they choose again.
+        """
         if (self.turn_rewards is None) != (other.turn_rewards is None):
             return self._with_turn_rewards().followed_by(other._with_turn_rewards())
+        if (self.rollout_routed_experts is None) != (other.rollout_routed_experts is None):
+            return self._with_experts_like(other).followed_by(other._with_experts_like(self))
         theirs = dict(other._columns())
         lists = {
             name: None if column is None or theirs[name] is None else column + theirs[name]
@@ -85,6 +91,12 @@ class TrainBatch:
             return self
         none = [np.zeros(length, dtype=np.float32) for length in self.response_lengths]
         return dataclasses.replace(self, turn_rewards=none)
+
+    def _with_experts_like(self, other: TrainBatch) -> TrainBatch:
+        if self.rollout_routed_experts is not None:
+            return self
+        none = [rows[:0] for rows in (other.rollout_routed_experts or ())[:1]] * len(self)
+        return dataclasses.replace(self, rollout_routed_experts=none)
 
     def _columns(self) -> Iterator[tuple[str, Any]]:
         return ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "extra")
@@ -188,6 +200,7 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
         train_metadata=[sample.train_metadata for sample in samples],
         version_spans=[sample.version_spans for sample in samples] if config.keep_old_actor else None,
         turn_rewards=placed_turn_rewards(config, samples, masks, excluded),
+        rollout_routed_experts=_routed_experts(samples, masks) if config.use_rollout_routing_replay else None,
     )
 
 
@@ -290,6 +303,21 @@ def _log_prob_column(
             is_whole = len(column) == len(mask) and bool(np.isfinite(column).all())
             columns.append(column if is_whole else np.zeros(len(mask), dtype=np.float32))
     return columns
+
+
+def _routed_experts(samples: Sequence[Sample], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """One array per sample; of a sample that is not trained on they may be missing."""
+    columns, shape = [], (0, 0)
+    for sample, mask in zip(samples, masks, strict=True):
+        experts = sample.rollout_routed_experts
+        if experts is None and mask.any():
+            raise UserError(
+                f"sample {sample.index} has no rollout_routed_experts, which --use-rollout-routing-replay trains with: "
+                'its generate function must send "return_routed_experts": true'
+            )
+        columns.append(experts)
+        shape = shape if experts is None else experts.shape[1:]
+    return [np.zeros((0, *shape), np.uint8) if experts is None else experts for experts in columns]
 
 
 def _checked_log_probs(sample: Sample, name: str, column: np.ndarray, run_dir: str | None) -> np.ndarray:

@@ -13,6 +13,7 @@ import numpy as np
 
 from slime.config import Config
 from slime.config.plugin_args import plugin_args
+from slime.data.routed_experts import narrowed
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.plugins import load_function
@@ -37,7 +38,10 @@ def converted_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     for name, column in made.items():
         if len(column) != count:
             raise UserError(f"{path} returned {len(column)} entries of {name!r} for {count} of 'tokens'")
-    return _batch_of({name: list(column) for name, column in made.items()}, count)
+    batch = _batch_of({name: list(column) for name, column in made.items()}, count)
+    if config.use_rollout_routing_replay and batch.rollout_routed_experts is None:
+        raise UserError(f"{path} returned no 'rollout_routed_experts', which --use-rollout-routing-replay trains with")
+    return batch
 
 
 def _batch_of(made: dict[str, list[Any]], count: int) -> TrainBatch:
@@ -67,9 +71,14 @@ def _batch_of(made: dict[str, list[Any]], count: int) -> TrainBatch:
         rollout_log_probs=_floats(made.pop("rollout_log_probs", None)),
         teacher_log_probs=_floats(made.pop("teacher_log_probs", None)),
         train_metadata=made.pop("train_metadata", [None] * count),
+        rollout_routed_experts=_experts(made.pop("rollout_routed_experts", None)),
         extra=made,
     )
 
 
 def _floats(column: list[Any] | None) -> list[np.ndarray] | None:
     return None if column is None else [np.asarray(values, dtype=np.float32) for values in column]
+
+
+def _experts(column: list[Any] | None) -> list[np.ndarray] | None:
+    return None if column is None else [narrowed(np.asarray(rows)) for rows in column]

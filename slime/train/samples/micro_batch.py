@@ -16,6 +16,7 @@ from torch import Tensor
 from slime.algorithms.reduce import constant_weights, per_rollout_weights, per_token_weights
 from slime.train.samples.batch import TrainBatch
 from slime.train.samples.packing import PackedRow, pack
+from slime.train.samples.routing import Routing, given_experts
 
 
 @dataclass
@@ -35,6 +36,7 @@ class MicroBatch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     importance_scale: float = 1.0  # what the importance weights of the step are multiplied by
     train_log_probs: Tensor | None = None  # of the first training forward, when no separate pass was made
+    routing: Routing | None = None  # which experts its tokens go to, where that is repeated
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -83,11 +85,13 @@ def make_micro_batch(
     device: torch.device,
     *,
     multiple: int = 1,
+    repeats_routing: bool = False,
 ) -> MicroBatch:
     """Pack some samples, those of equal length side by side (they share an attention call on the CPU).
 
     The row is padded to a `multiple`, which ranks that share it can part. No positions give a one-token row of weight
-    zero, so that the rank joins the collectives.
+    zero, so that the rank joins the collectives. With `repeats_routing` routers follow what the engine chose, where the
+    batch says, else what they choose in the first pass.
     """
     if not positions:
         zero = torch.zeros(1, device=device)
@@ -106,4 +110,12 @@ def make_micro_batch(
         weights=share.weights(mask, mask_sums).to(device),
         metric_weights=per_rollout_weights(mask, mask_sums, total_rollouts).to(device),
         scale=share.scale,
+        routing=_routing_of(batch, ordered, row.num_tokens) if repeats_routing else None,
     )
+
+
+def _routing_of(batch: TrainBatch, positions: Sequence[int], num_tokens: int) -> Routing:
+    if batch.rollout_routed_experts is None:
+        return Routing()
+    rows = [batch.rollout_routed_experts[i] for i in positions]
+    return Routing(given_experts(rows, [len(batch.tokens[i]) for i in positions], num_tokens))

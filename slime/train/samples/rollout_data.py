@@ -50,6 +50,8 @@ def make_rollout_data(batch: TrainBatch) -> RolloutData:
         "train_metadata": list(batch.train_metadata),
         **batch.extra,
     }
+    if batch.rollout_routed_experts is not None:
+        data["rollout_routed_experts"] = [torch.from_numpy(rows) for rows in batch.rollout_routed_experts]
     if batch.version_spans is not None:
         data["version_spans"] = list(batch.version_spans)
     for name in ("rollout_log_probs", "teacher_log_probs", "turn_rewards"):

@@ -116,7 +116,7 @@ class FSDPBackend:
         for index, micro in enumerate(each):
             last = index == len(micro_batches) - 1
             reduce_gradients(self.module, self._mesh, last=last, on_host=self._on_host)
-            values, entropies = self.module(micro.row, reads=reads, entropy=entropy)
+            values, entropies = self.module(micro.row, reads=reads, entropy=entropy, routing=micro.routing)
             outcome = objective(micro, values, entropies)
             outcome.loss.backward()
             totals.add(outcome)
@@ -124,11 +124,18 @@ class FSDPBackend:
 
     @torch.no_grad()
     def forward(
-        self, micro_batches: Sequence[MicroBatch], *, weights: str = POLICY, entropy: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        weights: str = POLICY,
+        entropy: bool = False,
+        own_routing: bool = False,
     ) -> list[Scores]:
         with self.using(weights):
-            each = self.progress.over(micro_batches, f"{weights}: micro-batch", len(micro_batches))
-            found = [self._active(micro.row, reads="log_probs", entropy=entropy) for micro in each]
+            found = []
+            for micro in self.progress.over(micro_batches, f"{weights}: micro-batch", len(micro_batches)):
+                routing = None if own_routing else micro.routing
+                found.append(self._active(micro.row, reads="log_probs", entropy=entropy, routing=routing))
             reshard(self._active)
         return [Scores(values, entropies if entropy else None) for values, entropies in found]
 

@@ -31,10 +31,13 @@ class FSDPBuilder:
         self.topology, self._mesh = sharded.topology, sharded.mesh
 
     def policy(self, config: Config, start: Start) -> FSDPBackend:
+        module = self._load(start, self._held_in(config))
+        if module.routers is not None:
+            module.routers.check()
         return self._trained(
             config,
             start,
-            self._load(start, self._held_in(config)),
+            module,
             lambda source: self._load(source, self._compute_dtype),
         )
 

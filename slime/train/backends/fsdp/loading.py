@@ -19,13 +19,16 @@ def load_policy(config: Config, folder: str, dtype: torch.dtype) -> PolicyModel:
     outline = _outline(config, folder, dtype)
     sampled = config.loss_type != "sft_loss"  # answers that were read were sampled at no temperature
     temperature = config.rollout_temperature if sampled else 1.0
-    return PolicyModel(
+    policy = PolicyModel(
         outline.model,
         outline.sources,
         temperature=temperature,
         chunk_rows=config.log_probs_chunk_size,
         gdn_backend=config.qwen_gdn_backend,
     )
+    if config.use_routing_replay:
+        policy.repeat_routing()
+    return policy
 
 
 def load_critic(config: Config, folder: str, dtype: torch.dtype) -> ValueModel:

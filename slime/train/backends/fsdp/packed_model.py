@@ -19,9 +19,11 @@ from slime.models.head import OutputHead, output_projection
 from slime.models.sources import Source, Zeros
 from slime.train.backends.fsdp.attention import attach_context
 from slime.train.backends.fsdp.delta_net import PackedDeltaNet
+from slime.train.backends.fsdp.routers import Routers
 from slime.train.backends.protocol import Reads
 from slime.train.collectives import gather_parts
 from slime.train.samples.packing import PackedRow, RowPart
+from slime.train.samples.routing import Routing
 from slime.train.topology import Ranks
 
 
@@ -38,6 +40,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.sources: dict[str, Source] = dict(sources or {})
         self.context = attach_context(model, gdn_backend)
+        self.routers: Routers | None = None
 
     def read_nothing(self) -> None:
         """For a model whose weights will all be overwritten: they are zero until then."""
@@ -50,6 +53,10 @@ class PackedModel(nn.Module):
                 module.check_ranks(ranks.size)
         self.context.ranks = ranks
 
+    def repeat_routing(self) -> None:
+        """From now on the routers of experts follow the routing that a row comes with."""
+        self.routers = Routers(self.model)
+
     def own_part(self, row: PackedRow) -> RowPart:
         ranks = self.context.sharing
         return row.part(0, 1) if ranks is None else row.part(ranks.rank, ranks.size)
@@ -59,11 +66,16 @@ class PackedModel(nn.Module):
         ranks = self.context.sharing
         return own if ranks is None else gather_parts(own, counts, ranks)
 
-    def hidden_states(self, row: PackedRow, part: RowPart) -> Tensor:
+    def hidden_states(self, row: PackedRow, part: RowPart, routing: Routing | None = None) -> Tensor:
         """Last hidden states [t, H] of this rank's part of the row; a sequence sees only itself."""
         self.context.begin(row.layout)
+        if self.routers is not None:
+            first = 0 if self.context.sharing is None else self.context.sharing.rank * part.tokens.shape[1]
+            self.routers.begin(routing, slice(first, first + part.tokens.shape[1]), part.tokens.device)
         body = self.model.base_model
         hidden = body(input_ids=part.tokens, position_ids=part.position_ids, use_cache=False).last_hidden_state[0]
+        if self.routers is not None:
+            self.routers.keep()
         if self.context.reads == 0:
             raise UserError(
                 f"{type(self.model).__name__} does not use transformers' attention interface, so packed training would "
@@ -89,13 +101,15 @@ class PolicyModel(PackedModel):
         self.chunk_rows = chunk_rows
         self.head = OutputHead.from_config(model.config)
 
-    def forward(self, row: PackedRow, *, reads: Reads = "log_probs", entropy: bool = True) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, row: PackedRow, *, reads: Reads = "log_probs", entropy: bool = True, routing: Routing | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs [R] of the targets, and entropies [R] (zeros when not asked for).
 
         For losses that read logits: these [1, T, V] in float32, before the temperature.
         """
         projection, part = output_projection(self.model), self.own_part(row)
-        hidden = self.hidden_states(row, part)
+        hidden = self.hidden_states(row, part, routing)
         if reads == "logits":
             projected = self.whole(projection(hidden[None])[0], [len(hidden)] * len(part.counts))
             return self._logits(projected[None]), hidden.new_zeros(1)  # no view: losses may change it in place
@@ -126,8 +140,10 @@ class PolicyModel(PackedModel):
 class ValueModel(PackedModel):
     """The critic: the expected return before each response token."""
 
-    def forward(self, row: PackedRow, *, reads: Reads = "log_probs", entropy: bool = True) -> tuple[Tensor, Tensor]:
-        """Values [R], float32, where a policy has log-probs."""
+    def forward(
+        self, row: PackedRow, *, reads: Reads = "log_probs", entropy: bool = True, routing: Routing | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Values [R], float32, where a policy has log-probs; its routers are its own."""
         part = self.own_part(row)
         hidden = self.hidden_states(row, part).index_select(0, part.predict_index)
         values = self.whole(output_projection(self.model)(hidden).float().squeeze(-1), part.counts)
