@@ -18,9 +18,10 @@ from slime.config.eval_datasets import eval_datasets
 from slime.config.folders import check_folders
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slime.config.layout import layout_contradictions
+from slime.config.layout import layout_contradictions, uses_megatron
 from slime.config.lora import check_adapter, lora_contradictions
-from slime.config.megatron_flags import NEUTRAL
+from slime.config.megatron_fields import CHOICES, given_settings
+from slime.config.megatron_flags import NEUTRAL, REFUSED_BY_MEGATRON
 from slime.config.spec import FlagSpec
 from slime.config.start import check_weight_sources, find_start
 from slime.errors import UserError
@@ -243,6 +244,8 @@ def _check_data_file(data: str, flag: str) -> None:
 
 def check_numbers_stay(config: Config) -> None:
     """Megatron's flags that change what is computed have values with which they do not, or are refused."""
+    if uses_megatron(config):
+        _check_settings(config)
     for flag, (neutral, why) in NEUTRAL.items():
         value = config.carried.get(flag.replace("-", "_"))
         if value is None or value is False or value in neutral:
@@ -250,3 +253,14 @@ def check_numbers_stay(config: Config) -> None:
         if flag == "finetune" and not find_start(config).resumes:
             continue
         raise UserError(f"--{flag}{'' if value is True else f' {value}'} is not taken: {why}")
+
+
+def _check_settings(config: Config) -> None:
+    for flag, why in REFUSED_BY_MEGATRON.items():
+        if config.carried.get(flag.replace("-", "_")):
+            raise UserError(f"--{flag} is not taken: {why}")
+    for name, value in given_settings(config.carried).items():
+        known, words = CHOICES.get(name), value if isinstance(value, list) else [value]
+        wrong = [word for word in words if known is not None and word not in known]
+        if known and wrong:
+            raise UserError(f"--{name.replace('_', '-')} {wrong[0]} is none of {', '.join(known)}")

@@ -1,9 +1,10 @@
 """Megatron-LM flags that existing slime scripts pass: read with their type and carried through under their name.
 
-Each is of one of three classes, and none is ignored in silence. SHAPE: what the model is; the trainer takes that from
+Each is of one of four classes, and none is ignored in silence. SHAPE: what the model is; the trainer takes that from
 the Hugging Face config, and a flag that says another number is refused (`shape_flags`). NUMBERS: it changes what is
-computed; only the values in `NEUTRAL`, with which it changes nothing here, are taken. SPEED: layout, kernels and their
-rounding, files and logs, which cannot change what is learned; plan and run name those that were given.
+computed; only the values in `NEUTRAL`, with which it changes nothing here, are taken. SPEED: kernels and their
+rounding, which cannot change what is learned: Megatron gets them; with FSDP plan and run name those that were given.
+OTHERS: what slime does in its own way with both, such as files and logs; those that were given are named.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 SWITCH, INT, FLOAT, NUMBER, TEXT, TEXTS = "switch", "int", "float", "number", "text", "texts"
-SHAPE, NUMBERS, SPEED = "shape", "numbers", "speed"
+SHAPE, NUMBERS, SPEED, OTHERS = "shape", "numbers", "speed", "others"
 
 _TABLE: dict[tuple[str, str], str] = {
     (SHAPE, SWITCH): """
@@ -52,39 +53,40 @@ _TABLE: dict[tuple[str, str], str] = {
         fp8-format moe-router-load-balancing-type main-grads-dtype main-params-dtype
         """,
     (SPEED, SWITCH): """
-        tp-comm-overlap
-        overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer no-rope-fusion
-        moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-shared-expert-overlap moe-enable-deepep
-        moe-use-legacy-grouped-gemm moe-layer-recompute moe-router-padding-for-fp8 moe-extended-tp
-        accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 no-gradient-accumulation-fusion
-        no-check-for-nan-in-loss-and-grad no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion
-        no-bias-dropout-fusion no-persist-layer-norm cross-entropy-loss-fusion use-flash-attn
-        bf16 use-cpu-initialization no-save-rng use-pytorch-profiler use-checkpoint-args auto-detect-ckpt-format
-        ckpt-fully-parallel-load override-opt-param-scheduler no-create-attention-mask-in-dataloader
-        log-throughput log-params-norm deterministic-mode use-tp-pp-dp-mapping
-        variable-seq-lengths enable-experimental profile manual-gc overlap-moe-expert-parallel-comm delay-wgrad-compute
+        tp-comm-overlap overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer no-rope-fusion moe-grouped-gemm
+        moe-permute-fusion moe-router-fusion moe-shared-expert-overlap moe-enable-deepep moe-layer-recompute
+        attention-softmax-in-fp32 no-gradient-accumulation-fusion no-masked-softmax-fusion no-bias-gelu-fusion
+        no-bias-swiglu-fusion no-bias-dropout-fusion no-persist-layer-norm deterministic-mode
+        overlap-moe-expert-parallel-comm delay-wgrad-compute
+        """,
+    (SPEED, INT): "moe-deepep-num-sms",
+    (SPEED, FLOAT): "optimizer-offload-fraction",
+    (SPEED, TEXT): "moe-flex-dispatcher-backend moe-router-dtype",
+    (SPEED, TEXTS): "cp-comm-type",
+    (OTHERS, SWITCH): """
+        moe-use-legacy-grouped-gemm moe-router-padding-for-fp8 moe-extended-tp use-tp-pp-dp-mapping
+        accumulate-allreduce-grads-in-fp32 variable-seq-lengths bf16 no-check-for-nan-in-loss-and-grad
+        cross-entropy-loss-fusion use-flash-attn use-cpu-initialization no-save-rng use-pytorch-profiler
+        use-checkpoint-args auto-detect-ckpt-format ckpt-fully-parallel-load override-opt-param-scheduler
+        no-create-attention-mask-in-dataloader log-throughput log-params-norm enable-experimental profile manual-gc
         ckpt-assume-constant-structure no-ckpt-fully-parallel-save log-timers-to-tensorboard log-memory-to-tensorboard
         """,
-    (SPEED, INT): """
-        moe-deepep-num-sms train-iters
-        train-samples profile-step-start profile-step-end log-interval tensorboard-queue-size
+    (OTHERS, INT): """
+        train-iters train-samples profile-step-start profile-step-end log-interval tensorboard-queue-size
         empty-unused-memory-level num-workers manual-gc-interval timing-log-level
         """,
-    (SPEED, FLOAT): """
-        init-method-std optimizer-offload-fraction loss-scale initial-loss-scale min-loss-scale sgd-momentum
+    (OTHERS, FLOAT): "init-method-std loss-scale initial-loss-scale min-loss-scale sgd-momentum",
+    (OTHERS, TEXT): """
+        fp8-recipe fp8-amax-compute-algo moe-token-drop-policy ckpt-format cross-entropy-fusion-impl tokenizer-type
+        tokenizer-model tensorboard-dir dist-ckpt-strictness
         """,
-    (SPEED, TEXT): """
-        fp8-recipe fp8-amax-compute-algo
-        moe-flex-dispatcher-backend moe-router-dtype moe-token-drop-policy ckpt-format
-        cross-entropy-fusion-impl tokenizer-type tokenizer-model tensorboard-dir dist-ckpt-strictness
-        """,
-    (SPEED, TEXTS): "profile-ranks cp-comm-type",
+    (OTHERS, TEXTS): "profile-ranks",
 }  # fmt: skip
 
 MEGATRON_FLAGS: dict[str, str] = {name: kind for (_, kind), names in _TABLE.items() for name in names.split()}
 """Flag (without dashes in front) -> kind of value."""
 MEGATRON_CLASSES: dict[str, str] = {name: role for (role, _), names in _TABLE.items() for name in names.split()}
-"""Flag -> SHAPE, NUMBERS or SPEED."""
+"""Flag -> SHAPE, NUMBERS, SPEED or OTHERS."""
 
 _HALF = "training computes in float32 or bfloat16, --dtype chooses: drop it"
 _STATE = "gradients and master weights are float32: give fp32, or drop it"
@@ -122,3 +124,14 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Of each flag that changes numbers: the values that change nothing here, and why others are refused. `finetune` is
 taken where there is no checkpoint to go on from."""
+
+REFUSED_BY_MEGATRON: dict[str, str] = {
+    "moe-use-legacy-grouped-gemm": "megatron-core 0.16 is about to drop it: drop the flag",
+    "moe-router-padding-for-fp8": _HALF,
+    "moe-extended-tp": "megatron-core has it no more: give --expert-tensor-parallel-size",
+    "use-tp-pp-dp-mapping": "processes are numbered by tensor, context, data and pipeline, in this order: drop it",
+}
+"""Flags that FSDP has no use for and Megatron cannot go by."""
+
+DONE_BY_MEGATRON = ("bf16", "accumulate-allreduce-grads-in-fp32", "variable-seq-lengths")
+"""What is so anyway, or asked for elsewhere: nothing needs to be said about it."""

@@ -13,10 +13,10 @@ from slime.config.groups.megatron import HOOKS, MegatronFlags
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.groups.upstream import BUFFER_FLAGS
 from slime.config.layout import uses_megatron
-from slime.config.megatron_flags import MEGATRON_CLASSES, SHAPE, SPEED
+from slime.config.megatron_fields import FIELD_FLAGS
+from slime.config.megatron_flags import DONE_BY_MEGATRON, MEGATRON_CLASSES, OTHERS, SHAPE, SPEED
 from slime.config.spec import flag_name, specs_of_group
 
-_USED = ("bf16",)
 _ALSO_OF_FSDP = ("recompute_granularity", "use_distributed_optimizer", *HOOKS)
 """Megatron's flags that FSDP goes by, does anyway, or refuses."""
 
@@ -34,13 +34,16 @@ def flags_without_effect(config: Config) -> list[str]:
             reasons.setdefault(spec.info.no_effect, []).append(shown)
     sentences = [f"{', '.join(shown)} has no effect: {why}" for why, shown in reasons.items()]
     given = {name: MEGATRON_CLASSES.get(name.replace("_", "-")) for name in config.carried}
-    if not uses_megatron(config):
+    if uses_megatron(config):
+        sentences += _beside_megatron(given)
+    else:
         layout = [
             spec.name
             for spec in specs_of_group(MegatronFlags)
             if getattr(config, spec.name) != spec.default and spec.name not in _ALSO_OF_FSDP
         ]
-        speed = [name for name, role in given.items() if role == SPEED and name not in _USED]
+        speed = [name for name, role in given.items() if role in (SPEED, OTHERS) and name != "bf16"]
+        speed += [name for name in config.carried if name.replace("_", "-") in FIELD_FLAGS]
         if layout or speed:
             sentences.append(
                 f"Megatron flags without effect on the FSDP trainer: {flag_list([*layout, *speed])}"
@@ -50,6 +53,13 @@ def flags_without_effect(config: Config) -> list[str]:
     if shape:
         sentences.append(f"the model is what its config.json says, of which these only speak: {flag_list(shape)}")
     return sentences
+
+
+def _beside_megatron(given: dict[str, str | None]) -> list[str]:
+    others = [name for name, role in given.items() if role == OTHERS and name.replace("_", "-") not in DONE_BY_MEGATRON]
+    if not others:
+        return []
+    return [f"files, logs, first weights and log-probs are slime's own matter, so nothing goes by {flag_list(others)}"]
 
 
 def _words(value: Any) -> str:

@@ -3,6 +3,8 @@ they work."""
 
 from __future__ import annotations
 
+from slime.config.megatron_fields import REFUSED_FIELDS
+
 _DEEPGEMM = "it chooses kernels of the Megatron trainer, and the trainer is FSDP: drop the flag"
 
 REFUSED: dict[str, str] = {
@@ -24,4 +26,5 @@ is looked up before this."""
 
 def refusal(flag: str) -> str | None:
     """The sentence for a known slime flag that cannot be used here, or None."""
-    return f"--{flag} is not taken: {REFUSED[flag]}" if flag in REFUSED else None
+    why = REFUSED.get(flag) or REFUSED_FIELDS.get(flag.removeprefix("no-"))
+    return None if why is None else f"--{flag} is not taken: {why}"

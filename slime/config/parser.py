@@ -20,6 +20,7 @@ from slime.config.config import FLAG_SPECS, Config
 from slime.config.files import read_config_file
 from slime.config.foreign_flags import foreign_hint, foreign_setting
 from slime.config.help import FILE_FLAGS, format_help
+from slime.config.megatron_fields import FIELD_FLAGS
 from slime.config.megatron_flags import FLOAT, INT, MEGATRON_FLAGS, NUMBER, SWITCH, TEXTS
 from slime.config.not_yet import REFUSED, refusal
 from slime.config.resolve import resolve
@@ -127,6 +128,8 @@ def _take_command_line(
                 repeated.setdefault(spec.name, []).extend(value)
                 value = repeated[spec.name]
             values[spec.name] = value
+        elif _turns_field_off(occurrence.name):
+            carried[occurrence.name[3:].replace("-", "_")] = not _megatron_value(occurrence, SWITCH)
         elif occurrence.name not in _FILE_FLAGS:
             carried[occurrence.name.replace("-", "_")] = _carried_value(occurrence, custom)
     if custom is not None:
@@ -156,7 +159,7 @@ def _field_value(spec: FlagSpec, occurrence: Occurrence, negated: bool) -> Any:
 
 
 def _carried_value(occurrence: Occurrence, custom: _CustomParser | None) -> Any:
-    kind = MEGATRON_FLAGS.get(occurrence.name)
+    kind = _megatron_kind(occurrence.name)
     if kind is not None:
         return _megatron_value(occurrence, kind)
     sentence = refusal(occurrence.name)
@@ -169,6 +172,14 @@ def _carried_value(occurrence: Occurrence, custom: _CustomParser | None) -> Any:
     if not guesses:
         return True
     return guesses[0] if len(guesses) == 1 else guesses
+
+
+def _turns_field_off(flag: str) -> bool:
+    return flag.startswith("no-") and flag not in MEGATRON_FLAGS and FIELD_FLAGS.get(flag[3:]) == SWITCH
+
+
+def _megatron_kind(flag: str) -> str | None:
+    return MEGATRON_FLAGS.get(flag) or FIELD_FLAGS.get(flag)
 
 
 def _megatron_value(occurrence: Occurrence, kind: str) -> Any:
@@ -194,7 +205,7 @@ def unknown_flag(name: str, own_flags: Iterable[str] = ()) -> str:
     hint = foreign_hint(name)
     if hint is not None:
         return hint
-    match = nearest(name, [*_BY_FLAG, *_FILE_FLAGS, *own_flags, *MEGATRON_FLAGS, *REFUSED])
+    match = nearest(name, [*_BY_FLAG, *_FILE_FLAGS, *own_flags, *MEGATRON_FLAGS, *FIELD_FLAGS, *REFUSED])
     return f"unknown flag --{name}" + (f": did you mean --{match}?" if match else " (slime flags lists all)")
 
 
@@ -272,7 +283,7 @@ def near_flags_of_custom_file(path: str) -> dict[str, str]:
 
 
 def _is_carried(flag: str) -> bool:
-    return flag in MEGATRON_FLAGS or (flag.startswith(_CARRIED_PREFIXES) and refusal(flag) is None)
+    return _megatron_kind(flag) is not None or (flag.startswith(_CARRIED_PREFIXES) and refusal(flag) is None)
 
 
 def _refuse_key(key: str, flag: str, path: str) -> NoReturn:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from slime.config.config import FLAG_SPECS
 from slime.config.foreign_flags import FOREIGN_FLAGS, foreign_hint
 from slime.config.help import FILE_FLAGS, description, entry
+from slime.config.megatron_fields import FIELD_FLAGS, REFUSED_FIELDS
 from slime.config.megatron_flags import FLOAT, INT, MEGATRON_FLAGS, NUMBER, SWITCH, TEXT, TEXTS
 from slime.config.not_yet import REFUSED, refusal
 from slime.config.suggest import nearest
@@ -82,7 +83,9 @@ def _all(decided: Mapping[str, str]) -> Iterator[Found]:
         yield _found(_SGLANG, name, f"--{name}", f"refused: it is decided by {ours}")
     for name, kind in MEGATRON_FLAGS.items():
         yield _found(_CARRIED, name, f"--{name} {_VALUES[kind]}".rstrip(), "Megatron-LM's flag of this name")
-    for name in sorted(REFUSED):
+    for name, kind in FIELD_FLAGS.items():
+        yield _found(_CARRIED, name, f"--{name} {_VALUES[kind]}".rstrip(), "the field of Megatron-Core's settings")
+    for name in sorted(REFUSED | REFUSED_FIELDS):
         yield _found(_REFUSED, name, f"--{name}", refusal(name) or "")
     for name, (whose, _) in FOREIGN_FLAGS.items():
         shown = name.replace("-", "_") if "." in name else f"--{name}"

@@ -10,11 +10,14 @@ import pytest
 
 from slime.config import Config, parse_args, resolve
 from slime.config.checks import check_numbers_stay
+from slime.config.megatron_fields import given_settings
 from slime.config.megatron_flags import (
     MEGATRON_CLASSES,
     MEGATRON_FLAGS,
     NEUTRAL,
     NUMBERS,
+    OTHERS,
+    REFUSED_BY_MEGATRON,
     SHAPE,
     SPEED,
     SWITCH,
@@ -29,7 +32,7 @@ OF_NUMBERS = [name for name, role in MEGATRON_CLASSES.items() if role == NUMBERS
 
 def test_every_flag_is_of_one_class() -> None:
     assert MEGATRON_CLASSES.keys() == MEGATRON_FLAGS.keys()
-    assert set(MEGATRON_CLASSES.values()) == {SHAPE, NUMBERS, SPEED}
+    assert set(MEGATRON_CLASSES.values()) == {SHAPE, NUMBERS, SPEED, OTHERS}
     assert NEUTRAL.keys() == {*OF_NUMBERS, "finetune"}
     shape = {name.replace("-", "_") for name, role in MEGATRON_CLASSES.items() if role == SHAPE}
     assert COMPARED.keys() <= shape
@@ -102,6 +105,60 @@ def test_heads_of_latent_attention_are_not_compared(valid_argv: list[str], model
     parse_args([*valid_argv, "--kv-channels", "128", "--num-query-groups", "4", "--qk-head-dim", "12"])
     with pytest.raises(UserError, match="--qk-head-dim 16 contradicts qk_nope_head_dim 12"):
         parse_args([*valid_argv, "--qk-head-dim", "16"])
+
+
+def test_fields_of_megatrons_classes_are_flags_of_their_names(valid_argv: list[str]) -> None:
+    flags = "--train-backend megatron --bucket-size 1000 --no-tp-comm-bulk-wgrad --apply-rope-fusion --no-rope-fusion"
+    config = parse_args([*valid_argv, *flags.split(), "--cp-comm-type", "a2a", "--moe-router-dtype", "fp32"])
+    assert given_settings(config.carried) == {
+        "bucket_size": 1000,
+        "tp_comm_bulk_wgrad": False,
+        "apply_rope_fusion": False,
+        "cp_comm_type": "a2a",
+        "moe_router_dtype": "fp32",
+    }
+    assert flags_without_effect(config) == []
+    assert flags_without_effect(parse_args([*valid_argv, "--bucket-size", "1000"])) == [
+        "Megatron flags without effect on the FSDP trainer: --bucket-size (--train-backend megatron goes by them; fsdp is "
+        "the default here)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--bucket-size many", "--bucket-size must be a whole number, not 'many'"),
+        (
+            "--use-megatron-fsdp",
+            "--use-megatron-fsdp is not taken: Megatron's own FSDP is not used: --train-backend fsdp",
+        ),
+        ("--no-fp8-wgrad", "--no-fp8-wgrad is not taken: training computes in float32 or bfloat16"),
+        ("--moe-router-dtype fp16", "--moe-router-dtype fp16 is none of fp32, fp64"),
+        ("--cp-comm-type p2p ring", "--cp-comm-type ring is none of p2p, all_gather, a2a"),
+        ("--attention-dropout 0.1", "--attention-dropout 0.1 is not taken: there is no dropout in training"),
+    ],
+)
+def test_what_megatron_cannot_go_by_is_refused(words: str, sentence: str, valid_argv: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_args([*valid_argv, "--train-backend", "megatron", *words.split()])
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("flag", REFUSED_BY_MEGATRON)
+def test_what_only_fsdp_can_leave_out_is_refused_with_megatron(flag: str, valid_argv: list[str]) -> None:
+    assert MEGATRON_CLASSES[flag] == OTHERS
+    assert len(flags_without_effect(parse_args([*valid_argv, f"--{flag}"]))) == 1
+    with pytest.raises(UserError, match=f"--{flag} is not taken: "):
+        parse_args([*valid_argv, "--train-backend", "megatron", f"--{flag}"])
+
+
+def test_files_and_logs_are_named_with_megatron_too(valid_argv: list[str]) -> None:
+    config = parse_args(
+        [*valid_argv, "--train-backend", "megatron", "--log-interval", "1", "--bf16", "--variable-seq-lengths"]
+    )
+    assert flags_without_effect(config) == [
+        "files, logs, first weights and log-probs are slime's own matter, so nothing goes by --log-interval"
+    ]
 
 
 def test_bf16_is_a_precision(valid_argv: list[str]) -> None:

@@ -31,17 +31,18 @@ class UpstreamFlags:
     distributed_backend: str = flag(
         "nccl", "how trainers talk to each other", no_effect="it is nccl on GPUs and gloo on a CPU"
     )
-    allgather_cp: bool = flag(
-        False, "how a sequence is cut over processes", no_effect="no sequence is cut over processes"
-    )
+    allgather_cp: bool = flag(False, "how a sequence is cut over processes", no_effect="it follows from the backend")
     model_name: str | None = flag(
         None, "family whose weight names are converted", no_effect="the family is read from the model folder"
     )
     padded_vocab_size: int | None = flag(
-        None, "rows of the embedding", no_effect="the vocabulary is that of the model folder, without padding"
+        None, "rows of the embedding", no_effect="the vocabulary is that of the model folder"
     )
     data_pad_size_multiplier: int = flag(
-        128, "rows are padded to a multiple of this", check=at_least(1), no_effect="rows are not padded"
+        128,
+        "rows are padded to a multiple of this",
+        check=at_least(1),
+        no_effect="rows are padded no further than cutting them needs",
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
         None,

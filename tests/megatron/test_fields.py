@@ -1,0 +1,51 @@
+"""Every field of Megatron's classes of settings is reachable by a flag, or its flag is refused with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from slime.config.config import FLAG_SPECS
+from slime.config.megatron_fields import CHOICES, FIELD_FLAGS, MADE, REFUSED_FIELDS, given_settings
+from slime.config.megatron_flags import MEGATRON_CLASSES, MEGATRON_FLAGS, SPEED, SWITCH
+
+FIELDS = {
+    field.name: field
+    for settings in (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    for field in dataclasses.fields(settings)
+}
+
+
+def test_every_field_is_in_the_table_once() -> None:
+    for name in FIELDS:
+        flag = name.replace("_", "-")
+        found = [
+            where
+            for where, known in (
+                ("config", name in FLAG_SPECS),
+                ("Megatron-LM", flag in MEGATRON_FLAGS),
+                ("field", flag in FIELD_FLAGS),
+                ("refused", flag in REFUSED_FIELDS),
+                ("made", name in MADE),
+            )
+            if known
+        ]
+        assert len(found) == 1, (name, found)
+
+
+def test_the_table_has_no_other_fields() -> None:
+    for flag in (*FIELD_FLAGS, *REFUSED_FIELDS, *MADE, *CHOICES):
+        assert flag.replace("-", "_") in FIELDS, flag
+
+
+def test_what_megatron_gets_is_a_field_of_the_kind_it_has() -> None:
+    flags = [*FIELD_FLAGS, *(flag for flag, role in MEGATRON_CLASSES.items() if role == SPEED)]
+    for flag in flags:
+        ((name, value),) = given_settings({flag.replace("-", "_"): True}).items()
+        assert name in FIELDS, flag
+        if {**MEGATRON_FLAGS, **FIELD_FLAGS}[flag] == SWITCH:
+            assert isinstance(value, bool)
+            assert FIELDS[name].type is bool, flag
