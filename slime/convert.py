@@ -1,4 +1,5 @@
-"""`slime convert FROM TO`: a checkpoint of a run, or a model folder in other numbers, as a Hugging Face folder.
+"""`slime convert FROM TO`: a checkpoint of a run or of Megatron, or a model folder in other numbers, as a Hugging Face
+folder; and a Hugging Face folder as a checkpoint that Megatron loads (`--format torch_dist`).
 
 Invariant: at most one shard of tensors is in memory; what stands at TO is the old folder or the complete new one.
 """
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from slime.config.megatron_folder import megatron_checkpoint
+from slime.config.megatron_folder import megatron_to_read
 from slime.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 FP8 = "fp8"
 DTYPES = ("bfloat16", "float16", "float32", FP8)
+TORCH_DIST = "torch_dist"
+FORMATS = ("hf", TORCH_DIST)
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Conversion:
     add_missing: bool = False
     force: bool = False
     trust_remote_code: bool = False
+    format: str = FORMATS[0]
 
     def run(self) -> Path:
         """Write the folder; whatever cannot be converted is a `UserError` that leaves the target as it was."""
@@ -40,17 +44,16 @@ class Conversion:
             raise UserError(f"there is no folder {self.source} to convert")
         if self.target.exists() and not self.force:
             raise UserError(f"{self.target} is there already: choose another folder, or replace it with --force")
+        if self.format == TORCH_DIST:
+            return self._write_torch_dist()
         small_files, tensors = self._read()
         return self._write(small_files, tensors)
 
     def _read(self) -> tuple[Path, Iterator[tuple[str, torch.Tensor]]]:
         """The folder with config and tokenizer, and every weight as plain numbers."""
-        kind = megatron_checkpoint(self.source)
-        if kind is not None:
-            raise UserError(
-                f"{self.source} is a Megatron checkpoint ({kind}), which only Megatron reads and this version lacks: "
-                "convert it where Megatron is installed"
-            )
+        megatron = megatron_to_read(self.source, str(self.source))
+        if megatron is not None:
+            return self._read_megatron(megatron)
         from slime.train.checkpoints.to_folder import checkpoint_tensors, find_checkpoint, model_of_checkpoint
 
         checkpoint = find_checkpoint(self.source)
@@ -64,6 +67,37 @@ class Conversion:
         from slime.models.weight_reader import plain_tensors
 
         return self.source, plain_tensors(self.source)
+
+    def _read_megatron(self, checkpoint: Path) -> tuple[Path, Iterator[tuple[str, torch.Tensor]]]:
+        from slime.models.outline import folder_sources
+        from slime.models.sources import read_whole
+        from slime.models.torch_dist.hugging_face import read_in_place_of
+
+        folder = self.model_folder
+        if folder is None or not (folder / "config.json").is_file():
+            raise UserError(
+                f"{self.source} is a Megatron checkpoint, which says little of its model: name the Hugging Face folder "
+                "of that model with --hf-checkpoint"
+            )
+        found = read_in_place_of(folder, checkpoint)
+        if self.add_missing:
+            found = {**folder_sources(folder), **found}
+        return folder, ((name, read_whole(source)) for name, source in found.items())
+
+    def _write_torch_dist(self) -> Path:
+        import torch
+
+        from slime.models.outline import folder_sources
+        from slime.models.torch_dist.hugging_face import model_entries
+        from slime.models.torch_dist.writing import write_release
+
+        if not (self.source / "config.json").is_file():
+            raise UserError(f"{self.source} has no config.json: --format {TORCH_DIST} takes a Hugging Face folder")
+        if self.dtype == FP8:
+            raise UserError(f"--dtype {FP8} is for Hugging Face folders: --format {TORCH_DIST} holds plain numbers")
+        sources = folder_sources(self.source)
+        entries, alike = model_entries(self.source, sources)
+        return write_release(sources, entries, self.target, dtype=getattr(torch, self.dtype), alike=alike)
 
     def _write(self, small_files: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
         import torch
@@ -90,6 +124,7 @@ def convert_command(words: Sequence[str]) -> int:
         add_missing=options.add_missing,
         force=options.force,
         trust_remote_code=options.trust_remote_code,
+        format=options.format,
     )
     print(f"{conversion.run()} is written, in {options.dtype}")
     return 0
@@ -103,11 +138,14 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="slime convert",
-        description="Write a checkpoint of a run, or a model folder (plain or in blocks of 8-bit floats), as a Hugging "
-        "Face folder in the numbers asked for.",
+        description="Write a checkpoint of a run or of Megatron, or a model folder (plain or in blocks of 8-bit "
+        "floats), as a Hugging Face folder in the numbers asked for; or a model folder as a Megatron checkpoint.",
     )
-    parser.add_argument("source", metavar="FROM", help="folder of --save, one iter_... in it, or a model folder")
+    parser.add_argument(
+        "source", metavar="FROM", help="checkpoints of --save or of Megatron, one of them, or a model folder"
+    )
     parser.add_argument("target", metavar="TO", help="the folder to write")
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="torch_dist: Megatron's checkpoints")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="fp8: blocks of 128 x 128")
     parser.add_argument("--scale-fmt", choices=("float32", "ue8m0"), default="float32", help="ue8m0: powers of 2")
     parser.add_argument("--hf-checkpoint", metavar="DIR", help="the model folder of a checkpoint (default: its run's)")

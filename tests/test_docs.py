@@ -110,7 +110,12 @@ def test_commands_use_flags_that_exist(page: Path, serve_flags: set[str]) -> Non
 
 @PAGES_BY_NAME
 def test_flags_named_in_the_text_exist(page: Path, serve_flags: set[str]) -> None:
-    known = serve_flags | KNOWN_ELSEWHERE | {"--markdown", "--tokenizer", "--scale-fmt", "--add-missing", "--force"}
+    known = (
+        serve_flags
+        | KNOWN_ELSEWHERE
+        | {"--markdown", "--tokenizer", "--scale-fmt", "--add-missing", "--force"}
+        | {"--format", "--origin-hf-dir"}
+    )
     spans = re.findall(r"`(--[^`]*)`", prose(page))
     for flag in {word for span in spans for word in re.findall(r"--[a-z][a-z0-9-]*[a-z0-9]", span)}:
         prefix = flag + "-"  # a family, written --eval-*

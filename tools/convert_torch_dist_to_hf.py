@@ -1,4 +1,4 @@
-"""Write a checkpoint as a Hugging Face folder: one of this system; of Megatron's torch_dist it says what to do."""
+"""Write a checkpoint as a Hugging Face folder: one of this system, or Megatron's torch_dist."""
 
 import argparse
 import sys
@@ -14,12 +14,12 @@ def main() -> None:
     parser.add_argument("--model-name", help="not needed: config.json says what the model is")
     parser.add_argument("--chunk-size", type=int, help="not needed: shards have 5 GB")
     parser.add_argument("--num-workers", type=int, help="not needed: one process writes as fast as the disk")
-    parser.add_argument("--vocab-size", type=int, help="not taken: checkpoints hold no padding")
+    parser.add_argument("--vocab-size", type=int, help="not taken: the model folder says it")
     parser.add_argument("--add-missing-from-origin-hf", action="store_true", help="copy weights that were not trained")
     parser.add_argument("-f", "--force", action="store_true", help="replace a folder that slime wrote")
     options = parser.parse_args()
     if options.vocab_size is not None:
-        refuse("--vocab-size is not taken: checkpoints hold no padding of the vocabulary, drop the flag")
+        refuse("--vocab-size is not taken: the model folder says how many tokens there are, drop the flag")
     for flag in ("model_name", "chunk_size", "num_workers"):
         if getattr(options, flag) is not None:
             print(f"--{flag.replace('_', '-')} has no effect here", file=sys.stderr)

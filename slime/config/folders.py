@@ -78,7 +78,7 @@ def _is_one_model(folder: str | None) -> bool:
     """A model folder or a single checkpoint; not a folder of checkpoints, to which a run may add its own."""
     if folder is None or Path(folder, LATEST).is_file():
         return False
-    return Path(folder, "config.json").is_file() or Path(folder, "meta.json").is_file()
+    return any(Path(folder, name).is_file() for name in ("config.json", "meta.json", ".metadata"))
 
 
 def _other_things_read(config: Config) -> Iterator[Place]:

@@ -129,7 +129,7 @@ def check_adapter(config: Config) -> None:
         read_header(weights, "--lora-load")
     if uses_lora(config) and config.lora_sync == "adapter" and not config.debug_rollout_only:
         base = base_of(config, find_start(config))
-        folder = base.checkpoint or base.hf_folder
+        folder = base.folder
         if folder is not None and Path(folder).resolve() != Path(config.hf_checkpoint).resolve():
             raise UserError(
                 f"--lora-sync adapter: the engines have the weights of --hf-checkpoint {config.hf_checkpoint}, but the "

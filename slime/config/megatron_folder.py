@@ -3,11 +3,12 @@
     <folder>/latest_checkpointed_iteration.txt   a number, or `release`
              iter_0000100/ or release/           .metadata and *.distcp (torch_dist), or mp_rank_* (torch)
 
-Nothing in them is opened: their index is pickled.
+Of torch_dist checkpoints weights are read (`slime.models.torch_dist`); here nothing is opened, their index is pickled.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from slime.errors import UserError
@@ -15,6 +16,7 @@ from slime.errors import UserError
 LATEST = "latest_checkpointed_iteration.txt"
 """Names the newest checkpoint of a folder, in Megatron and here."""
 _RELEASE = "release"
+_INDEX = ".metadata"
 _KINDS = {"torch_dist": ("*.distcp", "common.pt"), "torch": ("mp_rank_*",)}
 
 
@@ -29,36 +31,57 @@ def read_latest(folder: Path) -> str | None:
         raise UserError(f"{file} cannot be read ({error}): choose another folder") from error
 
 
-def megatron_checkpoint(folder: Path, step: int | None = None) -> str | None:
-    """What kind of Megatron checkpoint a folder is or holds, in words; None for anything else."""
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """One of Megatron's checkpoints; its kind is None where nothing but its name says so."""
+
+    path: Path
+    kind: str | None
+
+    def __str__(self) -> str:
+        return self.path.name if self.kind is None else f"{self.kind}, {self.path.name}"
+
+
+def find_megatron(folder: Path, step: int | None = None) -> MegatronCheckpoint | None:
+    """The Megatron checkpoint that a folder is, or the one it names as its newest (or `step`); None for others."""
+    if not folder.is_dir():
+        return None
     latest = read_latest(folder)
     if latest is None:
         kind = _kind(folder)
-        return None if kind is None else f"{kind}, {folder.name}"
+        return None if kind is None else MegatronCheckpoint(folder, kind)
     name = _RELEASE if latest == _RELEASE else f"iter_{int(latest):07d}" if latest.isdecimal() else latest
     if step is not None:
         name = f"iter_{step:07d}"
     kind = _kind(folder / name)
     if kind is None and latest != _RELEASE:  # which no other program writes
         return None
-    return name if kind is None else f"{kind}, {name}"
+    return MegatronCheckpoint(folder / name, kind)
 
 
-def refuse_megatron(folder: str, flag: str, *, hf_checkpoint: str | None = None, step: int | None = None) -> None:
-    """Raise a `UserError` for a Megatron checkpoint; `hf_checkpoint` is what it was probably converted from."""
-    found = megatron_checkpoint(Path(folder), step) if Path(folder).is_dir() else None
+def megatron_to_read(folder: Path, what: str, step: int | None = None) -> Path | None:
+    """The torch_dist checkpoint in a folder; None where there is none of Megatron's. `what` names the folder."""
+    found = find_megatron(folder, step)
     if found is None:
-        return
-    remedy = "convert it to a Hugging Face folder and give that"
-    if hf_checkpoint is not None:
-        remedy = (
-            f"drop {flag} if it was converted from --hf-checkpoint {hf_checkpoint}, else give the Hugging Face folder "
-            "of its weights"
+        return None
+    if found.kind == "torch":
+        raise UserError(
+            f"{what} is a Megatron checkpoint ({found}) of pickled objects, which are never opened here: have Megatron "
+            "make a torch_dist one of it (--ckpt-convert-format torch_dist)"
         )
-    raise UserError(
-        f"{flag} {folder} is a Megatron checkpoint ({found}), which only the Megatron backend reads and this version "
-        f"lacks: {remedy}"
-    )
+    if not (found.path / _INDEX).is_file():
+        raise UserError(f"{what} is a Megatron checkpoint ({found}) without {_INDEX}: it is not whole, copy it again")
+    return found.path
+
+
+def refuse_megatron(folder: str, flag: str) -> None:
+    """Raise a `UserError` for a Megatron checkpoint where a model folder is needed."""
+    found = find_megatron(Path(folder))
+    if found is not None:
+        raise UserError(
+            f"{flag} {folder} is a Megatron checkpoint ({found}), but a Hugging Face folder is needed: make one of it "
+            "with slime convert, or give it with --load or --ref-load"
+        )
 
 
 def _kind(folder: Path) -> str | None:

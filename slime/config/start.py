@@ -16,7 +16,7 @@ from typing import Any
 
 from slime.config.algorithm import has_critic, needs_reference
 from slime.config.config import Config
-from slime.config.megatron_folder import LATEST, read_latest, refuse_megatron
+from slime.config.megatron_folder import LATEST, megatron_to_read, read_latest
 from slime.config.model_folder import check_model_folder, check_same_shape
 from slime.config.roles import critic_flags
 from slime.config.weight_files import read_header
@@ -27,11 +27,18 @@ _META = "meta.json"
 
 @dataclass(frozen=True)
 class Start:
-    """A checkpoint, another model folder, or (both None) `--hf-checkpoint`; `flag` names it."""
+    """A checkpoint, another model folder, Megatron's weights, or (all None) `--hf-checkpoint`; `flag` names it."""
 
     checkpoint: Path | None = None
     hf_folder: Path | None = None
     flag: str = "--hf-checkpoint"
+    megatron: Path | None = None
+    """A torch_dist checkpoint, of which only weights are read."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Whatever it is that is read; None for `--hf-checkpoint`."""
+        return self.checkpoint or self.hf_folder or self.megatron
 
     @property
     def resumes(self) -> bool:
@@ -51,14 +58,16 @@ def find_reference(config: Config) -> Start:
     """Where the reference comes from, which a policy without checkpoint starts from too."""
     if config.ref_load is None:
         return Start()
-    found = _read_folder(config.ref_load, "--ref-load", config.ref_ckpt_step, converted_from=config.hf_checkpoint)
+    found = _read_folder(config.ref_load, "--ref-load", config.ref_ckpt_step)
     return Start(hf_folder=Path(config.ref_load), flag="--ref-load") if found is None else found
 
 
-def _read_folder(folder: str, flag: str, step: int | None, *, converted_from: str | None = None) -> Start | None:
+def _read_folder(folder: str, flag: str, step: int | None) -> Start | None:
     """A folder of checkpoints, one checkpoint, or a Hugging Face folder; None when there is nothing of the kind."""
     path = Path(folder)
-    refuse_megatron(folder, flag, hf_checkpoint=converted_from, step=step)
+    megatron = megatron_to_read(path, f"{flag} {folder}", step)
+    if megatron is not None:
+        return Start(megatron=megatron, flag=flag)
     text = read_latest(path)
     if text is not None:
         number = step if step is not None else int(text) if text.isdecimal() else None
@@ -92,7 +101,7 @@ def base_of(config: Config, start: Start) -> Start:
 
 def base_path(config: Config, base: Start) -> Path:
     """The folder that a checkpoint of an adapter names as its base."""
-    return Path(base.checkpoint or base.hf_folder or config.hf_checkpoint).resolve()
+    return Path(base.folder or config.hf_checkpoint).resolve()
 
 
 def adapter_of(checkpoint: Path) -> dict[str, Any] | None:
@@ -150,15 +159,14 @@ def _found_nothing(config: Config) -> bool:
 def start_in_words(config: Config) -> str:
     """Which folder the policy starts from, with the flag that names it."""
     start = find_start(config)
-    if start.checkpoint is None:
-        return f"{start.flag} {start.hf_folder or config.hf_checkpoint}"
-    return f"{start.flag} {start.checkpoint}" + ("" if start.resumes else ", weights only")
+    only_weights = start.megatron is not None or (start.checkpoint is not None and not start.resumes)
+    return f"{start.flag} {start.folder or config.hf_checkpoint}" + (", weights only" if only_weights else "")
 
 
 def reference_in_words(config: Config) -> str:
     """Which folder the reference is read from, with the flag that names it."""
     reference = find_reference(config)
-    return f"{reference.flag} {reference.checkpoint or reference.hf_folder or config.hf_checkpoint}"
+    return f"{reference.flag} {reference.folder or config.hf_checkpoint}"
 
 
 def start_notes(config: Config) -> Iterator[str]:
@@ -167,6 +175,11 @@ def start_notes(config: Config) -> Iterator[str]:
         return
     if config.load is not None and not continues_itself(config) and _found_nothing(config):
         yield f"--load {config.load} has no checkpoint: the actor starts from {start_in_words(config)}"
+    if find_start(config).megatron is not None and config.load is not None and not _found_nothing(config):
+        yield (
+            f"--load {config.load} is a Megatron checkpoint: its weights are read; the optimizer starts anew, and "
+            "rollouts count from 0"
+        )
     if config.ref_load is not None and not reads_reference(config):
         yield (
             f"--ref-load {config.ref_load} is not read: the actor starts from {start_in_words(config)}, and without "

@@ -37,6 +37,13 @@ def block_size(config: dict[str, Any]) -> tuple[int, int] | None:
     return None
 
 
+def read_text_config(folder: str | Path) -> dict[str, Any]:
+    """config.json with its part about text, where it has one, folded in."""
+    config = read_config_json(folder)
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
 def quantization(config: dict[str, Any]) -> dict[str, Any]:
     """What a config.json says of quantisation, also in its part about text; nothing for plain weights."""
     text = config.get("text_config")

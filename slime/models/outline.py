@@ -7,14 +7,14 @@ the model, from tensors that are not read. What is no weight (buffers) has its v
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from slime.errors import UserError
 from slime.models.block_fp8 import FP8, SCALE_SUFFIX
@@ -47,17 +47,29 @@ class ModelOutline:
 
 
 def outline_causal_lm(
-    folder: str | Path, *, dtype: torch.dtype, attn_implementation: str, trust_remote_code: bool = False
+    folder: str | Path,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    trust_remote_code: bool = False,
+    weights: Mapping[str, Source] | None = None,
 ) -> ModelOutline:
-    """The model of `folder` as it would be in `dtype`, in eval mode; its weights are not read."""
+    """The model of `folder` as it would be in `dtype`, in eval mode; its weights are not read.
+
+    `weights` are read in the place of the folder's own of the same names.
+    """
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     if _read_by_transformers_alone(folder):
+        if weights:
+            raise UserError(
+                f"the weights in {folder} are quantised, so others cannot take their place: give plain ones"
+            )
         whole = load_causal_lm(folder, device="cpu", trust_remote_code=trust_remote_code, **how)
         return _emptied(whole)
     config = config_of_weights(folder, trust_remote_code=trust_remote_code)
     with errors_of(folder):
-        weights = {name: Unread.of(source) for name, source in _plain_sources(Path(folder), config)}
-        model, report = load_tensors(folder, weights, config=config, trust_remote_code=trust_remote_code, **how)
+        unread = {name: Unread.of(source) for name, source in {**folder_sources(folder), **(weights or {})}.items()}
+        model, report = load_tensors(folder, unread, config=config, trust_remote_code=trust_remote_code, **how)
     check_complete(folder, report)
     return _emptied(model.eval())
 
@@ -68,10 +80,14 @@ def _read_by_transformers_alone(folder: str | Path) -> bool:
     return bool(quantization(config)) and block_size(config) is None
 
 
-def _plain_sources(folder: Path, config: PretrainedConfig) -> Iterator[tuple[str, Source]]:
-    """Every weight as plain numbers: blocks of 8-bit floats are multiplied out."""
+def folder_sources(folder: str | Path) -> dict[str, Source]:
+    """Every weight of a model folder as plain numbers: blocks of 8-bit floats are multiplied out."""
+    return dict(_plain_sources(Path(folder), read_config_json(folder)))
+
+
+def _plain_sources(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, Source]]:
     stored = stored_tensors(_weight_files(folder, config))
-    block = block_size(read_config_json(folder))
+    block = block_size(config)
     for name, tensor in stored.items():
         scale = stored.get(f"{name}{SCALE_SUFFIX}")
         if block is None:
@@ -92,9 +108,9 @@ def _fits(tensor: Stored, scale: Stored, block: tuple[int, int]) -> bool:
     return scale.shape == tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True))
 
 
-def _weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
+def _weight_files(folder: Path, config: dict[str, Any]) -> list[Path]:
     """The files that transformers would read: a single one goes before an index, and no others count."""
-    named = getattr(config, "transformers_weights", None)  # a file of another name, by the config
+    named = config.get("transformers_weights")  # a file of another name, by the config
     if named is None and (folder / SINGLE).is_file():
         named = SINGLE
     if named is not None and not str(named).endswith(".index.json"):

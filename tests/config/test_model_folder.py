@@ -209,7 +209,7 @@ def test_checkpoints_are_whole_or_refused(valid: dict[str, Any], tmp_path: Path)
     resolve(Config(**valid, load=str(saved), debug_rollout_only=True))
     (one / "common.pt").write_bytes(b"")
     assert refused(valid, load=str(saved)).startswith(
-        f"--load {saved} is a Megatron checkpoint (torch_dist, {one.name})"
+        f"--load {saved} is a Megatron checkpoint (torch_dist, {one.name}) without .metadata"
     )
 
 

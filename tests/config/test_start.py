@@ -77,13 +77,36 @@ def other(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda path: tracked(path, "release", torch_dist), "release"),
+        (lambda path: tracked(path, "iter_0000100", torch_dist), "iter_0000100"),
+        (torch_dist, ""),
+    ],
+)
+def test_weights_of_a_megatron_checkpoint_are_what_a_run_starts_from(
+    valid: dict[str, Any], tmp_path: Path, make: Callable[[Path], Path], name: str
+) -> None:
+    folder = make(tmp_path / "megatron")
+    shown = folder / name if name else folder
+    plan = planned(valid, load=str(folder))
+    assert rows(plan)["starts from"] == f"--load {shown}, weights only"
+    assert f"--load {folder} is a Megatron checkpoint: its weights are read; " in " ".join(plan.notes)
+    plan = planned(valid, ref_load=str(folder), use_kl_loss=True)
+    assert rows(plan)["starts from"] == f"--ref-load {shown}, weights only"
+    assert rows(plan)["reference"] == f"--ref-load {shown}"
+    ppo = resolve(Config(**valid, advantage_estimator="ppo", critic_load=str(folder)))
+    assert find_critic_start(ppo).megatron == shown
+    start = find_start(resolve(Config(**valid, load=str(folder))))
+    assert (start.megatron, start.checkpoint, start.resumes) == (shown, None, False)
+
+
+@pytest.mark.parametrize(
     ("make", "shown"),
     [
         (lambda path: tracked(path, "release", torch_dist), "torch_dist, release"),
-        (lambda path: tracked(path, "iter_0000100", torch_dist), "torch_dist, iter_0000100"),
         (lambda path: tracked(path, "iter_0000100", torch_format), "torch, iter_0000100"),
         (lambda path: tracked(path, "release", empty), "release"),
-        (torch_dist, "torch_dist, megatron"),
         (torch_format, "torch, megatron"),
     ],
 )
@@ -91,20 +114,22 @@ def test_megatron_checkpoints_are_told_by_what_lies_in_them(
     valid: dict[str, Any], tmp_path: Path, make: Callable[[Path], Path], shown: str
 ) -> None:
     folder = make(tmp_path / "megatron")
-    what = (
-        f"{folder} is a Megatron checkpoint ({shown}), which only the Megatron backend reads and this version lacks: "
-    )
-    assert refused(valid, load=str(folder)) == f"--load {what}convert it to a Hugging Face folder and give that"
-    assert refused(valid, ref_load=str(folder)) == (
-        f"--ref-load {what}drop --ref-load if it was converted from --hf-checkpoint {valid['hf_checkpoint']}, else give "
-        "the Hugging Face folder of its weights"
-    )
-    for flag, others in (
-        ("hf_checkpoint", {}),
-        ("opd_teacher_load", {"use_opd": True, "opd_type": "trainer"}),
-        ("critic_load", {"advantage_estimator": "ppo"}),
-    ):
-        assert refused(valid, **others, **{flag: str(folder)}).startswith(f"--{flag.replace('_', '-')} {what}")
+    what = f"{folder} is a Megatron checkpoint ({shown})"
+    for flag, others in (("hf_checkpoint", {}), ("opd_teacher_load", {"use_opd": True, "opd_type": "trainer"})):
+        assert refused(valid, **others, **{flag: str(folder)}) == (
+            f"--{flag.replace('_', '-')} {what}, but a Hugging Face folder is needed: make one of it with slime convert, "
+            "or give it with --load or --ref-load"
+        )
+    if "torch_dist" in shown:
+        (folder / "release" / ".metadata").unlink()
+    for flag, others in (("load", {}), ("ref_load", {}), ("critic_load", {"advantage_estimator": "ppo"})):
+        remedy = " without .metadata: it is not whole, copy it again"
+        if "torch," in shown:
+            remedy = (
+                " of pickled objects, which are never opened here: have Megatron make a torch_dist one of it "
+                "(--ckpt-convert-format torch_dist)"
+            )
+        assert refused(valid, **others, **{flag: str(folder)}) == f"--{flag.replace('_', '-')} {what}{remedy}"
 
 
 def test_what_upstreams_scripts_give_is_read_only_where_it_matters(valid: dict[str, Any], tmp_path: Path) -> None:
@@ -114,13 +139,13 @@ def test_what_upstreams_scripts_give_is_read_only_where_it_matters(valid: dict[s
         "load": str(tmp_path / "X"),
         "save": str(tmp_path / "X"),
     }
-    assert "--ref-load" in refused(valid, **script)
+    assert rows(planned(valid, **script))["starts from"] == f"--ref-load {script['ref_load']}/release, weights only"
     checkpoint(tmp_path / "X")
     plan = planned(valid, **script)
     assert rows(plan)["starts from"] == f"--load {tmp_path / 'X' / 'iter_0000003'}"
     (note,) = [note for note in plan.notes if "--ref-load" in note]
     assert note.startswith(f"--ref-load {script['ref_load']} is not read: the actor starts from --load ")
-    assert "is a Megatron checkpoint" in refused(valid, **script, use_kl_loss=True)
+    assert rows(planned(valid, **script, use_kl_loss=True))["reference"] == f"--ref-load {script['ref_load']}/release"
     resolve(Config(**{**valid, **script, "debug_rollout_only": True, "load": None, "save": None}))
 
 

@@ -21,8 +21,7 @@ not upstream's own: where one of yours does not run, that is a defect to report.
 a model, which model it trains from which folder, what every part takes, and which of your flags have no effect here.
 Then run `train.py` or `train_async.py` with the same flags. `source scripts/models/...` and the run scripts of those
 models are here too ([scripts.md](scripts.md)), and nothing has to be converted: a run starts from the Hugging Face
-folder, and `--ref-load` or `--load` at a Megatron checkpoint is refused with a sentence until there is a Megatron
-backend. Plugins keep their imports and their signatures ([plugins.md](plugins.md)).
+folder, and `--ref-load` or `--load` at a torch_dist checkpoint of Megatron reads its weights. Plugins keep their imports and their signatures ([plugins.md](plugins.md)).
 
 This page is made of the tables in `tests/migration/` (`python -m tests.migration.page > docs/migration.md`), which the
 tests walk: a name is imported and its signature compared, a flag is parsed, a behaviour has a test of its own.

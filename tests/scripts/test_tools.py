@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -76,26 +75,23 @@ def test_checkpoints_under_the_flags_of_both_tools(
         assert "drop the flag" in capsys.readouterr().err
 
 
-def test_megatron_folders_need_megatron(tool: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "dist" / "release").mkdir(parents=True)
-    (tmp_path / "dist" / "latest_checkpointed_iteration.txt").write_text("release")
-    (tmp_path / "dist" / "release" / "__0_0.distcp").touch()
-    words = ["--input-dir", str(tmp_path / "dist"), "--output-dir", str(tmp_path / "out")]
+def test_to_torch_dist_and_back(tool: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a user types it, model flags and all."""
+    release, back = tmp_path / "torch_dist", tmp_path / "back"
+    words = ["--hf-checkpoint", str(model), "--save", str(release), "--dtype", "float32", "--swiglu"]
+    assert tool("convert_hf_to_torch_dist", *words) == 0
+    assert "flags without effect here, config.json says the same: --swiglu" in capsys.readouterr().err
+    words = ["--input-dir", str(release), "--output-dir", str(back)]
     assert tool("convert_torch_dist_to_hf", *words) == 2
-    assert "is a Megatron checkpoint (torch_dist, release), which only Megatron reads" in capsys.readouterr().err
-
-
-def test_nothing_is_converted_to_torch_dist() -> None:
-    """As a user types it, model flags and all, in a process of its own."""
-    command = [sys.executable, str(TOOLS / "convert_hf_to_torch_dist.py"), "--swiglu", "--num-layers", "36"]
-    done = subprocess.run(
-        [*command, "--hf-checkpoint", "/models/Qwen3-4B", "--save", "/x"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "error: nothing has to be converted: train.py --hf-checkpoint /models/Qwen3-4B reads the folder as it is, and so "
-        "do --load and --ref-load; torch_dist folders are for Megatron, which this version lacks\n"
-    )
+    assert "name the Hugging Face folder of that model with --hf-checkpoint" in capsys.readouterr().err
+    assert tool("convert_torch_dist_to_hf", *words, "--origin-hf-dir", str(model)) == 0
+    before, after = weights_of(model), weights_of(back)
+    assert before.names == after.names
+    assert all(torch.equal(before[name].bfloat16(), after[name]) for name in before.names)
+    assert tool("convert_hf_to_torch_dist", "--hf-checkpoint", str(model), "--save", str(release)) == 2
+    assert "is there already: choose another folder, or replace it with --force" in capsys.readouterr().err
+    assert tool("convert_hf_to_torch_dist", "--hf-checkpoint", str(release), "--save", str(tmp_path / "x")) == 2
+    assert "has no config.json: --format torch_dist takes a Hugging Face folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slime.convert import Conversion
 from slime.errors import UserError
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import build_model, make_samples
@@ -55,6 +56,18 @@ def test_actor_and_reference_start_from_the_reference_folder_and_a_resumed_run_k
     second = InProcess(config_for(model, tmp_path, **KL, ref_load=saved))
     assert (second.start, [same(found, trained) for found in start(second)]) == (0, [True, True])
     assert not list(second.trainer.actor.backend.state_parts(["optim"]))
+
+
+def test_actor_and_reference_start_from_a_megatron_checkpoint(
+    model_folder: Callable[[str], Path], other: Path, tmp_path: Path
+) -> None:
+    model = model_folder("qwen3")
+    theirs = {name: tensor.detach() for name, tensor in build_model("qwen3", seed=5).named_parameters()}
+    release = Conversion(other, tmp_path / "release", "float32", format="torch_dist").run()
+    run = InProcess(config_for(model, tmp_path, **KL, ref_load=str(release)))
+    assert [same(found, theirs) for found in start(run)] == [True, True]
+    run = InProcess(config_for(model, tmp_path, load=str(release)))
+    assert (run.start, same(run.weights, theirs)) == (0, True)
 
 
 def test_a_checkpoint_of_another_model_is_no_reference(model_folder: Callable[[str], Path], tmp_path: Path) -> None:

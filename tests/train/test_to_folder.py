@@ -77,15 +77,16 @@ def test_what_was_not_trained_is_copied_when_asked(saved: Path, tmp_path: Path) 
     assert torch.equal(weights_of(tmp_path / "out")["model.layers.2.eh_proj.weight"], torch.ones(3).bfloat16())
 
 
-def test_megatrons_checkpoints_and_other_folders_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_whole_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     megatron = tmp_path / "megatron" / "iter_0000003"
     megatron.mkdir(parents=True)
     (megatron.parent / "latest_checkpointed_iteration.txt").write_text("3")
     (megatron / "__0_0.distcp").touch()
     assert main(["convert", str(megatron.parent), str(tmp_path / "out")]) == 2
-    assert "is a Megatron checkpoint (torch_dist, iter_0000003), which only Megatron reads" in capsys.readouterr().err
+    assert "is a Megatron checkpoint (torch_dist, iter_0000003) without .metadata" in capsys.readouterr().err
+    (megatron / ".metadata").touch()
+    assert main(["convert", str(megatron.parent), str(tmp_path / "out")]) == 2
+    assert "name the Hugging Face folder of that model with --hf-checkpoint" in capsys.readouterr().err
     assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "is neither a checkpoint (meta.json) nor a model folder (config.json)" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2

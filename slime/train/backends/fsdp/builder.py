@@ -42,7 +42,7 @@ class FSDPBuilder:
         )
 
     def critic(self, config: Config, start: Start) -> FSDPBackend:
-        module = load_critic(config, str(start.hf_folder or config.hf_checkpoint), self._held_in(config))
+        module = load_critic(config, start, self._held_in(config))
         module.share_rows(self.topology.context)
         return self._trained(config, start, module, _loads_nothing)
 
@@ -77,7 +77,7 @@ class FSDPBuilder:
 
     def _load(self, source: Start, dtype: torch.dtype) -> PolicyModel:
         """A model whose weights are not read yet; what a checkpoint continues is put into it later."""
-        module = load_policy(self._config, str(source.hf_folder or self._config.hf_checkpoint), dtype)
+        module = load_policy(self._config, source, dtype)
         module.share_rows(self.topology.context)
         if source.checkpoint is not None and not source.resumes:
             CheckpointFolder(source.checkpoint).put_weights_into(module.model, module.sources, self._config)

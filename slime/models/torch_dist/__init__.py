@@ -1,0 +1,1 @@
+"""Megatron's distributed checkpoints (torch_dist) as tensors, without Megatron."""

@@ -1,0 +1,123 @@
+"""A distributed checkpoint as the tensors of a model folder.
+
+Invariant: every tensor that the model's rules know comes from the parameters it is a part of, bit for bit; padding of
+the vocabulary is left behind. At most one parameter is in memory between two reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime.errors import UserError
+from slime.models.families.family import family_of
+from slime.models.families.forms import Columns, Shard, Vocab
+from slime.models.families.rules import Entry, as_in_folder, entries_by_name
+from slime.models.folder import read_text_config
+from slime.models.outline import folder_sources
+from slime.models.slices import Region, overlap, region_shape, within
+from slime.models.sources import Cut, Source, read_whole
+from slime.models.torch_dist.keys import find_parameter
+from slime.models.torch_dist.tensors import TorchDist
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of the tensors of a model folder, by name."""
+
+
+@dataclass
+class _Split:
+    """The parts of a parameter that was read last: neighbours in the folder are parts of one."""
+
+    name: str | None = None
+    parts: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    name: str
+    source: Source
+    shard: Shard
+    last: _Split
+
+    def parts(self) -> tuple[Tensor, ...]:
+        if self.last.name != self.name:
+            self.last.name, self.last.parts = None, ()
+            self.last.parts = self.shard.split(read_whole(self.source))
+            self.last.name = self.name
+        return self.last.parts
+
+
+@dataclass(frozen=True)
+class PartsOfParameters:
+    """A tensor of a folder, made of parts of parameters."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[tuple[Region, _Parameter, int]] = field(default_factory=list)
+
+    def read(self, region: Region) -> Tensor:
+        result = torch.empty(region_shape(region), dtype=self.dtype)
+        for held, parameter, number in self.pieces:
+            common = overlap(held, region)
+            if common is not None:
+                result[within(common, region)] = parameter.parts()[number][within(common, held)]
+        return result
+
+
+def model_entries(model_folder: Path, names: Collection[str]) -> tuple[list[Entry], bool]:
+    """The parameters of a folder's model, and whether Megatron keeps all its layers in one tensor each."""
+    config = read_text_config(model_folder)
+    family = family_of(config)
+    fields, rules = family.fields(config), as_in_folder(family.rules(config), names)
+    of_kinds = (fields.get("moe_layer_freq"), fields.get("linear_attention_freq"))
+    return list(entries_by_name(rules).values()), not any(isinstance(one, list) for one in of_kinds)
+
+
+def read_in_place_of(model_folder: Path, checkpoint: Path) -> dict[str, Source]:
+    """The numbers of a checkpoint under the names of the model folder that it is a checkpoint of."""
+    shapes = {name: source.shape for name, source in folder_sources(model_folder).items()}
+    entries, _ = model_entries(model_folder, shapes)
+    return dict(folder_tensors(checkpoint, entries, shapes))
+
+
+def folder_tensors(folder: Path, entries: Iterable[Entry], shapes: Shapes) -> dict[str, PartsOfParameters]:
+    """Where the numbers of every tensor are; a checkpoint that lacks one, or is of another model, is a `UserError`."""
+    checkpoint, last = TorchDist(folder), _Split()
+    found: dict[str, PartsOfParameters] = {}
+    for entry in entries:
+        if entry.is_copy:
+            continue
+        parameter = _parameter(checkpoint, entry, shapes, last)
+        for number, share in enumerate(parameter.shard.shares):
+            if 0 in region_shape(share.region):
+                continue
+            name = entry.hf[share.source]
+            made = found.setdefault(name, PartsOfParameters(name, shapes[name], parameter.source.dtype))
+            made.pieces.append((share.region, parameter, number))
+    return found
+
+
+def _parameter(checkpoint: TorchDist, entry: Entry, shapes: Shapes, last: _Split) -> _Parameter:
+    absent = next((name for name in entry.hf if name not in shapes), None)
+    if absent is not None:
+        raise UserError(f"the model folder lacks {absent}, which {entry.megatron} is made of: choose the whole folder")
+    source = find_parameter(checkpoint, entry.megatron)
+    if source is None:
+        raise UserError(f"{checkpoint.folder} lacks {entry.megatron}: it is a checkpoint of another model")
+    shard = entry.form.shard([shapes[name] for name in entry.hf], 0, 1)
+    if isinstance(entry.form, Vocab):  # padded for as many ranks as there were
+        rows = shapes[entry.hf[0]][0]
+        if source.shape[0] >= rows:
+            shard = Columns().shard([shapes[entry.hf[0]]], 0, 1)
+            source = Cut(source, 0, 0, rows)
+    if source.shape != shard.shape:
+        raise UserError(
+            f"{entry.megatron} is {source.shape} in {checkpoint.folder}, but {shard.shape} by the model folder: it is "
+            "a checkpoint of another model"
+        )
+    return _Parameter(entry.megatron, source, shard, last)
