@@ -1,10 +1,16 @@
+"""Processes that the tests of Megatron share, and folders of tiny models for trainings."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.megatron.ranks import RankGroup
+from tests.train.tiny_training import CONFIGS
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +27,28 @@ def ranks() -> Iterator[Callable[[int], RankGroup]]:
     for group in groups.values():
         if not group.broken:
             group.close()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By the name of a model in `tests.train.tiny_training`; of four layers, so that stages can be interleaved."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = _make_folder(kind, tmp_path_factory.mktemp("models") / kind)
+        return made[kind]
+
+    return folder
+
+
+def _make_folder(kind: str, path: Path) -> Path:
+    facts = CONFIGS[kind]().to_dict() | {"num_hidden_layers": 4, "layer_types": None}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**facts), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 0.1 * torch.randn_like(parameter)
+            parameter.copy_(1 + spread if parameter.dim() == 1 else spread)
+    model.save_pretrained(path)
+    return path

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -22,21 +22,10 @@ from torch.nn import functional
 from slime.config import Config
 from slime.config.megatron_flags import MEGATRON_CLASSES, MEGATRON_FLAGS, SHAPE
 from slime.errors import UserError
+from slime.train.backends.megatron.layout import Layout
 
 Settings = TypeVar("Settings", TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 Value = Any
-
-
-class Sizes(Protocol):
-    """How many processes share what."""
-
-    tensor: int
-    pipeline: int
-    virtual: int
-    context: int
-    expert: int
-    expert_tensor: int
-    sequence_parallel: bool
 
 
 _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -90,7 +79,7 @@ _OTHER_NAMES: dict[str, tuple[str, Callable[[Value], Value]]] = {
 def transformer_config(
     fields: Mapping[str, Any],
     config: Config,
-    layout: Sizes,
+    layout: Layout,
     *,
     compute_dtype: torch.dtype,
     device: torch.device,
@@ -117,7 +106,7 @@ def transformer_config(
     return made
 
 
-def ddp_config(config: Config, layout: Sizes) -> DistributedDataParallelConfig:
+def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
     """How gradients are added up over the ranks with other samples: as sums, in float32."""
     values = {
         "grad_reduce_in_fp32": True,
@@ -169,7 +158,7 @@ def _computed(compute_dtype: torch.dtype, device: torch.device) -> dict[str, Val
     }
 
 
-def _parallel(layout: Sizes) -> dict[str, Value]:
+def _parallel(layout: Layout) -> dict[str, Value]:
     interleaved = layout.virtual > 1
     return {
         "tensor_model_parallel_size": layout.tensor,

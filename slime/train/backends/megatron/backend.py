@@ -1,0 +1,175 @@
+"""Megatron-Core: matrices, layers, sequences and experts cut over the ranks.
+
+Invariant: master weights, gradients after reduction and optimizer state are float32 whatever the compute dtype is. All
+names of parameters are global: a layer or an expert has the same one wherever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from slime.config import Config
+from slime.config.start import Start
+from slime.train.backends.hf import HfBucket, HfTensor
+from slime.train.backends.megatron.frozen import FrozenSets
+from slime.train.backends.megatron.names import global_buffers, global_names
+from slime.train.backends.megatron.optimizer import StepOptimizer, choose_trainable, sum_gradients
+from slime.train.backends.megatron.passes import StagedModel, score_passes, train_passes
+from slime.train.backends.megatron.settings import ddp_config, optimizer_config
+from slime.train.backends.megatron.weights import ModelFolder
+from slime.train.backends.protocol import POLICY, NamedTensor, Objective, Reads, Scores, Totals, TrainedAdapter
+from slime.train.checkpoints.parts import Part
+from slime.train.checkpoints.saved_tensors import SavedTensors
+from slime.train.progress import Progress
+from slime.train.rates import Rates
+from slime.train.samples.micro_batch import MicroBatch
+
+
+class MegatronBackend:
+    """One model that is trained, its optimizer and its frozen sets, on this rank."""
+
+    adapter: TrainedAdapter | None = None
+
+    def __init__(
+        self,
+        config: Config,
+        model: StagedModel,
+        folder: ModelFolder,
+        *,
+        progress: Progress,
+        load_frozen: Callable[[Start], StagedModel],
+        like_policy: Callable[[], StagedModel],
+    ) -> None:
+        self.groups = model.groups
+        self.topology = model.groups.topology
+        self.progress = progress
+        self.folder = folder
+        self.model_config = folder.config
+        self._parameters = global_names(model.stages)
+        patterns = {"freeze": config.freeze_params_name_list, "only_train": config.only_train_params_name_list}
+        choose_trainable(self._parameters, self.topology.world, **patterns)
+        self._tensors: dict[str, Tensor] = {**self._parameters, **global_buffers(model.stages)}
+        wrapped = sum_gradients(model.stages, ddp_config(config, model.groups.layout))
+        self.model = StagedModel(model.stages, wrapped, model.head, model.groups)
+        self.optimizer = StepOptimizer(wrapped, optimizer_config(config, compute_dtype=model.config.params_dtype))
+        self.frozen = FrozenSets(self._tensors, load_frozen, like_policy)
+        self._active = self.model
+        self._has_gradients = False
+
+    # passes
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        *,
+        reads: Reads = "log_probs",
+        entropy: bool = False,
+    ) -> Totals:
+        assert self._active is self.model, "gradients are those of the policy"
+        assert not self._has_gradients, "gradients are summed over the ranks once an update"
+        self._has_gradients = True
+        return train_passes(self.model, micro_batches, objective, self.progress, reads=reads, entropy=entropy)
+
+    def forward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        weights: str = POLICY,
+        entropy: bool = False,
+        own_routing: bool = False,
+    ) -> list[Scores]:
+        with self.using(weights), self._evaluating():
+            return score_passes(self._active, micro_batches, self.progress, entropy=entropy, doing=weights)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Without what a layer does for the sake of training: dropout, and noise in a router."""
+        before = [stage.training for stage in self._active.stages]
+        for stage in self._active.wrapped:
+            stage.eval()
+        try:
+            yield
+        finally:
+            for stage, training in zip(self._active.wrapped, before, strict=True):
+                stage.train(training)
+
+    # updates
+
+    def clip_gradients(self) -> Tensor:
+        return self.optimizer.clip(self.topology.device)
+
+    def update(self, rates: Rates) -> None:
+        self.optimizer.update(rates)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        self.optimizer.drop_gradients()
+        self._has_gradients = False
+
+    def forget_optimizer_state(self) -> None:
+        self.optimizer.forget_state()
+
+    # frozen sets
+
+    def load_frozen(self, name: str, source: Start) -> None:
+        self.frozen.load(name, source)
+
+    def snapshot(self, name: str, *, decay: float = 0.0, on_host: bool = False) -> None:
+        self.optimizer.gather_parameters()
+        self.frozen.snapshot(name, decay=decay, on_host=on_host)
+
+    def forget(self, name: str) -> None:
+        self.frozen.forget(name)
+
+    def has(self, name: str) -> bool:
+        return name in self.frozen
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        before = self._active
+        self._active = self.model if name == POLICY else self.frozen.model(name).model
+        try:
+            yield
+        finally:
+            self._active = before
+
+    # what a checkpoint holds
+
+    def tensors(self, weights: str = POLICY) -> dict[str, Tensor]:
+        """This rank's part of a set of weights as it is now, under global names."""
+        if weights != POLICY:
+            return self.frozen.model(weights).tensors
+        self.optimizer.gather_parameters()
+        return self._tensors
+
+    def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
+        raise NotImplementedError
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        raise NotImplementedError
+
+    def state_parts(self, kinds: Sequence[str]) -> Iterator[Part]:
+        raise NotImplementedError
+
+    def load_parts(self, kind: str, saved: SavedTensors) -> None:
+        raise NotImplementedError
+
+    # what leaves
+
+    def hf_plan(
+        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
+    ) -> list[tuple[HfTensor, ...]]:
+        raise NotImplementedError
+
+    def hf_buckets(
+        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
+    ) -> Iterator[HfBucket]:
+        raise NotImplementedError
+
+    def full_adapter(self) -> Iterator[NamedTensor]:
+        return iter(())

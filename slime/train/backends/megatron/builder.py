@@ -1,0 +1,105 @@
+"""Models of Hugging Face folders, cut over the ranks as the flags say."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from slime.config import Config
+from slime.config.start import Start
+from slime.models.head import OutputHead
+from slime.train.backends.megatron.backend import MegatronBackend
+from slime.train.backends.megatron.cpu_runtime import prepare
+from slime.train.backends.megatron.groups import form_groups
+from slime.train.backends.megatron.heads import OUTPUT_WEIGHT, Head, PolicyHead, ValueHead, hand_on_hidden
+from slime.train.backends.megatron.layout import Layout
+from slime.train.backends.megatron.model import build_stages
+from slime.train.backends.megatron.passes import StagedModel
+from slime.train.backends.megatron.settings import transformer_config
+from slime.train.backends.megatron.weights import ModelFolder, read_weights
+from slime.train.progress import Progress
+from slime.train.topology import Ranks
+
+
+class MegatronBuilder:
+    """Master weights are float32; what is frozen is in the compute dtype."""
+
+    def __init__(self, config: Config, world: Ranks, *, compute_dtype: torch.dtype, progress: Progress) -> None:
+        self._config = config
+        self._compute_dtype = compute_dtype
+        self.progress = progress
+        if world.device.type == "cpu":
+            prepare()
+        num_layers = self._folder(Start()).fields["num_layers"]
+        self.groups = form_groups(Layout.from_config(config, num_layers=num_layers, world=world.size), world)
+        self.topology = self.groups.topology
+        model_parallel_cuda_manual_seed(config.seed)
+
+    def policy(self, config: Config, start: Start) -> MegatronBackend:
+        folder = self._folder(start)
+        return self._trained(config, start, folder, self._policy_head(folder))
+
+    def critic(self, config: Config, start: Start) -> MegatronBackend:
+        return self._trained(config, start, self._folder(start), ValueHead())
+
+    def _trained(self, config: Config, start: Start, folder: ModelFolder, head: Head) -> MegatronBackend:
+        model = self._model(config, folder, head)
+        if not start.resumes:  # else the checkpoint has all weights
+            self._read(model, folder)
+        return MegatronBackend(
+            config,
+            model,
+            folder,
+            progress=self.progress,
+            load_frozen=self._load_frozen,
+            like_policy=partial(self._model, config, folder, head),
+        )
+
+    def _load_frozen(self, source: Start) -> StagedModel:
+        folder = self._folder(source)
+        model = self._model(self._config, folder, self._policy_head(folder))
+        self._read(model, folder)
+        return model
+
+    def _model(self, config: Config, folder: ModelFolder, head: Head) -> StagedModel:
+        """Stages whose weights are not read yet."""
+        settings = transformer_config(
+            folder.fields,
+            config,
+            self.groups.layout,
+            compute_dtype=self._compute_dtype,
+            device=self.topology.device,
+        )
+        stages = build_stages(
+            settings, folder.fields, vocab_multiple=folder.vocab_multiple, value_head=isinstance(head, ValueHead)
+        )
+        if self.groups.is_last_stage:
+            hand_on_hidden(stages[-1])
+        return StagedModel(stages, stages, head, self.groups)
+
+    def _read(self, model: StagedModel, folder: ModelFolder) -> None:
+        """A new value head stays zero."""
+        new = (OUTPUT_WEIGHT,) if isinstance(model.head, ValueHead) else ()
+        read_weights(model.stages, folder, self.groups, self.progress, without=new)
+
+    def _policy_head(self, folder: ModelFolder) -> PolicyHead:
+        config = self._config
+        sampled = config.loss_type != "sft_loss"  # answers that were read were sampled at no temperature
+        return PolicyHead(
+            folder.fields["vocab_size"],
+            OutputHead.from_config(folder.config),
+            temperature=config.rollout_temperature if sampled else 1.0,
+            chunk_rows=config.log_probs_chunk_size,
+        )
+
+    def _folder(self, source: Start) -> ModelFolder:
+        config = self._config
+        return ModelFolder.read(
+            Path(str(source.hf_folder or config.hf_checkpoint)),
+            vocab_multiple=config.make_vocab_size_divisible_by,
+            trust_remote_code=config.trust_remote_code,
+            checkpoint=source.megatron,
+        )

@@ -1,0 +1,109 @@
+"""Model folders, and their weights in the stages of this process.
+
+Invariant: a rank reads what it has, region by region, and nothing else; what a parameter is made of is for the family's
+rules to say. Every parameter and every router's bias of the stages is overwritten, or the folder is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from slime.errors import UserError
+from slime.models.families.family import Family, family_of
+from slime.models.families.forms import Shard
+from slime.models.families.rules import Entry, as_in_folder, entries_by_name, with_vocab_divisor
+from slime.models.folder import read_config_json
+from slime.models.loading import config_of_weights
+from slime.models.outline import folder_sources
+from slime.models.sources import Source, read_onto
+from slime.models.torch_dist.hugging_face import read_in_place_of
+from slime.train.backends.megatron.groups import Groups
+from slime.train.backends.megatron.names import global_buffers, global_names
+from slime.train.progress import Progress
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A Hugging Face folder as Megatron's side sees it; `vocab_multiple` is --make-vocab-size-divisible-by."""
+
+    path: Path
+    config: PretrainedConfig
+    family: Family
+    facts: dict[str, Any]
+    fields: dict[str, Any]
+    vocab_multiple: int
+    checkpoint: Path | None = None
+    """A Megatron checkpoint whose numbers are read in the place of the folder's."""
+
+    @classmethod
+    def read(
+        cls, path: Path, *, vocab_multiple: int, trust_remote_code: bool = False, checkpoint: Path | None = None
+    ) -> ModelFolder:
+        written = read_config_json(path)
+        text = written.get("text_config")
+        facts = {**written, **text} if isinstance(text, dict) else written
+        family = family_of(facts)
+        if family.support.megatron is not None:
+            raise UserError(f"{path} cannot be trained by Megatron: {family.support.megatron}")
+        config = config_of_weights(path, trust_remote_code=trust_remote_code)
+        return cls(path, config, family, facts, family.fields(facts), vocab_multiple, checkpoint)
+
+    @cached_property
+    def sources(self) -> dict[str, Source]:
+        """The tensors of the folder; nothing is read yet."""
+        own = folder_sources(self.path)
+        return own if self.checkpoint is None else own | read_in_place_of(self.path, self.checkpoint)
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """What each of Megatron's parameters is made of, in the names of the folder."""
+        rules = with_vocab_divisor(self.family.rules(self.facts), self.vocab_multiple)
+        return entries_by_name(as_in_folder(rules, self.sources))
+
+    def shard(self, entry: Entry, groups: Groups) -> Shard:
+        """What this rank has of a parameter."""
+        ranks = groups.expert_tensor if entry.is_expert else groups.tensor
+        return entry.form.shard([self.sources[name].shape for name in entry.hf], ranks.rank, ranks.size)
+
+
+@torch.no_grad()
+def read_weights(
+    stages: Sequence[nn.Module],
+    folder: ModelFolder,
+    groups: Groups,
+    progress: Progress,
+    *,
+    without: Collection[str] = (),
+) -> None:
+    """Overwrite all that the stages have, but those parameters that the folder has nothing of."""
+    named: dict[str, Tensor] = {**global_names(stages), **global_buffers(stages)}
+    targets = {name: tensor for name, tensor in named.items() if name not in without}
+    for name, target in progress.over(targets.items(), "reading weights: tensor", len(targets)):
+        entry = folder.entries.get(name)
+        if entry is None:
+            raise UserError(
+                f"{folder.family.name} says nothing of Megatron's parameter {name}: {folder.path} is not read"
+            )
+        absent = next((hf for hf in entry.hf if hf not in folder.sources), None)
+        if absent is not None:
+            raise UserError(f"the weights in {folder.path} have no {absent}: copy or download the folder again")
+        shard = folder.shard(entry, groups)
+        if tuple(target.shape) != tuple(shard.shape):
+            raise UserError(
+                f"{name} is {tuple(target.shape)} by config.json of {folder.path} and {tuple(shard.shape)} by its "
+                "weights: copy or download the folder again"
+            )
+        target.copy_(shard.join(list(_parts(folder, entry, shard, target.device))))
+
+
+def _parts(folder: ModelFolder, entry: Entry, shard: Shard, device: torch.device) -> Iterator[Tensor]:
+    for share in shard.shares:
+        yield read_onto(folder.sources[entry.hf[share.source]], share.region, device)

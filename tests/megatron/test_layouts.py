@@ -1,0 +1,145 @@
+"""However Megatron cuts a model: metrics and weights after three updates are those of one FSDP process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.megatron.ranks import RankGroup
+from tests.megatron.trainings import COMMON, ROLLOUTS, Numbers, folder_shapes, run_layout
+from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import make_samples
+
+Folder = Callable[[str], Path]
+
+LOSSES = "slime.backends.megatron_utils.loss"
+KEPT = {"keep_old_actor": True, "num_steps_per_rollout": 3, "global_batch_size": 3}
+TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("qwen3", {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01, "normalize_advantages": True}),
+    "untied": ("llama", {"entropy_coef": 0.01}),
+    "ppo": ("qwen3", {"advantage_estimator": "ppo", "kl_coef": 0.05, "normalize_advantages": True}),
+    "custom loss": (
+        "llama",
+        {"loss_type": "custom_loss", "custom_loss_function_path": f"{LOSSES}.policy_loss_function"},
+    ),
+    "followed": (
+        "qwen3",
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1, "ref_update_decay": 0.5, **KEPT},
+    ),
+    "frozen": ("qwen3", {"freeze_params_name_list": [r"layers\.[01]\."], "weight_decay": 0.1}),
+    "moe": ("qwen3_moe", {"use_tis": True, "tis_batch_normalize": True}),
+}
+TP, SP, PP, CP, EP = (
+    {"tensor_model_parallel_size": 2},
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    {"pipeline_model_parallel_size": 2},
+    {"context_parallel_size": 2},
+    {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+)
+INTERLEAVED = {**PP, "num_layers_per_virtual_pipeline_stage": 1}
+COPIED = {"use_distributed_optimizer": False}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one": ("grpo", 1, {}),
+    "tp2": ("grpo", 2, TP),
+    "tp2 sp": ("grpo", 2, SP),
+    "pp2": ("grpo", 2, PP),
+    "pp2 interleaved": ("grpo", 2, INTERLEAVED),
+    "dp2": ("grpo", 2, {}),
+    "dp2, copies": ("grpo", 2, COPIED),
+    "cp2": ("grpo", 2, CP),
+    "untied pp2": ("untied", 2, PP),
+    "moe ep2": ("moe", 2, EP),
+    "ppo tp2 sp": ("ppo", 2, SP),
+    "ppo pp2": ("ppo", 2, PP),
+    "custom loss cp2": ("custom loss", 2, CP),
+    "custom loss tp2 sp": ("custom loss", 2, SP),
+    "followed pp2": ("followed", 2, PP),
+    "followed tp2": ("followed", 2, TP),
+    "frozen pp2": ("frozen", 2, PP),
+    "frozen dp2, copies": ("frozen", 2, COPIED),
+    "recomputed tp2 sp": ("grpo", 2, {**SP, **RECOMPUTED}),
+    "dp2, overlapping": ("grpo", 2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "tp2 pp2": ("grpo", 4, {**TP, **PP}),
+    "moe tp2 sp ep2 dp2": ("moe", 4, {**SP, **EP}),
+    "tp2 sp cp2 pp2": ("grpo", 8, {**SP, **CP, **PP}),
+    "moe tp2 sp pp2 ep2 dp2": ("moe", 8, {**SP, **PP, **EP}),
+}
+"""Of a training: processes and flags."""
+
+
+@pytest.fixture(scope="module")
+def by_fsdp(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    made: dict[str, tuple[list[dict[str, float]], dict[str, Tensor]]] = {}
+
+    def numbers(training: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+        if training not in made:
+            model, flags = TRAININGS[training]
+            alone = InProcess(config_for(model_folder(model), tmp_path_factory.mktemp("one"), **COMMON, **flags))
+            metrics = []
+            for rollout_id in range(ROLLOUTS):
+                result = alone.train(rollout_id, make_samples(3, 3, seed=rollout_id))
+                rollout = {
+                    name: value for name, value in result["rollout_metrics"].items() if not name.startswith("perf/")
+                }
+                metrics += [*result["metrics"], rollout]
+            backend = alone.trainer.actor.backend
+            weights = {
+                name: tensor.clone()
+                for bucket in backend.hf_buckets(torch.float32, 1 << 30)
+                for name, tensor in (bucket.tensors or {}).items()
+            }
+            made[training] = metrics, weights
+        return made[training]
+
+    return numbers
+
+
+def whole(ranks: list[Numbers], folder: Path) -> dict[str, Tensor]:
+    """The folder's tensors of all ranks' pieces; ranks that have the same region have the same numbers."""
+    weights = {name: torch.full(shape, float("nan")) for name, shape in folder_shapes(folder).items()}
+    for rank in ranks:
+        for name, pieces in rank.weights.items():
+            for region, piece in pieces:
+                before = weights[name][region]
+                assert before.isnan().all() or torch.equal(before, piece), f"{name} differs between ranks"
+                weights[name][region] = piece
+    return weights
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_numbers_of_one_fsdp_process(
+    layout: str,
+    ranks: Callable[[int], RankGroup],
+    by_fsdp: Callable[[str], Any],
+    model_folder: Folder,
+    tmp_path: Path,
+) -> None:
+    training, processes, flags = LAYOUTS[layout]
+    model, own = TRAININGS[training]
+    folder = model_folder(model)
+    found = ranks(processes).run(run_layout, folder, tmp_path, {**own, **flags})
+    expected, expected_weights = by_fsdp(training)
+    for rank in found:
+        for metrics, wanted in zip(rank.metrics, expected, strict=True):
+            assert metrics.keys() == wanted.keys()
+            assert metrics == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    weights = whole(found, folder)
+    assert weights.keys() == expected_weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, expected_weights[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+def test_the_numbers_move_by_more_than_they_are_compared_with(
+    training: str, by_fsdp: Callable[[str], Any], model_folder: Folder
+) -> None:
+    _, weights = by_fsdp(training)
+    before = load_file(model_folder(TRAININGS[training][0]) / "model.safetensors")
+    assert max(float((tensor - before[name]).abs().max()) for name, tensor in weights.items()) > 1e-3

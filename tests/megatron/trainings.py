@@ -1,0 +1,88 @@
+"""Short trainings by a real `Trainer` in the processes of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import safe_open
+from torch import Tensor
+
+from slime.config import Config
+from slime.train.backends.megatron.backend import MegatronBackend
+from slime.train.group import rank_shares
+from slime.train.samples.batch import flatten_samples, make_train_batch
+from slime.train.schedule import build_schedule
+from slime.train.topology import Ranks
+from slime.train.trainer import Trainer
+from tests.train.in_process import config_for
+from tests.train.tiny_training import make_samples
+
+ROLLOUTS = 3
+COMMON: dict[str, Any] = {"lr": 0.1, "adam_eps": 1.0, "micro_batch_size": 2}
+"""Updates are in proportion to the gradient, or a rounding error would become a whole step."""
+
+Pieces = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Every metric of the rollouts, and this rank's pieces of the weights after them."""
+
+    metrics: list[dict[str, float]]
+    weights: Pieces
+
+
+def run_layout(folder: Path, out: Path, flags: dict[str, Any]) -> Numbers:
+    """A training by Megatron; all processes of the group together."""
+    assert dist.group.WORLD is not None
+    ranks = Ranks.of(dist.group.WORLD, torch.device("cpu"))
+    changes = {**COMMON, "train_backend": "megatron", "actor_num_gpus_per_node": ranks.size, **flags}
+    try:
+        return train(ranks, config_for(folder, out, **changes))
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def train(ranks: Ranks, config: Config) -> Numbers:
+    trainer = Trainer(config, "cpu")
+    trainer.init(ranks)
+    data, metrics = trainer.topology.data, []
+    for rollout_id in range(ROLLOUTS):
+        batch = make_train_batch(config, flatten_samples(make_samples(3, 3, seed=rollout_id)))
+        count = len(set(batch.rollout_ids))
+        schedule = build_schedule(
+            batch.total_lengths,
+            batch.rollout_ids,
+            num_ranks=data.size,
+            global_batch_size=-(-count // (config.num_steps_per_rollout or 1)),
+            micro_batch_size=config.micro_batch_size,
+            trainable=batch.trainable,
+            fill_last=True,
+        )
+        result = trainer.train(rollout_id, rank_shares(batch, schedule)[data.rank])
+        rollout = {name: value for name, value in result["rollout_metrics"].items() if not name.startswith("perf/")}
+        metrics += [*result["metrics"], rollout]
+    backend = trainer.actor.backend
+    assert isinstance(backend, MegatronBackend)
+    return Numbers(metrics, own_pieces(backend))
+
+
+def own_pieces(backend: MegatronBackend) -> Pieces:
+    """This rank's regions of the folder's tensors, by the family's rules."""
+    pieces: Pieces = {}
+    for name, tensor in backend.tensors().items():
+        entry = backend.folder.entries[name]
+        shard = backend.folder.shard(entry, backend.groups)
+        for share, part in zip(shard.shares, shard.split(tensor.detach()), strict=True):
+            pieces.setdefault(entry.hf[share.source], []).append((share.region, part.clone()))
+    return pieces
+
+
+def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
