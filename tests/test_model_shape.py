@@ -23,6 +23,9 @@ SIZES = {
     "pad_token_id": 0,
 }
 LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+SPARSE = {"n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+DELTA_NET |= {"linear_value_head_dim": 12, "num_hidden_layers": 5}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -47,12 +50,20 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
         | {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
         | LATENT,
     ),
+    ("glm4_moe", {"head_dim": 16, "attention_bias": True, "use_qk_norm": True, **SPARSE}),
+    ("glm4_moe_lite", LATENT | SPARSE),
+    ("glm_moe_dsa", LATENT | SPARSE | {"index_n_heads": 3, "index_head_dim": 16}),
+    ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("minimax_m2", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("qwen3_next", {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24, **DELTA_NET}),
+    ("qwen3_5_text", {"head_dim": 16, **DELTA_NET}),
+    ("qwen3_5_moe_text", {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24, **DELTA_NET}),
 ]
 
 
 @pytest.mark.parametrize(("family", "extra"), FAMILIES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(FAMILIES)])
 def test_parameter_count_equals_transformers(family: str, extra: dict[str, Any]) -> None:
-    config = CONFIG_MAPPING[family](**SIZES, **extra)
+    config = CONFIG_MAPPING[family](**SIZES | extra)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     expected = sum(parameter.numel() for parameter in model.parameters())

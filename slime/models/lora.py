@@ -128,7 +128,7 @@ def _linears_of_shape(shape: ModelShape) -> dict[str, tuple[int, int]]:
     heads, kv_heads, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
     if hidden is None or ffn is None or layers is None or heads is None or kv_heads is None or width is None:
         return {}
-    mixed = shape.shared_expert_ffn_size or 0 < shape.num_moe_layers < layers
+    mixed = shape.shared_expert_ffn_size or 0 < shape.num_moe_layers < layers or shape.num_attention_layers != layers
     if mixed or shape.is_latent or shape.counted_parameters is None or shape.model_type == "phi3":
         return {}
     attention = {"q": (heads * width, hidden), "k": (kv_heads * width, hidden)}

@@ -13,19 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from slime.errors import UserError
+from slime.models.counting import FOUR_NORM_FAMILIES, HEAD_NORM_FAMILIES, WIDE_NORM_FAMILIES, ConfigNumbers
+from slime.models.counting import count_parameters as count_weights
 
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-
-_FOUR_NORM_FAMILIES = ("gemma2", "gemma3", "gemma3_text", "glm4")
-_HEAD_NORM_FAMILIES = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
-_WIDE_NORM_FAMILIES = ("olmo2", "olmo3")
-_QKV_BIAS_FAMILIES = ("qwen2", "qwen2_moe")
-_FLAGGED_QKV_BIAS_FAMILIES = ("glm4", "glm4_moe")
-_PLAIN_FAMILIES = ("llama", "mistral", "mixtral", "gemma", "phi3", "granite", "smollm3", "deepseek_v2", "deepseek_v3")
-_TIED_BY_DEFAULT = ("smollm3", "gemma", "gemma2", "gemma3", "gemma3_text", "cohere", "gpt2")
-_COUNTED_FAMILIES = frozenset(
-    _FOUR_NORM_FAMILIES + _HEAD_NORM_FAMILIES + _WIDE_NORM_FAMILIES + _QKV_BIAS_FAMILIES + _PLAIN_FAMILIES
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,9 +63,7 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelShape:
         """The shape a config.json describes; of a multimodal model the text part."""
-        reader = _ConfigReader(config)
-        shape = reader.shape()
-        return dataclasses.replace(shape, counted_parameters=reader.parameters(shape))
+        return _shape(ConfigNumbers(config))
 
     @property
     def num_parameters(self) -> int | None:
@@ -126,130 +115,37 @@ class ModelShape:
         return 2 * (weights + scores)
 
 
-class _ConfigReader:
-    """Reads facts from a config.json under the names the families use for them."""
+def _shape(numbers: ConfigNumbers) -> ModelShape:
+    family = numbers.family
+    shape = ModelShape(
+        model_type=family,
+        num_layers=numbers.layers,
+        hidden_size=numbers.hidden,
+        num_heads=numbers.heads,
+        num_kv_heads=numbers.kv_heads,
+        head_dim=numbers.head_dim,
+        ffn_size=numbers.ffn,
+        vocab_size=numbers.number("vocab_size"),
+        tied_embeddings=numbers.tied,
+        max_context=numbers.number("max_position_embeddings", "n_positions"),
+        num_experts=numbers.experts,
+        experts_per_token=numbers.number("num_experts_per_tok", "top_k_experts") if numbers.experts else None,
+        expert_ffn_size=numbers.expert_ffn,
+        shared_expert_ffn_size=numbers.shared_expert_ffn,
+        num_moe_layers=numbers.moe_layers,
+        num_attention_layers=numbers.attention_layers,
+        has_head_norms=family in (*HEAD_NORM_FAMILIES, *WIDE_NORM_FAMILIES),
+        norms_per_layer=4 if family in FOUR_NORM_FAMILIES else 2,
+        attention_weights_per_layer=numbers.attention_weights,
+        counted_parameters=count_weights(numbers),
+    )
+    return _with_latents(shape, numbers) if numbers.number("kv_lora_rank") is not None else shape
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        text = config.get("text_config")
-        self.config: dict[str, Any] = {**config, **text} if isinstance(text, dict) else config
-        self.family = str(self.config.get("model_type", "unknown"))
-        tied = self.config.get("tie_word_embeddings")
-        self.tied = tied if isinstance(tied, bool) else self.family in _TIED_BY_DEFAULT
 
-    def number(self, *names: str) -> int | None:
-        for name in names:
-            value = self.config.get(name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-        return None
-
-    def shape(self) -> ModelShape:
-        layers = self.number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-        hidden = self.number("hidden_size", "n_embd", "d_model")
-        heads = self.number("num_attention_heads", "n_head", "n_heads")
-        head_dim = self.number("head_dim")
-        if head_dim is None and hidden is not None and heads:
-            head_dim = hidden // heads
-        kv_heads = self.number("num_key_value_heads", "num_kv_heads") or heads
-        experts = self.number("num_experts", "n_routed_experts", "num_local_experts")
-        expert_ffn = self.number("moe_intermediate_size") or (self.number("intermediate_size") if experts else None)
-        shape = ModelShape(
-            model_type=self.family,
-            num_layers=layers,
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            ffn_size=self.number("intermediate_size", "ffn_dim", "n_inner"),
-            vocab_size=self.number("vocab_size"),
-            tied_embeddings=self.tied,
-            max_context=self.number("max_position_embeddings", "n_positions"),
-            num_experts=experts,
-            experts_per_token=self.number("num_experts_per_tok", "top_k_experts") if experts else None,
-            expert_ffn_size=expert_ffn,
-            shared_expert_ffn_size=self._shared_expert_ffn(expert_ffn or 0),
-            num_moe_layers=self._moe_layers(layers or 0) if experts else 0,
-            num_attention_layers=self._attention_layers(layers),
-            has_head_norms=self.family in (*_HEAD_NORM_FAMILIES, *_WIDE_NORM_FAMILIES),
-            norms_per_layer=4 if self.family in _FOUR_NORM_FAMILIES else 2,
-        )
-        return self._with_attention(shape)
-
-    def _with_attention(self, shape: ModelShape) -> ModelShape:
-        hidden, heads, kv_heads, head_dim = shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim
-        if hidden is None or heads is None or kv_heads is None or head_dim is None:
-            return shape
-        latent = self.number("kv_lora_rank")
-        if latent is None:
-            weights = hidden * head_dim * (2 * heads + 2 * kv_heads)
-            return dataclasses.replace(shape, attention_weights_per_layer=weights)
-        rope, nope = self.number("qk_rope_head_dim") or 0, self.number("qk_nope_head_dim") or 0
-        value, query_rank = self.number("v_head_dim") or 0, self.number("q_lora_rank")
-        query_out = heads * (nope + rope)
-        query = hidden * query_out if query_rank is None else query_rank * (hidden + query_out)
-        weights = query + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
-        # keys and values are cached expanded; a head's average width stands for both
-        return dataclasses.replace(
-            shape,
-            attention_weights_per_layer=weights,
-            num_kv_heads=heads,
-            head_dim=(nope + rope + value) // 2,
-            is_latent=True,
-        )
-
-    def _shared_expert_ffn(self, expert_ffn: int) -> int:
-        explicit = self.number("shared_expert_intermediate_size")
-        return explicit if explicit is not None else (self.number("n_shared_experts") or 0) * expert_ffn
-
-    def _moe_layers(self, layers: int) -> int:
-        dense_only = self.config.get("mlp_only_layers") or []
-        step = self.number("decoder_sparse_step") or 1
-        first = self.number("first_k_dense_replace") or 0
-        return sum(i >= first and i not in dense_only and (i + 1) % step == 0 for i in range(layers))
-
-    def _attention_layers(self, layers: int | None) -> int | None:
-        kinds = self.config.get("layer_types")
-        if isinstance(kinds, list) and kinds:
-            return sum("attention" in str(kind) and "linear" not in str(kind) for kind in kinds)
-        return layers
-
-    def parameters(self, shape: ModelShape) -> int | None:
-        """The exact count for families whose layers are known, else None."""
-        layers, hidden, vocab, ffn = shape.num_layers, shape.hidden_size, shape.vocab_size, shape.ffn_size
-        attention = shape.attention_weights_per_layer
-        if self.family not in _COUNTED_FAMILIES or layers is None or hidden is None or vocab is None:
-            return None
-        if ffn is None or attention is None:
-            return None
-        dense_ffn = 3 * hidden * ffn + (2 * ffn + hidden if self.config.get("mlp_bias") is True else 0)
-        per_layer = attention + self._attention_biases_and_norms(shape)
-        per_layer += hidden * (4 if self.family in _FOUR_NORM_FAMILIES else 2)
-        feed_forward = (layers - shape.num_moe_layers) * dense_ffn + shape.num_moe_layers * self._sparse_ffn(shape)
-        embeddings = vocab * hidden * (1 if self.tied else 2)
-        return layers * per_layer + feed_forward + embeddings + hidden
-
-    def _attention_biases_and_norms(self, shape: ModelShape) -> int:
-        hidden, head_dim = shape.hidden_size or 0, shape.head_dim or 0
-        latent = self.number("kv_lora_rank")
-        if latent is not None:
-            return latent + (self.number("q_lora_rank") or 0)
-        query, key = (shape.num_heads or 0) * head_dim, (shape.num_kv_heads or 0) * head_dim
-        extra = 0
-        if self.family in _QKV_BIAS_FAMILIES:
-            extra += query + 2 * key
-        elif self.config.get("attention_bias") is True:
-            extra += query + 2 * key + (0 if self.family in _FLAGGED_QKV_BIAS_FAMILIES else hidden)
-        if self.family in _HEAD_NORM_FAMILIES:
-            extra += 2 * head_dim
-        if self.family in _WIDE_NORM_FAMILIES:
-            extra += query + key
-        return extra
-
-    def _sparse_ffn(self, shape: ModelShape) -> int:
-        hidden, experts = shape.hidden_size or 0, shape.num_experts or 0
-        shared = 3 * hidden * shape.shared_expert_ffn_size
-        gate = hidden if self.family == "qwen2_moe" else 0
-        return experts * (3 * hidden * (shape.expert_ffn_size or 0) + hidden) + shared + gate
+def _with_latents(shape: ModelShape, numbers: ConfigNumbers) -> ModelShape:
+    """Keys and values are cached expanded; a head's average width stands for both."""
+    width = numbers.size("qk_nope_head_dim") + numbers.size("qk_rope_head_dim") + numbers.size("v_head_dim")
+    return dataclasses.replace(shape, num_kv_heads=shape.num_heads, head_dim=width // 2, is_latent=True)
 
 
 def check_context_parallel(heads: int | None, size: int, model: str = "the model") -> None:

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
+from slime.models.counting import GATED_DELTA_FAMILIES
 from slime.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 PASSES = 3
-_GATED_DELTA_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,6 @@ class FlopsModel:
         kinds = _layer_kinds(facts, shape.num_layers)
         linear_layers = kinds.count("linear_attention")
         forward += 2 * linear_layers * _linear_layer_excess(facts, shape)
-        if shape.model_type in _GATED_DELTA_FAMILIES:  # their attention layers gate the output: a second query matrix
-            gate = (shape.hidden_size or 0) * shape.num_heads * shape.head_dim
-            forward += 2 * (shape.num_layers - linear_layers) * gate
         windows = Counter(
             facts.get("sliding_window") if kind == "sliding_attention" else None
             for kind in kinds
@@ -88,7 +85,7 @@ def _linear_layer_excess(facts: Mapping[str, Any], shape: ModelShape) -> int:
     Of other kinds only the heads are known: projections like attention's, and a state that is written and read.
     """
     heads, head_dim, hidden = shape.num_heads or 0, shape.head_dim or 0, shape.hidden_size or 0
-    if shape.model_type not in _GATED_DELTA_FAMILIES:
+    if shape.model_type not in GATED_DELTA_FAMILIES:
         return 2 * heads * head_dim * head_dim
     value_heads, key_size = facts["linear_num_value_heads"], facts["linear_key_head_dim"]
     keys, values = facts["linear_num_key_heads"] * key_size, value_heads * facts["linear_value_head_dim"]
