@@ -22,6 +22,7 @@ usage: slime COMMAND ...
                --rollout-num-gpus several engines and a router (the engine flags of train)
   convert      write a checkpoint of a run, or a model folder in other numbers, as a Hugging Face folder
                (slime convert --help)
+  models       list published models whose shape is known; slime models NAME prints a config.json to plan with
   flags        list all flags of train, or those with all given words: slime flags batch size; --markdown makes the
                table of the documentation
   version      print the version
@@ -61,6 +62,7 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
         "serve": _serve,
         "samples": _samples,
         "convert": _convert,
+        "models": _models,
         "flags": _flags,
         "version": _version,
         "--version": _version,
@@ -130,6 +132,12 @@ def _convert(words: Sequence[str]) -> int:
     from slime.convert import convert_command
 
     return convert_command(words)
+
+
+def _models(words: Sequence[str]) -> int:
+    from slime.models.listing import models_command
+
+    return models_command(words)
 
 
 def _flags(words: Sequence[str]) -> int:

@@ -53,7 +53,10 @@ def _without_free_memory(plan: str) -> list[str]:
         ),
         (["plan"], "error: --hf-checkpoint DIR and --prompt-data PATH are missing: give all of them"),
         (["tarin"], "error: unknown command tarin: did you mean train?"),
-        ([], "error: a command is missing: one of train, train-async, plan, serve, samples, convert, flags, version"),
+        (
+            [],
+            "error: a command is missing: one of train, train-async, plan, serve, samples, convert, models, flags, version",
+        ),
         (
             ["flags", "lerning", "rate"],
             "error: no flag has 'lerning' in its name, help or group: did you mean learning?",
@@ -122,3 +125,17 @@ def test_train_py_is_slime_train(command_line: list[str]) -> None:
     command = [sys.executable, str(ROOT / "train.py"), *command_line, "--seed", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (2, "error: --seed must be a whole number, not 'x'\n")
+
+
+def test_models_are_listed_and_their_config_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["models"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("qwen3-30B-A3B"))
+    assert line.split() == ["qwen3-30B-A3B", "Qwen3-MoE", "30.53", "B", "3.35", "B", "48"]
+    assert cli.main(["models", "qwen3-30B-A3B"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_experts"] == 128
+    assert cli.main(["models", "qwen3-30B-A3B", "--args"]) == 0
+    assert "--num-experts\n128\n" in capsys.readouterr().out
+    assert cli.main(["models", "qwen3-4B", "--write", str(tmp_path / "m")]) == 0
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["hidden_size"] == 2560
+    assert cli.main(["models", "qwen9"]) == 2
+    assert "slime models lists them" in capsys.readouterr().err

@@ -1,2 +1,9 @@
 # GLM-Z1-9B-0414: the shape of GLM-4-9B
-source "$(dirname -- "${BASH_SOURCE[0]}")/glm4-9B.sh"
+# Written by `slime models --scripts`; what it says stands in slime/models/published.json.
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+
+model_args --swiglu --use-rotary-position-embeddings --group-query-attention --num-layers 40 --hidden-size 4096 \
+    --ffn-hidden-size 13696 --num-attention-heads 32 --num-query-groups 2 --kv-channels 128 --normalization RMSNorm \
+    --norm-epsilon 1e-5 --disable-bias-linear --add-qkv-bias --vocab-size 151552 \
+    --untie-embeddings-and-output-weights --rotary-base 10000 --rotary-percent 0.5 --rotary-interleaved \
+    --post-self-attn-layernorm --post-mlp-layernorm

@@ -1,3 +1,13 @@
 # Kimi-K2-Thinking: Kimi K2 for longer contexts
-MODEL_ARGS_ROTARY_SCALING_FACTOR="${MODEL_ARGS_ROTARY_SCALING_FACTOR:-64}" \
-    MODEL_ARGS_NORM_EPSILON="${MODEL_ARGS_NORM_EPSILON:-1e-5}" source "$(dirname -- "${BASH_SOURCE[0]}")/kimi-k2.sh"
+# Written by `slime models --scripts`; what it says stands in slime/models/published.json.
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+
+model_args --swiglu --position-embedding-type rope --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 \
+    --num-attention-heads 64 --normalization RMSNorm --norm-epsilon 1e-5 --disable-bias-linear --qk-layernorm \
+    --vocab-size 163840 --untie-embeddings-and-output-weights --rotary-base 50000 --multi-latent-attention \
+    --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 \
+    --rotary-scaling-factor 64 --mscale 1 --mscale-all-dim 1 --num-experts 384 --dense-layers 1 \
+    --moe-ffn-hidden-size 2048 --moe-router-topk 8 --moe-router-score-function sigmoid \
+    --moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-router-dtype fp32 --moe-grouped-gemm \
+    --moe-router-enable-expert-bias --moe-router-bias-update-rate 0 --moe-router-topk-scaling-factor 2.827 \
+    --moe-shared-expert-intermediate-size 2048

@@ -1,8 +1,13 @@
 # Kimi-K2-Base and Kimi-K2-Instruct
+# Written by `slime models --scripts`; what it says stands in slime/models/published.json.
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-args_of_deepseek_v3 --num-layers 61 --dense-layers 1 --hidden-size 7168 --ffn-hidden-size 18432 \
-    --num-attention-heads 64 --kv-channels 64 --q-lora-rank 1536 --qk-head-dim 128 --v-head-dim 128 \
-    --vocab-size 163840 --rotary-base 50000 --rotary-scaling-factor 32 --mscale 1 --mscale-all-dim 1 --norm-epsilon 1e-6 \
-    --num-experts 384 --moe-router-topk 8 --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 \
-    --moe-router-num-groups 1 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.827
+model_args --swiglu --position-embedding-type rope --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 \
+    --num-attention-heads 64 --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear --qk-layernorm \
+    --vocab-size 163840 --untie-embeddings-and-output-weights --rotary-base 50000 --multi-latent-attention \
+    --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 \
+    --rotary-scaling-factor 32 --beta-fast 1 --mscale 1 --mscale-all-dim 1 --num-experts 384 --dense-layers 1 \
+    --moe-ffn-hidden-size 2048 --moe-router-topk 8 --moe-router-score-function sigmoid \
+    --moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-router-dtype fp32 --moe-grouped-gemm \
+    --moe-router-enable-expert-bias --moe-router-bias-update-rate 0 --moe-router-topk-scaling-factor 2.827 \
+    --moe-shared-expert-intermediate-size 2048

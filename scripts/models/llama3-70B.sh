@@ -1,5 +1,8 @@
 # Meta-Llama-3-70B
+# Written by `slime models --scripts`; what it says stands in slime/models/published.json.
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-args_of_llama3 --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --num-query-groups 8 \
-    --kv-channels 128 --vocab-size 128256 --rotary-base 500000 --untie-embeddings-and-output-weights
+model_args --swiglu --use-rotary-position-embeddings --group-query-attention --num-layers 80 --hidden-size 8192 \
+    --ffn-hidden-size 28672 --num-attention-heads 64 --num-query-groups 8 --kv-channels 128 --normalization RMSNorm \
+    --norm-epsilon 1e-5 --disable-bias-linear --vocab-size 128256 --untie-embeddings-and-output-weights \
+    --rotary-base 500000

@@ -1,5 +1,7 @@
 # Qwen3-1.7B
+# Written by `slime models --scripts`; what it says stands in slime/models/published.json.
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-args_of_qwen3 --num-layers 28 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 16 --num-query-groups 8 \
-    --kv-channels 128 --vocab-size 151936 --rotary-base 1000000
+model_args --swiglu --use-rotary-position-embeddings --group-query-attention --num-layers 28 --hidden-size 2048 \
+    --ffn-hidden-size 6144 --num-attention-heads 16 --num-query-groups 8 --kv-channels 128 --normalization RMSNorm \
+    --norm-epsilon 1e-6 --disable-bias-linear --qk-layernorm --vocab-size 151936 --rotary-base 1000000

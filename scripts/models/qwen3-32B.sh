@@ -1,5 +1,8 @@
 # Qwen3-32B
+# Written by `slime models --scripts`; what it says stands in slime/models/published.json.
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-args_of_qwen3 --num-layers 64 --hidden-size 5120 --ffn-hidden-size 25600 --num-attention-heads 64 --num-query-groups 8 \
-    --kv-channels 128 --vocab-size 151936 --rotary-base 1000000 --untie-embeddings-and-output-weights
+model_args --swiglu --use-rotary-position-embeddings --group-query-attention --num-layers 64 --hidden-size 5120 \
+    --ffn-hidden-size 25600 --num-attention-heads 64 --num-query-groups 8 --kv-channels 128 --normalization RMSNorm \
+    --norm-epsilon 1e-6 --disable-bias-linear --qk-layernorm --vocab-size 151936 \
+    --untie-embeddings-and-output-weights --rotary-base 1000000

@@ -1,5 +1,7 @@
 # Qwen3-4B and Qwen3-4B-Base
+# Written by `slime models --scripts`; what it says stands in slime/models/published.json.
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-args_of_qwen3 --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --num-query-groups 8 \
-    --kv-channels 128 --vocab-size 151936 --rotary-base 1000000
+model_args --swiglu --use-rotary-position-embeddings --group-query-attention --num-layers 36 --hidden-size 2560 \
+    --ffn-hidden-size 9728 --num-attention-heads 32 --num-query-groups 8 --kv-channels 128 --normalization RMSNorm \
+    --norm-epsilon 1e-6 --disable-bias-linear --qk-layernorm --vocab-size 151936 --rotary-base 1000000

@@ -1,5 +1,11 @@
 # Qwen3.5-27B and Qwen3.6-27B
+# Written by `slime models --scripts`; what it says stands in slime/models/published.json.
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-args_of_qwen3_hybrid --num-layers 64 --hidden-size 5120 --ffn-hidden-size 17408 --num-attention-heads 24 --num-query-groups 4 \
-    --linear-num-key-heads 16 --linear-num-value-heads 48 --vocab-size 248320 --untie-embeddings-and-output-weights
+model_args --swiglu --use-rotary-position-embeddings --group-query-attention --num-layers 64 --hidden-size 5120 \
+    --ffn-hidden-size 17408 --num-attention-heads 24 --num-query-groups 4 --kv-channels 256 --normalization RMSNorm \
+    --norm-epsilon 1e-6 --disable-bias-linear --qk-layernorm --vocab-size 248320 \
+    --untie-embeddings-and-output-weights --rotary-base 10000000 --rotary-percent 0.25 --apply-layernorm-1p \
+    --attention-output-gate --experimental-attention-variant gated_delta_net --linear-attention-freq 4 \
+    --linear-conv-kernel-dim 4 --linear-key-head-dim 128 --linear-value-head-dim 128 --linear-num-key-heads 16 \
+    --linear-num-value-heads 48

@@ -16,7 +16,7 @@ SHAPE, NUMBERS, SPEED, OTHERS = "shape", "numbers", "speed", "others"
 
 _TABLE: dict[tuple[str, str], str] = {
     (SHAPE, SWITCH): """
-        group-query-attention qk-layernorm swiglu squared-relu add-qkv-bias disable-bias-linear
+        group-query-attention qk-layernorm swiglu quick-geglu squared-relu add-qkv-bias disable-bias-linear
         untie-embeddings-and-output-weights apply-layernorm-1p attention-output-gate use-gated-attention
         multi-latent-attention post-self-attn-layernorm post-mlp-layernorm use-rotary-position-embeddings
         no-position-embedding use-rope-scaling rotary-interleaved moe-router-pre-softmax moe-router-enable-expert-bias
@@ -27,16 +27,18 @@ _TABLE: dict[tuple[str, str], str] = {
         max-position-embeddings original-max-position-embeddings seq-length
         num-experts moe-ffn-hidden-size moe-shared-expert-intermediate-size moe-router-topk moe-router-num-groups
         moe-router-group-topk q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
+        window-attn-skip-freq
         linear-num-key-heads linear-num-value-heads linear-key-head-dim linear-value-head-dim linear-conv-kernel-dim
         dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk
         """,
     (SHAPE, FLOAT): """
         norm-epsilon layernorm-epsilon rotary-percent rotary-scaling-factor rope-scaling-factor mscale mscale-all-dim
-        beta-fast beta-slow moe-router-topk-scaling-factor
+        beta-fast beta-slow moe-router-topk-scaling-factor glu-linear-offset activation-func-clamp-value
         """,
     (SHAPE, NUMBER): "rotary-base",
     (SHAPE, TEXT): """
-        normalization position-embedding-type rope-type moe-layer-freq linear-attention-freq moe-router-score-function
+        normalization position-embedding-type softmax-type window-size
+        rope-type moe-layer-freq linear-attention-freq moe-router-score-function
         experimental-attention-variant
         """,
     (SHAPE, TEXTS): "spec",

@@ -71,6 +71,16 @@ class ModelShape:
         return self.counted_parameters
 
     @property
+    def active_parameters(self) -> int | None:
+        """Those that one token meets: all but the experts it is not sent to."""
+        if self.num_parameters is None:
+            return None
+        idle = (self.num_experts or 0) - (self.experts_per_token or 0)
+        return self.num_parameters - self.num_moe_layers * idle * 3 * (self.hidden_size or 0) * (
+            self.expert_ffn_size or 0
+        )
+
+    @property
     def head_parameters(self) -> int | None:
         """Of the output layer, which is the embedding too where they are tied."""
         return None if self.vocab_size is None or self.hidden_size is None else self.vocab_size * self.hidden_size

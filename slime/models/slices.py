@@ -17,9 +17,7 @@ from typing import Any
 import torch
 
 from slime.errors import UserError
-
-Region = tuple[slice, ...]
-"""A part of a tensor: begin and end along each dimension, both numbers and within its shape."""
+from slime.models.regions import Region, region_shape
 
 DTYPES = {
     "F64": torch.float64,
@@ -36,25 +34,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _LONGEST_HEADER = 100_000_000
-
-
-def whole_region(shape: Iterable[int]) -> Region:
-    return tuple(slice(0, size) for size in shape)
-
-
-def region_shape(region: Region) -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in region)
-
-
-def overlap(one: Region, other: Region) -> Region | None:
-    """What two parts of one tensor have in common; None if nothing."""
-    common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
-    return None if any(part.start >= part.stop for part in common) else common
-
-
-def within(region: Region, outer: Region) -> Region:
-    """The same part, counted from where another one begins."""
-    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, outer, strict=True))
 
 
 @dataclass(frozen=True)

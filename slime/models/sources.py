@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from slime.models.block_fp8 import dequantize_block
-from slime.models.slices import Region, Stored, region_shape, whole_region
+from slime.models.regions import Region, region_shape, whole_region
+from slime.models.slices import Stored
 
 
 class Source(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.models.slices import whole_region
+from slime.models.regions import whole_region
 from slime.models.sources import Cast, Computed, Cut, Joined, Source, Stacked, Swapped, read_whole
 
 CHUNK_NUMBERS = 2**24

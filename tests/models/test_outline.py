@@ -18,7 +18,8 @@ from slime.cli import main
 from slime.errors import UserError
 from slime.models.loading import load_causal_lm
 from slime.models.outline import ModelOutline, outline_causal_lm
-from slime.models.slices import Region, Stored, whole_region
+from slime.models.regions import Region, whole_region
+from slime.models.slices import Stored
 from slime.models.sources import Source, read_whole
 from tests.tiny_models import make_model_folder
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slime.models.slices import whole_region
+from slime.models.regions import whole_region
 from slime.models.sources import Computed, Held, Source, read_whole
 from slime.models.unread import Unread
 

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from slime.config import Config
 from slime.config.parser import parse_flags
+from slime.config.shape_flags import check_shape_flags
+from slime.errors import UserError
+from slime.models.model_args import scripts
+from slime.models.published import published_model
 
 MODELS = Path(__file__).parents[2] / "scripts" / "models"
 NAMES = sorted(file.stem for file in MODELS.glob("*.sh") if file.name != "lib.sh")
@@ -19,6 +24,7 @@ BILLIONS = {
     "glm-z1-9B": 9.4, "glm4-9B": 9.4, "glm4-32B": 32.6, "glm4.5-106B-A12B": 106.8,
     "glm4.5-355B-A32B": 352.8, "glm4.6-355B-A32B": 352.8, "glm4.7-355B-A32B": 352.8, "glm4.7-30B-A3B": 30,
     "glm5-744B-A40B": 744, "glm5.2-744B-A40B": 744,
+    "gpt-oss-20B": 20.9, "gpt-oss-120B": 116.8,
     "kimi-k2": 1026, "kimi-k2-thinking": 1026, "moonlight": 15.96, "minimax-m2": 228.7, "mimo-7B-rl": 7.6,
     "llama3-8B": 8.03, "llama3-70B": 70.55, "llama3.1-8B-Instruct": 8.03, "llama3.1-70B-Instruct": 70.55,
     "llama3.2-3B-Instruct": 3.21, "llama3.2-3B-Instruct-amd": 3.21,
@@ -121,6 +127,21 @@ def linear_attention(shape: dict[str, Any]) -> int:
     return shape["hidden_size"] * (2 * keys + 3 * values + 2 * shape["linear_num_value_heads"])
 
 
+def test_the_files_are_those_of_the_table() -> None:
+    """`slime models --scripts scripts/models` writes them anew."""
+    assert {file.name: file.read_text() for file in MODELS.glob("*.sh") if file.name != "lib.sh"} == scripts()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_flags_are_those_of_the_models_config(name: str, shapes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """The table's config.json beside its flags is no contradiction; with another number it is one."""
+    published_model(name).write(tmp_path)
+    config = Config(hf_checkpoint=str(tmp_path), carried=shapes[name])
+    check_shape_flags(config)
+    with pytest.raises(UserError, match="--hidden-size 63 contradicts hidden_size"):
+        check_shape_flags(config.replace(carried={**shapes[name], "hidden_size": 63}))
+
+
 def test_every_model_has_a_size_to_compare_with() -> None:
     assert sorted([*BILLIONS, *CUTS]) == NAMES
 
@@ -136,7 +157,7 @@ def test_heads_fit_together(name: str, shapes: dict[str, dict[str, Any]]) -> Non
     heads, groups = shape["num_attention_heads"], shape.get("num_query_groups")
     assert ("group_query_attention" in shape) == (groups is not None) != ("multi_latent_attention" in shape)
     assert groups is None or heads % groups == 0
-    assert "kv_channels" in shape or shape["hidden_size"] % heads == 0
+    assert "kv_channels" in shape or "multi_latent_attention" in shape
     assert ("num_experts" in shape) == ("moe_layer_freq" in shape)
     if "num_experts" in shape:
         assert shape["moe_layer_freq"].count(",") + 1 == shape["num_layers"]

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from slime.config.start import Start
 from slime.models.loading import load_causal_lm
-from slime.models.slices import Stored, region_shape
+from slime.models.regions import region_shape
+from slime.models.slices import Stored
 from slime.train.backends.fsdp.builder import FSDPBuilder
 from slime.train.backends.fsdp.sharding import local_part, local_region
 from slime.train.progress import Progress

@@ -11,12 +11,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+from slime.models.regions import Region, whole_region
 
-from slime.models.slices import Region, whole_region
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -99,7 +99,7 @@ class StretchShard:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         if len(self.shapes) == len(self.stretches) == 1 and self.stretches[0].source != PADDING:
             return parts[0]
-        local = torch.zeros(self.shape, dtype=parts[0].dtype, device=parts[0].device)
+        local = parts[0].new_zeros(self.shape)
         for where, part, inner in self._places():
             local.narrow(self.dim, where, inner.length).copy_(parts[part].narrow(self.dim, inner.begin, inner.length))
         return local
@@ -117,7 +117,11 @@ class StretchShard:
     def _together(self, pieces: list[Tensor], local: Tensor) -> Tensor:
         if not pieces:
             return local.narrow(self.dim, 0, 0)
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+        if len(pieces) == 1:
+            return pieces[0]
+        import torch  # plans read families too, and answer without it
+
+        return torch.cat(pieces, self.dim)
 
     def _share(self, part: Stretch) -> Share:
         region = list(whole_region(self.shapes[part.source]))

@@ -19,7 +19,7 @@ from slime.models.families.forms import Columns, Shard, Vocab
 from slime.models.families.rules import Entry, as_in_folder, entries_by_name
 from slime.models.folder import read_text_config
 from slime.models.outline import folder_sources
-from slime.models.slices import Region, overlap, region_shape, within
+from slime.models.regions import Region, overlap, region_shape, within
 from slime.models.sources import Cut, Source, read_whole
 from slime.models.torch_dist.keys import find_parameter
 from slime.models.torch_dist.tensors import TorchDist

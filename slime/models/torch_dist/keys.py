@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slime.models.slices import Region
+from slime.models.regions import Region
 from slime.models.sources import Joined, Source
 from slime.models.torch_dist.tensors import TorchDist
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slime.errors import UserError
-from slime.models.slices import Region, overlap, region_shape, within
+from slime.models.regions import Region, overlap, region_shape, within
 from slime.models.torch_dist.index import Block, Indexed, read_index
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from slime.errors import UserError
-from slime.models.slices import Region, whole_region
+from slime.models.regions import Region, whole_region
 from slime.models.sources import read_onto
 from slime.train.backends.fsdp.packed_model import PackedModel
 from slime.train.progress import Progress

@@ -1,0 +1,48 @@
+"""`slime models`: the published models whose shape is known, their config.json, their flags, their scripts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime.models.families.family import family_of
+from slime.models.model_args import model_args, scripts
+from slime.models.published import published_model, published_models
+from slime.models.shape import ModelShape
+
+
+def models_command(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="slime models",
+        description="Published models whose shape is known. NAME prints the config.json of one.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one model")
+    parser.add_argument("--args", action="store_true", help="its shape in Megatron's flags instead, one a line")
+    parser.add_argument("--write", metavar="DIR", help="a folder with its config.json alone, to plan with")
+    parser.add_argument("--scripts", metavar="DIR", help="write scripts/models/*.sh of all models")
+    given = parser.parse_args(list(words))
+    if given.scripts is not None:
+        for name, text in scripts().items():
+            (Path(given.scripts) / name).write_text(text, encoding="utf-8")
+    elif given.name is None:
+        print(table(), end="")
+    elif given.write is not None:
+        published_model(given.name).write(Path(given.write))
+    elif given.args:
+        print(*model_args(published_model(given.name).config), sep="\n")
+    else:
+        print(json.dumps(published_model(given.name).config, indent=2))
+    return 0
+
+
+def table() -> str:
+    """A line a model: name, family, parameters, of them active, layers."""
+    lines = [f"{'name':<26}{'family':<20}{'parameters':>12}{'a token':>10}{'layers':>8}"]
+    for name, model in published_models().items():
+        shape = ModelShape.from_config(model.config)
+        total, active = shape.num_parameters or 0, shape.active_parameters or 0
+        family = family_of(model.config).name
+        lines.append(f"{name:<26}{family:<20}{total / 1e9:>10.2f} B{active / 1e9:>8.2f} B{shape.num_layers or 0:>8}")
+    return "\n".join(lines) + "\n"
