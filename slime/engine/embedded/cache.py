@@ -196,7 +196,7 @@ class KVCache:
     def __init__(self, capacity: int, *, share_prefixes: bool = True) -> None:
         self.pool = SlotPool(capacity)
         self.tree = PrefixTree(self.pool)
-        self._share = share_prefixes
+        self.shares = share_prefixes
 
     @property
     def available(self) -> int:
@@ -205,7 +205,7 @@ class KVCache:
 
     def reuse(self, tokens: Sequence[int]) -> SlotArray:
         """Referenced slots of the longest cached prefix that leaves at least one token to compute."""
-        if not self._share:
+        if not self.shares:
             return np.empty(0, np.int64)
         slots = self.tree.match(np.asarray(tokens[:-1], dtype=np.int64), cut=True)
         self.pool.share(slots)
@@ -217,7 +217,7 @@ class KVCache:
         return self.pool.take(count) if count <= self.pool.free else None
 
     def remember(self, tokens: Sequence[int], slots: SlotArray) -> None:
-        if self._share and len(slots):
+        if self.shares and len(slots):
             self.tree.insert(np.asarray(tokens[: len(slots)], dtype=np.int64), slots)
 
     def release(self, slots: SlotArray) -> None:

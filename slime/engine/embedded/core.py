@@ -119,13 +119,21 @@ class EngineCore:
         return limit
 
     def _fresh_cache(self) -> KVCache:
-        return KVCache(self.capacity, share_prefixes=self.options.share_prefixes)
+        shares = self.options.share_prefixes and not self.runner.states  # a state cannot be cut at a prefix
+        return KVCache(self.capacity, share_prefixes=shares)
 
     def _affordable_slots(self) -> int:
         if self.runner.cuda:
             budget = int(torch.cuda.mem_get_info()[0] * self.options.mem_fraction)
         else:
             budget = int(min(_CPU_KV_BYTES, _available_ram() * self.options.mem_fraction))
+        states = self.runner.states.total_bytes(self.runner.dtype)
+        if states > budget:
+            raise UserError(
+                f"the states of {self.options.max_running_requests} running requests take {states / 2**30:.1f} GiB, "
+                f"and there are {budget / 2**30:.1f}: lower --max-running-requests, or raise --mem-fraction"
+            )
+        budget -= states
         wanted = self.options.max_running_requests * self.context_len
         return max(1, min(wanted, budget // self.runner.kv_bytes_per_token()))
 

@@ -138,7 +138,7 @@ class Scheduler:
 
     def _better_wait(self, seq: Sequence, in_flight: dict[tuple[int, ...], list[np.ndarray]]) -> bool:
         rivals = in_flight.get(tuple(seq.prompt_ids[:_KEY]))
-        if not rivals or seq.logprob_start is not None:
+        if not rivals or not self.cache.shares or seq.logprob_start is not None:
             return False
         tokens = np.asarray(seq.tokens[:-1])
         known = len(self.cache.tree.match(tokens))

@@ -265,8 +265,8 @@ class AttentionContext:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.shapes: dict[int, LayerShape] = {}
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        self.keys: dict[int, torch.Tensor] = {}  # by layer
+        self.values: dict[int, torch.Tensor] = {}
         self.attend: Callable[..., torch.Tensor] = self._probe
         self.slots: torch.Tensor = torch.empty(0, dtype=torch.int64, device=device)  # where each new token is kept
         self.groups: list[SpanGroup] = []  # CPU, prefill
@@ -278,14 +278,12 @@ class AttentionContext:
 
     def allocate(self, slots: int, dtype: torch.dtype) -> None:
         """Room for `slots` tokens (and the padding slot 0) in every layer."""
-        self.keys, self.values = [], []
-        for layer in range(len(self.shapes)):
-            shape = self.shapes[layer]
+        for layer, shape in self.shapes.items():
             for store, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
-                store.append(_zeros((shape.kv_heads, slots + 1, dim), dtype, self.device))
+                store[layer] = _zeros((shape.kv_heads, slots + 1, dim), dtype, self.device)
 
     def free(self) -> None:
-        self.keys, self.values = [], []
+        self.keys, self.values = {}, {}
         self.window.forget()
 
     def _probe(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:

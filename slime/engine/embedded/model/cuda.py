@@ -81,6 +81,7 @@ class CudaDecoder:
         self._context.table[rows, lens - 1] = slots.int()
         self._context.rows, self._context.lens, self._context.slots = rows, self._lens[:size], slots
         self._context.attend = self._attend
+        self._runner.states.spans, self._runner.states.rows = None, rows
         ids, positions = tokens[None], (lens - 1)[None]
         hidden = self._body(input_ids=ids, position_ids=positions, use_cache=False)[0][0]
         logits = self._runner.logits(hidden)
@@ -108,6 +109,9 @@ class CudaDecoder:
         if previous is None:
             inputs[3, :count] = [s.output_ids[-1] if s.output_ids else s.prompt_ids[-1] for s in running]
         host.uniform.numpy()[:count] = uniforms(running, ahead)
+        self._runner.make_states(running, (inputs[1, :count] - 1).tolist())
+        held, rows = self._runner.states.held, inputs[0, :count].copy()
+        held[rows] = -1
         self._runner.set_table(inputs[0, :count], inputs[1, :count] - 1, slots)
         self._upload(host, count)
         if previous is not None:
@@ -115,6 +119,7 @@ class CudaDecoder:
         self._sampling.hold(running)
         graph, drawn, logprobs, logits = self._graphs[size]
         graph.replay()
+        held[rows] = inputs[1, :count]
         if all(s.plain for s in running):
             tokens, scores = drawn[:count].clone(), logprobs[:count]
         else:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from slime.engine.embedded.model.attention import PREFILL_SLACK, AttentionContext, group_spans, register_attention
 from slime.engine.embedded.model.cpu_layers import inputs_of_linears, prepare_layers
+from slime.engine.embedded.model.delta_net import adopt_states, lay_out
 from slime.engine.embedded.model.experts import watch_experts
 from slime.engine.embedded.model.sampler import draw, draw_each, temperature_of, uniforms
 from slime.engine.embedded.scheduler import Extend
@@ -62,6 +63,7 @@ class ModelRunner:
         self.dtype = next(model.parameters()).dtype
         self.context = AttentionContext(self.device)
         self.experts = watch_experts(model, self.context)
+        self.states = adopt_states(model, len(table), self.device)
         self.body = model.get_decoder()
         self._head = OutputHead.from_config(model.config)
         self._table = table
@@ -82,10 +84,11 @@ class ModelRunner:
         """One forward pass that tells each layer's KV shape; refuses models that keep state elsewhere."""
         self.model.set_attn_implementation(register_attention(self.context))
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        self.states.spans = lay_out([0], [0], [2], self.device)
         with torch.inference_mode():
             self.hidden(ids, torch.arange(2, device=self.device)[None])
         layers = self.model.config.get_text_config().num_hidden_layers
-        if sorted(self.context.shapes) != list(range(layers)):
+        if sorted([*self.context.shapes, *self.states.shapes]) != list(range(layers)):
             raise UserError(
                 f"{type(self.model).__name__} keeps state outside transformers' attention interface "
                 f"({len(self.context.shapes)} of {layers} layers use it): serve it with SGLang instead"
@@ -103,12 +106,14 @@ class ModelRunner:
     def allocate_kv(self, slots: int) -> None:
         self.context.allocate(slots, self.dtype)
         self.experts.allocate(slots)
+        self.states.allocate(self.dtype)
         if self.cuda:
             self.context.table = torch.zeros(self._table.shape, dtype=torch.int32, device=self.device)
 
     def free_kv(self) -> None:
         self.context.free()
         self.experts.free()
+        self.states.free()
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Last hidden states `[T, H]` of one row of tokens."""
@@ -134,13 +139,9 @@ class ModelRunner:
     @torch.inference_mode()
     def extend(self, extends: list[Extend]) -> Sampled:
         """Compute the pieces; sample one token for every sequence that is now complete (in order)."""
-        pieces = [e.sequence.tokens[e.start : e.end] for e in extends]
-        ids = torch.tensor([t for piece in pieces for t in piece], device=self.device)
-        positions = torch.from_numpy(np.concatenate([np.arange(e.start, e.end) for e in extends])).to(self.device)
-        self.context.slots = torch.from_numpy(np.concatenate([e.slots for e in extends])).to(self.device)
-        self._place_extend(extends)
-        hidden = self.hidden(ids[None], positions[None])
-        ends = np.cumsum([len(piece) for piece in pieces])
+        self.make_states([e.sequence for e in extends], [e.start for e in extends])
+        hidden = self._pieces(extends)
+        ends = np.cumsum([e.end - e.start for e in extends])
         self._score_prompts(extends, hidden, ends)
         complete = [(i, e.sequence) for i, e in enumerate(extends) if e.end == e.sequence.length]
         wanted = [(i, s) for i, s in complete if s.max_new_tokens > 0]
@@ -148,6 +149,35 @@ class ModelRunner:
             return [], []
         last = torch.from_numpy(ends[[i for i, _ in wanted]] - 1).to(self.device)
         return self._sample(self.logits(hidden[last]), [s for _, s in wanted])
+
+    def _pieces(self, extends: list[Extend]) -> torch.Tensor:
+        """Last hidden states `[T, H]` of the pieces, one behind the other."""
+        rows, lens = [e.sequence.row for e in extends], [e.end - e.start for e in extends]
+        ids = torch.tensor([t for e in extends for t in e.sequence.tokens[e.start : e.end]], device=self.device)
+        positions = torch.from_numpy(np.concatenate([np.arange(e.start, e.end) for e in extends])).to(self.device)
+        self.context.slots = torch.from_numpy(np.concatenate([e.slots for e in extends])).to(self.device)
+        self._place_extend(extends)
+        if self.states:
+            self.states.spans = lay_out(rows, [e.start for e in extends], lens, self.device)
+        self.states.held[rows] = -1
+        hidden = self.hidden(ids[None], positions[None])
+        self.states.held[rows] = [e.end for e in extends]
+        return hidden
+
+    def make_states(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
+        """See that the state of each sequence has taken in the first `count` tokens, whatever a failed step left there.
+
+        What is not so is computed anew from the beginning, over the slots that the tokens have.
+        """
+        if not self.states:
+            return
+        stale = [
+            Extend(seq, 0, count, self._table[seq.row, :count].astype(np.int64))
+            for seq, count in zip(sequences, counts, strict=True)
+            if count and self.states.held[seq.row] != count
+        ]
+        if stale:
+            self._pieces(stale)
 
     def _place_extend(self, extends: list[Extend]) -> None:
         rows = [e.sequence.row for e in extends]
@@ -202,12 +232,16 @@ class ModelRunner:
         ahead = 0 if previous is None else 1
         rows = np.array([s.row for s in running])
         lens = np.array([s.length + ahead for s in running])
+        self.make_states(running, (lens - 1).tolist())
         self.set_table(rows, lens - 1, slots)
+        self.states.spans, self.states.rows = None, torch.from_numpy(rows)
+        self.states.held[rows] = -1
         ids = last_tokens(running) if previous is None else previous.tokens
         self.context.attend = self.context.decode_cpu
         self.context.slots = torch.from_numpy(slots)
         self.context.window.advance(rows.tolist(), lens.tolist(), self._table)
         hidden = self.hidden(ids[None], torch.from_numpy(lens - 1)[None])
+        self.states.held[rows] = lens
         return Launched(*self._draw(self.logits(hidden), running, ahead))
 
     def collect(self, launched: Launched) -> Sampled:

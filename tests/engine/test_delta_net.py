@@ -1,0 +1,116 @@
+"""Layers with a state for each sequence, in the engine: every log-prob is transformers' own, whatever happened before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.model.delta_net import delta_rule, delta_step
+from slime.engine.embedded.options import parse_options
+from slime.engine.embedded.sequence import Sequence
+from slime.errors import UserError
+from tests.engine.test_numbers import ARCHITECTURES, generate, prompt, reference_logprobs, running_core
+from tests.tiny_models import make_model_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("delta") / "qwen3_next"
+    return make_model_folder(place, "qwen3_next", **ARCHITECTURES["qwen3_next"])
+
+
+def assert_right(folder: Path, sequences: list[Sequence]) -> None:
+    for seq in sequences:
+        want = reference_logprobs(folder, seq)
+        torch.testing.assert_close(
+            torch.tensor(seq.logprobs), want, atol=3e-4, rtol=0
+        )  # a wrong state is off by 0.1 and more
+
+
+def test_chunks_compute_what_single_steps_do() -> None:
+    torch.manual_seed(0)
+    b, m, h, dim, width = 2, 150, 3, 8, 5
+    q, k = (torch.nn.functional.normalize(torch.randn(b, m, h, dim), dim=-1) for _ in range(2))
+    v, beta, decay = torch.randn(b, m, h, width), torch.rand(b, m, h), -torch.rand(b, m, h)
+    begin = state = torch.randn(b, h, dim, width)
+    steps = []
+    for i in range(m):
+        out, state = delta_step(q[:, i], k[:, i], v[:, i], decay[:, i], beta[:, i], state)
+        steps.append(out)
+    found, end = delta_rule(q, k, v, decay, beta, begin)
+    torch.testing.assert_close(found, torch.stack(steps, 1), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(end, state, atol=1e-5, rtol=1e-4)
+
+
+def test_sequences_that_start_over_and_long_prompts_in_pieces(folder: Path) -> None:
+    options = ["--max-total-tokens", "150", "--max-running-requests", "4", "--chunked-prefill-size", "16"]
+    with running_core(folder, *options) as core:
+        bodies = [
+            {"input_ids": prompt(i, n), "sampling_params": {"max_new_tokens": 24}}
+            for i, n in enumerate((70, 9, 9, 20, 5, 31))
+        ]
+        sequences = generate(core, bodies)
+        assert core.scheduler.retractions > 0
+    assert_right(folder, sequences)
+
+
+def test_samples_of_one_prompt_compute_it_each_and_together(folder: Path) -> None:
+    """A state cannot be cut at a prefix: nothing is shared, and nobody waits for another's prompt."""
+    with running_core(folder) as core:
+        sequences = generate(core, [{"input_ids": prompt(1, 30), "sampling_params": {"max_new_tokens": 4, "n": 5}}])
+        assert [seq.cached_tokens for seq in sequences] == [0] * 5
+        assert core.counters.steps == 1 + 3
+        follow_up = {"input_ids": sequences[0].tokens + prompt(2, 3), "sampling_params": {"max_new_tokens": 4}}
+        sequences += generate(core, [follow_up])
+    assert_right(folder, sequences)
+
+
+@pytest.mark.parametrize("step", ["extend", "launch"])
+def test_a_step_that_fails_leaves_no_state_behind(folder: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing raises after the states were written, twice; then the same sequences go on one at a time."""
+    with running_core(folder) as core:
+        whole = core.runner._draw
+        calls: list[int] = []
+
+        def draw(logits: torch.Tensor, sequences: list[Sequence], ahead: int) -> Any:
+            drawn = min(len(seq.output_ids) for seq in sequences)
+            if len(sequences) > 1 and drawn == (0 if step == "extend" else 3):
+                calls.append(drawn)
+                raise ArithmeticError("for once")
+            return whole(logits, sequences, ahead)
+
+        monkeypatch.setattr(core.runner, "_draw", draw)
+        bodies = [{"input_ids": prompt(i, 6 + i), "sampling_params": {"max_new_tokens": 9}} for i in range(3)]
+        sequences = generate(core, bodies)
+    assert calls
+    assert [len(seq.output_ids) for seq in sequences] == [9] * 3
+    assert_right(folder, sequences)
+
+
+def test_looking_ahead_changes_nothing(folder: Path) -> None:
+    with running_core(folder) as core:
+        core.runner.looks_ahead = True
+        params = {"max_new_tokens": 12, "stop_token_ids": list(range(100, 180))}
+        sequences = generate(core, [{"input_ids": prompt(i, 6), "sampling_params": params} for i in range(8)])
+        assert any(len(seq.output_ids) < 12 for seq in sequences)
+        sequences += generate(core, [{"input_ids": prompt(9, 7), "sampling_params": {"max_new_tokens": 5}}])
+    assert_right(folder, sequences)
+
+
+def test_new_weights_come_under_the_folders_names(folder: Path, tmp_path: Path) -> None:
+    other = make_model_folder(tmp_path / "other", "qwen3_next", seed=1, **ARCHITECTURES["qwen3_next"])
+    with running_core(folder) as core:
+        core.call(lambda: core.update_from_folder(str(other), "1", flush=True)).result()
+        sequences = generate(core, [{"input_ids": prompt(4, 9), "sampling_params": {"max_new_tokens": 5}}])
+    assert_right(other, sequences)
+
+
+def test_states_that_do_not_fit_are_refused_with_their_size(folder: Path) -> None:
+    options = parse_options(["--model-path", str(folder), "--max-running-requests", "9999", "--mem-fraction", "1e-9"])
+    core = EngineCore(options, on_death=lambda error: None)
+    with pytest.raises(UserError, match=r"the states of 9999 running requests take 0\.\d GiB"):
+        core.load("cpu")
