@@ -19,6 +19,7 @@ from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
 from slime.config.groups.asynchronous import ONE_STEP
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN, SFT_ROLLOUT_FUNCTION
+from slime.config.layout import uses_megatron
 from slime.config.lora import uses_lora
 from slime.config.no_effect import flag_list, flags_without_effect
 from slime.config.parser import flags_of_custom_file, near_flags_of_custom_file
@@ -32,6 +33,7 @@ from slime.engine.launch import EMBEDDED_PARSERS
 from slime.errors import UserError
 from slime.models.shape import ModelShape, check_context_parallel
 from slime.plan_data import check_data, data_rows
+from slime.plan_layout import check_layout, family_fields, layout_in_words
 from slime.plan_length import batch_rows, length_rows, optimizer_steps
 from slime.plan_memory import (
     MemoryEstimate,
@@ -101,7 +103,7 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
         ExternalEngines(config).ask()
     gpus_needed = _check_gpus(config, device, gpu_count, trainers, engines)
     shape = ModelShape.from_folder(config.hf_checkpoint)
-    _check_heads(config)
+    layout = _check_layout(config, device) if trainers else ()
     transport, transport_reason = ("none", "nothing is trained" if engines else "there is no engine")
     if engines and trainers:
         transport, transport_reason = choose_transport(
@@ -115,7 +117,7 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
     data = data_rows(config) if config.dry_run else ()
     sections = (
         ("Model", (*_model_rows(config, shape), ("precision", precision))),
-        ("Processes", _process_rows(processes, (backend, backend_reason), (transport, transport_reason))),
+        ("Processes", (*layout, *_process_rows(processes, (backend, backend_reason), (transport, transport_reason)))),
         *((("Data", data),) if data else ()),
         ("Batches", batch_rows(config, trainers)),
         ("Length", length_rows(config, steps, generates=needs_engines(config))),
@@ -230,8 +232,17 @@ def _check_nodes(config: Config, cluster: PlannedCluster) -> None:
         )
 
 
+def _check_layout(config: Config, device: str) -> tuple[tuple[str, str], ...]:
+    """The trainers can share the models that they run; the plan's rows about how, with Megatron."""
+    if not uses_megatron(config):
+        _check_heads(config)
+        return ()
+    check_layout(config, device=device)
+    return tuple(layout_in_words(config, family_fields(config.hf_checkpoint)))
+
+
 def _check_heads(config: Config) -> None:
-    """Of every model that the trainers run."""
+    """Of every model that FSDP's trainers run."""
     teaches = config.use_opd and config.opd_type == "trainer"
     folders = [
         config.hf_checkpoint,
@@ -420,7 +431,7 @@ def _notes(config: Config, backend: str) -> list[str]:
 def _idle_notes(config: Config) -> list[str]:
     sharing, batch = config.context_parallel_size, config.global_batch_size
     takers = num_trainers(config) // sharing
-    if config.debug_rollout_only or batch >= takers:
+    if config.debug_rollout_only or batch >= takers or uses_megatron(config):
         return []
     who = "training processes" if sharing == 1 else f"groups of {sharing} training processes"
     return [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from slime.config import Config
 from slime.config.asynchronous import loop_in_words
-from slime.config.batch import tokens_per_row
+from slime.config.batch import model_parallel_size, tokens_per_row
 from slime.config.eval_datasets import eval_datasets, evaluates
+from slime.config.layout import uses_megatron
 from slime.plan_data import steps_per_epoch, training_prompts
 
 
@@ -15,14 +16,14 @@ def batch_rows(config: Config, trainers: int) -> tuple[tuple[str, str], ...]:
     if not trainers:
         return (rollout, ("training", "none"))
     batch, steps = config.global_batch_size, config.num_steps_per_rollout
-    sharing = config.context_parallel_size
+    sharing = model_parallel_size(config) if uses_megatron(config) else config.context_parallel_size
     takers = trainers // sharing
     share = f"{batch // takers}" if batch % takers == 0 else f"{batch // takers} to {batch // takers + 1}"
     forward = f"{config.micro_batch_size} per forward pass"
     if config.use_dynamic_batch_size:
         forward = f"up to {tokens_per_row(config)} tokens per forward pass"
-    if sharing > 1:
-        forward += f", a 1/{sharing} slice of each on every trainer"
+    if (context := config.context_parallel_size) > 1:
+        forward += f", a 1/{context} slice of each on every trainer"
     return (
         rollout,
         ("training", f"{steps} optimizer step{'s' * (steps > 1)} of {batch} samples"),

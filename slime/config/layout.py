@@ -34,7 +34,7 @@ def virtual_stages(config: Config, num_layers: int) -> int:
     if config.num_virtual_stages_per_pipeline_rank is not None:
         return config.num_virtual_stages_per_pipeline_rank
     per_stage = config.num_layers_per_virtual_pipeline_stage
-    if per_stage is None:
+    if per_stage is None or config.pipeline_model_parallel_size == 1:
         return 1
     return num_layers // config.pipeline_model_parallel_size // per_stage
 
@@ -55,6 +55,7 @@ def layout_contradictions(config: Config) -> Iterator[str]:
         yield from _processes(config)
         yield from _pipeline(config)
         yield from _recompute(config)
+        yield from _only_of_fsdp(config)
         yield from _installed(config)
         return
     for name in HOOKS:
@@ -95,13 +96,6 @@ def _processes(config: Config) -> Iterator[str]:
             f"--expert-tensor-parallel-size {expert_tensor} x --expert-model-parallel-size {expert} x "
             f"--pipeline-model-parallel-size {pipeline} = {expert_tensor * expert * pipeline}, which does not divide "
             f"{_are(config)}: every copy of the experts needs as many"
-        )
-    if config.fsdp_shard_size is not None:
-        yield f"--fsdp-shard-size {config.fsdp_shard_size} is about FSDP, and Megatron trains: drop it"
-    if config.fsdp_cpu_offload:
-        yield (
-            "--fsdp-cpu-offload is about FSDP, and Megatron trains: give --optimizer-cpu-offload for the optimizer's "
-            "state, or drop it"
         )
 
 
@@ -153,6 +147,21 @@ def _recompute(config: Config) -> Iterator[str]:
         yield f"--recompute-method {config.recompute_method} needs --recompute-num-layers, the layers it counts"
     if config.recompute_granularity == "full" and config.recompute_modules:
         yield "--recompute-modules needs --recompute-granularity selective: full recomputes whole layers"
+
+
+def _only_of_fsdp(config: Config) -> Iterator[str]:
+    """What the other backend alone has: each would change numbers or memory."""
+    for flag, given in (
+        (f"--fsdp-shard-size {config.fsdp_shard_size}", config.fsdp_shard_size is not None),
+        ("--fsdp-cpu-offload", config.fsdp_cpu_offload),
+        (f"--lora-rank {config.lora_rank}", config.lora_rank > 0),
+        ("--use-stateless-adam", config.use_stateless_adam),
+        (f"--exp-avg-dtype {config.exp_avg_dtype}", config.exp_avg_dtype != "fp32"),
+        (f"--exp-avg-sq-dtype {config.exp_avg_sq_dtype}", config.exp_avg_sq_dtype != "fp32"),
+        ("--optimizer-cpu-offload", config.optimizer_cpu_offload),
+    ):
+        if given:
+            yield f"{flag} is a matter of FSDP alone, and Megatron trains: drop it, or use --train-backend fsdp"
 
 
 def _installed(config: Config) -> Iterator[str]:

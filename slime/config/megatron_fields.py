@@ -24,9 +24,8 @@ _SETTABLE: dict[str, str] = {
         bias_activation_fusion masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm bias_dropout_fusion
         apply_rope_fusion use_fused_weighted_squared_relu fused_single_qkv_rope moe_per_layer_logging
         clone_scatter_output_in_embedding batch_invariant_mode use_te_activation_func
-        fine_grained_activation_offloading store_param_remainders use_torch_optimizer_for_cpu_offload pin_cpu_grads
-        pin_cpu_params align_param_gather pad_buckets_for_high_nccl_busbw reduce_scatter_with_fp32_accumulation nccl_ub
-        disable_symmetric_registration
+        fine_grained_activation_offloading align_param_gather pad_buckets_for_high_nccl_busbw
+        reduce_scatter_with_fp32_accumulation nccl_ub disable_symmetric_registration
         """,
     INT: """
         num_microbatches_with_partial_activation_checkpoints cpu_offloading_num_layers moe_hybridep_num_sms
@@ -71,6 +70,7 @@ _ENGINES = "engines generate, trainers never do: drop it"
 _SHARDED = "Megatron's own FSDP is not used: --train-backend fsdp shards the model over all processes"
 _ADAM = "the optimizer is AdamW: drop it"
 _SUMMED = "gradients are summed in float32 over all samples, and every token has its final weight: drop it"
+_MOMENTS = "moments are float32 on the device of the weights: drop it"
 _HALF = "losses are not scaled, in float32 or bfloat16: drop it"
 _CLIPPED = "attention is not clipped: drop it"
 _PREDICTS = "layers that predict several tokens at once are not trained: drop it"
@@ -116,6 +116,7 @@ _REFUSED_BY_REASON: dict[str, str] = {
         overlap_param_gather_with_optimizer_step log_num_zeros_in_grad
         """,
     _SUMMED: "average_in_collective gradient_reduce_div_fusion grad_reduce_in_fp32",
+    _MOMENTS: "store_param_remainders use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params",
     _HALF: "loss_scale_window hysteresis",
     _CLIPPED: "qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit",
     _PREDICTS: "mtp_standalone",

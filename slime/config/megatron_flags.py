@@ -55,18 +55,18 @@ _TABLE: dict[tuple[str, str], str] = {
         fp8-format moe-router-load-balancing-type main-grads-dtype main-params-dtype
         """,
     (SPEED, SWITCH): """
-        tp-comm-overlap overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer no-rope-fusion moe-grouped-gemm
+        tp-comm-overlap no-rope-fusion moe-grouped-gemm
         moe-permute-fusion moe-router-fusion moe-shared-expert-overlap moe-enable-deepep moe-layer-recompute
         attention-softmax-in-fp32 no-gradient-accumulation-fusion no-masked-softmax-fusion no-bias-gelu-fusion
         no-bias-swiglu-fusion no-bias-dropout-fusion no-persist-layer-norm deterministic-mode
         overlap-moe-expert-parallel-comm delay-wgrad-compute
         """,
     (SPEED, INT): "moe-deepep-num-sms",
-    (SPEED, FLOAT): "optimizer-offload-fraction",
     (SPEED, TEXT): "moe-flex-dispatcher-backend moe-router-dtype",
     (SPEED, TEXTS): "cp-comm-type",
     (OTHERS, SWITCH): """
-        moe-use-legacy-grouped-gemm moe-router-padding-for-fp8 moe-extended-tp use-tp-pp-dp-mapping
+        overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer moe-use-legacy-grouped-gemm
+        moe-router-padding-for-fp8 moe-extended-tp use-tp-pp-dp-mapping
         accumulate-allreduce-grads-in-fp32 variable-seq-lengths bf16 no-check-for-nan-in-loss-and-grad
         cross-entropy-loss-fusion use-flash-attn use-cpu-initialization no-save-rng use-pytorch-profiler
         use-checkpoint-args auto-detect-ckpt-format ckpt-fully-parallel-load override-opt-param-scheduler
@@ -77,7 +77,9 @@ _TABLE: dict[tuple[str, str], str] = {
         train-iters train-samples profile-step-start profile-step-end log-interval tensorboard-queue-size
         empty-unused-memory-level num-workers manual-gc-interval timing-log-level
         """,
-    (OTHERS, FLOAT): "init-method-std loss-scale initial-loss-scale min-loss-scale sgd-momentum",
+    (OTHERS, FLOAT): """
+        optimizer-offload-fraction init-method-std loss-scale initial-loss-scale min-loss-scale sgd-momentum
+        """,
     (OTHERS, TEXT): """
         fp8-recipe fp8-amax-compute-algo moe-token-drop-policy ckpt-format cross-entropy-fusion-impl tokenizer-type
         tokenizer-model tensorboard-dir dist-ckpt-strictness
@@ -127,7 +129,12 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 """Of each flag that changes numbers: the values that change nothing here, and why others are refused. `finetune` is
 taken where there is no checkpoint to go on from."""
 
+_MOMENTS = "moments are float32 on the device of the weights: drop it, or use --train-backend fsdp"
+
 REFUSED_BY_MEGATRON: dict[str, str] = {
+    "use-precision-aware-optimizer": _MOMENTS,
+    "overlap-cpu-optimizer-d2h-h2d": _MOMENTS,
+    "optimizer-offload-fraction": _MOMENTS,
     "moe-use-legacy-grouped-gemm": "megatron-core 0.16 is about to drop it: drop the flag",
     "moe-router-padding-for-fp8": _HALF,
     "moe-extended-tp": "megatron-core has it no more: give --expert-tensor-parallel-size",

@@ -36,8 +36,15 @@ def megatron(valid: dict[str, Any], **changes: Any) -> Config:
             "--expert-tensor-parallel-size 2 x --expert-model-parallel-size 8 x --pipeline-model-parallel-size 1 = 16, "
             "which does not divide the 8 training processes",
         ),
-        ({"fsdp_shard_size": 4}, "--fsdp-shard-size 4 is about FSDP, and Megatron trains: drop it"),
-        ({"fsdp_cpu_offload": True}, "--fsdp-cpu-offload is about FSDP, and Megatron trains"),
+        ({"fsdp_shard_size": 4}, "--fsdp-shard-size 4 is a matter of FSDP alone, and Megatron trains"),
+        ({"fsdp_cpu_offload": True}, "--fsdp-cpu-offload is a matter of FSDP alone"),
+        (
+            {"lora_rank": 8},
+            "--lora-rank 8 is a matter of FSDP alone, and Megatron trains: drop it, or use --train-backend",
+        ),
+        ({"exp_avg_dtype": "bf16"}, "--exp-avg-dtype bf16 is a matter of FSDP alone"),
+        ({"use_stateless_adam": True}, "--use-stateless-adam is a matter of FSDP alone"),
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload is a matter of FSDP alone"),
         (
             {PP: 2, "num_layers_per_virtual_pipeline_stage": 1, "num_virtual_stages_per_pipeline_rank": 2},
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank are two ways",

@@ -147,9 +147,10 @@ def test_what_megatron_cannot_go_by_is_refused(words: str, sentence: str, valid_
 @pytest.mark.parametrize("flag", REFUSED_BY_MEGATRON)
 def test_what_only_fsdp_can_leave_out_is_refused_with_megatron(flag: str, valid_argv: list[str]) -> None:
     assert MEGATRON_CLASSES[flag] == OTHERS
-    assert len(flags_without_effect(parse_args([*valid_argv, f"--{flag}"]))) == 1
+    words = [f"--{flag}", *([] if MEGATRON_FLAGS[flag] == SWITCH else ["0.5"])]
+    assert len(flags_without_effect(parse_args([*valid_argv, *words]))) == 1
     with pytest.raises(UserError, match=f"--{flag} is not taken: "):
-        parse_args([*valid_argv, "--train-backend", "megatron", f"--{flag}"])
+        parse_args([*valid_argv, "--train-backend", "megatron", *words])
 
 
 def test_files_and_logs_are_named_with_megatron_too(valid_argv: list[str]) -> None:

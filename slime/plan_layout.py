@@ -1,0 +1,232 @@
+"""Whether a model can be cut the way the flags say, and how that looks: the plan of Megatron's layouts.
+
+Invariant: what is refused here is refused with its arithmetic, the flag and the number of the model, before any process
+is started. What a layout may be whatever the model is, is checked with the flags (`slime.config.layout`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.config import Config
+from slime.config.algorithm import has_critic, needs_reference
+from slime.config.batch import data_parallel_size, num_trainers
+from slime.config.layout import expert_tensor_size, virtual_stages
+from slime.config.roles import critic_flags
+from slime.config.shape_flags import read_model_config
+from slime.config.start import find_reference, find_start
+from slime.errors import UserError
+
+Fields = Mapping[str, Any]
+"""What a family says of a model, in Megatron's names."""
+
+_DIVIDED: tuple[tuple[str, str, str], ...] = (
+    ("num_attention_heads", "attention heads", "tensor_model_parallel_size"),
+    ("ffn_hidden_size", "columns of the feed-forward layers", "tensor_model_parallel_size"),
+    ("moe_shared_expert_intermediate_size", "columns of the shared experts", "tensor_model_parallel_size"),
+    ("linear_num_key_heads", "key heads of the gated delta nets", "tensor_model_parallel_size"),
+    ("linear_num_value_heads", "value heads of the gated delta nets", "tensor_model_parallel_size"),
+    ("num_moe_experts", "experts", "expert_model_parallel_size"),
+)
+"""What a model has so many of, and which size must divide it."""
+
+
+def check_layout(config: Config, *, device: str) -> None:
+    """Raise a `UserError` unless Megatron has the layers of every model that is trained or compared with, and can cut
+    them so."""
+    for role, folder in _folders(config):
+        flags = critic_flags(config) if role == "critic" else config
+        fields = family_fields(folder)
+        for sentence in _misfits(flags, fields, folder):
+            raise UserError(sentence)
+        stage_layers(flags, fields["num_layers"])
+    if config.moe_token_dispatcher_type == "flex" and device != "cuda":
+        raise UserError("--moe-token-dispatcher-type flex needs GPUs, and this run has none: use alltoall")
+
+
+def family_fields(folder: str | Path) -> dict[str, Any]:
+    """What Megatron is told about the model in a folder; a family that it has no layers for is refused."""
+    from slime.models.families.family import family_of  # which needs torch, as no other part of a plan does
+
+    facts = read_model_config(Path(folder) / "config.json")
+    family = family_of(facts)
+    if family.support.megatron is not None:
+        raise UserError(f"--train-backend megatron cannot train {folder}: {family.support.megatron}; use fsdp")
+    return dict(family.fields(facts))
+
+
+def _folders(config: Config) -> Iterator[tuple[str, str]]:
+    yield "policy", str(find_start(config).hf_folder or config.hf_checkpoint)
+    if needs_reference(config):
+        yield "reference", str(find_reference(config).hf_folder or config.hf_checkpoint)
+    if has_critic(config):
+        yield "critic", critic_flags(config).hf_checkpoint
+    if config.use_opd and config.opd_type == "trainer" and config.opd_teacher_load is not None:
+        yield "teacher", config.opd_teacher_load
+
+
+def _misfits(config: Config, fields: Fields, model: str) -> Iterator[str]:
+    for name, what, size_name in _DIVIDED:
+        count, size = fields.get(name), getattr(config, size_name)
+        if name == "ffn_hidden_size" and _all_layers_have_experts(fields):
+            continue
+        if count is not None and count % size:
+            yield _remainder(size_name, size, count, what, model)
+    yield from _attention(config, fields, model)
+    yield from _experts(config, fields, model)
+
+
+def _all_layers_have_experts(fields: Fields) -> bool:
+    frequency = fields.get("moe_layer_freq")
+    return fields.get("num_moe_experts") is not None and isinstance(frequency, list) and all(frequency)
+
+
+def _remainder(name: str, size: int, count: int, what: str, model: str) -> str:
+    fitting = ", ".join(str(one) for one in range(1, min(count, 64) + 1) if count % one == 0)
+    flag = "--" + name.replace("_", "-")
+    return (
+        f"{flag} {size} does not divide the {count} {what} of {model} ({count} / {size} leaves {count % size}): use "
+        f"one of {fitting}"
+    )
+
+
+def _attention(config: Config, fields: Fields, model: str) -> Iterator[str]:
+    tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+    groups = fields.get("num_query_groups")
+    if groups is not None and groups % tensor and tensor % groups:
+        yield (
+            f"--tensor-model-parallel-size {tensor} and the {groups} key and value heads of {model}: one must divide "
+            "the other"
+        )
+    if context == 1:
+        return
+    if fields.get("window_size") is not None or fields.get("softmax_type", "vanilla") != "vanilla":
+        yield (
+            f"--context-parallel-size {context} needs full attention, and {model} has sliding windows or attention "
+            "sinks: set it to 1"
+        )
+    if fields.get("experimental_attention_variant") == "dsa":
+        yield f"--context-parallel-size {context} needs full attention, and that of {model} is sparse: set it to 1"
+    keys = fields.get("linear_num_key_heads") or 0
+    if fields.get("experimental_attention_variant") == "gated_delta_net" and keys % (tensor * context):
+        yield (
+            f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context} = {tensor * context} does not "
+            f"divide the {keys} key heads of the gated delta nets of {model}: lower one of them"
+        )
+
+
+def _experts(config: Config, fields: Fields, model: str) -> Iterator[str]:
+    experts, expert_tensor = fields.get("num_moe_experts"), expert_tensor_size(config)
+    if experts is None:
+        if (size := config.expert_model_parallel_size) > 1:
+            yield f"--expert-model-parallel-size {size}: {model} has no experts, set it to 1"
+        return
+    width = fields.get("moe_ffn_hidden_size")
+    if width is not None and width % expert_tensor:
+        yield _remainder("expert_tensor_parallel_size", expert_tensor, width, "columns of an expert", model)
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        yield (
+            f"--tensor-model-parallel-size {config.tensor_model_parallel_size} with the experts of {model} needs "
+            "--sequence-parallel: Megatron trains them no other way"
+        )
+
+
+def stage_layers(config: Config, num_layers: int) -> list[int]:
+    """Layers of every process of the pipeline, in order; a `UserError` where they cannot be shared so."""
+    pipeline = config.pipeline_model_parallel_size
+    if config.pipeline_model_parallel_layout is not None:
+        return _layers_by_rank(config.pipeline_model_parallel_layout, pipeline, num_layers)
+    first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
+    ends = [given for given in (first, last) if given is not None]
+    embedding = int(config.account_for_embedding_in_pipeline_split)
+    loss = int(config.account_for_loss_in_pipeline_split)
+    shared, takers = num_layers - sum(ends) + embedding + loss, pipeline - len(ends)
+    counted = f"{num_layers} layers"
+    counted += (
+        "".join(f" - {given}" for given in ends) + " + 1 of the embedding" * embedding + " + 1 of the loss" * loss
+    )
+    if shared < 0 or (takers == 0) != (shared == 0) or (takers and shared % takers):
+        remedy = "" if ends else ", or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        yours = f"{counted} = {shared} cannot be shared evenly by {takers} processes"
+        raise UserError(
+            f"--pipeline-model-parallel-size {pipeline}: {yours} ({shared} / {takers or 1}): choose a divisor{remedy}"
+        )
+    each = shared // takers if takers else 0
+    layers = [*([first] if first is not None else []), *[each] * takers, *([last] if last is not None else [])]
+    layers[0] -= embedding
+    layers[-1] -= loss
+    _check_virtual(config, layers, num_layers, reserved=embedding + loss)
+    return layers
+
+
+def _check_virtual(config: Config, layers: Sequence[int], num_layers: int, *, reserved: int) -> None:
+    per_stage = config.num_layers_per_virtual_pipeline_stage
+    own = max(layers)
+    if per_stage is not None and own % per_stage:
+        raise UserError(
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} does not divide the {own} layers that a process of "
+            f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size} has ({own} / {per_stage} leaves "
+            f"{own % per_stage}): choose a divisor"
+        )
+    virtual = virtual_stages(config, num_layers)
+    uneven = [count for count in layers if count % virtual] if virtual > 1 and not reserved else []
+    if uneven:
+        raise UserError(
+            f"--num-virtual-stages-per-pipeline-rank {virtual} does not divide the {uneven[0]} layers of a process "
+            f"({uneven[0]} / {virtual} leaves {uneven[0] % virtual}): choose a divisor"
+        )
+
+
+def layers_as_written(text: str) -> list[int]:
+    """Decoder layers of each stage of a layout that is written out, as Megatron reads it: `Et*3|(tt|)*2tL`."""
+    plain = text.replace(" ", "").replace(",", "")
+    while (found := re.sub(r"\(([^()]*)\)\*(\d+)", lambda group: group[1] * int(group[2]), plain)) != plain:
+        plain = found
+    plain = re.sub(r"([A-Za-z])\*(\d+)", lambda one: one[1] * int(one[2]), plain)
+    if re.search(r"[^EtmL|]", plain):
+        raise UserError(
+            f"--pipeline-model-parallel-layout {text} is not written as Megatron reads it: E, t and L for embedding, "
+            "layer and loss, | between stages, t*3 and (tt|)*2 for repetitions"
+        )
+    return [stage.count("t") for stage in plain.split("|")]
+
+
+def _layers_by_rank(text: str, pipeline: int, num_layers: int) -> list[int]:
+    stages = layers_as_written(text)
+    if len(stages) % pipeline:
+        raise UserError(
+            f"--pipeline-model-parallel-layout {text} has {len(stages)} stages, which --pipeline-model-parallel-size "
+            f"{pipeline} does not divide"
+        )
+    if sum(stages) != num_layers:
+        raise UserError(
+            f"--pipeline-model-parallel-layout {text} has {sum(stages)} layers, but the model has {num_layers}"
+        )
+    return [sum(stages[rank::pipeline]) for rank in range(pipeline)]
+
+
+def layout_in_words(config: Config, fields: Fields) -> list[tuple[str, str]]:
+    """The plan's rows about how the trainers share the model."""
+    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    context, data = config.context_parallel_size, data_parallel_size(config)
+    sequence = " with sequence parallelism" if config.sequence_parallel and tensor > 1 else ""
+    rows = [
+        (
+            "layout",
+            f"TP {tensor}{sequence} x PP {pipeline} x CP {context} x DP {data} = {num_trainers(config)} trainers",
+        )
+    ]
+    if pipeline > 1:
+        layers = stage_layers(config, fields["num_layers"])
+        virtual = virtual_stages(config, fields["num_layers"])
+        interleaved = f", in {virtual} interleaved stages each" if virtual > 1 else ""
+        rows.append(("pipeline", f"{' + '.join(map(str, layers))} layers{interleaved}"))
+    if fields.get("num_moe_experts"):
+        expert, expert_tensor = config.expert_model_parallel_size, expert_tensor_size(config)
+        copies = num_trainers(config) // (expert * expert_tensor * pipeline)
+        each = fields["num_moe_experts"] // expert
+        rows.append(("experts", f"EP {expert} x expert TP {expert_tensor} x DP {copies}, {each} a trainer and layer"))
+    return rows
