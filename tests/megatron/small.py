@@ -2,92 +2,45 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SIZES = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor")
+from slime.train.backends.megatron.layout import Layout
+from tests.family_models import family_config
+
 LENGTHS = (8, 4, 12, 8)
 """Of the sequences of a row: what two context-parallel ranks can cut."""
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("qwen2", {"num_hidden_layers": 4}),
-    "qwen3": ("qwen3", {"num_hidden_layers": 4}),
-    "qwen3 tied": ("qwen3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
-    "llama": ("llama", {"num_hidden_layers": 4}),
-    "llama 3.1": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            }
-        },
-    ),
-    "qwen3_moe": (
-        "qwen3_moe",
-        {
-            "num_hidden_layers": 4,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [1],
-            "decoder_sparse_step": 1,
-        },
-    ),
-    "qwen3_moe not normed": (
-        "qwen3_moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False},
-    ),
-}
-"""What a test calls a model: its model_type and what its config has of its own."""
+
+def megatron_sizes(layout: Layout) -> dict[str, int | None]:
+    """A layout as `initialize_model_parallel` has it."""
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+    }
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How processes share a model."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    virtual: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    sequence_parallel: bool = False
-
-    def groups(self) -> dict[str, int | None]:
-        """As `initialize_model_parallel` has them."""
-        return {
-            "tensor_model_parallel_size": self.tensor,
-            "pipeline_model_parallel_size": self.pipeline,
-            "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
-            "context_parallel_size": self.context,
-            "expert_model_parallel_size": self.expert,
-            "expert_tensor_parallel_size": self.expert_tensor,
-        }
-
-
-def build(folder: Path, sizes: Sizes, **flags: Any) -> tuple[list[Any], dict[str, Any]]:
+def build(folder: Path, layout: Layout, **flags: Any) -> tuple[list[Any], dict[str, Any]]:
     """The stages of this process with the weights of the folder, and the family's fields."""
     from slime.config import Config
     from slime.models.families.family import family_of
     from slime.train.backends.megatron.model import build_stages
     from slime.train.backends.megatron.settings import transformer_config
 
-    hf_config = json.loads((folder / "config.json").read_text())
+    hf_config = family_config(folder)
     family = family_of(hf_config)
     fields = family.fields(hf_config)
-    config = transformer_config(fields, Config(**flags), sizes, compute_dtype=torch.float32, device=torch.device("cpu"))
+    config = transformer_config(
+        fields, Config(**flags), layout, compute_dtype=torch.float32, device=torch.device("cpu")
+    )
     stages = build_stages(config, fields)
     fill(stages, folder, family.rules(hf_config))
     return stages, fields

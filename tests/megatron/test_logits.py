@@ -10,23 +10,38 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from slime.train.backends.megatron.layout import Layout
+from tests.family_models import BASE, make_family_folder
 from tests.megatron.ranks import model_parallel
-from tests.megatron.small import FAMILIES, LENGTHS, Sizes, build, own_slices, tokens, whole_sequence
-from tests.tiny_models import VOCAB, make_model_folder
+from tests.megatron.small import LENGTHS, build, megatron_sizes, own_slices, tokens, whole_sequence
 
-LAYOUTS: dict[str, tuple[int, Sizes]] = {
-    "TP2": (2, Sizes(tensor=2)),
-    "TP2 SP": (2, Sizes(tensor=2, sequence_parallel=True)),
-    "CP2": (2, Sizes(context=2)),
-    "PP2": (2, Sizes(pipeline=2)),
-    "PP2 interleaved": (2, Sizes(pipeline=2, virtual=2)),
+FAMILIES = (
+    "qwen2",
+    "qwen3",
+    "qwen3_tied",
+    "qwen3_moe",
+    "qwen3_moe_mixed",
+    "llama",
+    "llama_scaled",
+    "llama_biases",
+    "glm4",
+    "glm4_moe",
+    "gpt_oss",
+)
+
+LAYOUTS: dict[str, Layout] = {
+    "TP2": Layout(2, tensor=2),
+    "TP2 SP": Layout(2, tensor=2, sequence_parallel=True),
+    "CP2": Layout(2, context=2),
+    "PP2": Layout(2, pipeline=2),
+    "PP2 interleaved": Layout(2, pipeline=2, virtual=2),
 }
-EXPERT_LAYOUTS: dict[str, tuple[int, Sizes]] = {
-    "EP2": (2, Sizes(expert=2)),
-    "CP2": (2, Sizes(context=2)),
-    "PP2 interleaved": (2, Sizes(pipeline=2, virtual=2)),
-    "TP2 SP EP2": (2, Sizes(tensor=2, sequence_parallel=True, expert=2)),
-    "TP2 SP ETP2": (2, Sizes(tensor=2, sequence_parallel=True, expert_tensor=2)),
+EXPERT_LAYOUTS: dict[str, Layout] = {
+    "EP2": Layout(2, expert=2),
+    "CP2": Layout(2, context=2),
+    "PP2 interleaved": Layout(2, pipeline=2, virtual=2),
+    "TP2 SP EP2": Layout(2, tensor=2, sequence_parallel=True, expert=2),
+    "TP2 SP ETP2": Layout(2, tensor=2, sequence_parallel=True, expert_tensor=2),
 }
 
 
@@ -35,35 +50,22 @@ def folders(tmp_path_factory) -> Any:
     """Model folders by the name of their family, made when first asked for."""
     made: dict[str, Path] = {}
 
-    def of(name: str) -> Path:
-        if name not in made:
-            model_type, own = FAMILIES[name]
-            made[name] = make_model_folder(tmp_path_factory.mktemp("model"), model_type, **own)
-            shake(made[name])
-        return made[name]
+    def of(case: str) -> Path:
+        if case not in made:
+            made[case] = make_family_folder(tmp_path_factory.mktemp("model"), case)
+        return made[case]
 
     return of
-
-
-def shake(folder: Path) -> None:
-    """Give norms and biases, which transformers makes one and zero, numbers of their own."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.dim() == 1 and "inv_freq" not in name:
-                tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
-    model.save_pretrained(folder)
 
 
 @torch.no_grad()
 def expected(folder: Path) -> list[Tensor]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    return [model(sequence[None]).logits[0] for sequence in tokens(VOCAB)]
+    return [model(sequence[None]).logits[0] for sequence in tokens(BASE["vocab_size"])]
 
 
 @torch.no_grad()
-def packed_logits(folder: Path, sizes: Sizes) -> list[Tensor]:
+def packed_logits(folder: Path, layout: Layout) -> list[Tensor]:
     """The logits of this rank's tokens of every sequence of a packed row; empty where there is no last stage."""
     from megatron.core import parallel_state as groups
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -71,10 +73,10 @@ def packed_logits(folder: Path, sizes: Sizes) -> list[Tensor]:
     from slime.train.backends.megatron.spec.attention import RowParams
     from slime.train.samples.packing import PackedLayout
 
-    with model_parallel(**sizes.groups()):
-        stages, fields = build(folder, sizes)
+    with model_parallel(**megatron_sizes(layout)):
+        stages, fields = build(folder, layout)
         rank = groups.get_context_parallel_rank()
-        own = [own_slices(sequence, rank, sizes.context) for sequence in tokens(fields["vocab_size"])]
+        own = [own_slices(sequence, rank, layout.context) for sequence in tokens(fields["vocab_size"])]
         bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
         params = RowParams.of(PackedLayout(LENGTHS, bounds, max(LENGTHS)))
         output = through(stages, torch.cat(own)[None], params)
@@ -107,31 +109,29 @@ def through(stages: list[Any], ids: Tensor, params: Any) -> Tensor | None:
     return output if stages[-1].post_process else None
 
 
-def compare(found: list[list[Tensor]], sizes: Sizes, folder: Path) -> None:
+def compare(found: list[list[Tensor]], layout: Layout, folder: Path) -> None:
     """Ranks in Megatron's order: tensor innermost, then context, data and pipeline."""
     last = [parts for parts in found if parts]
     assert last, "no rank has the last stage"
     for number, logits in enumerate(expected(folder)):
-        by_context = [last[rank * sizes.tensor][number] for rank in range(sizes.context)]
+        by_context = [last[rank * layout.tensor][number] for rank in range(layout.context)]
         torch.testing.assert_close(whole_sequence(by_context), logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_packed_row_gives_the_logits_of_each_sequence_alone(ranks, folders, name) -> None:
-    folder = folders(name)
-    compare(ranks(1).run(packed_logits, folder, Sizes()), Sizes(), folder)
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_packed_row_gives_the_logits_of_each_sequence_alone(ranks, folders, case) -> None:
+    folder = folders(case)
+    compare(ranks(1).run(packed_logits, folder, Layout()), Layout(), folder)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3 tied"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_give_the_same_logits(ranks, folders, layout, name) -> None:
-    size, sizes = LAYOUTS[layout]
-    folder = folders(name)
-    compare(ranks(size).run(packed_logits, folder, sizes), sizes, folder)
+@pytest.mark.parametrize("case", ["qwen2", "qwen3_tied", "glm4"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_give_the_same_logits(ranks, folders, name, case) -> None:
+    layout, folder = LAYOUTS[name], folders(case)
+    compare(ranks(layout.world).run(packed_logits, folder, layout), layout, folder)
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-def test_layouts_of_experts_give_the_same_logits(ranks, folders, layout) -> None:
-    size, sizes = EXPERT_LAYOUTS[layout]
-    folder = folders("qwen3_moe")
-    compare(ranks(size).run(packed_logits, folder, sizes), sizes, folder)
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_layouts_of_experts_give_the_same_logits(ranks, folders, name) -> None:
+    layout, folder = EXPERT_LAYOUTS[name], folders("qwen3_moe_mixed")
+    compare(ranks(layout.world).run(packed_logits, folder, layout), layout, folder)

@@ -1,7 +1,7 @@
 """Megatron's classes of settings, filled from the model, the flags and the layout.
 
 Invariant: what the model is comes from its config.json, what a flag says from the flag, how processes share it from the
-layout; a flag of Megatron's that is carried along is set under the field it means, and one that means none is refused.
+layout. Whatever else Megatron's classes have is set by the flag of its name (`slime.config.megatron_fields`).
 Numbers are those of the other backend: gradients are sums, nothing is dropped out, routers are not balanced.
 """
 
@@ -10,31 +10,24 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions import fused_bias_geglu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
 from slime.config import Config
-from slime.config.megatron_flags import MEGATRON_CLASSES, MEGATRON_FLAGS, SHAPE
+from slime.config.megatron_fields import given_settings
 from slime.errors import UserError
 from slime.train.backends.megatron.layout import Layout
 
 Settings = TypeVar("Settings", TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 Value = Any
-
-
-_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "relu": functional.relu,
-    "gelu_pytorch_tanh": lambda states: functional.gelu(states, approximate="tanh"),
-}
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _DEFAULTS: dict[str, Value] = {
     "hidden_dropout": 0.0,
@@ -47,33 +40,22 @@ _DEFAULTS: dict[str, Value] = {
 }
 """Where Megatron's own defaults would change numbers, or keep memory for nothing."""
 
-_OTHER_NAMES: dict[str, tuple[str, Callable[[Value], Value]]] = {
-    "decoder_first_pipeline_num_layers": ("num_layers_in_first_pipeline_stage", int),
-    "decoder_last_pipeline_num_layers": ("num_layers_in_last_pipeline_stage", int),
-    "microbatch_group_size_per_virtual_pipeline_stage": ("microbatch_group_size_per_vp_stage", int),
-    "overlap_p2p_communication_warmup_flush": ("overlap_p2p_comm_warmup_flush", bool),
-    "no_overlap_p2p_communication": ("overlap_p2p_comm", lambda given: not given),
-    "no_rope_fusion": ("apply_rope_fusion", lambda given: not given),
-    "no_bias_swiglu_fusion": ("bias_activation_fusion", lambda given: not given),
-    "no_bias_gelu_fusion": ("bias_activation_fusion", lambda given: not given),
-    "no_bias_dropout_fusion": ("bias_dropout_fusion", lambda given: not given),
-    "no_masked_softmax_fusion": ("masked_softmax_fusion", lambda given: not given),
-    "no_gradient_accumulation_fusion": ("gradient_accumulation_fusion", lambda given: not given),
-    "no_persist_layer_norm": ("persist_layer_norm", lambda given: not given),
-    "no_check_for_nan_in_loss_and_grad": ("check_for_nan_in_grad", lambda given: not given),
-    "accumulate_allreduce_grads_in_fp32": ("grad_reduce_in_fp32", bool),
-    "ddp_bucket_size": ("bucket_size", int),
-    "moe_token_dispatcher_type": (
-        "moe_token_dispatcher_type",
-        lambda given: "alltoall" if given == "allgather" else given,
-    ),
-    "attention_backend": ("attention_backend", lambda given: AttnBackend[given]),
-    "main_grads_dtype": ("main_grads_dtype", lambda given: _DTYPES[given]),
-    "main_params_dtype": ("main_params_dtype", lambda given: _DTYPES[given]),
-    "exp_avg_dtype": ("exp_avg_dtype", lambda given: _DTYPES[given]),
-    "exp_avg_sq_dtype": ("exp_avg_sq_dtype", lambda given: _DTYPES[given]),
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_OTHER_NAMES: dict[str, str] = {
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
 }
-"""Flags whose field has another name, or takes another kind of value."""
+"""Flags of the config whose field has another name."""
+
+_CONVERTED: dict[str, Callable[[Any], Value]] = {
+    "attention_backend": AttnBackend.__getitem__,
+    "exp_avg_dtype": _DTYPES.__getitem__,
+    "exp_avg_sq_dtype": _DTYPES.__getitem__,
+    "moe_token_dispatcher_type": lambda given: "alltoall" if given == "allgather" else given,
+}
+"""Fields that take another kind of value than their flag, or not all of its values."""
 
 
 def transformer_config(
@@ -94,8 +76,7 @@ def transformer_config(
         **_computed(compute_dtype, device),
         "transformer_impl": _implementation(config, device),
     }
-    if (activation := values.get("activation_func")) in _ACTIVATIONS:
-        values["activation_func"] = _ACTIVATIONS[activation]
+    values["activation_func"] = _activation(values["activation_func"])
     if not values.get("num_moe_experts"):
         dispatcher = "moe_token_dispatcher_type"  # asked about without experts too
         values = {name: value for name, value in values.items() if not name.startswith("moe_") or name == dispatcher}
@@ -109,36 +90,27 @@ def transformer_config(
 def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
     """How gradients are added up over the ranks with other samples: as sums, in float32."""
     values = {
+        **_given(DistributedDataParallelConfig, config),
         "grad_reduce_in_fp32": True,
         "check_for_nan_in_grad": False,  # a gradient that is not finite is found by its norm
-        **_given(DistributedDataParallelConfig, config),
-        "use_distributed_optimizer": config.use_distributed_optimizer,
-        "overlap_grad_reduce": config.overlap_grad_reduce,
+        "overlap_grad_reduce": config.overlap_grad_reduce and layout.data * layout.context > 1,
         "overlap_param_gather": config.overlap_param_gather and config.use_distributed_optimizer,
     }
     return _made(DistributedDataParallelConfig, values)
 
 
 def optimizer_config(config: Config, *, compute_dtype: torch.dtype) -> OptimizerConfig:
-    """Adam as the other backend has it; rates are set before each update, and clipping is not left to it."""
+    """Adam as the other backend has it. Its rates are those before each update."""
     values = {
+        "optimizer_offload_fraction": 1.0,  # of what --optimizer-cpu-offload asks for
         **_given(OptimizerConfig, config),
-        "use_distributed_optimizer": config.use_distributed_optimizer,
+        "optimizer_cpu_offload": config.optimizer_cpu_offload and torch.cuda.is_available(),
         "overlap_param_gather": config.overlap_param_gather and config.use_distributed_optimizer,
         "bf16": compute_dtype == torch.bfloat16,
-        "params_dtype": compute_dtype,
         "fp16": False,
+        "params_dtype": compute_dtype,
     }
     return _made(OptimizerConfig, values)
-
-
-def unknown_flags(config: Config) -> list[str]:
-    """Carried flags of Megatron's that are no field of its settings, as they were given."""
-    known = {
-        name for kind in (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig) for name in _names(kind)
-    }
-    carried = [name for name in config.carried if name.replace("_", "-") in MEGATRON_FLAGS]
-    return [name for name in carried if _OTHER_NAMES.get(name, (name,))[0] not in known]
 
 
 def _computed(compute_dtype: torch.dtype, device: torch.device) -> dict[str, Value]:
@@ -184,28 +156,35 @@ def _implementation(config: Config, device: torch.device) -> str:
     return str(chosen)
 
 
+def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that Megatron knows under this name; it compares functions, so it has to be that one."""
+    return {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+        "relu": functional.relu,
+        "quick_gelu": fused_bias_geglu.quick_gelu,
+    }[name]
+
+
 def _names(kind: type) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
 
 
 def _given(kind: type, config: Config) -> dict[str, Value]:
-    """What flags say of the fields of one class: those of this project that have Megatron's name, and carried ones."""
-    names = _names(kind)
-    own = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    values = {}
-    for flag, value in {**own, **config.carried}.items():
-        if MEGATRON_CLASSES.get(flag.replace("_", "-")) == SHAPE:
-            continue  # compared with the model, which has the last word
-        field, convert = _OTHER_NAMES.get(flag, (flag, None))
-        if field in names and value is not None:
-            values[field] = value if convert is None else convert(value)
-    return values
+    """What flags say of the fields of one class: the config's under Megatron's names, and those carried along."""
+    own = {
+        _OTHER_NAMES.get(field.name, field.name): getattr(config, field.name) for field in dataclasses.fields(config)
+    }
+    found = {**own, **given_settings(config.carried)}
+    values = {name: found[name] for name in _names(kind) & found.keys() if found[name] is not None}
+    return {name: _CONVERTED[name](value) if name in _CONVERTED else value for name, value in values.items()}
 
 
 def _made(kind: type[Settings], values: Mapping[str, Value]) -> Settings:
     """One of Megatron's classes; what its own checks find is a user's mistake."""
     try:
         return kind(**{name: value for name, value in values.items() if name in _names(kind)})
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError, RuntimeError) as error:
         said = " ".join(str(error).split())
         raise UserError(f"Megatron refuses these settings: {said or 'no reason given'}") from error
