@@ -69,7 +69,7 @@ class Conversion:
         return self.source, plain_tensors(self.source)
 
     def _read_megatron(self, checkpoint: Path) -> tuple[Path, Iterator[tuple[str, torch.Tensor]]]:
-        from slime.models.outline import folder_sources
+        from slime.models.plain import plain_sources
         from slime.models.sources import read_whole
         from slime.models.torch_dist.hugging_face import read_in_place_of
 
@@ -81,13 +81,13 @@ class Conversion:
             )
         found = read_in_place_of(folder, checkpoint)
         if self.add_missing:
-            found = {**folder_sources(folder), **found}
+            found = {**plain_sources(folder), **found}
         return folder, ((name, read_whole(source)) for name, source in found.items())
 
     def _write_torch_dist(self) -> Path:
         import torch
 
-        from slime.models.outline import folder_sources
+        from slime.models.plain import plain_sources
         from slime.models.torch_dist.hugging_face import model_entries
         from slime.models.torch_dist.writing import write_release
 
@@ -95,7 +95,7 @@ class Conversion:
             raise UserError(f"{self.source} has no config.json: --format {TORCH_DIST} takes a Hugging Face folder")
         if self.dtype == FP8:
             raise UserError(f"--dtype {FP8} is for Hugging Face folders: --format {TORCH_DIST} holds plain numbers")
-        sources = folder_sources(self.source)
+        sources = plain_sources(self.source)
         entries, alike = model_entries(self.source, sources)
         return write_release(sources, entries, self.target, dtype=getattr(torch, self.dtype), alike=alike)
 

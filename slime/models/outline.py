@@ -6,8 +6,7 @@ the model, from tensors that are not read. What is no weight (buffers) has its v
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from slime.errors import UserError
-from slime.models.block_fp8 import FP8, SCALE_SUFFIX
 from slime.models.folder import block_size, quantization, read_config_json
 from slime.models.head import output_projection
 from slime.models.loading import check_complete, config_of_weights, errors_of, load_causal_lm, load_tensors
-from slime.models.slices import Stored, stored_tensors
-from slime.models.sources import Blocks, Held, Source, Zeros, read_whole
+from slime.models.plain import plain_sources
+from slime.models.sources import Held, Source, Zeros, read_whole
 from slime.models.unread import Unread
 from slime.models.value import put_value_head
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ def outline_causal_lm(
         return _emptied(whole)
     config = config_of_weights(folder, trust_remote_code=trust_remote_code)
     with errors_of(folder):
-        unread = {name: Unread.of(source) for name, source in {**folder_sources(folder), **(weights or {})}.items()}
+        unread = {name: Unread.of(source) for name, source in {**plain_sources(Path(folder)), **(weights or {})}.items()}
         model, report = load_tensors(folder, unread, config=config, trust_remote_code=trust_remote_code, **how)
     check_complete(folder, report)
     return _emptied(model.eval())
@@ -78,56 +73,6 @@ def _read_by_transformers_alone(folder: str | Path) -> bool:
     """Quantised in a way that only its own reader knows: every rank reads all of it."""
     config = read_config_json(folder)
     return bool(quantization(config)) and block_size(config) is None
-
-
-def folder_sources(folder: str | Path) -> dict[str, Source]:
-    """Every weight of a model folder as plain numbers: blocks of 8-bit floats are multiplied out."""
-    return dict(_plain_sources(Path(folder), read_config_json(folder)))
-
-
-def _plain_sources(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, Source]]:
-    stored = stored_tensors(_weight_files(folder, config))
-    block = block_size(config)
-    for name, tensor in stored.items():
-        scale = stored.get(f"{name}{SCALE_SUFFIX}")
-        if block is None:
-            yield name, tensor
-        elif name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in stored:
-            continue
-        elif tensor.dtype != FP8:
-            yield name, tensor
-        elif scale is None or not _fits(tensor, scale, block):
-            raise UserError(f"{name} in {folder} is in 8-bit floats without a scale for each block: it cannot be read")
-        else:
-            yield name, Blocks(tensor, scale, block)
-
-
-def _fits(tensor: Stored, scale: Stored, block: tuple[int, int]) -> bool:
-    if len(tensor.shape) != 2:
-        return False
-    return scale.shape == tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True))
-
-
-def _weight_files(folder: Path, config: dict[str, Any]) -> list[Path]:
-    """The files that transformers would read: a single one goes before an index, and no others count."""
-    named = config.get("transformers_weights")  # a file of another name, by the config
-    if named is None and (folder / SINGLE).is_file():
-        named = SINGLE
-    if named is not None and not str(named).endswith(".index.json"):
-        return [folder / named]
-    index = folder / (named or INDEX)
-    if not index.is_file():
-        raise UserError(f"the weights in {folder} cannot be loaded: there is no {SINGLE} and no {INDEX}")
-    try:
-        files = sorted({folder / str(file) for file in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as cause:
-        raise UserError(
-            f"{index} is no index of weights ({type(cause).__name__}): download the folder again"
-        ) from cause
-    absent = next((file for file in files if not file.is_file()), None)
-    if absent is not None:
-        raise UserError(f"the weights in {folder} cannot be loaded: {absent.name} is not there, download it again")
-    return files
 
 
 def _emptied(model: PreTrainedModel) -> ModelOutline:

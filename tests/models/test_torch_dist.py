@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from slime.errors import UserError
-from slime.models.outline import folder_sources
+from slime.models.plain import plain_sources
 from slime.models.sources import read_whole
 from slime.models.torch_dist.hugging_face import model_entries, read_in_place_of
 from slime.models.torch_dist.keys import find_parameter
@@ -53,7 +53,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def written(model: Path, target: Path) -> Path:
-    sources = folder_sources(model)
+    sources = plain_sources(model)
     entries, alike = model_entries(model, sources)
     return write_release(sources, entries, target, dtype=torch.float32, alike=alike) / "release"
 

@@ -18,7 +18,7 @@ from slime.models.families.family import family_of
 from slime.models.families.forms import Columns, Shard, Vocab
 from slime.models.families.rules import Entry, as_in_folder, entries_by_name
 from slime.models.folder import read_text_config
-from slime.models.outline import folder_sources
+from slime.models.plain import plain_sources
 from slime.models.regions import Region, overlap, region_shape, within
 from slime.models.sources import Cut, Source, read_whole
 from slime.models.torch_dist.keys import find_parameter
@@ -80,7 +80,7 @@ def model_entries(model_folder: Path, names: Collection[str]) -> tuple[list[Entr
 
 def read_in_place_of(model_folder: Path, checkpoint: Path) -> dict[str, Source]:
     """The numbers of a checkpoint under the names of the model folder that it is a checkpoint of."""
-    shapes = {name: source.shape for name, source in folder_sources(model_folder).items()}
+    shapes = {name: source.shape for name, source in plain_sources(model_folder).items()}
     entries, _ = model_entries(model_folder, shapes)
     return dict(folder_tensors(checkpoint, entries, shapes))
 

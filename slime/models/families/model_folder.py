@@ -1,0 +1,85 @@
+"""A model folder of a known family: what its tensors are for, and where their numbers come from.
+
+Invariant: every Megatron parameter of the model finds its tensors in the folder, and every tensor of the folder is some
+parameter's or is left alone for a reason that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.errors import UserError
+from slime.models.families.facts import Family, Fields, HfConfig
+from slime.models.families.family import family_of
+from slime.models.families.forms import Shard
+from slime.models.families.rules import Entry, as_in_folder, entries_by_name, with_vocab_divisor
+from slime.models.folder import read_config_json
+from slime.models.plain import plain_sources
+from slime.models.sources import Source
+
+
+@dataclass(frozen=True)
+class FamilyFolder:
+    path: Path
+    config: HfConfig
+    """config.json with the part about text folded in."""
+    family: Family
+    entries: dict[str, Entry]
+    """By the global Megatron name."""
+    sources: dict[str, Source]
+    """By the folder's own name."""
+
+    @property
+    def fields(self) -> Fields:
+        return self.family.fields(self.config)
+
+    def shard(self, entry: Entry, rank: int, size: int) -> Shard:
+        """What one rank holds of a parameter."""
+        return entry.form.shard([self.sources[name].shape for name in entry.hf], rank, size)
+
+    def left_alone(self) -> dict[str, str]:
+        """Tensors of the folder that no parameter is made of, and why."""
+        used = {name for entry in self.entries.values() for name in entry.hf}
+        return {name: _reason(name, self) for name in self.sources if name not in used}
+
+
+def folded_config(folder: str | Path) -> HfConfig:
+    """config.json of a folder; of a multimodal model with the part about text folded in."""
+    config = read_config_json(folder)
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def open_family_folder(folder: str | Path, *, vocab_divisor: int = 128) -> FamilyFolder:
+    """Read nothing but config.json and the headers of the weight files; UserError for what does not fit together."""
+    config = folded_config(folder)
+    family = family_of(config)
+    sources = plain_sources(Path(folder))
+    rules = with_vocab_divisor(as_in_folder(family.rules(config), sources), vocab_divisor)
+    opened = FamilyFolder(Path(folder), config, family, entries_by_name(rules), sources)
+    _refuse_missing(opened, (name for entry in opened.entries.values() for name in entry.hf))
+    opened.left_alone()
+    return opened
+
+
+def _refuse_missing(folder: FamilyFolder, wanted: Iterable[str]) -> None:
+    missing = [name for name in wanted if name not in folder.sources]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"the weights in {folder.path} lack {missing[0]}{more}: download the model folder again")
+
+
+def _reason(name: str, folder: FamilyFolder) -> str:
+    for ignored in folder.family.ignored(folder.config):
+        if name.startswith(ignored.prefix):
+            return ignored.why
+    if name.endswith("rotary_emb.inv_freq"):
+        return "it is computed from config.json"
+    if name == "lm_head.weight":
+        return "the output layer is the embedding, by tie_word_embeddings"
+    raise UserError(
+        f"{name} in {folder.path} is no weight that a {folder.family.name} model has, and would be lost: the folder is "
+        "another model's"
+    )

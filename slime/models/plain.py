@@ -1,0 +1,128 @@
+"""The weights of a model folder as plain numbers, however they are stored.
+
+Invariant: nothing is read before it is asked for, and of what is asked for only the part; the files are those that
+transformers would read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.errors import UserError
+from slime.models.block_fp8 import FP8, SCALE_SUFFIX
+from slime.models.folder import block_size, quantization, read_config_json
+from slime.models.regions import Region, region_shape
+from slime.models.slices import Stored, stored_tensors
+from slime.models.sources import Blocks, Source
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+def plain_sources(folder: Path) -> dict[str, Source]:
+    """Every weight by name: blocks of 8-bit and of 4-bit floats are multiplied out."""
+    config = read_config_json(folder)
+    stored = stored_tensors(_weight_files(folder, config.get("transformers_weights")))
+    block, method = block_size(config), quantization(config).get("quant_method")
+    if block is not None:
+        return dict(_from_fp8(folder, stored, block))
+    if method == "mxfp4":
+        return dict(_from_mxfp4(folder, stored))
+    if method is not None:
+        raise UserError(f"{folder} is quantised ({method}): only blocks of 8-bit floats and mxfp4 can be read")
+    return dict(stored)
+
+
+def _from_fp8(folder: Path, stored: dict[str, Stored], block: tuple[int, int]) -> Iterator[tuple[str, Source]]:
+    for name, tensor in stored.items():
+        scale = stored.get(f"{name}{SCALE_SUFFIX}")
+        if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in stored:
+            continue
+        if tensor.dtype != FP8:
+            yield name, tensor
+        elif scale is None or not _fits(tensor, scale, block):
+            raise UserError(f"{name} in {folder} is in 8-bit floats without a scale for each block: it cannot be read")
+        else:
+            yield name, Blocks(tensor, scale, block)
+
+
+def _fits(tensor: Stored, scale: Stored, block: tuple[int, int]) -> bool:
+    if len(tensor.shape) != 2:
+        return False
+    return scale.shape == tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True))
+
+
+def _from_mxfp4(folder: Path, stored: dict[str, Stored]) -> Iterator[tuple[str, Source]]:
+    for name, tensor in stored.items():
+        if name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in stored:
+            continue
+        if not name.endswith(_BLOCKS):
+            yield name, tensor
+            continue
+        plain = name.removesuffix(_BLOCKS)
+        scales = stored.get(plain + _SCALES)
+        if scales is None or len(tensor.shape) != 4 or scales.shape != tensor.shape[:-1]:
+            raise UserError(f"{plain} in {folder} is in 4-bit floats without a scale for each block: it cannot be read")
+        yield plain, PackedExperts(tensor, scales)
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """Matrices of experts in 4-bit floats (mxfp4): outputs before inputs in the file, inputs before outputs here."""
+
+    blocks: Stored
+    scales: Stored
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, outputs, groups, half = self.blocks.shape
+        return (experts, groups * half * 2, outputs)
+
+    def read(self, region: Region) -> Tensor:
+        if 0 in region_shape(region):
+            return torch.empty(region_shape(region), dtype=self.dtype)
+        experts, inputs, outputs = region
+        half = self.blocks.shape[-1]
+        groups = slice(inputs.start // (2 * half), -(-inputs.stop // (2 * half)))
+        packed = self.blocks.read((experts, outputs, groups, slice(0, half)))
+        exponents = self.scales.read((experts, outputs, groups)).to(torch.int32) - 127
+        table = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=self.dtype)
+        pairs = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+        numbers = torch.ldexp(table[pairs.int()], exponents.unsqueeze(-1)).to(self.dtype).flatten(-2)
+        first = groups.start * 2 * half
+        return numbers[..., inputs.start - first : inputs.stop - first].transpose(1, 2).contiguous()
+
+
+def _weight_files(folder: Path, named: Any) -> list[Path]:
+    """The files that transformers would read: a single one goes before an index, and no others count.
+
+    `named`: a file of another name, by the config.
+    """
+    if named is None and (folder / SINGLE).is_file():
+        named = SINGLE
+    if named is not None and not str(named).endswith(".index.json"):
+        return [folder / str(named)]
+    index = folder / (named or INDEX)
+    if not index.is_file():
+        raise UserError(f"the weights in {folder} cannot be loaded: there is no {SINGLE} and no {INDEX}")
+    try:
+        files = sorted({folder / str(file) for file in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise UserError(
+            f"{index} is no index of weights ({type(cause).__name__}): download the folder again"
+        ) from cause
+    absent = next((file for file in files if not file.is_file()), None)
+    if absent is not None:
+        raise UserError(f"the weights in {folder} cannot be loaded: {absent.name} is not there, download it again")
+    return files

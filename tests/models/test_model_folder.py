@@ -1,0 +1,102 @@
+"""A folder of a known family opens with all its tensors accounted for, or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from slime.errors import UserError
+from slime.models.families.model_folder import open_family_folder
+from slime.models.plain import plain_sources
+from slime.models.sources import read_whole
+from tests.family_models import make_family_folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family_folder(tmp_path_factory.mktemp("qwen2"), "qwen2")
+
+
+def changed(made: Path, folder: Path, **tensors: Tensor | None) -> Path:
+    """A copy of the folder with some tensors put in, or taken out."""
+    weights = load_file(made / "model.safetensors") | tensors
+    save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, folder / "model.safetensors")
+    (folder / "config.json").write_text((made / "config.json").read_text())
+    return folder
+
+
+def test_a_folder_opens_with_a_source_for_every_parameter(made: Path) -> None:
+    folder = open_family_folder(made, vocab_divisor=1)
+    assert folder.family.name == "Qwen2.5"
+    assert folder.left_alone() == {}
+    entry = folder.entries["embedding.word_embeddings.weight"]
+    shard = folder.shard(entry, 1, 2)
+    assert shard.shape == (125, 64)
+    (share,) = shard.shares
+    assert torch.equal(
+        folder.sources[entry.hf[0]].read(share.region),
+        load_file(made / "model.safetensors")["model.embed_tokens.weight"][125:],
+    )
+
+
+def test_what_a_folder_has_beyond_the_model_is_left_alone_with_a_reason(made: Path, tmp_path: Path) -> None:
+    extra = {"lm_head.weight": torch.zeros(250, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    reasons = open_family_folder(changed(made, tmp_path, **extra)).left_alone()
+    assert reasons.keys() == extra.keys()
+    assert "tie_word_embeddings" in reasons["lm_head.weight"]
+
+
+def test_a_tensor_nobody_knows_is_refused_before_it_is_lost(made: Path, tmp_path: Path) -> None:
+    folder = changed(made, tmp_path, **{"model.layers.0.mlp.extra.weight": torch.zeros(2)})
+    with pytest.raises(UserError, match=r"mlp\.extra\.weight in .* would be lost"):
+        open_family_folder(folder)
+
+
+def test_a_folder_that_lacks_weights_is_refused(made: Path, tmp_path: Path) -> None:
+    folder = changed(made, tmp_path, **{"model.norm.weight": None, "model.layers.3.mlp.down_proj.weight": None})
+    with pytest.raises(UserError, match=r"lack model\.norm\.weight and 1 more"):
+        open_family_folder(folder)
+
+
+def test_the_text_of_a_multimodal_folder_is_what_opens(tmp_path: Path) -> None:
+    made = make_family_folder(tmp_path / "text", "qwen3_5")
+    weights = load_file(made / "model.safetensors")
+    moved = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()}
+    seen = {"model.visual.patch_embed.weight": torch.zeros(2)}
+    save_file(moved | seen, tmp_path / "model.safetensors")
+    config = json.loads((made / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": config}))
+    folder = open_family_folder(tmp_path)
+    assert folder.family.name == "Qwen3.5 / 3.6"
+    assert list(folder.left_alone()) == ["model.visual.patch_embed.weight"]
+    assert folder.entries["decoder.final_layernorm.weight"].hf == ("model.language_model.norm.weight",)
+
+
+def test_experts_in_four_bits_are_read_as_transformers_unpacks_them(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 6, 2, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(110, 140, (3, 6, 2), dtype=torch.uint8, generator=generator)
+    name = "model.layers.0.mlp.experts.down_proj"
+    save_file({f"{name}_blocks": blocks, f"{name}_scales": scales}, tmp_path / "model.safetensors")
+    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = plain_sources(tmp_path)[name]
+    whole = convert_moe_packed_tensors(blocks, scales)
+    assert source.shape == whole.shape == (3, 64, 6)
+    assert torch.equal(read_whole(source), whole)
+    region = (slice(1, 3), slice(20, 41), slice(2, 5))
+    assert torch.equal(source.read(region), whole[region])
+
+
+def test_a_quantisation_nobody_reads_is_refused(made: Path, tmp_path: Path) -> None:
+    folder = changed(made, tmp_path)
+    config = json.loads((made / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(UserError, match=r"quantised \(awq\)"):
+        open_family_folder(folder)
