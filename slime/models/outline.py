@@ -63,7 +63,9 @@ def outline_causal_lm(
         return _emptied(whole)
     config = config_of_weights(folder, trust_remote_code=trust_remote_code)
     with errors_of(folder):
-        unread = {name: Unread.of(source) for name, source in {**plain_sources(Path(folder)), **(weights or {})}.items()}
+        unread = {
+            name: Unread.of(source) for name, source in {**plain_sources(Path(folder)), **(weights or {})}.items()
+        }
         model, report = load_tensors(folder, unread, config=config, trust_remote_code=trust_remote_code, **how)
     check_complete(folder, report)
     return _emptied(model.eval())

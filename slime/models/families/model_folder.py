@@ -15,7 +15,7 @@ from slime.models.families.facts import Family, Fields, HfConfig
 from slime.models.families.family import family_of
 from slime.models.families.forms import Shard
 from slime.models.families.rules import Entry, as_in_folder, entries_by_name, with_vocab_divisor
-from slime.models.folder import read_config_json
+from slime.models.folder import read_text_config
 from slime.models.plain import plain_sources
 from slime.models.sources import Source
 
@@ -45,16 +45,9 @@ class FamilyFolder:
         return {name: _reason(name, self) for name in self.sources if name not in used}
 
 
-def folded_config(folder: str | Path) -> HfConfig:
-    """config.json of a folder; of a multimodal model with the part about text folded in."""
-    config = read_config_json(folder)
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
-
-
 def open_family_folder(folder: str | Path, *, vocab_divisor: int = 128) -> FamilyFolder:
     """Read nothing but config.json and the headers of the weight files; UserError for what does not fit together."""
-    config = folded_config(folder)
+    config = read_text_config(folder)
     family = family_of(config)
     sources = plain_sources(Path(folder))
     rules = with_vocab_divisor(as_in_folder(family.rules(config), sources), vocab_divisor)

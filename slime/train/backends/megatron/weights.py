@@ -19,10 +19,10 @@ from transformers import PretrainedConfig
 from slime.errors import UserError
 from slime.models.families.family import Family, family_of
 from slime.models.families.forms import Shard
-from slime.models.families.rules import Entry, as_in_folder, entries_by_name, with_vocab_divisor
-from slime.models.folder import read_config_json
+from slime.models.families.model_folder import FamilyFolder, open_family_folder
+from slime.models.families.rules import Entry
+from slime.models.folder import read_text_config
 from slime.models.loading import config_of_weights
-from slime.models.outline import folder_sources
 from slime.models.sources import Source, read_onto
 from slime.models.torch_dist.hugging_face import read_in_place_of
 from slime.train.backends.megatron.groups import Groups
@@ -47,9 +47,7 @@ class ModelFolder:
     def read(
         cls, path: Path, *, vocab_multiple: int, trust_remote_code: bool = False, checkpoint: Path | None = None
     ) -> ModelFolder:
-        written = read_config_json(path)
-        text = written.get("text_config")
-        facts = {**written, **text} if isinstance(text, dict) else written
+        facts = read_text_config(path)
         family = family_of(facts)
         if family.support.megatron is not None:
             raise UserError(f"{path} cannot be trained by Megatron: {family.support.megatron}")
@@ -57,16 +55,19 @@ class ModelFolder:
         return cls(path, config, family, facts, family.fields(facts), vocab_multiple, checkpoint)
 
     @cached_property
-    def sources(self) -> dict[str, Source]:
-        """The tensors of the folder; nothing is read yet."""
-        own = folder_sources(self.path)
-        return own if self.checkpoint is None else own | read_in_place_of(self.path, self.checkpoint)
+    def opened(self) -> FamilyFolder:
+        return open_family_folder(self.path, vocab_divisor=self.vocab_multiple)
 
     @cached_property
+    def sources(self) -> dict[str, Source]:
+        """The tensors of the folder; nothing is read yet."""
+        own = self.opened.sources
+        return own if self.checkpoint is None else own | read_in_place_of(self.path, self.checkpoint)
+
+    @property
     def entries(self) -> dict[str, Entry]:
         """What each of Megatron's parameters is made of, in the names of the folder."""
-        rules = with_vocab_divisor(self.family.rules(self.facts), self.vocab_multiple)
-        return entries_by_name(as_in_folder(rules, self.sources))
+        return self.opened.entries
 
     def shard(self, entry: Entry, groups: Groups) -> Shard:
         """What this rank has of a parameter."""
@@ -92,9 +93,6 @@ def read_weights(
             raise UserError(
                 f"{folder.family.name} says nothing of Megatron's parameter {name}: {folder.path} is not read"
             )
-        absent = next((hf for hf in entry.hf if hf not in folder.sources), None)
-        if absent is not None:
-            raise UserError(f"the weights in {folder.path} have no {absent}: copy or download the folder again")
         shard = folder.shard(entry, groups)
         if tuple(target.shape) != tuple(shard.shape):
             raise UserError(

@@ -1,0 +1,118 @@
+"""From a folder into Megatron and back into a folder, bit for bit: a tiny model of every family in several layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slime.models.families.family import family_of
+from slime.train.backends.megatron.layout import Layout
+from tests.family_models import FAMILY_MODELS, family_config, make_family_folder
+
+LAYOUTS: dict[str, Layout] = {
+    "TP2": Layout(2, tensor=2),
+    "PP2 interleaved": Layout(2, pipeline=2, virtual=2),
+}
+EXPERT_LAYOUTS: dict[str, Layout] = {
+    "EP2": Layout(2, expert=2),
+    "TP2 ETP2": Layout(2, tensor=2, expert_tensor=2),
+}
+NO_LAYERS_YET = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+    *("deepseek_v3", "moonlight", "kimi_k2", "gpt_oss", "mimo"),
+)
+"""Families that Megatron's layers are not built for."""
+CASES = [case for case in FAMILY_MODELS if case not in NO_LAYERS_YET]
+Found = list[tuple[str, tuple[slice, ...], Tensor]]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family_folder(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def given_back(folder: Path, layout: Layout, *, value_head: bool = False) -> Found:
+    """What this rank reads into its stages and gives back of them, as parts of the folder's tensors."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from slime.config import Config
+    from slime.train.backends.megatron.cpu_runtime import prepare
+    from slime.train.backends.megatron.groups import form_groups
+    from slime.train.backends.megatron.model import build_stages
+    from slime.train.backends.megatron.names import global_buffers, global_names
+    from slime.train.backends.megatron.settings import transformer_config
+    from slime.train.backends.megatron.weights import ModelFolder, read_weights
+    from slime.train.progress import Progress
+    from slime.train.topology import Ranks
+
+    prepare()
+    assert dist.group.WORLD is not None
+    groups = form_groups(layout, Ranks.of(dist.group.WORLD, torch.device("cpu")))
+    try:
+        model = ModelFolder.read(folder, vocab_multiple=128)
+        config = transformer_config(
+            model.fields, Config(), layout, compute_dtype=torch.float32, device=torch.device("cpu")
+        )
+        stages = build_stages(config, model.fields, value_head=value_head)
+        without = ("output_layer.weight",) if value_head else ()
+        read_weights(stages, model, groups, Progress(), without=without)
+        found: Found = []
+        for name, tensor in {**global_names(stages), **global_buffers(stages)}.items():
+            if name in without:
+                found.append(("value head", (), tensor.detach().clone()))
+                continue
+            entry = model.entries[name]
+            shard = model.shard(entry, groups)
+            if entry.is_copy or shard.is_copy:
+                continue
+            for share, part in zip(shard.shares, shard.split(tensor.detach()), strict=True):
+                found.append((entry.hf[share.source], share.region, part.clone()))
+        return found
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def compare(answers: list[Found], folder: Path) -> None:
+    saved = load_file(folder / "model.safetensors")
+    made = {name: torch.full_like(tensor, float("nan")) for name, tensor in saved.items()}
+    for found in answers:
+        for name, region, part in found:
+            made[name][region] = part
+    for name, tensor in saved.items():
+        assert torch.equal(made[name], tensor), name
+
+
+def supported(folder: Path) -> dict[str, Any]:
+    config = family_config(folder)
+    family = family_of(config)
+    if family.support.megatron is not None:
+        pytest.skip(family.support.megatron)
+    return family.fields(config)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_folder_comes_back_bit_for_bit(ranks: Any, folder: Path, layout: str) -> None:
+    supported(folder)
+    compare(ranks(2).run(given_back, folder, LAYOUTS[layout]), folder)
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_a_folder_of_experts_comes_back_bit_for_bit(ranks: Any, folder: Path, layout: str) -> None:
+    if "num_moe_experts" not in supported(folder):
+        return
+    compare(ranks(2).run(given_back, folder, EXPERT_LAYOUTS[layout]), folder)
+
+
+def test_a_critic_reads_all_but_its_head(ranks: Any, tmp_path: Path) -> None:
+    folder = make_family_folder(tmp_path, "qwen3_tied")
+    (found,) = ranks(1).run(given_back, folder, Layout(), value_head=True)
+    (head,) = [part for name, _, part in found if name == "value head"]
+    assert head.shape == (1, 64)
+    assert not head.any()
+    compare([[one for one in found if one[0] != "value head"]], folder)
