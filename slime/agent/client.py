@@ -190,6 +190,7 @@ def _opening(
         held=ticket is not None,
         masks=ticket is not None and ticket.masks,
         names=tuple(models),
+        routing=config.use_rollout_routing_replay and not evaluating.get(),
     )
 
 

@@ -125,6 +125,7 @@ def driver_sampler(runtime: RolloutRuntime, model: ChatModel, stop_ids: frozense
         given_up=lambda: runtime.state.aborted,
         version=lambda: runtime.state.weight_version,
         draws=drawn_apart,
+        routing=runtime.args.use_rollout_routing_replay and not evaluating.get(),
     )
 
 

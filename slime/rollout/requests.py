@@ -24,7 +24,9 @@ from slime.engine.http.protocol import (
     generate_payload,
     is_single_request,
     joined_answers,
+    note_first_routed,
     note_first_version,
+    routing_wanted,
     was_aborted,
 )
 from slime.rollout.asking import MOST_RESUMES, AbortedTooOften, Draws, asked
@@ -79,7 +81,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
             if span is not None:
                 span.update(build_sglang_meta_trace_attrs(result.meta_info))
         sample.append_response_tokens(
-            args,
+            runtime.plugin_args,
             tokens=result.id_array,
             log_probs=result.log_prob_array,
             meta_info=result.meta_info,
@@ -151,10 +153,14 @@ async def _call_engine(
     if params.get("min_new_tokens"):
         params["min_new_tokens"] = min(budget, params["min_new_tokens"])
     payload = generate_payload(sample.token_array().tolist(), params)
+    known = 0 if sample.rollout_routed_experts is None else len(sample.rollout_routed_experts)
+    if runtime.args.use_rollout_routing_replay and not evaluating.get():
+        payload |= routing_wanted(known)
     affinity_key = sample.session_id if sample.group_index is None else sample.group_index
     version = runtime.state.weight_version
     result = await asked(runtime.pool, payload, affinity_key, fault_tolerant=runtime.config.use_fault_tolerance)
     note_first_version(result.meta_info, version)
+    note_first_routed(result.meta_info, payload)
     return result
 
 
@@ -239,6 +245,7 @@ class WholeAnswer:
         for one in _each(answer):
             if isinstance(one, dict) and isinstance(one.get("meta_info"), dict):
                 note_first_version(one["meta_info"], version)
+                note_first_routed(one["meta_info"], request)
         return answer
 
     def _with(self, part: Any) -> Any:

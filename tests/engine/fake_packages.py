@@ -19,7 +19,7 @@ class ServerArgs:
         parser.add_argument("--load-balance-method", choices=["auto", "follow_bootstrap_room"])
         parser.add_argument("--disaggregation-mode", choices=["null", "prefill", "decode"])
         for name in ("sleep-on-idle", "disable-overlap-schedule", "trust-remote-code", "enable-memory-saver",
-                     "enable-metrics"):
+                     "enable-metrics", "enable-return-routed-experts"):
             parser.add_argument("--" + name, action="store_true")
 """
 LAUNCH_SERVER = """
@@ -34,7 +34,8 @@ MODES = {"PauseGenerationReqInput": {"properties": {"mode": {"enum": ["abort"]}}
 ANSWERS = {
     "/health": {},
     "/server_info": {"version": "9.9.9", "model_path": args.model_path, "disaggregation_mode": args.disaggregation_mode,
-                     "disaggregation_bootstrap_port": 7},
+                     "disaggregation_bootstrap_port": 7,
+                     "enable_return_routed_experts": args.enable_return_routed_experts},
     "/model_info": {"model_type": "qwen3"},
     "/openapi.json": {"paths": {path: {} for path in PATHS}, "components": {"schemas": MODES}},
     "/generate": {"text": "", "meta_info": {"output_token_logprobs": [[-0.5, 1, None]]}},

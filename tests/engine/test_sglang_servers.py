@@ -256,7 +256,7 @@ def test_what_a_server_lacks_is_said_and_done_without(model: str, tmp_path: Path
         [found] = engines.capabilities
     assert found == Capabilities(
         "sglang", "9.9.9", model, frozenset({"abort"}), frozenset({"disk", "tensor"}),
-        releases_memory=False, echoes_weight_version=False, returns_log_probs=True,
+        releases_memory=False, echoes_weight_version=False, returns_log_probs=True, returns_routed_experts=False,
     )  # fmt: skip
     asked = config.replace(update_weight_pause_mode="in_place", update_weight_transport="nccl", offload_rollout=True)
     asked = asked.replace(lora_rank=4, lora_sync="adapter")
@@ -272,6 +272,19 @@ def test_what_a_server_lacks_is_said_and_done_without(model: str, tmp_path: Path
     ]
     with pytest.raises(RunFailed, match="returns no log-probs"):
         without_missing(config, [Capabilities("sglang", "1", model, returns_log_probs=False)])
+    with pytest.raises(UserError, match="start it with --enable-return-routed-experts"):
+        without_missing(config.replace(use_rollout_routing_replay=True), [found])
+
+
+def test_servers_of_the_trained_model_say_what_their_routers_chose(model: str, tmp_path: Path) -> None:
+    config = config_for(model, rollout_router="builtin", use_rollout_routing_replay=True)
+    with Engines(config, device="cpu", run_dir=tmp_path) as engines:
+        assert engines.without_missing(config) is not None
+        assert "enable-return-routed-experts" in options(report(tmp_path, "engine-0")["argv"])
+    with pytest.raises(UserError, match="is decided by --use-rollout-routing-replay: drop it"):
+        check_engines(config_for(model, carried={"sglang_enable_return_routed_experts": True}), "sglang", "cpu")
+    with pytest.raises(UserError, match="does not go with prefill and decode servers"):
+        check_engines(config.replace(prefill_num_servers=1, rollout_num_gpus=2), "sglang", "cpu")
 
 
 def test_engines_of_others_are_attached_and_left_running(model: str, tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ class ScriptedEngine:
             "cached_tokens": overrides.get("cached", 0),
             "weight_version": self.version,
             "output_token_logprobs": [[-t / 100, t, None] for t in ids],
+            **overrides.get("meta", {}),
         }
         return web.json_response({"text": text, "output_ids": ids, "meta_info": meta_info})
 
@@ -141,7 +142,7 @@ def make_runtime(model_folder, monkeypatch):
 
     def make(urls, **flags):
         usual = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 8, "num_rollout": 1}
-        config = derive(Config(hf_checkpoint=model_folder, device="cpu", **(usual | flags)))
+        config = derive(Config(**({"hf_checkpoint": model_folder, "device": "cpu"} | usual | flags)))
         runtimes.append(RolloutRuntime(config, urls, dispatch=generate_and_rm_group))
         return runtimes[-1]
 

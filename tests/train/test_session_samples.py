@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,14 @@ import pytest
 import torch
 
 from slime.config import Config
-from slime.data.check import BadSample, check_sample
+from slime.data.check import BadSample, Bounds, check_sample
+from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.losses.advantages import set_advantages
 from slime.train.samples.batch import TrainBatch, flatten_samples, make_train_batch
 from slime.train.samples.rollout_data import make_rollout_data
-from tests.agent.byte_template import assistant, user
+from tests.agent.byte_template import assistant, sampled, user
 from tests.agent.test_session import Talk, base_sample
 
 
@@ -135,3 +137,41 @@ def test_what_a_plugin_keeps_under_that_name_is_its_own(own: Any) -> None:
     sample = base_sample(tokens=[1, 2, 3], response_length=2, reward=1.0, metadata={"turn_rewards": own})
     check_sample(sample)
     assert make_train_batch(config(advantage_estimator="ppo"), [sample]).turn_rewards is None
+
+
+def routed(tokens: list[int], start: int) -> np.ndarray:
+    """Rows as an engine gives them: of all tokens but the last, from `start` on."""
+    rows = np.array([[[token % 7, 7]] for token in tokens[:-1]], dtype=np.uint8).reshape(-1, 1, 2)
+    return rows[start:].reshape(-1)
+
+
+def test_branches_know_the_experts_of_all_their_turns() -> None:
+    """Also of those that are trained on in another sample; each turn brings what the ones before it did not."""
+    talk = Talk()
+
+    def turn(text: str, *new: Any) -> None:
+        answer, is_first = sampled(assistant(text)), not talk.sent
+        talk.turn(answer, *new)
+        prompt = talk.sent[-1]
+        start = max(0, len(prompt.ids) - len(prompt.node.ids) - 1)
+        assert (start == 0) is is_first
+        tokens = [*prompt.ids.tolist(), *answer.ids.tolist()]
+        kept = list(talk.session.tree.turns.values())[-1]
+        kept.meta_info |= {"routed_experts": routed(tokens, start), "routed_experts_start_len": start}
+
+    turn("one")
+    base = list(talk.messages)
+    for branch in range(2):
+        talk.messages[:] = base
+        turn(f"way {branch}", user(f"go {branch}"))
+        turn("end", user("on"))
+    args = SimpleNamespace(num_layers=1, moe_router_topk=2)
+    bounds = Bounds(routed=RoutedModel(num_layers=1, moe_layers=(0,), num_experts=8, topk=2))
+    samples = talk.session.samples(base_sample(), 1.0, args=args)
+    assert len(samples) == 2
+    for one in samples:
+        check_sample(one, bounds)
+        assert one.rollout_routed_experts is not None
+        np.testing.assert_array_equal(one.rollout_routed_experts.reshape(-1), routed(one.tokens, 0))
+    assert samples[1].loss_mask is not None
+    assert not samples[1].loss_mask[0]

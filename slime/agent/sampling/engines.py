@@ -17,7 +17,14 @@ from slime.agent.sampling.detokenizer import Detokenizer
 from slime.agent.sampling.protocol import OnText, SampledAnswer
 from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
-from slime.engine.http.protocol import GenerateResult, continued_params, joined_answers, note_first_version
+from slime.engine.http.protocol import (
+    GenerateResult,
+    continued_params,
+    joined_answers,
+    note_first_routed,
+    note_first_version,
+    routing_wanted,
+)
 from slime.rollout.asking import MOST_RESUMES, AbortedTooOften, asked, asked_in_pieces
 from slime.rollout.gate import Ticket
 
@@ -33,7 +40,8 @@ class EngineSampler:
 
     With a `ticket` it waits at the ticket's gate; `leave_engines` sends it there from the engines. `given_up` says
     whether an aborted answer is all that is wanted; `version` names the weights that all engines have. `stop_ids` end a
-    turn: they are among the ids and not in the text. `draws` gives requests seeds of their own.
+    turn: they are among the ids and not in the text. `draws` gives requests seeds of their own. With `routing` answers
+    say which experts the routers chose, for all tokens that were not known.
     """
 
     def __init__(
@@ -47,6 +55,7 @@ class EngineSampler:
         given_up: Callable[[], bool] = lambda: False,
         version: Callable[[], str | None] = lambda: None,
         draws: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
+        routing: bool = False,
     ) -> None:
         self._pool = pool
         self._tokenizer = tokenizer
@@ -57,14 +66,22 @@ class EngineSampler:
         self._given_up = given_up
         self._version = version
         self._draws = draws
+        self._routing = routing
 
     async def sample(
-        self, ids: np.ndarray, params: Mapping[str, Any], *, affinity: str, on_text: OnText | None = None
+        self,
+        ids: np.ndarray,
+        params: Mapping[str, Any],
+        *,
+        affinity: str,
+        on_text: OnText | None = None,
+        known: int = 0,
     ) -> SampledAnswer:
         params = {**self._draws(params), "skip_special_tokens": False, "no_stop_trim": True}
         if on_text is not None:
             params["stream_interval"] = EACH_TOKEN
-        answer = _Growing(ids, params, Detokenizer(self._tokenizer, self._stop_ids), on_text)
+        more = routing_wanted(known) if self._routing else {}
+        answer = _Growing(ids, params, Detokenizer(self._tokenizer, self._stop_ids), on_text, more)
         aborts = 0
         while not answer.is_full:
             answer.add(*await self._part(answer, affinity))
@@ -110,6 +127,7 @@ class EngineSampler:
         finally:
             self._at_engines.discard(rid)
         note_first_version(result.meta_info, version)
+        note_first_routed(result.meta_info, payload)
         return result
 
 
@@ -117,9 +135,15 @@ class _Growing:
     """One answer, over all requests that it takes."""
 
     def __init__(
-        self, prompt: np.ndarray, params: Mapping[str, Any], text: Detokenizer, on_text: OnText | None
+        self,
+        prompt: np.ndarray,
+        params: Mapping[str, Any],
+        text: Detokenizer,
+        on_text: OnText | None,
+        more: Mapping[str, Any],
     ) -> None:
         self.on_text = on_text
+        self._more = more
         self._prompt, self._params, self._text = prompt, params, text
         self._pieces: list[str] = []
         self._parts: list[GenerateResult] = []
@@ -139,7 +163,7 @@ class _Growing:
         """The request for what is left of it."""
         ids = np.concatenate([self._prompt, *(part.id_array for part in self._parts)]) if self._parts else self._prompt
         params = continued_params(self._params, self._sampled)
-        return {"input_ids": ids, "sampling_params": params, "return_logprob": True}
+        return {"input_ids": ids, "sampling_params": params, "return_logprob": True, **self._more}
 
     async def came(self, ids: list[int]) -> None:
         """More ids were sampled."""

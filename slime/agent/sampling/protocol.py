@@ -32,7 +32,16 @@ class Sampler(Protocol):
     """Samples after token ids. A request that is cut off is continued inside: whoever asks gets one answer."""
 
     async def sample(
-        self, ids: np.ndarray, params: Mapping[str, Any], *, affinity: str, on_text: OnText | None = None
+        self,
+        ids: np.ndarray,
+        params: Mapping[str, Any],
+        *,
+        affinity: str,
+        on_text: OnText | None = None,
+        known: int = 0,
     ) -> SampledAnswer:
-        """What comes after `ids`, under SGLang's sampling parameters; same affinity, same engine."""
+        """What comes after `ids`, under SGLang's sampling parameters; same affinity, same engine.
+
+        Of the first `known` ids it is known which experts they went to, where that is recorded.
+        """
         ...

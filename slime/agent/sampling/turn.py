@@ -66,7 +66,8 @@ async def take_prepared(
     on_text = None if on_event is None else reading.came
     try:
         asked = turn_params(params, request, prompt, session)
-        answer = await sampler.sample(prompt.ids, asked, affinity=session.key, on_text=on_text)
+        known = max(0, len(prompt.ids) - len(prompt.node.ids) - 1)  # the last token of a turn was never computed
+        answer = await sampler.sample(prompt.ids, asked, affinity=session.key, on_text=on_text, known=known)
         if on_event is None:
             reading.take(answer.text)
         await reading.end()

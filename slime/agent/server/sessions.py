@@ -150,6 +150,7 @@ class Sessions:
             ticket=ticket,
             version=lambda: self.version,
             draws=draws.apart,
+            routing=opening.routing,
         )
         made = OpenSession(session, opening.params, sampler, self._model.parsers(template))
         made.ticket, made.names = ticket, frozenset(opening.names)

@@ -21,7 +21,8 @@ class Opening:
 
     `held` ones wait at the driver's gate; `masks`: what was sampled before a wait is not trained on. `names` are
     further names of the model. `attempt` are the fields of the `Attempt` under which the turns are journaled, and
-    `record` is what an earlier life of the run left of it (`Session.to_record`).
+    `record` is what an earlier life of the run left of it (`Session.to_record`). With `routing` turns keep which
+    experts the engine's routers chose.
     """
 
     key: str
@@ -34,6 +35,7 @@ class Opening:
     names: tuple[str, ...] = ()
     attempt: Mapping[str, Any] | None = None
     record: Mapping[str, Any] | None = None
+    routing: bool = False
 
 
 @dataclass(frozen=True)

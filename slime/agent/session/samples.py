@@ -17,6 +17,9 @@ from slime.agent.messages import Message
 from slime.agent.session.tree import Context, Tree, Turn, path, placed, retokenised
 from slime.data.sample import Reward, Sample
 
+_ROUTED = ("routed_experts", "routed_experts_start_len")
+"""What later turns of a branch go on from, wherever this one is trained on."""
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -62,7 +65,8 @@ def _sample_of(base: Sample, turns: list[Turn], seen: set[str], args: Any) -> Sa
         if turn is not turns[0]:
             sample.append_response_tokens(tokens=turn.context.ids, trainable=False, text=_text_of(turn.context))
         if turn.id in seen:
-            sample.append_response_tokens(tokens=turn.ids, trainable=False, text=_spoken(turn))
+            routed = {name: turn.meta_info[name] for name in _ROUTED if name in turn.meta_info}
+            sample.append_response_tokens(args, tokens=turn.ids, trainable=False, meta_info=routed, text=_spoken(turn))
         else:
             sample.append_response_tokens(
                 args, tokens=turn.ids, log_probs=turn.log_probs, meta_info=turn.meta_info, text=_spoken(turn)

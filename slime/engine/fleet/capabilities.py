@@ -39,6 +39,7 @@ class Capabilities:
     releases_memory: bool = True
     echoes_weight_version: bool = True
     returns_log_probs: bool = True
+    returns_routed_experts: bool = True
 
     def __str__(self) -> str:
         return f"{'SGLang' if self.kind == 'sglang' else 'the embedded engine'} {self.version}"
@@ -62,6 +63,7 @@ def probe(url: str, *, generate: bool = True, timeout_s: float = 60.0, api_key: 
         releases_memory=not routes or "/release_memory_occupation" in routes,
         echoes_weight_version=meta is None or "weight_version" in meta,
         returns_log_probs=meta is None or isinstance(meta.get("output_token_logprobs"), list),
+        returns_routed_experts=info.get("enable_return_routed_experts") is True,
     )
 
 
@@ -73,6 +75,11 @@ def without_missing(config: Config, engines: Sequence[Capabilities]) -> tuple[Co
         if not engine.returns_log_probs:
             raise RunFailed(
                 f"{engine} returns no log-probs with its tokens, and training needs them: use a newer version"
+            )
+        if config.use_rollout_routing_replay and not engine.returns_routed_experts:
+            raise UserError(
+                f"{engine} does not say which experts its routers chose, which --use-rollout-routing-replay trains "
+                "with: start it with --enable-return-routed-experts"
             )
         if config.update_weight_pause_mode not in engine.pause_modes:
             changes["update_weight_pause_mode"] = "abort"

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, TypedDict
 import numpy as np
 
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
+from slime.data.routed_experts import flat_experts
 from slime.engine.http.answers import token_columns
 from slime.engine.http.errors import EngineProtocolError
 
@@ -88,6 +89,12 @@ def generate_payload(input_ids: Sequence[int], sampling_params: Mapping[str, Any
     return {"input_ids": list(input_ids), "sampling_params": dict(sampling_params), "return_logprob": True}
 
 
+def routing_wanted(start: int) -> dict[str, Any]:
+    """Fields of such a body that ask which experts the routers chose, for the tokens from `start` on."""
+    asked = {"return_routed_experts": True}
+    return asked | {"routed_experts_start_len": start} if start else asked
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateResult:
     """One finished ``/generate`` answer; ``id_array`` and ``log_prob_array`` have the same length."""
@@ -136,6 +143,11 @@ class GenerateResult:
         output_ids = answer.get("output_ids")
         if isinstance(output_ids, list) and output_ids != columns[0].tolist():
             raise malformed("whose output_ids differ from the ids in output_token_logprobs")
+        if isinstance(experts := meta_info.get("routed_experts"), str):
+            try:
+                meta_info["routed_experts"] = flat_experts(experts)  # here, off the event loop: it may be megabytes
+            except ValueError:
+                raise malformed("whose meta_info.routed_experts is not base64 of int32") from None
         text = answer.get("text", "")
         version = meta_info.get("weight_version")
         return cls(
@@ -185,6 +197,13 @@ def note_first_version(meta_info: dict[str, Any], sent_with: str | None) -> None
         return
     if meta_info.get("weight_version") not in (None, sent_with):
         meta_info["first_weight_version"] = sent_with
+
+
+def note_first_routed(meta_info: dict[str, Any], request: object) -> None:
+    """An engine that names no first token of its routed experts began at the one that it was asked for."""
+    start = request.get("routed_experts_start_len") if isinstance(request, Mapping) else None
+    if start and meta_info.get("routed_experts") is not None:
+        meta_info.setdefault("routed_experts_start_len", start)
 
 
 def was_aborted(answer: object) -> bool:

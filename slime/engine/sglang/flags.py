@@ -32,6 +32,7 @@ OF_THE_RUN: dict[str, str] = {
     "log-level": "--log-level",
     "trust-remote-code": "--trust-remote-code",
     "enable-memory-saver": "--offload-rollout",
+    "enable-return-routed-experts": "--use-rollout-routing-replay",
     "disaggregation-mode": "--prefill-num-servers",
     "disaggregation-bootstrap-port": "--prefill-num-servers",
 }

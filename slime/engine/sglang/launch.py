@@ -26,6 +26,7 @@ ON_A_CPU: Flags = {
     "disable-overlap-schedule": True,
 }
 """Without these a server finds no attention kernel, takes most of the memory, or keeps a core busy when idle."""
+ROUTED_EXPERTS = "enable-return-routed-experts"
 PORTS_PER_ENGINE = 3
 """HTTP, the rendezvous of its ranks, and the bootstrap of a prefill server."""
 
@@ -34,6 +35,8 @@ def check_server_flags(config: Config, models: Sequence[ServedModel], installed:
     """Refuse `--sglang-*` flags and overrides that the installed version does not have."""
     check_flags(server_flags(config), installed, prefix="sglang", taken=OF_THE_RUN)
     pp_size = _pipeline_stages(config)
+    if config.use_rollout_routing_replay:
+        _check_routing(models, installed)
     for model in models:
         for group in model.groups:
             for name in group.overrides:
@@ -48,6 +51,19 @@ def check_server_flags(config: Config, models: Sequence[ServedModel], installed:
                 )
 
 
+def _check_routing(models: Sequence[ServedModel], installed: Installed) -> None:
+    if ROUTED_EXPERTS not in installed.options:
+        raise UserError(
+            f"--use-rollout-routing-replay needs servers with --{ROUTED_EXPERTS}, which {installed} has not: use a "
+            "newer version"
+        )
+    if any(model.is_disaggregated and model.update_weights for model in models):
+        raise UserError(
+            "--use-rollout-routing-replay does not go with prefill and decode servers: no one of them knows which "
+            "experts all tokens of an answer went to"
+        )
+
+
 def sglang_launches(
     config: Config, ports: Sequence[int], *, device: str, model: ServedModel, name: str, installed: Installed
 ) -> list[Launch]:
@@ -57,6 +73,8 @@ def sglang_launches(
         http, rendezvous, bootstrap = ports[index * PORTS_PER_ENGINE : (index + 1) * PORTS_PER_ENGINE]
         own = _own_flags(config, device, group, installed) | _role_flags(group, bootstrap)
         own |= {"model-path": model.model_path, "port": http, "nccl-port": rendezvous}
+        if config.use_rollout_routing_replay and model.update_weights:
+            own[ROUTED_EXPERTS] = True
         own["random-seed"] = config.seed + first_gpu
         defaults = ON_A_CPU if device == "cpu" else {}
         flags = defaults | own | server_flags(config) | dict(group.overrides)
