@@ -39,6 +39,7 @@ _LATENT: dict[str, Any] = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
+    "head_dim": 8,
     "v_head_dim": 16,
 }
 _YARN: dict[str, Any] = {

@@ -54,13 +54,18 @@ def quantization(config: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+SAME_CODE = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+"""Model types that transformers has no code for under their own name, and whose models compute what another's do."""
+
+
 def check_architecture(folder: str | Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """The raw config.json of a model that transformers knows, or that brings its own code and may run it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     facts = read_config_json(folder)
     model_type = facts.get("model_type")
-    if not (trust_remote_code and "auto_map" in facts) and model_type not in CONFIG_MAPPING:
+    known = model_type in SAME_CODE or model_type in CONFIG_MAPPING
+    if not known and not (trust_remote_code and "auto_map" in facts):
         remedy = "pass --trust-remote-code" if "auto_map" in facts else "use a model that transformers knows"
         raise UserError(f"model folder {folder} has unknown model_type {model_type!r} in its config.json: {remedy}")
     return facts

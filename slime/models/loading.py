@@ -17,10 +17,18 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slime.errors import UserError
-from slime.models.folder import block_size, check_architecture, check_tokenizer_fits, first_line, read_config_json
+from slime.models.folder import (
+    SAME_CODE,
+    block_size,
+    check_architecture,
+    check_tokenizer_fits,
+    first_line,
+    read_config_json,
+)
 from slime.models.saving import save_hf_folder
 from slime.models.weight_reader import plain_tensors
 
@@ -32,6 +40,8 @@ def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> Pretr
     facts = check_architecture(folder, trust_remote_code=trust_remote_code)
     model_type = facts.get("model_type")
     try:
+        if model_type in SAME_CODE:
+            return _config_of_same_code(folder, facts)
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as cause:
         reason = first_line(cause.__cause__ or cause)
@@ -40,6 +50,15 @@ def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> Pretr
         raise UserError(
             f"model folder {folder} holds a {model_type} model, which is no causal language model: choose another model"
         )
+    return config
+
+
+def _config_of_same_code(folder: str | Path, facts: dict[str, Any]) -> PretrainedConfig:
+    """The config under the name of the code that runs the model; remote code that the folder has is not needed."""
+    own = {name: value for name, value in facts.items() if name not in ("auto_map", "architectures")}
+    model_type = SAME_CODE[facts["model_type"]]
+    config: PretrainedConfig = CONFIG_MAPPING[model_type].from_dict({**own, "model_type": model_type})
+    config.name_or_path = str(folder)
     return config
 
 

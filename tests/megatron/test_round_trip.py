@@ -24,7 +24,7 @@ EXPERT_LAYOUTS: dict[str, Layout] = {
 }
 NO_LAYERS_YET = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-    *("deepseek_v3", "moonlight", "kimi_k2", "gpt_oss", "mimo"),
+    *("deepseek_v3", "moonlight", "kimi_k2", "gpt_oss"),
 )
 """Families that Megatron's layers are not built for."""
 CASES = [case for case in FAMILY_MODELS if case not in NO_LAYERS_YET]

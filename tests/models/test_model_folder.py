@@ -9,13 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from slime.errors import UserError
 from slime.models.families.model_folder import open_family_folder
+from slime.models.loading import load_causal_lm
+from slime.models.outline import outline_causal_lm
 from slime.models.plain import plain_sources
 from slime.models.sources import read_whole
-from tests.family_models import make_family_folder
+from tests.family_models import FAMILY_MODELS, make_family_folder
+from tests.tiny_models import VOCAB, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,27 @@ def test_the_text_of_a_multimodal_folder_is_what_opens(tmp_path: Path) -> None:
     assert folder.family.name == "Qwen3.5 / 3.6"
     assert list(folder.left_alone()) == ["model.visual.patch_embed.weight"]
     assert folder.entries["decoder.final_layernorm.weight"].hf == ("model.language_model.norm.weight",)
+
+
+@pytest.mark.parametrize("case", ["kimi_k2", "mimo"])
+def test_models_whose_code_has_another_name_load_all_the_same(tmp_path: Path, case: str) -> None:
+    folder = make_family_folder(tmp_path, case, vocab_size=VOCAB)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == case
+    remote = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}, "architectures": ["Own"]}
+    (folder / "config.json").write_text(json.dumps(config | remote))
+    make_tokenizer().save_pretrained(folder)
+    (folder / "plain").mkdir()
+    save_file(load_file(folder / "model.safetensors"), folder / "plain" / "model.safetensors", {"format": "pt"})
+    (folder / "plain" / "config.json").write_text(json.dumps({**config, "model_type": FAMILY_MODELS[case][0]}))
+    how = {"dtype": torch.float32, "device": "cpu", "attn_implementation": "eager"}
+    own, plain = (load_causal_lm(path, **how) for path in (folder, folder / "plain"))
+    ids = torch.arange(9)[None]
+    assert torch.equal(own(ids).logits, plain(ids).logits)
+    outline = outline_causal_lm(folder, dtype=torch.float32, attn_implementation="eager")
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(read_whole(outline.sources[name]), parameter), name
+    assert AutoTokenizer.from_pretrained(folder).encode("12")
 
 
 def test_experts_in_four_bits_are_read_as_transformers_unpacks_them(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime.models.families.blocks import attention_rules, edge_rules, mlp_rules
-from slime.models.families.facts import Family, Fields, HfConfig, Ignored, Support
+from slime.models.families.facts import Family, Fields, HfConfig, Ignored
 from slime.models.families.reading import all_layers, decoder_fields
 from slime.models.families.rules import Rule
 
@@ -26,7 +26,6 @@ QWEN2 = Family(
     reasoning_format=None,
     stop_tokens=("<|im_end|>", "<|endoftext|>"),
 )
-_NO_CODE = "transformers has no code for model_type mimo: change it to qwen2 in config.json, which computes the same"
 MIMO = Family(
     name="MiMo",
     model_types=("mimo",),
@@ -35,7 +34,6 @@ MIMO = Family(
     tool_format="qwen25",
     reasoning_format="mimo",
     stop_tokens=("<|im_end|>", "<|endoftext|>"),
-    support=Support(engine=_NO_CODE, fsdp=_NO_CODE),
     ignored=lambda config: (
         Ignored("model.mtp_layers.", "it predicts a token beyond the next, which training does not use"),
     ),
