@@ -108,8 +108,11 @@ RENAMED = {"kimi_k2": "kimi_k2", "mimo": "mimo"}
 """Families whose code transformers does not have, under the model_type their folders name; built as another one."""
 
 
-def make_family_folder(folder: Path, case: str, *, seed: int = 0, **overrides: Any) -> Path:
-    """A model folder as transformers writes it, with numbers that no two tensors share; weights in float32."""
+def make_family_folder(folder: Path, case: str, *, seed: int = 0, spread: float = 0.1, **overrides: Any) -> Path:
+    """A model folder as transformers writes it, with numbers that no two tensors share; weights in float32.
+
+    Weights of a smaller spread make a model that rounding errors grow less in.
+    """
     model_type, own = FAMILY_MODELS[case]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
@@ -117,8 +120,8 @@ def make_family_folder(folder: Path, case: str, *, seed: int = 0, **overrides: A
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            centre = 1.0 if parameter.dim() == 1 else 0.0
-            parameter.copy_(centre + 0.1 * torch.randn_like(parameter))
+            centre = parameter.mean() if parameter.dim() == 1 else 0.0  # norms are around one, or around zero
+            parameter.copy_(centre + spread * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.randn_like(buffer))

@@ -74,7 +74,10 @@ class MegatronBuilder:
             device=self.topology.device,
         )
         stages = build_stages(
-            settings, folder.fields, vocab_multiple=folder.vocab_multiple, value_head=isinstance(head, ValueHead)
+            settings,
+            {**folder.fields, "qwen_gdn_backend": config.qwen_gdn_backend},
+            vocab_multiple=folder.vocab_multiple,
+            value_head=isinstance(head, ValueHead),
         )
         if self.groups.is_last_stage:
             hand_on_hidden(stages[-1])

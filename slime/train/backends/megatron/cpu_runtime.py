@@ -22,6 +22,7 @@ _TYPE_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("F
 def prepare() -> None:
     """Make the modules of megatron that are imported by now run where there is no CUDA."""
     from megatron.core import parallel_state  # noqa: F401  (what follows is imported by it or beside it)
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt import gpt_model  # noqa: F401
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
@@ -38,6 +39,7 @@ def prepare() -> None:
     ):
         _respell(owner, name, constants=_TYPE_NAMES)
     _respell(LanguageModule, "setup_embeddings_and_output_layer", names={"cuda": "detach"})
+    _respell(rope_utils, "get_pos_emb_on_this_cp_rank", names={"cuda": "to"})
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron."):
             _sweep(module)

@@ -77,6 +77,9 @@ def transformer_config(
         "transformer_impl": _implementation(config, device),
     }
     values["activation_func"] = _activation(values["activation_func"])
+    if values.get("experimental_attention_variant") == "gated_delta_net":
+        # checks made for Megatron's own layer, which cannot share sequences; the one used here can
+        del values["experimental_attention_variant"]
     if not values.get("num_moe_experts"):
         dispatcher = "moe_token_dispatcher_type"  # asked about without experts too
         values = {name: value for name, value in values.items() if not name.startswith("moe_") or name == dispatcher}

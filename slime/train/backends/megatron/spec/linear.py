@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -25,14 +27,35 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: Any, **keywords: Any) -> None:
         super().__init__(input_size, output_size, config=config, **keywords)
         self.layer_norm_weight = norm_weight(config, input_size)
+        self.eps = config.layernorm_epsilon
 
     def forward(self, input_: Tensor, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:
-        config = self.config
-        normed = rms_norm(
-            input_, self.layer_norm_weight, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
-        )
+        zero_centered = self.config.layernorm_zero_centered_gamma
+        normed = rms_norm(input_, self.layer_norm_weight, self.eps, zero_centered)
         result: tuple[Tensor, Tensor | None] = super().forward(normed, *args, **keywords)
         return result
+
+
+def summed_gradient(states: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same tensor; its gradient is the sum of those of the group's ranks.
+
+    Megatron's own function for it gives a gradient back unsummed, without a word, when that is not contiguous.
+    """
+    same: Tensor = _SummedGradient.apply(states, group) if group.size() > 1 else states
+    return same
+
+
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        total = upstream[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def mark_tensor_parallel(model: nn.Module) -> None:

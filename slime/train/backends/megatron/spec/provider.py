@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
@@ -20,6 +21,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,13 +32,16 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from slime.train.backends.megatron.spec.attention import CoreAttention
+from slime.train.backends.megatron.spec.delta_net import GatedDeltaNet
 from slime.train.backends.megatron.spec.grouped import ColumnGroupedLinear, RowGroupedLinear
 from slime.train.backends.megatron.spec.layer import SandwichLayer
 from slime.train.backends.megatron.spec.linear import NormColumnParallelLinear
+from slime.train.backends.megatron.spec.mla import LatentAttention
 from slime.train.backends.megatron.spec.norm import Norm
 from slime.train.backends.megatron.spec.router import Router
 
 Fields = Mapping[str, Any]
+DELTA_NET = "gated_delta_net"
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,8 @@ def layer_spec(config: TransformerConfig, fields: Fields, layer: int, modules: M
     return ModuleSpec(
         module=SandwichLayer if norms_outputs else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=attention_spec(config, modules),
+            input_layernorm=modules.norm if config.multi_latent_attention else IdentityOp,
+            self_attention=attention_spec(config, fields, layer, modules),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=modules.norm if has_experts else IdentityOp,
             mlp=experts_spec(modules) if has_experts else mlp_spec(modules),
@@ -117,7 +123,12 @@ def layer_spec(config: TransformerConfig, fields: Fields, layer: int, modules: M
     )
 
 
-def attention_spec(config: TransformerConfig, modules: Modules) -> ModuleSpec:
+def attention_spec(config: TransformerConfig, fields: Fields, layer: int, modules: Modules) -> ModuleSpec:
+    """What mixes the tokens in layer `layer`; the norm before it is its own, but for latent attention."""
+    if config.multi_latent_attention:
+        return latent_attention_spec(fields, layer, modules)
+    if fields.get("experimental_attention_variant") == DELTA_NET and fields["linear_attention_freq"][layer]:
+        return delta_net_spec(fields, modules)
     head_norm = modules.norm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,
@@ -129,6 +140,28 @@ def attention_spec(config: TransformerConfig, modules: Modules) -> ModuleSpec:
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
+    )
+
+
+def latent_attention_spec(fields: Fields, layer: int, modules: Modules) -> ModuleSpec:
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "latent_eps": fields["latent_layernorm_epsilon"]},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=modules.column,
+            linear_q_up_proj=modules.norm_column,
+            linear_kv_up_proj=modules.norm_column,
+            core_attention=modules.core_attention,
+            linear_proj=modules.row,
+        ),
+    )
+
+
+def delta_net_spec(fields: Fields, modules: Modules) -> ModuleSpec:
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        params={"backend": fields.get("qwen_gdn_backend")},
+        submodules=GatedDeltaNetSubmodules(in_proj=modules.norm_column, out_proj=modules.row),
     )
 
 
