@@ -5,11 +5,15 @@ Invariant: what is said of a bucket before anything is gathered is what is in it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from slime.train.topology import Ranks
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,25 @@ class HfBucket:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(tensor.name for tensor in self.layout)
+
+    def on_all_ranks(self, world: Ranks) -> Iterator[tuple[str, Tensor]]:
+        """Its tensors on every rank; all of them iterate together."""
+        for tensor in self.layout:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+            if self.tensors is not None:
+                whole.copy_(self.tensors[tensor.name])
+            if world.size > 1:
+                dist.broadcast(whole, self.owner, group=world.group)
+            yield tensor.name, whole
+
+
+class Earlier(Protocol):
+    """What left the last time: `given` are this rank's parts, by name and place, on the host; `whole` is what became of
+    a tensor on its owner. With it ranks give what changed since, and owners come to the same tensors."""
+
+    given: dict[str, Tensor]
+
+    def whole(self, name: str) -> Tensor | None: ...
 
 
 def leaving_dtype(found: torch.dtype, dtype: torch.dtype) -> torch.dtype:

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from slime.config import Config
 from slime.config.start import Start
 from slime.models.adapter import AdapterFacts
-from slime.train.backends.hf import HfBucket, HfTensor
+from slime.train.backends.hf import Earlier, HfBucket, HfTensor
 from slime.train.checkpoints.parts import Part
 from slime.train.checkpoints.saved_tensors import SavedTensors
 from slime.train.progress import Progress
@@ -182,11 +182,19 @@ class TrainBackend(Protocol):
         """What `hf_buckets` is going to yield; equal on all ranks, and nothing is gathered for it."""
 
     def hf_buckets(
-        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
+        self,
+        dtype: torch.dtype,
+        max_bytes: int,
+        *,
+        owners: Sequence[int] | None = None,
+        earlier: Earlier | None = None,
     ) -> Iterator[HfBucket]:
         """Every tensor once, whole on its owner alone: one of the ranks `owners` of the world (by default any of it),
         the same each time. A tensor that is larger than `max_bytes` has a bucket of its own. All ranks iterate
-        together, to the end."""
+        together, to the end.
+
+        With `earlier` a backend may have its ranks compare their parts and send what changed; the buckets are the same.
+        """
 
     def full_adapter(self) -> Iterator[NamedTensor]:
         """The matrices of the adapter under PEFT's names, whole, none without one; all ranks iterate together."""

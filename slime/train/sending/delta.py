@@ -34,7 +34,18 @@ class Published:
 
     def __init__(self) -> None:
         self.version: int | None = None
+        self.given: dict[str, torch.Tensor] = {}
+        """Parts of tensors that this rank gave to their owners, as they were then."""
         self._kept: dict[str, torch.Tensor] = {}
+
+    def start_anew(self) -> None:
+        """What follows is whole: nothing is known of what the engines have."""
+        self.version = None
+        self.given.clear()
+
+    def whole(self, name: str) -> torch.Tensor | None:
+        """A tensor that this rank owns, as it was published."""
+        return self._kept.get(name)
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """These are published now."""
@@ -93,7 +104,7 @@ class DeltaExporter:
         """Name, blob, checksum and number of changed bytes of the tensors that this rank owns."""
         waiting: deque[tuple[int, Future[tuple[str, Blob, str, int]]]] = deque()
         waiting_bytes = 0
-        buckets = backend.hf_buckets(self._dtype, self._buffer_size)
+        buckets = backend.hf_buckets(self._dtype, self._buffer_size, earlier=self._published)
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
             for bucket in backend.progress.over(buckets, "comparing weights: bucket"):
                 for name, value, difference in self._published.changes(bucket.tensors or {}):

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.errors import RunFailed
-from slime.train.backends.hf import HfBucket
+from slime.train.backends.hf import Earlier, HfBucket
 from slime.train.backends.protocol import TrainBackend
 from slime.train.checkpoints.not_written import written_together
 
@@ -32,10 +32,11 @@ def export_weights(
     dtype: torch.dtype,
     buffer_size: int,
     keep: Keep | None = None,
+    earlier: Earlier | None = None,
 ) -> list[Path]:
     """Write bucket i as `weights-v{version}-{i}.safetensors`; the paths of those that this rank owns.
 
-    `keep` gets the tensors that are this rank's.
+    `keep` gets the tensors that are this rank's, `earlier` what this rank gives to others.
     """
     files = BucketFiles(folder, prefix=f"weights-v{version:06d}")
 
@@ -48,7 +49,9 @@ def export_weights(
                         keep(bucket.tensors)
 
     count = len(backend.hf_plan(dtype, buffer_size))
-    buckets = backend.progress.over(backend.hf_buckets(dtype, buffer_size), "writing weights: bucket", count)
+    buckets = backend.progress.over(
+        backend.hf_buckets(dtype, buffer_size, earlier=earlier), "writing weights: bucket", count
+    )
     written_together(backend.topology.world, buckets, write, _what(folder, version))
     return files.paths
 

@@ -48,7 +48,7 @@ class WeightSender:
         """This rank's files of all weights."""
         published = self.published
         if published is not None:
-            published.version = None
+            published.start_anew()
         paths = export_weights(
             backend,
             folder,
@@ -56,6 +56,7 @@ class WeightSender:
             dtype=self._dtype,
             buffer_size=self._buffer_size,
             keep=None if published is None else published.keep,
+            earlier=published,
         )
         if published is not None:
             published.version = version

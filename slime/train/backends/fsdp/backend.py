@@ -38,7 +38,7 @@ from slime.train.backends.fsdp.sharding import (
     whole,
 )
 from slime.train.backends.fsdp.state import Placed, optimizer_tensors, own_parts, placed, read_optimizer, read_parts
-from slime.train.backends.hf import HfBucket, HfTensor
+from slime.train.backends.hf import Earlier, HfBucket, HfTensor
 from slime.train.backends.protocol import POLICY, NamedTensor, Objective, Reads, Scores, Totals, TrainedAdapter
 from slime.train.checkpoints.parts import MODEL, OPTIMIZER, Part
 from slime.train.checkpoints.saved_tensors import SavedTensors
@@ -268,7 +268,12 @@ class FSDPBackend:
         return [load.tensors for load in self._export.plan(dtype, max_bytes, owners)]
 
     def hf_buckets(
-        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
+        self,
+        dtype: torch.dtype,
+        max_bytes: int,
+        *,
+        owners: Sequence[int] | None = None,
+        earlier: Earlier | None = None,  # shards are small here, and owners compare
     ) -> Iterator[HfBucket]:
         with nullcontext() if self._adapted is None else self._adapted.gathered():
             yield from self._export.buckets(dtype, max_bytes, owners)

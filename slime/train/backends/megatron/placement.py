@@ -1,0 +1,150 @@
+"""Which rank holds which part of which tensor of a model folder.
+
+Invariant: all ranks come to the same answer, and each part is named once, with all ranks that hold a copy of it. What
+is asked of other ranks is which layers their stages have, once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from slime.models.families.forms import Shard
+from slime.models.families.rules import Entry
+from slime.models.slices import Region, region_shape
+from slime.train.backends.megatron.layout import Layout
+from slime.train.topology import Ranks
+
+Shapes = Mapping[str, tuple[int, ...]]
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.\w+\.\D+(\d+)$")
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """A part of a tensor of the folder: `number` among what `split` gives of a rank's parameter."""
+
+    entry: Entry
+    number: int
+    region: Region
+    ranks: tuple[int, ...]
+    """Those that hold it, in order."""
+
+    @property
+    def count(self) -> int:
+        return prod(region_shape(self.region))
+
+    @property
+    def place(self) -> str:
+        """Where it begins, in words."""
+        return ",".join(str(cut.start) for cut in self.region)
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A tensor of the folder, in parts."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: list[HeldPart] = field(default_factory=list)
+
+
+class Placement:
+    """Of one model that is cut over the ranks by a layout."""
+
+    def __init__(
+        self, layout: Layout, world: Ranks, entries: Iterable[Entry], shapes: Shapes, own: Iterable[str]
+    ) -> None:
+        """`own` are the global names of this rank's parameters; all ranks call it together."""
+        self.layout = layout
+        self.rank = world.rank
+        self.shapes = dict(shapes)
+        self.entries = {entry.megatron: entry for entry in entries}
+        stage = self.stage_of(world.rank)
+        found = world.union({f"{stage} {_kind(name)}" for name in own})
+        self._stages: dict[str, int] = {}
+        for one in found:
+            number, _, kind = one.partition(" ")
+            self._stages[kind] = min(int(number), self._stages.get(kind, int(number)))
+        experts = [int(match[1]) for name in self.entries if (match := _EXPERT.search(name))]
+        self._experts = max(experts, default=-1) + 1
+        self._tensors: list[HeldTensor] | None = None
+
+    @property
+    def tensors(self) -> list[HeldTensor]:
+        """All tensors of the folder, in the order of the rules."""
+        if self._tensors is None:
+            self._tensors = list(self._find())
+        return self._tensors
+
+    def own_shard(self, entry: Entry) -> Shard:
+        """What this rank holds of a parameter of its stages."""
+        size = self._cut(entry)
+        return self._shard(entry, self.rank % size, size)
+
+    def is_mine_to_write(self, entry: Entry, turn: int) -> bool:
+        """Whether it is this rank's turn among those that hold the same part of a parameter."""
+        if entry.is_copy or self.own_shard(entry).is_copy:
+            return False
+        copies = self.layout.expert_data if entry.is_expert else self.layout.data * self.layout.context
+        return self.copy_of(entry) == turn % copies
+
+    def copy_of(self, entry: Entry) -> int:
+        """Which of the copies of a parameter this rank has."""
+        layout = self.layout
+        if entry.is_expert:
+            return self.rank // (layout.expert_tensor * layout.expert) % layout.expert_data
+        return self.rank // layout.tensor % (layout.data * layout.context)
+
+    def stage_of(self, rank: int) -> int:
+        return rank // (self.layout.world // self.layout.pipeline)
+
+    def _find(self) -> Iterator[HeldTensor]:
+        found: dict[str, HeldTensor] = {}
+        for entry in self.entries.values():
+            if not entry.is_copy:
+                for part in self._parts(entry):
+                    name = entry.hf[part[0]]
+                    found.setdefault(name, HeldTensor(name, self.shapes[name])).parts.append(part[1])
+        return iter(found.values())
+
+    def _parts(self, entry: Entry) -> Iterator[tuple[int, HeldPart]]:
+        size = self._cut(entry)
+        everywhere: list[int] = []
+        shards = [self._shard(entry, number, size) for number in range(size)]
+        for number, shard in enumerate(shards):
+            if shard.is_copy:
+                everywhere += self._holders(entry, number)
+        for number, shard in enumerate(shards):
+            if shard.is_copy:
+                continue
+            ranks = tuple(sorted([*self._holders(entry, number), *(everywhere if number == 0 else ())]))
+            for index, share in enumerate(shard.shares):
+                if prod(region_shape(share.region)) or not prod(self.shapes[entry.hf[share.source]]):
+                    yield share.source, HeldPart(entry, index, share.region, ranks)
+
+    def _shard(self, entry: Entry, number: int, size: int) -> Shard:
+        return entry.form.shard([self.shapes[name] for name in entry.hf], number, size)
+
+    def _cut(self, entry: Entry) -> int:
+        """Over how many ranks a parameter is cut."""
+        return self.layout.expert_tensor if entry.is_expert else self.layout.tensor
+
+    def _holders(self, entry: Entry, number: int) -> list[int]:
+        """The ranks that hold part `number` of a parameter."""
+        layout, each = self.layout, self.layout.world // self.layout.pipeline
+        begin = self._stages[_kind(entry.megatron)] * each
+        if not entry.is_expert:
+            return list(range(begin + number, begin + each, layout.tensor))
+        match = _EXPERT.search(entry.megatron)
+        assert match is not None
+        first = int(match[1]) // (self._experts // layout.expert) * layout.expert_tensor + number
+        return list(range(begin + first, begin + each, layout.expert_tensor * layout.expert))
+
+
+def _kind(name: str) -> str:
+    """What decides the stage of a parameter: its layer, or its own name where it is in none."""
+    layer = _LAYER.match(name)
+    return name if layer is None else layer[1]
