@@ -51,25 +51,29 @@ def run_layout(folder: Path, out: Path, flags: dict[str, Any]) -> Numbers:
 def train(ranks: Ranks, config: Config) -> Numbers:
     trainer = Trainer(config, "cpu")
     trainer.init(ranks)
-    data, metrics = trainer.topology.data, []
-    for rollout_id in range(ROLLOUTS):
-        batch = make_train_batch(config, flatten_samples(make_samples(3, 3, seed=rollout_id)))
-        count = len(set(batch.rollout_ids))
-        schedule = build_schedule(
-            batch.total_lengths,
-            batch.rollout_ids,
-            num_ranks=data.size,
-            global_batch_size=-(-count // (config.num_steps_per_rollout or 1)),
-            micro_batch_size=config.micro_batch_size,
-            trainable=batch.trainable,
-            fill_last=True,
-        )
-        result = trainer.train(rollout_id, rank_shares(batch, schedule)[data.rank])
-        rollout = {name: value for name, value in result["rollout_metrics"].items() if not name.startswith("perf/")}
-        metrics += [*result["metrics"], rollout]
+    metrics = [one for rollout_id in range(ROLLOUTS) for one in train_rollout(trainer, config, rollout_id)]
     backend = trainer.actor.backend
     assert isinstance(backend, MegatronBackend)
     return Numbers(metrics, own_pieces(backend))
+
+
+def train_rollout(trainer: Trainer, config: Config, rollout_id: int) -> list[dict[str, float]]:
+    """The metrics of every step of a rollout, and those of the whole."""
+    data = trainer.topology.data
+    batch = make_train_batch(config, flatten_samples(make_samples(3, 3, seed=rollout_id)))
+    count = len(set(batch.rollout_ids))
+    schedule = build_schedule(
+        batch.total_lengths,
+        batch.rollout_ids,
+        num_ranks=data.size,
+        global_batch_size=-(-count // (config.num_steps_per_rollout or 1)),
+        micro_batch_size=config.micro_batch_size,
+        trainable=batch.trainable,
+        fill_last=True,
+    )
+    result = trainer.train(rollout_id, rank_shares(batch, schedule)[data.rank])
+    rollout = {name: value for name, value in result["rollout_metrics"].items() if not name.startswith("perf/")}
+    return [*result["metrics"], rollout]
 
 
 def own_pieces(backend: MegatronBackend) -> Pieces:

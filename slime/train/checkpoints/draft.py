@@ -129,7 +129,15 @@ def commit(
 
 def _written(draft: Draft, ranks: Peers, added: Callable[[str], None]) -> dict[str, int]:
     """Write this rank's parts; the files of all ranks and their sizes."""
-    own = agreed(ranks, lambda: write_parts(draft.staging, ranks.rank, draft.parts, added=added), str(draft))
+
+    def write() -> dict[str, int]:
+        try:
+            return write_parts(draft.staging, ranks.rank, draft.parts, added=added)
+        finally:
+            for _ in draft.parts:  # what is left of them: other ranks may be waiting for this one's share
+                pass
+
+    own = agreed(ranks, write, str(draft))
     return dict(json.loads(pair) for pair in sorted(ranks.union(map(json.dumps, (own or {}).items()))))
 
 

@@ -8,6 +8,7 @@ is gathered.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -20,6 +21,8 @@ from slime.models.shards import ShardWriter
 SHARD_BYTES = 1024**3
 MODEL, OPTIMIZER = "model", "optim"
 """Kinds of parts; any other is the name of a set of frozen weights."""
+AGAIN = "#"
+"""Stands, with a number, after the name of a tensor of which a rank has more than one part."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,11 @@ def write_parts(
     paths: list[Path] = []
     for kind, members in groupby(parts, key=lambda part: part.kind):
         writer = ShardWriter(folder, prefix=f"{kind}-r{rank:05d}", max_bytes=SHARD_BYTES, dtype=None)
+        counts: Counter[str] = Counter()
         for part in members:
-            writer.add(part.name, part.tensor, note={"shape": part.shape, "offset": part.offset})
+            counts[part.name] += 1
+            key = part.name if counts[part.name] == 1 else f"{part.name}{AGAIN}{counts[part.name]}"
+            writer.add(key, part.tensor, note={"shape": part.shape, "offset": part.offset})
             added(part.name)
         paths += writer.finish()
     return {path.name: path.stat().st_size for path in paths}

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from slime.errors import UserError
 from slime.models.shards import NOTES
 from slime.models.weight_reader import natural_order
+from slime.train.checkpoints.parts import AGAIN
 
 OPEN_FILES = 64
 """So many files are held open at a time: the parts of many ranks may be more than a process can open."""
@@ -53,7 +54,7 @@ class SavedTensors:
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder = folder
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._places: dict[str, list[tuple[Path, Box]]] = {}
+        self._places: dict[str, list[tuple[Path, str, Box]]] = {}
         self._open: OrderedDict[Path, Any] = OrderedDict()
         for path in sorted(folder.glob(f"{kind}-*.safetensors")):
             self._take_up(path)
@@ -71,11 +72,11 @@ class SavedTensors:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The whole tensor, in the dtype it was saved in."""
-        path, box = self._places[name][0]
+        path, key, box = self._places[name][0]
         with self._explained():
-            if box == _box((0,) * len(box), self.shape(name)):
-                return self._file(path).get_tensor(name)
-            first = self._file(path).get_tensor(name)
+            first = self._file(path).get_tensor(key)
+        if box == _box((0,) * len(box), self.shape(name)):
+            return first
         whole = torch.empty(self.shape(name), dtype=first.dtype)
         self.read_into(name, whole)
         return whole
@@ -90,11 +91,11 @@ class SavedTensors:
         if len(wanted) != len(whole) or _common(wanted, whole) != wanted:
             raise ValueError(f"{name} of the shape {self.shape(name)} has no block {wanted}")
         filled = 0
-        for path, box in self._places[name]:
+        for path, key, box in self._places[name]:
             common = _common(box, wanted)
             if _volume(common):
                 with self._explained():
-                    target[_slices(common, wanted)].copy_(self._block(path, name, box, common))
+                    target[_slices(common, wanted)].copy_(self._block(path, key, box, common))
                 filled += _volume(common)
         if filled != target.numel():
             raise self._damaged(f"has {filled} of {target.numel()} numbers of {name}")
@@ -105,10 +106,10 @@ class SavedTensors:
             raise self._damaged(f"lacks {name}")
         return SavedTensor(self, name, self.shape(name), dtype)
 
-    def _block(self, path: Path, name: str, box: Box, wanted: Box) -> torch.Tensor:
+    def _block(self, path: Path, key: str, box: Box, wanted: Box) -> torch.Tensor:
         """A block of the part that a file has."""
         file = self._file(path)
-        return file.get_tensor(name) if wanted == box else file.get_slice(name)[_slices(wanted, box)]
+        return file.get_tensor(key) if wanted == box else file.get_slice(key)[_slices(wanted, box)]
 
     def _file(self, path: Path) -> Any:
         file = self._open.pop(path, None) or safe_open(path, framework="pt")
@@ -125,14 +126,15 @@ class SavedTensors:
             notes = (file.metadata() or {}).get(NOTES)
         try:
             placed = None if notes is None else {name: _placement(note) for name, note in json.loads(notes).items()}
-            for name, size in sizes.items():
-                shape, offset = (size, (0,) * len(size)) if placed is None else placed[name]
+            for key, size in sizes.items():
+                shape, offset = (size, (0,) * len(size)) if placed is None else placed[key]
+                name = key.partition(AGAIN)[0]
                 box = _box(offset, size)
                 if not len(shape) == len(offset) == len(size) or _common(box, _box((0,) * len(shape), shape)) != box:
                     raise ValueError(f"{name} {box} is no block of {shape}")
                 if self._shapes.setdefault(name, shape) != shape:
                     raise ValueError(f"{name} is {shape} here and {self._shapes[name]} in another file")
-                self._places.setdefault(name, []).append((path, box))
+                self._places.setdefault(name, []).append((path, key, box))
         except (ValueError, TypeError, KeyError, AttributeError) as cause:
             raise self._damaged(f"has a header in {path.name} that cannot be read ({cause})") from cause
 

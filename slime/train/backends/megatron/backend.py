@@ -6,7 +6,7 @@ names of parameters are global: a layer or an expert has the same one wherever i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,19 +14,37 @@ from torch import Tensor
 
 from slime.config import Config
 from slime.config.start import Start
-from slime.train.backends.hf import HfBucket, HfTensor
+from slime.models.families.forms import Whole
+from slime.models.families.rules import Entry
+from slime.train.backends.hf import Earlier, HfBucket, HfTensor
+from slime.train.backends.megatron.export import HfExport
 from slime.train.backends.megatron.frozen import FrozenSets
+from slime.train.backends.megatron.heads import OUTPUT_WEIGHT, ValueHead
+from slime.train.backends.megatron.masters import find_masters
 from slime.train.backends.megatron.names import global_buffers, global_names
 from slime.train.backends.megatron.optimizer import StepOptimizer, choose_trainable, sum_gradients
 from slime.train.backends.megatron.passes import StagedModel, score_passes, train_passes
+from slime.train.backends.megatron.placement import Placement
 from slime.train.backends.megatron.settings import ddp_config, optimizer_config
+from slime.train.backends.megatron.state import (
+    master_parts,
+    optimizer_parts,
+    read_optimizer,
+    read_weights,
+    weight_parts,
+)
 from slime.train.backends.megatron.weights import ModelFolder
 from slime.train.backends.protocol import POLICY, NamedTensor, Objective, Reads, Scores, Totals, TrainedAdapter
-from slime.train.checkpoints.parts import Part
+from slime.train.checkpoints.parts import MODEL, OPTIMIZER, Part
 from slime.train.checkpoints.saved_tensors import SavedTensors
 from slime.train.progress import Progress
 from slime.train.rates import Rates
 from slime.train.samples.micro_batch import MicroBatch
+
+VALUE_HEAD = "lm_head.weight"
+"""What a checkpoint calls a critic's output layer."""
+WHOLE_AT_ONCE = 256 * 2**20
+"""Bytes of whole weights that every rank has at a time where all of them are asked for."""
 
 
 class MegatronBackend:
@@ -57,6 +75,9 @@ class MegatronBackend:
         self.model = StagedModel(model.stages, wrapped, model.head, model.groups)
         self.optimizer = StepOptimizer(wrapped, optimizer_config(config, compute_dtype=model.config.params_dtype))
         self.frozen = FrozenSets(self._tensors, load_frozen, like_policy)
+        self._averages = config.ref_update_decay > 0
+        self._placement = place_model(model, folder, self._tensors)
+        self._masters = find_masters(self.optimizer.megatron, self._parameters, self.topology.world.rank)
         self._active = self.model
         self._has_gradients = False
 
@@ -148,28 +169,64 @@ class MegatronBackend:
         return self._tensors
 
     def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
-        raise NotImplementedError
+        """Under the names of the folder."""
+        export = HfExport(self._placement, self.topology.world, self.tensors(weights))
+        for bucket in export.buckets(torch.float32, WHOLE_AT_ONCE):
+            yield from bucket.on_all_ranks(self.topology.world)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        raise NotImplementedError
+        return {tensor.name: tensor.shape for tensor in self._placement.tensors}
 
     def state_parts(self, kinds: Sequence[str]) -> Iterator[Part]:
-        raise NotImplementedError
+        for kind in kinds:
+            if kind == OPTIMIZER:
+                yield from optimizer_parts(self._placement, self._masters)
+            elif kind == MODEL:
+                yield from master_parts(kind, self._placement, self._masters, self.tensors().items())
+            else:
+                yield from weight_parts(kind, self._placement, self.frozen.model(kind).kept.items())
 
     def load_parts(self, kind: str, saved: SavedTensors) -> None:
-        raise NotImplementedError
+        reading = f"reading a checkpoint, {kind}: tensor"
+        if kind == OPTIMIZER:
+            read_optimizer(saved, self._placement, self.progress.over(self._masters.items(), reading))
+        elif kind == MODEL:
+            read_weights(saved, self._placement, self.progress.over(self.tensors().items(), reading), self._masters)
+        else:
+            frozen = self.frozen.model(kind)
+            if self._averages:
+                frozen.start_average()
+            read_weights(saved, self._placement, self.progress.over(frozen.kept.items(), reading), {})
+            frozen.follow_average()
 
     # what leaves
 
     def hf_plan(
         self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
     ) -> list[tuple[HfTensor, ...]]:
-        raise NotImplementedError
+        export = HfExport(self._placement, self.topology.world, self._tensors)
+        return [load.tensors for load in export.plan(dtype, max_bytes, owners)]
 
     def hf_buckets(
-        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
+        self,
+        dtype: torch.dtype,
+        max_bytes: int,
+        *,
+        owners: Sequence[int] | None = None,
+        earlier: Earlier | None = None,
     ) -> Iterator[HfBucket]:
-        raise NotImplementedError
+        export = HfExport(self._placement, self.topology.world, self.tensors())
+        yield from export.buckets(dtype, max_bytes, owners, earlier)
 
     def full_adapter(self) -> Iterator[NamedTensor]:
         return iter(())
+
+
+def place_model(model: StagedModel, folder: ModelFolder, own: Mapping[str, Tensor]) -> Placement:
+    """Where the parts of a folder's tensors are; a value head takes the output layer's place. All ranks together."""
+    entries, shapes = dict(folder.entries), {name: source.shape for name, source in folder.sources.items()}
+    if isinstance(model.head, ValueHead):
+        entries[OUTPUT_WEIGHT] = Entry(OUTPUT_WEIGHT, (VALUE_HEAD,), Whole())
+        shapes[VALUE_HEAD] = (1, int(folder.fields["hidden_size"]))
+    groups = model.groups
+    return Placement(groups.layout, groups.topology.world, entries.values(), shapes, own)

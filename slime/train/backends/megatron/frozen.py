@@ -41,6 +41,11 @@ class FrozenModel:
         if not self.average:
             self.average = {name: tensor.detach().to(torch.float32, copy=True) for name, tensor in self.tensors.items()}
 
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps of it."""
+        return self.average or self.tensors
+
     @torch.no_grad()
     def follow_average(self) -> None:
         """Round the average, where there is one, to the weights."""

@@ -1,0 +1,121 @@
+"""The float32 copies that Megatron's optimizer keeps of this rank's parameters, and the moments of Adam.
+
+Invariant: of a parameter that the optimizers of several ranks share, each has a stretch of its numbers in their order,
+and all of them know who has which. A parameter that is float32 itself is its own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Span:
+    """The numbers from `begin` to `end` of a parameter are updated by a rank of the world."""
+
+    rank: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Master:
+    """One trained parameter: whoever updates which of its numbers, and this rank's share."""
+
+    parameter: nn.Parameter
+    spans: tuple[Span, ...]
+    optimizer: Any
+    """The inner one, that computes."""
+    main: Tensor | None
+    """This rank's numbers, in float32; None where it has none."""
+    is_shared: bool
+    """Whether the copies of the model update different numbers of it; else each updates all."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Moments and step; empty before the first update."""
+        return {} if self.main is None else self.optimizer.state.get(self.main, {})
+
+    def own(self, rank: int) -> Span | None:
+        return next((span for span in self.spans if span.rank == rank), None)
+
+    @property
+    def writer(self) -> int:
+        """Who puts the whole together: the one with most of it."""
+        return max(self.spans, key=lambda span: (span.end - span.begin, -span.rank)).rank
+
+    @property
+    def step(self) -> Tensor | None:
+        """How often it was updated."""
+        found = self.state.get("step")
+        if found is None and self.state:
+            found = self._group.get("step")
+        return None if found is None else torch.as_tensor(found, dtype=torch.float32).reshape(1).cpu()
+
+    @torch.no_grad()
+    def put_state(self, moments: Mapping[str, Tensor], step: float) -> None:
+        """Overwrite what Adam knows of this rank's numbers."""
+        if self.main is None:
+            return
+        state = self.optimizer.state[self.main]
+        for name, values in moments.items():
+            if name not in state:
+                state[name] = torch.zeros_like(self.main, dtype=torch.float32, requires_grad=False)
+            state[name].copy_(values.reshape(self.main.shape))
+        if isinstance(self.optimizer, torch.optim.Adam):
+            state["step"] = torch.tensor(step, dtype=torch.float32)
+        else:
+            self._group["step"] = int(step)
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return next(group for group in groups if any(one is self.main for one in group["params"]))
+
+
+def find_masters(optimizer: Any, parameters: Mapping[str, nn.Parameter], rank: int) -> dict[str, Master]:
+    """Those of all trained parameters, by their global names; `optimizer` is what Megatron made for them."""
+    by_parameter = {id(parameter): name for name, parameter in parameters.items()}
+    found: dict[str, Master] = {}
+    for one in optimizer.chained_optimizers:
+        if one.is_stub_optimizer:
+            continue
+        for master in _shared(one) if isinstance(one, DistributedOptimizer) else _alone(one, parameters, rank):
+            if id(master.parameter) in by_parameter:
+                found[by_parameter[id(master.parameter)]] = master
+    return {name: found[name] for name in parameters if name in found}
+
+
+def _shared(optimizer: Any) -> Iterator[Master]:
+    for buffer in optimizer.buffers:
+        members = dist.get_process_group_ranks(buffer.data_parallel_group)
+        for parameter, (begin, end, bucket_id) in buffer.param_index_map.items():
+            bucket = buffer.buckets[bucket_id]
+            each = bucket.grad_data.numel() // len(members)
+            begin, end = begin - bucket.offset, end - bucket.offset
+            spans = tuple(
+                Span(members[number], max(begin, number * each) - begin, min(end, (number + 1) * each) - begin)
+                for number in range(begin // each, -(-end // each))
+            )
+            place = optimizer.model_param_group_index_map.get(parameter)
+            main = None if place is None else optimizer.optimizer.param_groups[place[0]]["params"][place[1]]
+            yield Master(parameter, spans, optimizer.optimizer, main, is_shared=True)
+
+
+def _alone(optimizer: Any, parameters: Mapping[str, nn.Parameter], rank: int) -> Iterator[Master]:
+    updated = {id(one) for group in optimizer.optimizer.param_groups for one in group["params"]}
+    for parameter in parameters.values():
+        copy = getattr(parameter, "main_param", None)
+        main = parameter if copy is None else copy
+        if id(main) in updated:
+            whole = (Span(rank, 0, parameter.numel()),)
+            yield Master(parameter, whole, optimizer.optimizer, main, is_shared=False)
