@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.family_models import make_family_folder
 from tests.megatron.ranks import RankGroup
 from tests.train.tiny_training import CONFIGS
 
@@ -38,6 +39,19 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         if kind not in made:
             made[kind] = _make_folder(kind, tmp_path_factory.mktemp("models") / kind)
         return made[kind]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By the name of a case in `tests.family_models`."""
+    made: dict[str, Path] = {}
+
+    def folder(case: str) -> Path:
+        if case not in made:
+            made[case] = make_family_folder(tmp_path_factory.mktemp("family") / case, case)
+        return made[case]
 
     return folder
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slime.train.backends.megatron.layout import Layout
+from slime.train.samples.packing import PackedLayout
 from tests.family_models import family_config
 
 LENGTHS = (8, 4, 12, 8)
@@ -48,26 +49,26 @@ def build(folder: Path, layout: Layout, **flags: Any) -> tuple[list[Any], dict[s
 
 @torch.no_grad()
 def fill(stages: Sequence[Any], folder: Path, rules: Any) -> None:
-    from megatron.core import parallel_state as groups
-    from safetensors.torch import load_file
-
-    from slime.models.families.rules import entries_by_name
+    """Put what a folder has into all parameters of this rank."""
     from slime.train.backends.megatron.names import global_buffers, global_names
 
-    entries = entries_by_name(rules)
-    saved: dict[str, Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        saved |= load_file(file)
-    for name, target in {**global_names(stages), **global_buffers(stages)}.items():
-        entry = entries[name]
-        if entry.is_expert:
-            rank, size = groups.get_expert_tensor_parallel_rank(), groups.get_expert_tensor_parallel_world_size()
-        else:
-            rank, size = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
-        whole = [saved[hf] for hf in entry.hf]
-        shard = entry.form.shard([tuple(tensor.shape) for tensor in whole], rank, size)
+    wanted = local_tensors(folder, rules, {**global_names(stages), **global_buffers(stages)})
+    for target, found in wanted.values():
+        target.copy_(found)
+
+
+def local_tensors(folder: Path, rules: Any, named: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of every name: the tensor that was given, and this rank's part of what the folder has for it."""
+    from slime.models.families.rules import entries_by_name
+
+    entries, saved = entries_by_name(rules), saved_tensors(folder)
+    found = {}
+    for name, target in named.items():
+        whole = [saved[hf] for hf in entries[name].hf]
+        shard = shard_of(entries[name], [tuple(tensor.shape) for tensor in whole])
         assert tuple(target.shape) == tuple(shard.shape), (name, target.shape, shard.shape)
-        target.copy_(shard.join([whole[share.source][share.region] for share in shard.shares]))
+        found[name] = target, shard.join([whole[share.source][share.region] for share in shard.shares])
+    return found
 
 
 def tokens(vocab_size: int) -> list[Tensor]:
@@ -89,3 +90,49 @@ def whole_sequence(parts: Sequence[Tensor]) -> Tensor:
         return parts[0]
     halves = [part.chunk(2) for part in parts]
     return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)])
+
+
+def through(stages: list[Any], sequences: Sequence[Tensor], layout: Layout) -> Tensor | None:
+    """Pass sequences as one packed row through all stages of all processes; this rank's logits of its tokens [1, t, v]
+    where the last stage is."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as groups
+
+    from slime.train.backends.megatron.names import unwrapped
+    from slime.train.backends.megatron.spec.attention import RowParams
+
+    lengths = tuple(len(sequence) for sequence in sequences)
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    params = RowParams.of(PackedLayout(lengths, bounds, max(lengths)))
+    own = [own_slices(sequence, groups.get_context_parallel_rank(), layout.context) for sequence in sequences]
+    ids = torch.cat(own)[None]
+    rank, size = groups.get_pipeline_model_parallel_rank(), layout.pipeline
+    shared = layout.tensor if layout.sequence_parallel else 1
+    output, states = None, torch.empty(ids.shape[1] // shared, 1, unwrapped(stages[0]).config.hidden_size)
+    for number in range(len(stages) * size):
+        stage = stages[number // size]
+        if number % size == rank:
+            unwrapped(stage).set_input_tensor(states)
+            output = stage(input_ids=ids, position_ids=None, attention_mask=None, packed_seq_params=params)
+            if not unwrapped(stage).post_process:
+                states = output.contiguous()
+        if number + 1 < len(stages) * size:
+            dist.broadcast(states, group=groups.get_pipeline_model_parallel_group(), group_src=number % size)
+    return output if unwrapped(stages[-1]).post_process else None
+
+
+def shard_of(entry: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+    """What this rank holds of a parameter."""
+    from megatron.core import parallel_state as groups
+
+    if entry.is_expert:
+        rank, size = groups.get_expert_tensor_parallel_rank(), groups.get_expert_tensor_parallel_world_size()
+    else:
+        rank, size = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
+    return entry.form.shard(shapes, rank, size)
+
+
+def saved_tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

@@ -67,6 +67,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "recomputed tp2 sp": ("grpo", 2, {**SP, **RECOMPUTED}),
     "dp2, overlapping": ("grpo", 2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
     "tp2 pp2": ("grpo", 4, {**TP, **PP}),
+    "moe tp2 sp, experts cut": ("moe", 2, SP),
+    "moe tp2 sp, experts whole": ("moe", 2, {**SP, "expert_tensor_parallel_size": 1}),
     "moe tp2 sp ep2 dp2": ("moe", 4, {**SP, **EP}),
     "tp2 sp cp2 pp2": ("grpo", 8, {**SP, **CP, **PP}),
     "moe tp2 sp pp2 ep2 dp2": ("moe", 8, {**SP, **PP, **EP}),

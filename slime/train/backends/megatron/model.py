@@ -66,7 +66,23 @@ def _stage(
     if last and value_head:
         stage.output_layer = ValueHead(config)
     mark_tensor_parallel(stage)
+    _mark_experts(stage, config)
     return stage if config.use_cpu_initialization else stage.cuda()  # routers are made on the host
+
+
+def _mark_experts(stage: nn.Module, config: TransformerConfig) -> None:
+    """Let gradients of experts be summed over the ranks that have the same ones.
+
+    Megatron does so where there are several expert-parallel ranks; but those that cut all other matrices and have the
+    same experts whole see other tokens each, too.
+    """
+    like_the_rest = (
+        config.expert_model_parallel_size == 1
+        and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+    )
+    for name, parameter in stage.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = like_the_rest  # type: ignore[attr-defined]
 
 
 class ValueHead(nn.Module):

@@ -43,15 +43,13 @@ class _GroupedLinear(nn.Module):
         device = "cpu" if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
         for expert in range(num_gemms):
             weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
-            self._add(f"weight{expert}", weight, config)
+            self._add(f"weight{expert}", weight)
             if bias:
                 row = nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype, device=device))
-                self._add(f"bias{expert}", row, config)
+                self._add(f"bias{expert}", row)
         self.has_bias = bias
 
-    def _add(self, name: str, parameter: nn.Parameter, config: TransformerConfig) -> None:
-        # gradients of experts are summed over the ranks that have the same ones
-        parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+    def _add(self, name: str, parameter: nn.Parameter) -> None:
         set_tensor_model_parallel_attributes(
             parameter, is_parallel=True, dim=min(self.cut, parameter.dim() - 1), stride=1
         )
