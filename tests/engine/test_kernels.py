@@ -1,4 +1,4 @@
-"""The CUDA kernels, run by Triton's interpreter: attention over slots against attention spelled out."""
+"""The CUDA kernels, run by Triton's interpreter, against the same spelled out."""
 
 import os
 import subprocess
@@ -64,9 +64,63 @@ assert worst < 1e-4, worst
     [(16, 16, 0, 0.0, "none"), (24, 16, 40, 0.0, "none"), (16, 32, 0, 5.0, "sinks"), (80, 80, 33, 2.0, "sinks")],
 )
 def test_kernels_match_attention_spelled_out(dim: int, value_dim: int, window: int, softcap: float, sinks: str) -> None:
-    arguments = [str(x) for x in (1, dim, value_dim, window, softcap, sinks)]
+    run(PROGRAM, *(str(x) for x in (1, dim, value_dim, window, softcap, sinks)))
+
+
+EXPERTS = r"""
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from slime.engine.embedded.model import delta_kernels, delta_net, expert_kernels
+from tests.tiny_models import SMALL
+
+torch.manual_seed(0)
+worst, rows, slots = 0.0, torch.zeros(9, 3, 2, dtype=torch.uint8), torch.tensor([4, 2, 8])
+shapes = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 72},
+}
+for model_type, shape in shapes.items():
+    config = AutoConfig.for_model(model_type, **{**SMALL, **shape}, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config)
+    experts = next(m for m in model.modules() if hasattr(m, "is_concatenated"))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.2)
+
+    def multiplied(hidden, index, weights):
+        expert_kernels.note_experts(rows, slots, 1, index[:3])
+        return expert_kernels.multiply_experts(experts, hidden, index, weights)
+
+    compiled = torch.compile(multiplied, backend="aot_eager")
+    for tokens, function in ((3, multiplied), (7, compiled if model_type == "gpt_oss" else multiplied), (30, multiplied)):
+        hidden = torch.randn(tokens, 64)
+        weights, index = torch.randn(tokens, experts.num_experts).softmax(-1).topk(2, -1)
+        if tokens == 7:
+            index[:] = torch.tensor([1, 2])  # some experts get all, others nothing
+        with torch.no_grad():
+            worst = max(worst, (function(hidden, index, weights) - experts(hidden, index, weights)).abs().max().item())
+        assert torch.equal(rows[slots, 1].long(), index[:3]) and not rows[:, 0].any(), rows
+
+picked = torch.tensor([3, 0])
+token = [torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 40), -torch.rand(2, 3), torch.rand(2, 3)]
+states, inputs = torch.randn(5, 3, 8, 40), torch.randn(5, 3, 24)
+plain_states, plain_inputs = states.clone(), inputs.clone()
+worst = max(worst, (delta_kernels.step(states, picked, *token) - delta_net.step(plain_states, picked, *token)).abs().max().item())
+fresh, weight = torch.randn(2, 24), torch.randn(24, 4)
+found = delta_kernels.convolve(inputs, picked, fresh, weight)
+worst = max(worst, (found - delta_net.convolve(plain_inputs, picked, fresh, weight)).abs().max().item())
+worst = max(worst, (states - plain_states).abs().max().item(), (inputs - plain_inputs).abs().max().item())
+print("worst", worst)
+assert worst < 1e-4, worst
+"""
+
+
+def test_experts_and_delta_nets_match_the_plain_ones() -> None:
+    run(EXPERTS)
+
+
+def run(program: str, *arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
+        [sys.executable, "-c", program, *arguments],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -8,6 +8,7 @@ it, so that a step that fails leaves nothing that looks right.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -93,9 +94,16 @@ class States:
         self.held = np.full(rows, -1)
         self.spans: list[Spans] | None = None  # of an extend step; None: a decode step, one token for each row
         self.rows = torch.empty(0, dtype=torch.int64, device=device)  # of a decode step
+        self.convolve: Callable[..., torch.Tensor]
+        self.step: Callable[..., torch.Tensor]
         self.conv: dict[int, torch.Tensor] = {}  # [rows, kernel - 1, channels]
         self.matrix: dict[int, torch.Tensor] = {}  # [rows, heads, key_dim, value_dim]
         self._device = device
+        self.convolve, self.step = convolve, step
+        if device.type == "cuda":
+            from slime.engine.embedded.model import delta_kernels
+
+            self.convolve, self.step = delta_kernels.convolve, delta_kernels.step
 
     def __bool__(self) -> bool:
         return bool(self.shapes)
@@ -179,11 +187,8 @@ class DeltaNet(nn.Module):
     def _decode(self, qkv: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
         conv, matrix = self._states.conv[self.layer], self._states.matrix[self.layer]
         rows = self._states.rows
-        window = torch.cat([conv[rows], qkv[:, None]], 1)  # [b, kernel, channels]
-        conv[rows] = window[:, 1:]
-        q, k, v = self._heads_of((window * self.conv1d.weight[:, 0].t()).sum(1))
-        mixed, matrix[rows] = delta_step(q, k, v, decay, beta.float(), matrix[rows])
-        return mixed.to(qkv.dtype)
+        q, k, v = self._heads_of(self._states.convolve(conv, rows, qkv, self.conv1d.weight[:, 0]))
+        return self._states.step(matrix, rows, q, k, v, decay, beta.float()).to(qkv.dtype)
 
     def _extend(self, spans: Spans, qkv: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
         """`[b, longest, heads, value_dim]` in fp32; behind the end of a piece beta and decay are zero: no effect."""
@@ -202,6 +207,20 @@ class DeltaNet(nn.Module):
             s.conv[layer][spans.rows] = window[torch.arange(len(qkv), device=qkv.device)[:, None], last]
             s.matrix[layer][spans.rows] = end
         return mixed
+
+
+def convolve(inputs: torch.Tensor, rows: torch.Tensor, fresh: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The newest output `[b, channels]` over the rows of `inputs [rows, kernel - 1, channels]`, which move on."""
+    window = torch.cat([inputs[rows], fresh[:, None]], 1)
+    inputs[rows] = window[:, 1:]
+    return (window * weight.t()).sum(1)
+
+
+def step(matrices: torch.Tensor, rows: torch.Tensor, *token: torch.Tensor) -> torch.Tensor:
+    """One token of `rows` through the delta rule, `token` being q, k, v, decay and beta as `delta_step` takes them."""
+    q, k, v, decay, beta = token
+    out, matrices[rows] = delta_step(q, k, v, decay, beta, matrices[rows])
+    return out
 
 
 def delta_step(

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ class RoutedExperts:
         self.topk = 0
         self._rows: torch.Tensor | None = None  # [slots + 1, layers, topk]
         self._kind = torch.uint8
+        self.multiply, self._write = _experts_code(context.device)
 
     def allocate(self, slots: int) -> None:
         if self.topk:
@@ -45,7 +48,7 @@ class RoutedExperts:
             self.topk = max(self.topk, index.shape[1])
             self._kind = torch.uint8 if count <= 1 << 8 else torch.int16
             return
-        self._rows[self._context.slots, layer] = index.to(self._kind)
+        self._write(self._rows, self._context.slots, layer, index)
 
     def of(self, slots: np.ndarray) -> np.ndarray:
         """The rows of these slots, int32 `[n, layers, topk]`."""
@@ -54,21 +57,36 @@ class RoutedExperts:
         return picked.cpu().numpy().astype(np.int32)
 
 
+def _experts_code(device: torch.device) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
+    """How tokens are multiplied with their experts there, and how rows are written."""
+    if device.type == "cuda":
+        from slime.engine.embedded.model.expert_kernels import multiply_experts, note_experts
+
+        return multiply_experts, note_experts
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def write(rows: torch.Tensor, slots: torch.Tensor, layer: int, index: torch.Tensor) -> None:
+        rows[slots, layer] = index.to(rows.dtype)
+
+    return ALL_EXPERTS_FUNCTIONS["grouped_mm"], write  # torch's own product in groups: one call for all experts
+
+
 def watch_experts(model: PreTrainedModel, context: AttentionContext) -> RoutedExperts:
     """Let the experts of `model` be multiplied in groups and noted. Models without any are left alone."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+    from transformers.integrations.moe import ExpertsInterface
 
     routed = RoutedExperts(context, model.config.get_text_config().num_hidden_layers)
-    places = {id(module): layer for module, layer in _expert_layers(model)}
-    if not places:
+    layers = _expert_layers(model)
+    if not layers:
         return routed
-    grouped = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    for module, layer in layers:
+        module.layer_idx = layer  # type: ignore[assignment]
 
     def experts(
-        module: nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        routed.note(places[id(module)], top_k_index, module.num_experts)  # type: ignore[arg-type]
-        return grouped(module, hidden, top_k_index, top_k_weights)
+        routed.note(module.layer_idx, top_k_index, module.num_experts)
+        return routed.multiply(module, hidden, top_k_index, top_k_weights)
 
     name = f"slime_experts_{next(_names)}"
     ExpertsInterface.register(name, experts)
