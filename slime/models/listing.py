@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slime.models.families.family import family_of
 from slime.models.model_args import model_args, scripts
-from slime.models.published import published_model, published_models
+from slime.models.published import Published, published_model, published_models
 from slime.models.shape import ModelShape
 
 
@@ -20,6 +20,7 @@ def models_command(words: Sequence[str]) -> int:
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="one model")
     parser.add_argument("--args", action="store_true", help="its shape in Megatron's flags instead, one a line")
+    parser.add_argument("--layout", action="store_true", help="GPUs and Megatron layout that it fits on, as flags of plan")
     parser.add_argument("--write", metavar="DIR", help="a folder with its config.json alone, to plan with")
     parser.add_argument("--scripts", metavar="DIR", help="write scripts/models/*.sh of all models")
     given = parser.parse_args(list(words))
@@ -30,11 +31,20 @@ def models_command(words: Sequence[str]) -> int:
         print(table(), end="")
     elif given.write is not None:
         published_model(given.name).write(Path(given.write))
+    elif given.layout:
+        print(*layout_words(published_model(given.name)))
     elif given.args:
         print(*model_args(published_model(given.name).config), sep="\n")
     else:
         print(json.dumps(published_model(given.name).config, indent=2))
     return 0
+
+
+def layout_words(model: Published) -> list[str]:
+    """Flags with which `slime plan` shows the model on the GPUs that its layout is for."""
+    nodes, gpus, _ = model.cluster.split("x")
+    trainers = ["--actor-num-nodes", nodes, "--actor-num-gpus-per-node", gpus]
+    return ["--plan-cluster", model.cluster, *trainers, "--colocate", "--train-backend", "megatron", *model.layout]
 
 
 def table() -> str:

@@ -1,6 +1,7 @@
 """Models that others published, by the name of their script: what their config.json says of their shape.
 
-    {name: {"title": who it is, "like": another name (optional), "config": what differs from that one}}
+    {name: {"title": who it is, "like": another name (optional), "config": what differs from that one,
+            "layout": {"cluster": machines x GPUs x GiB, "flags": how Megatron cuts it there}}}
 
 Invariant: this is the only place where the size of a model is written down; scripts, documentation and plans are made
 of it.
@@ -25,6 +26,10 @@ class Published:
     name: str
     title: str
     config: dict[str, Any]
+    cluster: str
+    """GPUs that it can be trained on, as `--plan-cluster` takes them."""
+    layout: tuple[str, ...]
+    """How Megatron cuts it over them, as flags."""
 
     def write(self, folder: Path) -> None:
         """A folder that can be planned with, without weights."""
@@ -35,7 +40,7 @@ class Published:
 def published_models() -> dict[str, Published]:
     """All of them, in the order of their names."""
     entries: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))
-    return {name: Published(name, entry["title"], _config(entries, name)) for name, entry in entries.items()}
+    return {name: _published(entries, name) for name in entries}
 
 
 def published_model(name: str) -> Published:
@@ -43,6 +48,14 @@ def published_model(name: str) -> Published:
     if name not in models:
         raise UserError(f"{name} is none of the models whose shape is known: slime models lists them")
     return models[name]
+
+
+def _published(entries: dict[str, dict[str, Any]], name: str) -> Published:
+    entry, source = entries[name], entries[name]
+    while "layout" not in source:
+        source = entries[source["like"]]
+    layout = source["layout"]
+    return Published(name, entry["title"], _config(entries, name), layout["cluster"], tuple(layout["flags"].split()))
 
 
 def _config(entries: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
