@@ -124,7 +124,8 @@ def test_an_aborted_sequence_has_the_experts_of_what_it_sampled(folder: Path) ->
 
         def notify(seq: Sequence) -> None:
             if len(seq.output_ids) == 5:
-                core.call(lambda: (core.pause("retract"), core.abort(seq.rid)))
+                core.call(lambda: core.pause("retract"))
+                core.call(lambda: core.abort(seq.rid))
             waiter.notify(seq)
 
         [seq] = request.sequences(facts, notify)
@@ -161,7 +162,7 @@ def test_experts_come_over_http(folder: Path) -> None:
         whole, refused, silent, events = asyncio.run(ask(core))
     last = json.loads(events[-2])
     for one in (*whole, last):
-        tokens = [*body["input_ids"], *one["output_ids"]]  # type: ignore[misc]
+        tokens = [*body["input_ids"], *one["output_ids"]]
         assert_same(rows_of(one["meta_info"], 2), true_rows(folder, tokens[:-1], 2))
     assert "routed_experts" not in json.dumps(silent)
     assert refused["error"]["param"] == "routed_experts_start_len"

@@ -54,7 +54,7 @@ def step(
 
 
 @step.register_fake
-def _(states, rows, q, k, v, decay, beta):  # type: ignore[no-untyped-def]
+def _(states, rows, q, k, v, decay, beta):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
@@ -67,5 +67,5 @@ def convolve(inputs: torch.Tensor, rows: torch.Tensor, fresh: torch.Tensor, weig
 
 
 @convolve.register_fake
-def _(inputs, rows, fresh, weight):  # type: ignore[no-untyped-def]
+def _(inputs, rows, fresh, weight):
     return torch.empty_like(fresh)

@@ -109,7 +109,7 @@ def _product(
 
 
 @_product.register_fake
-def _(x, weight, bias, order, ends, tile_ends, tile_expert, rows, topk, spreads, transposed):  # type: ignore[no-untyped-def]
+def _(x, weight, bias, order, ends, tile_ends, tile_expert, rows, topk, spreads, transposed):
     return x.new_empty(order.shape[0], weight.shape[2] if transposed else weight.shape[1])
 
 
@@ -142,5 +142,5 @@ def note_experts(rows: torch.Tensor, slots: torch.Tensor, layer: int, index: tor
 
 
 @note_experts.register_fake
-def _(rows, slots, layer, index):  # type: ignore[no-untyped-def]
+def _(rows, slots, layer, index):
     return None
