@@ -32,6 +32,7 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1, "ref_update_decay": 0.5, **KEPT},
     ),
+    "stateless": ("llama", {"use_stateless_adam": True, "weight_decay": 0.1, "lr": 0.01, "clip_grad": 0.01}),
     "frozen": ("qwen3", {"freeze_params_name_list": [r"layers\.[01]\."], "weight_decay": 0.1}),
     "moe": ("qwen3_moe", {"use_tis": True, "tis_batch_normalize": True}),
 }
@@ -55,7 +56,13 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dp2, copies": ("grpo", 2, COPIED),
     "cp2": ("grpo", 2, CP),
     "untied pp2": ("untied", 2, PP),
+    "moe pp2": ("moe", 2, PP),
+    "moe pp2 interleaved": ("moe", 2, INTERLEAVED),
+    "moe dp2": ("moe", 2, {}),
+    "moe cp2": ("moe", 2, CP),
     "moe ep2": ("moe", 2, EP),
+    "moe ep2, copies": ("moe", 2, {**EP, **COPIED}),
+    "stateless dp2": ("stateless", 2, {}),
     "ppo tp2 sp": ("ppo", 2, SP),
     "ppo pp2": ("ppo", 2, PP),
     "custom loss cp2": ("custom loss", 2, CP),
@@ -67,6 +74,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "recomputed tp2 sp": ("grpo", 2, {**SP, **RECOMPUTED}),
     "dp2, overlapping": ("grpo", 2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
     "tp2 pp2": ("grpo", 4, {**TP, **PP}),
+    "tp2 pp2 interleaved": ("grpo", 4, {**TP, **INTERLEAVED}),
+    "moe tp2 sp pp2": ("moe", 4, {**SP, **PP}),
     "moe tp2 sp, experts cut": ("moe", 2, SP),
     "moe tp2 sp, experts whole": ("moe", 2, {**SP, "expert_tensor_parallel_size": 1}),
     "moe tp2 sp ep2 dp2": ("moe", 4, {**SP, **EP}),
@@ -83,7 +92,7 @@ def by_fsdp(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> C
     def numbers(training: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
         if training not in made:
             model, flags = TRAININGS[training]
-            alone = InProcess(config_for(model_folder(model), tmp_path_factory.mktemp("one"), **COMMON, **flags))
+            alone = InProcess(config_for(model_folder(model), tmp_path_factory.mktemp("one"), **{**COMMON, **flags}))
             metrics = []
             for rollout_id in range(ROLLOUTS):
                 result = alone.train(rollout_id, make_samples(3, 3, seed=rollout_id))
@@ -145,3 +154,20 @@ def test_the_numbers_move_by_more_than_they_are_compared_with(
     _, weights = by_fsdp(training)
     before = load_file(model_folder(TRAININGS[training][0]) / "model.safetensors")
     assert max(float((tensor - before[name]).abs().max()) for name, tensor in weights.items()) > 1e-3
+
+
+@pytest.mark.parametrize("flags", [SP, {}], ids=["tp2 sp", "dp2"])
+def test_half_precision_stays_near_fsdps(
+    flags: dict[str, Any], ranks: Callable[[int], RankGroup], model_folder: Folder, tmp_path: Path
+) -> None:
+    folder = model_folder("llama")
+    half = {"dtype": "bfloat16", "entropy_coef": 0.01}
+    alone = InProcess(config_for(folder, tmp_path, **{**COMMON, **half}))
+    expected = [alone.train(number, make_samples(3, 3, seed=number))["metrics"][0] for number in range(ROLLOUTS)]
+    found = ranks(2).run(run_layout, folder, tmp_path, {**half, **flags})
+    for name in ("train/loss", "train/grad_norm", "train/entropy_loss"):
+        got = [metrics[name] for metrics in found[0].metrics if name in metrics]
+        assert got == pytest.approx([metrics[name] for metrics in expected], rel=0.03, abs=0.003)
+    wanted = alone.weights
+    for name, tensor in whole(found, folder).items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=2**-7, atol=3e-3, msg=lambda m, n=name: f"{n}: {m}")

@@ -73,7 +73,8 @@ class MegatronBackend:
         self._tensors: dict[str, Tensor] = {**self._parameters, **global_buffers(model.stages)}
         wrapped = sum_gradients(model.stages, ddp_config(config, model.groups.layout))
         self.model = StagedModel(model.stages, wrapped, model.head, model.groups)
-        self.optimizer = StepOptimizer(wrapped, optimizer_config(config, compute_dtype=model.config.params_dtype))
+        settings = optimizer_config(config, compute_dtype=model.config.params_dtype)
+        self.optimizer = StepOptimizer(wrapped, settings, is_stateless=config.use_stateless_adam)
         self.frozen = FrozenSets(self._tensors, load_frozen, like_policy)
         self._averages = config.ref_update_decay > 0
         self._placement = place_model(model, folder, self._tensors)

@@ -62,12 +62,13 @@ def sum_gradients(stages: Sequence[Any], settings: DistributedDataParallelConfig
 
 
 class StepOptimizer:
-    """Of the stages that `sum_gradients` gave."""
+    """Of the stages that `sum_gradients` gave; `is_stateless`: every update is Adam's first, and nothing is kept."""
 
-    def __init__(self, wrapped: Sequence[Any], settings: OptimizerConfig) -> None:
+    def __init__(self, wrapped: Sequence[Any], settings: OptimizerConfig, *, is_stateless: bool = False) -> None:
         self.wrapped = list(wrapped)
         self.megatron = get_megatron_optimizer(settings, self.wrapped, use_gloo_process_groups=False)
         self._clip_grad = settings.clip_grad
+        self._is_stateless = is_stateless
 
     def clip(self, device: torch.device) -> Tensor:
         """The global norm before clipping."""
@@ -85,6 +86,8 @@ class StepOptimizer:
             group["lr"] = rates.learning_rate * group["lr_mult"]
             group["weight_decay"] = rates.weight_decay * group["wd_mult"]
         self.megatron.step_with_ready_grads()
+        if self._is_stateless:
+            self.forget_state()
 
     def drop_gradients(self) -> None:
         for one in self.wrapped:
