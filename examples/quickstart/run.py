@@ -2,7 +2,7 @@
 it to add.
 
 python examples/quickstart/run.py [--device cpu|cuda] [--output-dir DIR] [--seed N] [--mode sync|partial|one-step|full]
-                                  [--lora-rank N]
+                                  [--lora-rank N] [--tensor-parallel N] [--pipeline-parallel N]
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mode", choices=list(MODES), default="sync", help="how generation and training overlap")
     parser.add_argument("--lora-rank", type=int, default=0, help="train an adapter of this rank in the third step")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="third step: cut matrices with Megatron-Core")
+    parser.add_argument(
+        "--pipeline-parallel", type=int, default=1, help="third step: cut the layers with Megatron-Core"
+    )
     args = parser.parse_args()
     out: Path = args.output_dir
     common = {"device": args.device, "dtype": "float32", "input_key": "prompt", "label_key": "label", "seed": args.seed}
@@ -88,10 +92,19 @@ def main() -> int:
         output_dir=str(out),
         save_hf=str(out / "model"),
         **MODES[args.mode],
+        **cut_by_megatron(args.tensor_parallel, args.pipeline_parallel),
     )
     before, after = result.evaluations[0][1]["eval/held-out"], result.evaluations[-1][1]["eval/held-out"]
     print(verdict(before, after))
     return 0 if after >= LEARNED else 1
+
+
+def cut_by_megatron(tensor: int, pipeline: int) -> dict[str, Any]:
+    """Flags for as many training processes as share the model; none for one process, which FSDP trains with."""
+    if tensor * pipeline == 1:
+        return {}
+    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    return {"train_backend": "megatron", "actor_num_gpus_per_node": tensor * pipeline, "rollout_num_gpus": 1, **sizes}
 
 
 def verdict(before: float, after: float) -> str:
