@@ -20,7 +20,9 @@ def models_command(words: Sequence[str]) -> int:
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="one model")
     parser.add_argument("--args", action="store_true", help="its shape in Megatron's flags instead, one a line")
-    parser.add_argument("--layout", action="store_true", help="GPUs and Megatron layout that it fits on, as flags of plan")
+    parser.add_argument(
+        "--layout", action="store_true", help="GPUs and Megatron layout that it fits on, as flags of plan"
+    )
     parser.add_argument("--write", metavar="DIR", help="a folder with its config.json alone, to plan with")
     parser.add_argument("--scripts", metavar="DIR", help="write scripts/models/*.sh of all models")
     given = parser.parse_args(list(words))

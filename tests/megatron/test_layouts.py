@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.megatron.ranks import RankGroup
-from tests.megatron.trainings import COMMON, ROLLOUTS, Numbers, folder_shapes, run_layout
+from tests.megatron.trainings import COMMON, ROLLOUTS, Numbers, folder_shapes, run_layout, samples_for
 from tests.train.in_process import InProcess, config_for
-from tests.train.tiny_training import make_samples
 
 Folder = Callable[[str], Path]
 
@@ -35,6 +34,8 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "stateless": ("llama", {"use_stateless_adam": True, "weight_decay": 0.1, "lr": 0.01, "clip_grad": 0.01}),
     "frozen": ("qwen3", {"freeze_params_name_list": [r"layers\.[01]\."], "weight_decay": 0.1}),
     "moe": ("qwen3_moe", {"use_tis": True, "tis_batch_normalize": True}),
+    "engine's experts": ("qwen3_moe", {"use_rollout_routing_replay": True, "use_kl_loss": True, "kl_loss_coef": 0.1}),
+    "own experts": ("qwen3_moe", {"use_routing_replay": True, "num_steps_per_rollout": 3, "global_batch_size": 3}),
 }
 TP, SP, PP, CP, EP = (
     {"tensor_model_parallel_size": 2},
@@ -63,6 +64,10 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "moe ep2": ("moe", 2, EP),
     "moe ep2, copies": ("moe", 2, {**EP, **COPIED}),
     "stateless dp2": ("stateless", 2, {}),
+    "engine's experts pp2 interleaved, recomputed": ("engine's experts", 2, {**INTERLEAVED, **RECOMPUTED}),
+    "engine's experts cp2 ep2": ("engine's experts", 2, {**CP, **EP}),
+    "own experts ep2": ("own experts", 2, EP),
+    "own experts pp2": ("own experts", 2, PP),
     "ppo tp2 sp": ("ppo", 2, SP),
     "ppo pp2": ("ppo", 2, PP),
     "custom loss cp2": ("custom loss", 2, CP),
@@ -79,6 +84,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "moe tp2 sp, experts cut": ("moe", 2, SP),
     "moe tp2 sp, experts whole": ("moe", 2, {**SP, "expert_tensor_parallel_size": 1}),
     "moe tp2 sp ep2 dp2": ("moe", 4, {**SP, **EP}),
+    "engine's experts tp2 sp ep2 cp2": ("engine's experts", 4, {**SP, **EP, **CP}),
     "tp2 sp cp2 pp2": ("grpo", 8, {**SP, **CP, **PP}),
     "moe tp2 sp pp2 ep2 dp2": ("moe", 8, {**SP, **PP, **EP}),
 }
@@ -95,7 +101,7 @@ def by_fsdp(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> C
             alone = InProcess(config_for(model_folder(model), tmp_path_factory.mktemp("one"), **{**COMMON, **flags}))
             metrics = []
             for rollout_id in range(ROLLOUTS):
-                result = alone.train(rollout_id, make_samples(3, 3, seed=rollout_id))
+                result = alone.train(rollout_id, samples_for(alone.config, rollout_id))
                 rollout = {
                     name: value for name, value in result["rollout_metrics"].items() if not name.startswith("perf/")
                 }

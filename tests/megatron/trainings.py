@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -13,6 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slime.config import Config
+from slime.data.routed_experts import RoutedModel
+from slime.data.sample import Sample
 from slime.train.backends.megatron.backend import MegatronBackend
 from slime.train.group import rank_shares
 from slime.train.samples.batch import flatten_samples, make_train_batch
@@ -60,7 +63,7 @@ def train(ranks: Ranks, config: Config) -> Numbers:
 def train_rollout(trainer: Trainer, config: Config, rollout_id: int) -> list[dict[str, float]]:
     """The metrics of every step of a rollout, and those of the whole."""
     data = trainer.topology.data
-    batch = make_train_batch(config, flatten_samples(make_samples(3, 3, seed=rollout_id)))
+    batch = make_train_batch(config, flatten_samples(samples_for(config, rollout_id)))
     count = len(set(batch.rollout_ids))
     schedule = build_schedule(
         batch.total_lengths,
@@ -74,6 +77,20 @@ def train_rollout(trainer: Trainer, config: Config, rollout_id: int) -> list[dic
     result = trainer.train(rollout_id, rank_shares(batch, schedule)[data.rank])
     rollout = {name: value for name, value in result["rollout_metrics"].items() if not name.startswith("perf/")}
     return [*result["metrics"], rollout]
+
+
+def samples_for(config: Config, rollout_id: int) -> list[list[Sample]]:
+    """The same for every layout; with the experts of an engine that chose at random, where these are repeated."""
+    groups = make_samples(3, 3, seed=rollout_id)
+    if not config.use_rollout_routing_replay:
+        return groups
+    routed = RoutedModel.of(str(config.hf_checkpoint))
+    assert routed is not None
+    generator = np.random.default_rng(rollout_id)
+    for sample in flatten_samples(groups):
+        drawn = generator.random((sample.total_length - 1, routed.num_layers, routed.num_experts))
+        sample.rollout_routed_experts = np.argsort(drawn, axis=-1)[..., : routed.topk].astype(np.uint8)
+    return groups
 
 
 def own_pieces(backend: MegatronBackend) -> Pieces:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class MegatronBackend:
         choose_trainable(self._parameters, self.topology.world, **patterns)
         self._tensors: dict[str, Tensor] = {**self._parameters, **global_buffers(model.stages)}
         wrapped = sum_gradients(model.stages, ddp_config(config, model.groups.layout))
-        self.model = StagedModel(model.stages, wrapped, model.head, model.groups)
+        self.model = replace(model, wrapped=wrapped)
         settings = optimizer_config(config, compute_dtype=model.config.params_dtype)
         self.optimizer = StepOptimizer(wrapped, settings, is_stateless=config.use_stateless_adam)
         self.frozen = FrozenSets(self._tensors, load_frozen, like_policy)
@@ -106,7 +107,14 @@ class MegatronBackend:
         own_routing: bool = False,
     ) -> list[Scores]:
         with self.using(weights), self._evaluating():
-            return score_passes(self._active, micro_batches, self.progress, entropy=entropy, doing=weights)
+            return score_passes(
+                self._active,
+                micro_batches,
+                self.progress,
+                entropy=entropy,
+                doing=weights,
+                own_routing=own_routing,
+            )
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

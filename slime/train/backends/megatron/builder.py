@@ -18,6 +18,7 @@ from slime.train.backends.megatron.heads import OUTPUT_WEIGHT, Head, PolicyHead,
 from slime.train.backends.megatron.layout import Layout
 from slime.train.backends.megatron.model import build_stages
 from slime.train.backends.megatron.passes import StagedModel
+from slime.train.backends.megatron.replay import Routers
 from slime.train.backends.megatron.settings import transformer_config
 from slime.train.backends.megatron.weights import ModelFolder, read_weights
 from slime.train.progress import Progress
@@ -81,7 +82,8 @@ class MegatronBuilder:
         )
         if self.groups.is_last_stage:
             hand_on_hidden(stages[-1])
-        return StagedModel(stages, stages, head, self.groups)
+        repeats = config.use_routing_replay and not isinstance(head, ValueHead)
+        return StagedModel(stages, stages, head, self.groups, Routers(stages, self.groups) if repeats else None)
 
     def _read(self, model: StagedModel, folder: ModelFolder) -> None:
         """A new value head stays zero."""

@@ -8,7 +8,7 @@ want as many micro-batches as there are stages at a time: rows of two tokens tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from slime.train.backends.megatron.groups import Groups
 from slime.train.backends.megatron.heads import Head
+from slime.train.backends.megatron.replay import Routers
 from slime.train.backends.megatron.rows import RowSlices, slice_row
 from slime.train.backends.megatron.spec.attention import RowParams
 from slime.train.backends.protocol import Objective, Reads, Scores, Totals
@@ -42,6 +43,8 @@ class StagedModel:
     wrapped: list[Any]
     head: Head
     groups: Groups
+    routers: Routers | None = None
+    """Where routers of experts repeat what micro-batches say."""
 
     @property
     def config(self) -> Any:
@@ -75,9 +78,15 @@ def train_passes(
 
 @torch.no_grad()
 def score_passes(
-    model: StagedModel, micro_batches: Sequence[MicroBatch], progress: Progress, *, entropy: bool, doing: str
+    model: StagedModel,
+    micro_batches: Sequence[MicroBatch],
+    progress: Progress,
+    *,
+    entropy: bool,
+    doing: str,
+    own_routing: bool = False,
 ) -> list[Scores]:
-    """What the head gives for each micro-batch, on all stages."""
+    """What the head gives for each micro-batch, on all stages; with `own_routing` routers follow nobody."""
     found: list[tuple[Tensor, Tensor]] = []
 
     def finish(_micro: MicroBatch, values: Tensor, entropies: Tensor) -> Tensor:
@@ -85,6 +94,7 @@ def score_passes(
         return values.new_zeros(())
 
     progress.begin(f"{doing}: micro-batch", len(micro_batches))
+    model = replace(model, routers=None) if own_routing else model
     _run(model, micro_batches, finish, progress, reads="log_probs", entropy=entropy, forward_only=True)
     counts = [sum(micro.lengths) for micro in micro_batches]
     values = _from_last_stage([one for one, _ in found], counts, model.groups)
@@ -120,17 +130,24 @@ def _run(
 
     def step(batches: Iterator[tuple[MicroBatch | None, PackedRow]], stage: Any) -> tuple[Tensor, Any]:
         micro, row = next(batches)
-        slices = slice_row(row, layout, model.groups.topology.context.rank)
+        slices, place = slice_row(row, layout, model.groups.topology.context.rank), model.wrapped.index(stage)
+        if model.routers is not None:
+            routing = None if micro is None else micro.routing
+            model.routers.begin(place, routing, slices, counts=not forward_only)
         output = stage(
             input_ids=slices.tokens,
             position_ids=slices.position_ids,
             attention_mask=None,
             packed_seq_params=RowParams.of(slices.layout),
         )
+        if model.routers is not None:
+            model.routers.keep(place)
         if micro is not None and stage is model.wrapped[-1]:
             progress.tick()
         return output, partial(head, micro, slices)
 
+    if model.routers is not None:
+        model.routers.forget()
     several = layout.virtual > 1
     run = get_forward_backward_func(layout.pipeline, layout.virtual if several else None)
     run(
@@ -142,6 +159,8 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    if model.routers is not None:
+        model.routers.forget()
 
 
 def _from_last_stage(found: list[Tensor], counts: Sequence[int], groups: Groups) -> list[Tensor]:

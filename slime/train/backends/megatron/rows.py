@@ -34,6 +34,7 @@ class RowSlices:
     counts: tuple[int, ...]  # r of every rank
     order: Tensor | None  # [R]: where each number of the row is among those of all ranks; None where it is there
     places: Tensor | None  # [T]: the same for tokens
+    source: Indices | None  # [t]: the token of the row that each one is, one past its end for padding; None: all are
 
     def responses(self, own: Tensor, ranks: Ranks) -> Tensor:
         """[R, ...] of what the ranks have computed for their `r` response tokens."""
@@ -80,6 +81,7 @@ def slice_row(row: PackedRow, layout: Layout, rank: int) -> RowSlices:
         counts=tuple(np.bincount(predicted_by, minlength=size).tolist()),
         order=None if size == 1 else put(np.argsort(np.argsort(predicted_by, kind="stable"))),
         places=None if in_place else put(owner * own_length + local),
+        source=None if in_place else source,
     )
 
 
