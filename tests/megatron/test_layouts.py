@@ -169,7 +169,7 @@ def test_half_precision_stays_near_fsdps(
     folder = model_folder("llama")
     half = {"dtype": "bfloat16", "entropy_coef": 0.01}
     alone = InProcess(config_for(folder, tmp_path, **{**COMMON, **half}))
-    expected = [alone.train(number, make_samples(3, 3, seed=number))["metrics"][0] for number in range(ROLLOUTS)]
+    expected = [alone.train(number, samples_for(alone.config, number))["metrics"][0] for number in range(ROLLOUTS)]
     found = ranks(2).run(run_layout, folder, tmp_path, {**half, **flags})
     for name in ("train/loss", "train/grad_norm", "train/entropy_loss"):
         got = [metrics[name] for metrics in found[0].metrics if name in metrics]
