@@ -89,9 +89,9 @@ _REFUSED_BY_REASON: dict[str, str] = {
         disable_parameter_transpose_cache enable_autocast
         """,
     _MODEL: """
-        softmax_scale softmax_type fp32_residual_connection apply_residual_connection_post_layernorm
-        layernorm_zero_centered_gamma add_bias_linear gated_linear_unit glu_linear_offset activation_func_clamp_value
-        num_moe_experts window_size window_attn_skip_freq qk_l2_norm no_rope_freq mrope_section is_hybrid_model
+        softmax_scale fp32_residual_connection apply_residual_connection_post_layernorm
+        layernorm_zero_centered_gamma add_bias_linear gated_linear_unit
+        num_moe_experts qk_l2_norm no_rope_freq mrope_section is_hybrid_model
         mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
         heterogeneous_block_specs hetereogenous_dist_checkpoint moe_latent_size moe_apply_probs_on_input
         apply_query_key_layer_scaling dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss moe_token_dropping
