@@ -147,6 +147,23 @@ CONTRACTS: tuple[Contract, ...] = (
     Contract(
         "--custom-update-weight-post-write-path", ("args", "version_dir", "rollout_engines"), names=("post_write",)
     ),
+    Contract(
+        "--custom-model-provider-path",
+        ("pre_process", "post_process"),
+        offered=("vp_stage", "config", "args", "default"),
+        names=("model_provider",),
+    ),
+    Contract("--custom-megatron-init-path", ("args",), names=("megatron_init", "init")),
+    Contract(
+        "--custom-megatron-before-log-prob-hook-path",
+        ("args", "model", "store_prefix"),
+        names=("before_log_prob", "hook"),
+    ),
+    Contract(
+        "--custom-megatron-before-train-step-hook-path",
+        ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
+        names=("before_train_step", "hook"),
+    ),
 )
 """Every path flag."""
 

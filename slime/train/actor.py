@@ -142,11 +142,14 @@ class Actor:
 
     # the updates
 
-    def train(self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """One optimizer step."""
+    def train(
+        self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch], *, step_id: int = 0
+    ) -> dict[str, float]:
+        """One optimizer step, the `step_id`-th of the rollout."""
         if self._objective is not None:
             set_importance_scale(self._objective.settings.correction, micro_batches, self.topology.data)
         rates = self.rates.at(self.state.updates)
+        self.backend.begin_step(rollout_id, step_id, rates)
         try:
             metrics = train_step(
                 self.backend,

@@ -46,15 +46,18 @@ class Critic:
         self, rollout_id: int, data: RolloutData, steps: Sequence[Sequence[MicroBatch]]
     ) -> list[dict[str, float]]:
         """One update for each step; metrics under the names that a critic's have."""
-        return [self._step(rollout_id, data, step) for step in steps]
+        return [self._step(rollout_id, data, step, step_id) for step_id, step in enumerate(steps)]
 
     def draft(self, rollout_id: int, folder: Path) -> Draft:
         """A checkpoint that is not written yet."""
         self.state.next_rollout_id = rollout_id + 1
         return CheckpointFolder.draft(folder, rollout_id, self.backend, self.state, self.config)
 
-    def _step(self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def _step(
+        self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch], step_id: int
+    ) -> dict[str, float]:
         rates = self.rates.at(self.state.updates)
+        self.backend.begin_step(rollout_id, step_id, rates)
         try:
             metrics: dict[str, Any] = train_step(self.backend, micro_batches, self._objective, rates)
         except NotFinite as found:

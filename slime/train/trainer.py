@@ -64,10 +64,10 @@ class Trainer:
         """Load the models, resume where `--load` says; the first rollout id to train on, and whose samples it gets."""
         config = self.config
         self.ranks = ranks
-        builder = make_builder(config, ranks, compute_dtype=self.dtype, progress=self.progress)
-        self.topology = builder.topology
         local_rank = ranks.rank % (config.actor_num_gpus_per_node or 1)
         tell_plugins(config, rank=ranks.rank, local_rank=local_rank, world_size=ranks.size)
+        builder = make_builder(config, ranks, compute_dtype=self.dtype, progress=self.progress)
+        self.topology = builder.topology
         self.timers = Timers(self.ranks.device)
         self.sender = WeightSender(config, dtype=self.rollout_dtype)
         _seed_everything(config.seed + self.ranks.rank)
@@ -249,8 +249,8 @@ class Trainer:
             if self.config.reset_optimizer_states:
                 self.actor.backend.forget_optimizer_state()
             with self.timers.measure("actor_train"):
-                for metrics, step in zip(merged, steps, strict=True):
-                    metrics |= self.actor.train(rollout_id, data, step)
+                for step_id, (metrics, step) in enumerate(zip(merged, steps, strict=True)):
+                    metrics |= self.actor.train(rollout_id, data, step, step_id=step_id)
         else:
             merged = [metrics | self.actor.idle_step() for metrics in merged]
         return [

@@ -26,6 +26,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 FLAG_OF = {
     "advantage": "--custom-advantage-function-path",
     "all_samples_process": "--rollout-all-samples-process-path",
+    "before_log_prob": "--custom-megatron-before-log-prob-hook-path",
+    "before_train_step": "--custom-megatron-before-train-step-hook-path",
     "buffer_filter": "--buffer-filter-path",
     "class_reward": "--custom-rm-path",
     "convert_samples": "--custom-convert-samples-to-train-data-path",
@@ -38,6 +40,8 @@ FLAG_OF = {
     "generate": "--custom-generate-function-path",
     "group_reward": "--custom-rm-path",
     "loss": "--custom-loss-function-path",
+    "megatron_init": "--custom-megatron-init-path",
+    "model_provider": "--custom-model-provider-path",
     "multi_turn_generate": "--custom-generate-function-path",
     "pg_loss_reducer": "--custom-pg-loss-reducer-function-path",
     "post_write": "--custom-update-weight-post-write-path",

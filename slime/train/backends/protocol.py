@@ -102,6 +102,9 @@ class TrainBackend(Protocol):
 
     # passes
 
+    def begin_step(self, rollout_id: int, step_id: int, rates: Rates) -> None:
+        """The passes of an optimizer step are about to begin; `step_id` counts those of the rollout."""
+
     def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],

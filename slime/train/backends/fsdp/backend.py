@@ -102,6 +102,9 @@ class FSDPBackend:
 
     # passes
 
+    def begin_step(self, rollout_id: int, step_id: int, rates: Rates) -> None:
+        pass  # nothing of the user's is called here
+
     def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],

@@ -21,6 +21,7 @@ from slime.train.backends.hf import Earlier, HfBucket, HfTensor
 from slime.train.backends.megatron.export import HfExport
 from slime.train.backends.megatron.frozen import FrozenSets
 from slime.train.backends.megatron.heads import OUTPUT_WEIGHT, ValueHead
+from slime.train.backends.megatron.hooks import Hooks
 from slime.train.backends.megatron.masters import find_masters
 from slime.train.backends.megatron.names import global_buffers, global_names
 from slime.train.backends.megatron.optimizer import StepOptimizer, choose_trainable, sum_gradients
@@ -60,12 +61,14 @@ class MegatronBackend:
         folder: ModelFolder,
         *,
         progress: Progress,
+        hooks: Hooks,
         load_frozen: Callable[[Start], StagedModel],
         like_policy: Callable[[], StagedModel],
     ) -> None:
         self.groups = model.groups
         self.topology = model.groups.topology
         self.progress = progress
+        self._hooks = hooks
         self.folder = folder
         self.model_config = folder.config
         self._parameters = global_names(model.stages)
@@ -84,6 +87,9 @@ class MegatronBackend:
         self._has_gradients = False
 
     # passes
+
+    def begin_step(self, rollout_id: int, step_id: int, rates: Rates) -> None:
+        self._hooks.before_step(rollout_id, step_id, self.model.wrapped, self.optimizer.megatron, rates)
 
     def forward_backward(
         self,
@@ -107,6 +113,7 @@ class MegatronBackend:
         own_routing: bool = False,
     ) -> list[Scores]:
         with self.using(weights), self._evaluating():
+            self._hooks.before_log_probs(self._active.wrapped, weights)
             return score_passes(
                 self._active,
                 micro_batches,

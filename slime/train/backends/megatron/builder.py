@@ -15,6 +15,7 @@ from slime.train.backends.megatron.backend import MegatronBackend
 from slime.train.backends.megatron.cpu_runtime import prepare
 from slime.train.backends.megatron.groups import form_groups
 from slime.train.backends.megatron.heads import OUTPUT_WEIGHT, Head, PolicyHead, ValueHead, hand_on_hidden
+from slime.train.backends.megatron.hooks import Hooks
 from slime.train.backends.megatron.layout import Layout
 from slime.train.backends.megatron.model import build_stages
 from slime.train.backends.megatron.passes import StagedModel
@@ -38,6 +39,8 @@ class MegatronBuilder:
         self.groups = form_groups(Layout.from_config(config, num_layers=num_layers, world=world.size), world)
         self.topology = self.groups.topology
         model_parallel_cuda_manual_seed(config.seed)
+        self._hooks = Hooks(config)
+        self._hooks.initialised()
 
     def policy(self, config: Config, start: Start) -> MegatronBackend:
         folder = self._folder(start)
@@ -55,6 +58,7 @@ class MegatronBuilder:
             model,
             folder,
             progress=self.progress,
+            hooks=self._hooks,
             load_frozen=self._load_frozen,
             like_policy=partial(self._model, config, folder, head),
         )
@@ -79,6 +83,7 @@ class MegatronBuilder:
             {**folder.fields, "qwen_gdn_backend": config.qwen_gdn_backend},
             vocab_multiple=folder.vocab_multiple,
             value_head=isinstance(head, ValueHead),
+            hooks=self._hooks,
         )
         if self.groups.is_last_stage:
             hand_on_hidden(stages[-1])

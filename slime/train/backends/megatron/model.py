@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from slime.models.families.forms import padded_vocab
+from slime.train.backends.megatron.hooks import Hooks
 from slime.train.backends.megatron.spec.linear import mark_tensor_parallel
 from slime.train.backends.megatron.spec.provider import block_spec
 
@@ -37,32 +38,43 @@ def build_stages(
     *,
     vocab_multiple: int = 128,
     value_head: bool = False,
+    hooks: Hooks | None = None,
 ) -> list[GPTModel]:
     """One stage, or the interleaved ones of this process, in their order.
 
-    `fields` is what the family says of the model; `vocab_multiple` is --make-vocab-size-divisible-by.
+    `fields` is what the family says of the model; `vocab_multiple` is --make-vocab-size-divisible-by; `hooks` may have
+    a function of the user's that makes stages.
     """
     virtual = config.virtual_pipeline_model_parallel_size
     stages = range(virtual) if virtual is not None and virtual > 1 else [None]
-    return [_stage(config, fields, vocab_multiple, value_head, vp_stage) for vp_stage in stages]
+    return [_stage(config, fields, vocab_multiple, value_head, vp_stage, hooks) for vp_stage in stages]
 
 
 def _stage(
-    config: TransformerConfig, fields: Mapping[str, Any], vocab_multiple: int, value_head: bool, vp_stage: int | None
+    config: TransformerConfig,
+    fields: Mapping[str, Any],
+    vocab_multiple: int,
+    value_head: bool,
+    vp_stage: int | None,
+    hooks: Hooks | None,
 ) -> GPTModel:
     alone = vp_stage is None
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=alone, vp_stage=vp_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=alone, vp_stage=vp_stage)
-    stage = GPTModel(
-        config,
-        block_spec(config, fields, vp_stage),
-        vocab_size=padded_vocab(fields["vocab_size"], vocab_multiple, config.tensor_model_parallel_size),
-        pre_process=first,
-        post_process=last,
-        share_embeddings_and_output_weights=fields["share_embeddings_and_output_weights"] and not value_head,
-        vp_stage=vp_stage,
-        **{name: fields[name] for name in _ARGUMENTS if name in fields},
-    )
+
+    def default() -> GPTModel:
+        return GPTModel(
+            config,
+            block_spec(config, fields, vp_stage),
+            vocab_size=padded_vocab(fields["vocab_size"], vocab_multiple, config.tensor_model_parallel_size),
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=fields["share_embeddings_and_output_weights"] and not value_head,
+            vp_stage=vp_stage,
+            **{name: fields[name] for name in _ARGUMENTS if name in fields},
+        )
+
+    stage = default() if hooks is None else hooks.stage(config, first, last, vp_stage, default)
     if last and value_head:
         stage.output_layer = ValueHead(config)
     mark_tensor_parallel(stage)

@@ -37,6 +37,7 @@ def choose_trainable(
             wanted = any(re.search(pattern, name) for pattern in only_train)
         else:
             wanted = not any(re.search(pattern, name) for pattern in freeze or ())
+        wanted &= parameter.requires_grad  # a function of the user's that made the stage may have frozen it
         parameter.requires_grad_(wanted)
         trained += wanted
     if not world.sum(torch.tensor([trained], device=world.device)).item():
