@@ -6,6 +6,7 @@ part needs is read from the files, as far as the operations on the way are known
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,6 +39,22 @@ def read_onto(source: Source, region: Region, device: torch.device) -> Tensor:
     if isinstance(source, Cast):
         return source.of.read(region).to(device).to(source.dtype)
     return source.read(region).to(device)
+
+
+CHUNK_NUMBERS = 2**24
+"""How many numbers are compared at once."""
+
+
+def same_numbers(left: Source, right: Source) -> bool:
+    """Whether two sources read the same, of which some rows at a time are read to find out."""
+    if left.shape != right.shape or left is right:
+        return left is right
+    if not left.shape:
+        return torch.equal(read_whole(left), read_whole(right))
+    count, rest = left.shape[0], whole_region(left.shape)[1:]
+    rows = max(CHUNK_NUMBERS * count // max(math.prod(left.shape), 1), 1)
+    parts = ((slice(begin, min(begin + rows, count)), *rest) for begin in range(0, count, rows))
+    return all(torch.equal(left.read(part), right.read(part)) for part in parts)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.models.regions import whole_region
-from slime.models.sources import Cast, Computed, Cut, Joined, Source, Stacked, Swapped, read_whole
-
-CHUNK_NUMBERS = 2**24
-"""How many numbers are compared at once."""
+from slime.models.sources import Cast, Computed, Cut, Joined, Source, Stacked, Swapped, read_whole, same_numbers
 
 
 class Unread(Tensor):
@@ -175,18 +171,9 @@ def _split(tensor: Unread, split_size: Any, dim: int = 0) -> Any:
 
 
 def _equal(one: Tensor, other: Tensor) -> Any:
-    """Read, some rows of both at a time."""
     if not (isinstance(one, Unread) and isinstance(other, Unread)):
         return NotImplemented
-    left, right = one.source, other.source
-    if left.shape != right.shape or left is right:
-        return left is right
-    if not left.shape:
-        return torch.equal(read_whole(left), read_whole(right))
-    rows = max(CHUNK_NUMBERS * left.shape[0] // max(one.numel(), 1), 1)
-    rest = whole_region(left.shape)[1:]
-    parts = ((slice(begin, min(begin + rows, left.shape[0])), *rest) for begin in range(0, left.shape[0], rows))
-    return all(torch.equal(left.read(part), right.read(part)) for part in parts)
+    return same_numbers(one.source, other.source)
 
 
 def _set_data(tensor: Unread, value: Any) -> Any:

@@ -50,10 +50,21 @@ def test_a_folder_opens_with_a_source_for_every_parameter(made: Path) -> None:
 
 
 def test_what_a_folder_has_beyond_the_model_is_left_alone_with_a_reason(made: Path, tmp_path: Path) -> None:
-    extra = {"lm_head.weight": torch.zeros(250, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    head = load_file(made / "model.safetensors")["model.embed_tokens.weight"].clone()
+    extra = {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     reasons = open_family_folder(changed(made, tmp_path, **extra)).left_alone()
     assert reasons.keys() == extra.keys()
     assert "tie_word_embeddings" in reasons["lm_head.weight"]
+
+
+def test_an_output_layer_of_its_own_is_one_whatever_the_config_ties(made: Path, tmp_path: Path) -> None:
+    assert open_family_folder(made).entries["output_layer.weight"].is_copy
+    head = load_file(made / "model.safetensors")["model.embed_tokens.weight"] + 1
+    folder = open_family_folder(changed(made, tmp_path, **{"lm_head.weight": head}))
+    assert folder.left_alone() == {}
+    assert folder.entries["output_layer.weight"].hf == ("lm_head.weight",)
+    assert not folder.entries["output_layer.weight"].is_copy
+    assert folder.fields["share_embeddings_and_output_weights"] is False
 
 
 def test_a_tensor_nobody_knows_is_refused_before_it_is_lost(made: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """A model folder of a known family: what its tensors are for, and where their numbers come from.
 
 Invariant: every Megatron parameter of the model finds its tensors in the folder, and every tensor of the folder is some
-parameter's or is left alone for a reason that is said.
+parameter's or is left alone for a reason that is said. Embedding and output layer are one where config.json says so and
+the folder has not two that differ.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from slime.errors import UserError
 from slime.models.families.facts import Family, Fields, HfConfig
 from slime.models.families.family import family_of
 from slime.models.families.forms import Shard
+from slime.models.families.reading import is_tied
 from slime.models.families.rules import Entry, as_in_folder, entries_by_name, with_vocab_divisor
 from slime.models.folder import read_text_config
 from slime.models.plain import plain_sources
-from slime.models.sources import Source
+from slime.models.sources import Source, same_numbers
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,19 @@ def open_family_folder(folder: str | Path, *, vocab_divisor: int = 128) -> Famil
     config = read_text_config(folder)
     family = family_of(config)
     sources = plain_sources(Path(folder))
+    if is_tied(config) and not _is_one(sources, "embed_tokens.weight", "lm_head.weight"):
+        config = {**config, "tie_word_embeddings": False}
     rules = with_vocab_divisor(as_in_folder(family.rules(config), sources), vocab_divisor)
     opened = FamilyFolder(Path(folder), config, family, entries_by_name(rules), sources)
     _refuse_missing(opened, (name for entry in opened.entries.values() for name in entry.hf))
     opened.left_alone()
     return opened
+
+
+def _is_one(sources: dict[str, Source], *names: str) -> bool:
+    """Whether the folder has not both of two tied tensors, or has the same numbers in both: as transformers sees it."""
+    found = [source for name in names for own, source in sources.items() if own.endswith(f".{name}") or own == name]
+    return len(found) < 2 or same_numbers(*found)
 
 
 def _refuse_missing(folder: FamilyFolder, wanted: Iterable[str]) -> None:
@@ -70,7 +80,7 @@ def _reason(name: str, folder: FamilyFolder) -> str:
             return ignored.why
     if name.endswith("rotary_emb.inv_freq"):
         return "it is computed from config.json"
-    if name == "lm_head.weight":
+    if name.endswith("lm_head.weight"):
         return "the output layer is the embedding, by tie_word_embeddings"
     raise UserError(
         f"{name} in {folder.path} is no weight that a {folder.family.name} model has, and would be lost: the folder is "

@@ -10,14 +10,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from slime.errors import UserError
-from slime.models.families.family import Family, family_of
+from slime.models.families.family import Family, Fields, family_of
 from slime.models.families.forms import Shard
 from slime.models.families.model_folder import FamilyFolder, open_family_folder
 from slime.models.families.rules import Entry
@@ -36,9 +35,7 @@ class ModelFolder:
 
     path: Path
     config: PretrainedConfig
-    family: Family
-    facts: dict[str, Any]
-    fields: dict[str, Any]
+    opened: FamilyFolder
     vocab_multiple: int
     checkpoint: Path | None = None
     """A Megatron checkpoint whose numbers are read in the place of the folder's."""
@@ -47,16 +44,19 @@ class ModelFolder:
     def read(
         cls, path: Path, *, vocab_multiple: int, trust_remote_code: bool = False, checkpoint: Path | None = None
     ) -> ModelFolder:
-        facts = read_text_config(path)
-        family = family_of(facts)
+        family = family_of(read_text_config(path))
         if family.support.megatron is not None:
             raise UserError(f"{path} cannot be trained by Megatron: {family.support.megatron}")
         config = config_of_weights(path, trust_remote_code=trust_remote_code)
-        return cls(path, config, family, facts, family.fields(facts), vocab_multiple, checkpoint)
+        return cls(path, config, open_family_folder(path, vocab_divisor=vocab_multiple), vocab_multiple, checkpoint)
+
+    @property
+    def family(self) -> Family:
+        return self.opened.family
 
     @cached_property
-    def opened(self) -> FamilyFolder:
-        return open_family_folder(self.path, vocab_divisor=self.vocab_multiple)
+    def fields(self) -> Fields:
+        return self.opened.fields
 
     @cached_property
     def sources(self) -> dict[str, Source]:
