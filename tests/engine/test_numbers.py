@@ -33,6 +33,7 @@ DELTA: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4,
 DELTA |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 DELTA |= {"num_hidden_layers": 3}
 SOFTMAX: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+INDEXER: dict[str, Any] = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
 MODEL_TYPE = {"moonlight": "deepseek_v3"}  # where it is another than the name here
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {},
@@ -57,6 +58,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **SOFTMAX, "shared_expert_intermediate_size": 32},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm_moe_dsa": {**LATENT, **SIGMOID, **INDEXER},
+    "deepseek_v32": {**LATENT, **SIGMOID, **INDEXER, "head_dim": 8},
 }
 
 
@@ -390,6 +393,18 @@ def test_models_of_any_size_are_checked(qwen3_folder: Path) -> None:
     with running_core(qwen3_folder, "--max-running-requests", "1", "--max-total-tokens", "4") as core:
         [seq] = generate(core, [{"input_ids": prompt(1, 2), "sampling_params": {"max_new_tokens": 2}}])
     torch.testing.assert_close(torch.tensor(seq.logprobs), reference_logprobs(qwen3_folder, seq), atol=2e-5, rtol=0)
+
+
+def test_the_context_ends_where_an_indexer_would_choose(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "sparse", "glm_moe_dsa", **{**ARCHITECTURES["glm_moe_dsa"], "index_topk": 32})
+    with running_core(folder) as core:
+        assert core.context_len == 32
+        [seq] = generate(core, [{"input_ids": prompt(1, 20), "sampling_params": {"max_new_tokens": 30}}])
+        assert len(seq.tokens) == 32
+    torch.testing.assert_close(torch.tensor(seq.logprobs), reference_logprobs(folder, seq), atol=2e-5, rtol=0)
+    wrong = "does not attend to every token in sequences above 32 tokens: set --context-length to 32 at most"
+    with pytest.raises(UserError, match=wrong), running_core(folder, "--context-length", "33"):
+        pass
 
 
 def test_the_context_ends_where_the_rope_changes(tmp_path: Path) -> None:

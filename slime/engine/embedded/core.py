@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 
 from slime.cluster.precision import choose_dtype, slow_dtype_note
 from slime.engine.embedded.cache import KVCache
-from slime.engine.embedded.model.check import SLOTS, PlainNumbers, same_rope_until
+from slime.engine.embedded.model.check import SLOTS, PlainNumbers, exact_until
 from slime.engine.embedded.model.runner import ModelRunner
 from slime.engine.embedded.options import EngineOptions
 from slime.engine.embedded.refusals import BadRequest, Conflict, HalfWritten, shown
@@ -108,11 +108,12 @@ class EngineCore:
 
     def _longest(self, config: PretrainedConfig) -> int:
         """The longest sequence that the model and the options allow."""
-        asked, limit = self.options.context_length, same_rope_until(config)
+        asked, ends = self.options.context_length, exact_until(config)
         longest: int = asked or config.max_position_embeddings
-        if limit is None or longest <= limit:
+        if ends is None or longest <= ends[0]:
             return longest
-        reason = f"this {config.model_type} model changes its rotary frequencies in sequences above {limit} tokens"
+        limit, what = ends
+        reason = f"this {config.model_type} model {what} in sequences above {limit} tokens"
         if asked is not None:
             raise UserError(f"{reason}: set --context-length to {limit} at most, or serve it with SGLang")
         log.warning("%s: the context ends there", reason)

@@ -362,8 +362,11 @@ def _attention_spelled_out(
     return torch.matmul(weights.to(v.dtype), v)
 
 
-def register_attention(context: AttentionContext) -> str:
-    """Make `context` reachable from transformers' model code; returns the name of the implementation."""
+def register_attention(context: AttentionContext, mask: torch.Tensor | None = None) -> str:
+    """Make `context` reachable from transformers' model code; returns the name of the implementation.
+
+    No mask is read here; `mask` is for model code that wants to hold one.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -386,5 +389,5 @@ def register_attention(context: AttentionContext) -> str:
 
     name = f"slime_paged_{next(_names)}"
     AttentionInterface.register(name, paged_attention)
-    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: mask)
     return name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,12 +29,18 @@ _TOLERANCE = {torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.5
 
 
-def same_rope_until(config: PretrainedConfig) -> int | None:
-    """The length up to which keys that are kept stay right; None: for ever.
+def exact_until(config: PretrainedConfig) -> tuple[int, str] | None:
+    """The length up to which the engine computes what the model does, and what changes there; None: for ever."""
+    facts = config.to_dict()
+    limits = [(limit, "changes its rotary frequencies") for limit in _same_rope_until(config, facts)]
+    if isinstance(topk := facts.get("index_topk"), int):
+        limits.append((topk, "does not attend to every token"))
+    return min(limits, default=None)
 
-    The rotary frequencies of `dynamic` and `longrope` models are others in longer sequences.
-    """
-    given = config.to_dict().get("rope_parameters") or {}
+
+def _same_rope_until(config: PretrainedConfig, facts: dict[str, Any]) -> list[int]:
+    """Keys that are kept would not stay right: the frequencies of `dynamic` and `longrope` models are others behind."""
+    given = facts.get("rope_parameters") or {}
     limits = []
     for rope in given.values() if all(isinstance(value, dict) for value in given.values()) else [given]:
         kind = rope.get("rope_type", "default")
@@ -41,7 +48,7 @@ def same_rope_until(config: PretrainedConfig) -> int | None:
             limits.append(int(rope["original_max_position_embeddings"]))
         elif "dynamic" in kind:
             limits.append(int(config.max_position_embeddings))
-    return min(limits, default=None)
+    return limits
 
 
 class PlainNumbers:

@@ -21,6 +21,7 @@ from slime.engine.embedded.model.cpu_layers import inputs_of_linears, prepare_la
 from slime.engine.embedded.model.delta_net import adopt_states, lay_out
 from slime.engine.embedded.model.experts import watch_experts
 from slime.engine.embedded.model.sampler import draw, draw_each, temperature_of, uniforms
+from slime.engine.embedded.model.sparse import replace_indexers
 from slime.engine.embedded.scheduler import Extend
 from slime.engine.embedded.sequence import Sequence
 from slime.errors import UserError
@@ -82,7 +83,8 @@ class ModelRunner:
 
     def _probe(self) -> None:
         """One forward pass that tells each layer's KV shape; refuses models that keep state elsewhere."""
-        self.model.set_attn_implementation(register_attention(self.context))
+        mask = torch.zeros(1, 1, 1, 1, device=self.device) if replace_indexers(self.model) else None
+        self.model.set_attn_implementation(register_attention(self.context, mask))
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         self.states.spans = lay_out([0], [0], [2], self.device)
         with torch.inference_mode():
