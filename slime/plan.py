@@ -21,7 +21,7 @@ from slime.config.groups.asynchronous import ONE_STEP
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN, SFT_ROLLOUT_FUNCTION
 from slime.config.layout import uses_megatron
 from slime.config.lora import uses_lora
-from slime.config.no_effect import flag_list, flags_without_effect
+from slime.config.no_effect import flag_list, flags_without_effect, unused_by_layers
 from slime.config.parser import flags_of_custom_file, near_flags_of_custom_file
 from slime.config.planned_cluster import PlannedCluster
 from slime.config.start import reference_in_words, start_in_words, start_notes
@@ -125,7 +125,10 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
         ("Files", _file_rows(config)),
     )
     notes = (
-        _precision_notes(config, device) + _notes(config, backend) + _memory_notes(config, processes, available, device)
+        _precision_notes(config, device)
+        + _notes(config, backend)
+        + unused_by_layers(config, device)
+        + _memory_notes(config, processes, available, device)
     )
     return Plan(device, gpus_needed, processes, backend, transport, steps, sections, tuple(notes))
 

@@ -49,12 +49,20 @@ def expert_tensor_size(config: Config) -> int:
     return config.expert_tensor_parallel_size or config.tensor_model_parallel_size
 
 
+def uses_transformer_engine(config: Config, device: str) -> bool:
+    """Whether Megatron's layers are Transformer Engine's; they are plain torch otherwise."""
+    if config.transformer_impl is not None:
+        return config.transformer_impl == "transformer_engine"
+    return device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+
+
 def layout_contradictions(config: Config) -> Iterator[str]:
     """One sentence for each layout that cannot be, whatever the model is."""
     if uses_megatron(config):
         yield from _processes(config)
         yield from _pipeline(config)
         yield from _recompute(config)
+        yield from _offload(config)
         yield from _only_of_fsdp(config)
         yield from _installed(config)
         return
@@ -147,6 +155,11 @@ def _recompute(config: Config) -> Iterator[str]:
         yield f"--recompute-method {config.recompute_method} needs --recompute-num-layers, the layers it counts"
     if config.recompute_granularity == "full" and config.recompute_modules:
         yield "--recompute-modules needs --recompute-granularity selective: full recomputes whole layers"
+
+
+def _offload(config: Config) -> Iterator[str]:
+    if config.carried.get("fine_grained_activation_offloading") and not config.carried.get("offload_modules"):
+        yield "--fine-grained-activation-offloading needs --offload-modules, the modules whose inputs leave the GPU"
 
 
 def _only_of_fsdp(config: Config) -> Iterator[str]:

@@ -22,7 +22,7 @@ _SETTABLE: dict[str, str] = {
         cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering barrier_with_L1_time
         gradient_accumulation_fusion async_tensor_model_parallel_allreduce disable_bf16_reduced_precision_matmul
         bias_activation_fusion masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm bias_dropout_fusion
-        apply_rope_fusion use_fused_weighted_squared_relu fused_single_qkv_rope moe_per_layer_logging
+        apply_rope_fusion use_fused_weighted_squared_relu moe_per_layer_logging
         clone_scatter_output_in_embedding batch_invariant_mode use_te_activation_func
         fine_grained_activation_offloading align_param_gather pad_buckets_for_high_nccl_busbw
         reduce_scatter_with_fp32_accumulation nccl_ub disable_symmetric_registration
@@ -77,6 +77,7 @@ _PREDICTS = "layers that predict several tokens at once are not trained: drop it
 _MTP = "gradients of the output layer come out of chunks of log-probs, and nothing of them is deferred: drop it"
 _CUT = "a sequence is cut evenly over --context-parallel-size processes: drop it"
 _FINITE = "a norm of the gradients that is not finite is found out anyway: drop it"
+_PACKED = "rows hold several sequences, which it cannot take: drop it"
 _RATE = "all weights have one learning rate, --lr and --min-lr: drop it"
 
 _REFUSED_BY_REASON: dict[str, str] = {
@@ -124,6 +125,7 @@ _REFUSED_BY_REASON: dict[str, str] = {
     _CUT: "hierarchical_context_parallel_sizes hybrid_context_parallel",
     _FINITE: "check_for_nan_in_grad check_for_large_grads",
     _RATE: "decoupled_lr decoupled_min_lr",
+    _PACKED: "fused_single_qkv_rope",
     "it follows from the layout: drop it": "overlap_p2p_comm batch_p2p_comm",
     "weights are read from a folder: drop it": "embedding_init_method_std",
     "give --num-virtual-stages-per-pipeline-rank": "virtual_pipeline_model_parallel_size",
@@ -146,6 +148,30 @@ MADE = (
     "init_model_with_meta_device", "test_mode", "quant_recipe",
 )  # fmt: skip
 """Fields that hold functions, dtypes and the like: the trainer makes them, and no flag has their names."""
+
+
+_ENGINE_FIELDS = """
+    attention_backend cp_comm_type masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm
+    apply_rope_fusion moe_permute_fusion moe_router_fusion use_te_activation_func use_te_rng_tracker
+    gradient_accumulation_fusion symmetric_ar_type batch_invariant_mode use_precision_aware_optimizer
+    store_param_remainders cpu_offloading cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
+    cpu_offloading_double_buffering tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag
+    tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
+    tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend
+    """
+OF_TRANSFORMER_ENGINE = frozenset(_ENGINE_FIELDS.split())
+"""Fields about kernels of Transformer Engine's layers: plain torch has no use for them, and gets none of them."""
+_GPU_FIELDS = """
+    nccl_ub disable_symmetric_registration fine_grained_activation_offloading offload_modules
+    min_offloaded_tensor_size pin_cpu_grads pin_cpu_params
+    """
+OF_GPUS = frozenset(_GPU_FIELDS.split())
+"""Fields that a CPU has no use for."""
+
+
+def unused_fields(*, transformer_engine: bool, on_gpu: bool) -> frozenset[str]:
+    """Fields that change nothing where layers are not Transformer Engine's, or where there is no GPU."""
+    return (frozenset() if transformer_engine else OF_TRANSFORMER_ENGINE) | (frozenset() if on_gpu else OF_GPUS)
 
 
 def given_settings(carried: Mapping[str, Any]) -> dict[str, Any]:

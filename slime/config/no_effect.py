@@ -12,8 +12,8 @@ from slime.config.config import FLAG_SPECS, Config
 from slime.config.groups.megatron import HOOKS, MegatronFlags
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.groups.upstream import BUFFER_FLAGS
-from slime.config.layout import uses_megatron
-from slime.config.megatron_fields import FIELD_FLAGS
+from slime.config.layout import uses_megatron, uses_transformer_engine
+from slime.config.megatron_fields import FIELD_FLAGS, given_settings, unused_fields
 from slime.config.megatron_flags import DONE_BY_MEGATRON, MEGATRON_CLASSES, OTHERS, SHAPE, SPEED
 from slime.config.spec import flag_name, specs_of_group
 
@@ -60,6 +60,20 @@ def _beside_megatron(given: dict[str, str | None]) -> list[str]:
     if not others:
         return []
     return [f"files, logs, first weights and log-probs are slime's own matter, so nothing goes by {flag_list(others)}"]
+
+
+def unused_by_layers(config: Config, device: str) -> list[str]:
+    """A sentence about flags of kernels that the layers of this run do not have."""
+    if not uses_megatron(config):
+        return []
+    has_engine, on_gpu = uses_transformer_engine(config, device), device == "cuda"
+    unused = unused_fields(transformer_engine=has_engine, on_gpu=on_gpu)
+    given = [name for name in config.carried if unused & given_settings({name: config.carried[name]}).keys()]
+    given += ["attention_backend"] if not has_engine and config.attention_backend != "auto" else []
+    if not given:
+        return []
+    where = "on a GPU without Transformer Engine" if on_gpu else "on a CPU"
+    return [f"layers are plain torch {where}, so nothing goes by {flag_list(given)}"]
 
 
 def _words(value: Any) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from slime.config import Config, parse_flags, resolve
 from slime.config.config import FLAG_SPECS
-from slime.config.no_effect import flags_without_effect
+from slime.config.no_effect import flags_without_effect, unused_by_layers
 
 
 def notes(*words: str) -> list[str]:
@@ -52,6 +52,23 @@ def test_offload_is_that_of_the_engines(valid: dict[str, Any]) -> None:
     assert config.offload_rollout
     assert flags_without_effect(config) == ["--offload-train has no effect: trainers keep their memory"]
     assert not resolve(Config(**valid)).offload_rollout
+
+
+def test_flags_of_kernels_that_the_layers_lack_are_named() -> None:
+    words = (
+        "--train-backend",
+        "megatron",
+        "--attention-backend",
+        "flash",
+        "--moe-permute-fusion",
+        "--bucket-size",
+        "9",
+    )
+    assert unused_by_layers(parse_flags(words), "cpu") == [
+        "layers are plain torch on a CPU, so nothing goes by --moe-permute-fusion, --attention-backend"
+    ]
+    assert unused_by_layers(parse_flags((*words, "--transformer-impl", "transformer_engine")), "cuda") == []
+    assert unused_by_layers(parse_flags(words[2:]), "cpu") == [], "FSDP has a sentence of its own about them"
 
 
 def test_megatrons_flags_are_named_by_their_class() -> None:

@@ -9,7 +9,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from slime.config.config import FLAG_SPECS
-from slime.config.megatron_fields import CHOICES, FIELD_FLAGS, MADE, REFUSED_FIELDS, given_settings
+from slime.config.megatron_fields import CHOICES, FIELD_FLAGS, MADE, REFUSED_FIELDS, given_settings, unused_fields
 from slime.config.megatron_flags import MEGATRON_CLASSES, MEGATRON_FLAGS, SPEED, SWITCH
 
 FIELDS = {
@@ -39,6 +39,11 @@ def test_every_field_is_in_the_table_once() -> None:
 def test_the_table_has_no_other_fields() -> None:
     for flag in (*FIELD_FLAGS, *REFUSED_FIELDS, *MADE, *CHOICES):
         assert flag.replace("-", "_") in FIELDS, flag
+
+
+def test_what_is_left_out_without_its_kernels_is_a_field() -> None:
+    assert unused_fields(transformer_engine=False, on_gpu=False) <= FIELDS.keys()
+    assert unused_fields(transformer_engine=True, on_gpu=True) == set()
 
 
 def test_what_megatron_gets_is_a_field_of_the_kind_it_has() -> None:

@@ -51,14 +51,26 @@ def test_flags_reach_the_fields_of_their_names() -> None:
         recompute_granularity="full",
         recompute_method="uniform",
         recompute_num_layers=1,
-        attention_backend="flash",
         moe_token_dispatcher_type="allgather",
-        carried={"no_bias_dropout_fusion": True, "bias_activation_fusion": True, "cp_comm_type": ["a2a"]},
+        carried={"no_bias_dropout_fusion": True, "bias_activation_fusion": True, "deallocate_pipeline_outputs": False},
     )
     assert (config.recompute_granularity, config.recompute_num_layers) == ("full", 1)
-    assert config.attention_backend is AttnBackend.flash
     assert config.moe_token_dispatcher_type == "alltoall"
-    assert (config.bias_dropout_fusion, config.bias_activation_fusion, config.cp_comm_type) == (False, True, "a2a")
+    assert (config.bias_dropout_fusion, config.bias_activation_fusion) == (False, True)
+    assert config.deallocate_pipeline_outputs is False
+
+
+def test_flags_of_kernels_that_are_not_there_reach_nothing() -> None:
+    kernels = {"moe_permute_fusion": True, "cp_comm_type": ["a2a"], "tp_comm_overlap": True}
+    config = made("qwen3_moe", attention_backend="flash", carried=kernels)
+    assert config.attention_backend is AttnBackend.auto
+    assert (config.moe_permute_fusion, config.cp_comm_type, config.tp_comm_overlap) == (False, None, False)
+    assert (
+        optimizer_config(
+            Config(carried={"use_precision_aware_optimizer": True}), compute_dtype=torch.float32
+        ).use_precision_aware_optimizer
+        is False
+    )
 
 
 def test_a_flag_has_the_last_word_about_how_experts_are_chosen() -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions import fused_bias_geglu
 from megatron.core.optimizer import OptimizerConfig
@@ -22,7 +23,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch.nn import functional
 
 from slime.config import Config
-from slime.config.megatron_fields import given_settings
+from slime.config.layout import uses_transformer_engine
+from slime.config.megatron_fields import given_settings, unused_fields
 from slime.errors import UserError
 from slime.train.backends.megatron.layout import Layout
 
@@ -71,7 +73,7 @@ def transformer_config(
     values = {
         **_DEFAULTS,
         **{name: value for name, value in fields.items() if name in _names(kind)},
-        **_given(kind, config),
+        **_given(kind, config, device.type),
         **_parallel(layout),
         **_computed(compute_dtype, device),
         "transformer_impl": _implementation(config, device),
@@ -93,7 +95,7 @@ def transformer_config(
 def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
     """How gradients are added up over the ranks with other samples: as sums, in float32."""
     values = {
-        **_given(DistributedDataParallelConfig, config),
+        **_given(DistributedDataParallelConfig, config, _device_type()),
         "grad_reduce_in_fp32": True,
         "check_for_nan_in_grad": False,  # a gradient that is not finite is found by its norm
         "overlap_grad_reduce": config.overlap_grad_reduce and layout.data * layout.context > 1,
@@ -105,9 +107,7 @@ def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
 def optimizer_config(config: Config, *, compute_dtype: torch.dtype) -> OptimizerConfig:
     """Adam as the other backend has it. Its rates are those before each update."""
     values = {
-        "optimizer_offload_fraction": 1.0,  # of what --optimizer-cpu-offload asks for
-        **_given(OptimizerConfig, config),
-        "optimizer_cpu_offload": config.optimizer_cpu_offload and torch.cuda.is_available(),
+        **_given(OptimizerConfig, config, _device_type()),
         "overlap_param_gather": config.overlap_param_gather and config.use_distributed_optimizer,
         "bf16": compute_dtype == torch.bfloat16,
         "fp16": False,
@@ -149,14 +149,12 @@ def _parallel(layout: Layout) -> dict[str, Value]:
 
 
 def _implementation(config: Config, device: torch.device) -> str:
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    chosen = config.transformer_impl
-    if chosen is None:
-        return "transformer_engine" if installed and device.type == "cuda" else "local"
-    if chosen == "transformer_engine" and not (installed and device.type == "cuda"):
+    if not uses_transformer_engine(config, device.type):
+        return "local"
+    if device.type != "cuda" or importlib.util.find_spec("transformer_engine") is None:
         missing = "is not installed" if device.type == "cuda" else "needs a GPU"
         raise UserError(f"--transformer-impl transformer_engine: it {missing}; drop the flag for plain torch")
-    return str(chosen)
+    return "transformer_engine"
 
 
 def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -174,13 +172,19 @@ def _names(kind: type) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
 
 
-def _given(kind: type, config: Config) -> dict[str, Value]:
+def _device_type() -> str:
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
+def _given(kind: type, config: Config, device_type: str) -> dict[str, Value]:
     """What flags say of the fields of one class: the config's under Megatron's names, and those carried along."""
     own = {
         _OTHER_NAMES.get(field.name, field.name): getattr(config, field.name) for field in dataclasses.fields(config)
     }
     found = {**own, **given_settings(config.carried)}
-    values = {name: found[name] for name in _names(kind) & found.keys() if found[name] is not None}
+    has_engine = uses_transformer_engine(config, device_type)
+    unused = unused_fields(transformer_engine=has_engine, on_gpu=device_type == "cuda")
+    values = {name: found[name] for name in (_names(kind) & found.keys()) - unused if found[name] is not None}
     return {name: _CONVERTED[name](value) if name in _CONVERTED else value for name, value in values.items()}
 
 
