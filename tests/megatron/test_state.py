@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from slime.convert import Conversion
+from slime.errors import UserError
 from slime.models.weight_reader import weights_of
 from slime.train.checkpoints.saved_tensors import SavedTensors
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
 from tests.megatron.ranks import RankGroup
 from tests.megatron.trainings import COMMON, train_rollout
-from tests.train.in_process import config_for
+from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import make_samples
 
 Folder = Callable[[str], Path]
 Metrics = list[dict[str, float]]
@@ -27,7 +30,8 @@ TP, PP, EP = (
     {"pipeline_model_parallel_size": 2},
     {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
 )
-FOLLOWED = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1, "ref_update_decay": 0.5}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+FOLLOWED = {**KL, "ref_update_interval": 1, "ref_update_decay": 0.5}
 COPIED = {"use_distributed_optimizer": False}
 HALF = {"dtype": "bfloat16"}
 TRIPS: dict[str, tuple[str, dict[str, Any], tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] = {
@@ -61,6 +65,20 @@ def train_and_save(
         parallel_state.destroy_model_parallel()
 
 
+def weights_at_start(folder: Path, out: Path, flags: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Of the policy and of its reference, whole."""
+    assert dist.group.WORLD is not None
+    ranks = Ranks.of(dist.group.WORLD, torch.device("cpu"))
+    changes = {**COMMON, "train_backend": "megatron", "actor_num_gpus_per_node": ranks.size, **KL, **flags}
+    try:
+        trainer = Trainer(config_for(folder, out, **changes), "cpu")
+        trainer.init(ranks)
+        backend = trainer.actor.backend
+        return {name: dict(backend.full_parameters(name)) for name in ("policy", "ref")}
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
 def same_state(one: Path, other: Path, kinds: tuple[str, ...]) -> None:
     for kind in kinds:
         before, after = SavedTensors(one, kind), SavedTensors(other, kind)
@@ -87,3 +105,45 @@ def test_what_one_layout_saves_another_has_bit_for_bit(
     assert before.names == after.names == weights_of(model).names
     assert all(torch.equal(before[name], after[name]) for name in before.names)
     assert any(not torch.equal(before[name], tensor.to(before[name].dtype)) for name, tensor in weights_of(model))
+
+
+def test_fsdp_goes_on_from_megatron_and_megatron_from_fsdp(
+    model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
+) -> None:
+    model, saved = model_folder("qwen3"), tmp_path / "saved"
+    ranks(2).run(train_and_save, model, tmp_path / "a", saved, TP, None, 2)
+    by_fsdp = InProcess(config_for(model, tmp_path, **COMMON, load=str(saved), save=str(tmp_path / "fsdp")))
+    assert by_fsdp.start == 2
+    by_fsdp.trainer.save(1)
+    same_state(saved / "iter_0000001", tmp_path / "fsdp" / "iter_0000001", ("model", "optim"))
+    (metrics, *_) = ranks(2).run(train_and_save, model, tmp_path / "b", tmp_path / "again", PP, tmp_path / "fsdp", 1)
+    expected = by_fsdp.train(2, make_samples(3, 3, seed=2))["metrics"][0]
+    assert metrics[0]["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
+    assert metrics[0]["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_weights_start_from_checkpoints_of_either_kind(
+    kind: str, model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
+) -> None:
+    """A checkpoint of this system, what slime convert makes of it, and a torch_dist checkpoint of that."""
+    model, saved, flags = model_folder(kind), tmp_path / "saved", EP if kind == "qwen3_moe" else TP
+    ranks(2).run(train_and_save, model, tmp_path / "a", saved, flags, None, 1)
+    folder = Conversion(saved, tmp_path / "hf", "float32").run()
+    release = Conversion(folder, tmp_path / "release", "float32", format="torch_dist").run()
+    expected = dict(SavedTensors(saved / "iter_0000000", "model"))
+    assert all(torch.equal(expected[name], tensor) for name, tensor in weights_of(folder))
+    for source in (saved, folder, release):
+        for found in ranks(2).run(weights_at_start, model, tmp_path / "b", {**PP, "ref_load": str(source)}):
+            for weights in found.values():
+                assert weights.keys() == expected.keys()
+                assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items()), source
+
+
+def test_experts_of_the_other_trainer_are_refused_in_words(
+    model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
+) -> None:
+    model, saved = model_folder("qwen3_moe"), tmp_path / "saved"
+    ranks(2).run(train_and_save, model, tmp_path / "a", saved, EP, None, 1)
+    with pytest.raises(UserError, match="was saved by the other --train-backend"):
+        InProcess(config_for(model, tmp_path, **COMMON, load=str(saved)))

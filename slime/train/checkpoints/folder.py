@@ -118,6 +118,14 @@ class CheckpointFolder:
             else:
                 saved.read_into(name, target)
 
+    def weight_sources(
+        self, model_config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], config: Config
+    ) -> dict[str, Source]:
+        """The weights under the names they have here, in float32; refuses a checkpoint of another model."""
+        check_same_model(self.path, self._meta()["model"], describe_shapes(model_config, shapes), config, "--ref-load")
+        saved = SavedTensors(self.path, MODEL)
+        return {name: saved.source(name, torch.float32) for name in saved.names}
+
     def _meta(self) -> dict[str, Any]:
         try:
             meta: dict[str, Any] = json.loads((self.path / "meta.json").read_text())
@@ -154,6 +162,11 @@ def check_same_model(
 ) -> None:
     if saved == current:
         return
+    if saved["shapes"].keys() != current["shapes"].keys() and _is_alike(saved, current):
+        raise UserError(
+            f"{flag} {path} was saved by the other --train-backend, which keeps the weights of experts in other "
+            "tensors: make a Hugging Face folder of it with slime convert and give that"
+        )
     names = sorted(set(saved["shapes"]) | set(current["shapes"]))
     name = next((n for n in names if saved["shapes"].get(n) != current["shapes"].get(n)), "model_type")
     raise UserError(
@@ -161,3 +174,7 @@ def check_same_model(
         f"{config.hf_checkpoint} is a {current['model_type']} model of {current['parameters']:,} (first difference: "
         f"{name} {saved['shapes'].get(name)} against {current['shapes'].get(name)}): load one of the same model"
     )
+
+
+def _is_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[fact] == other[fact] for fact in ("model_type", "parameters"))

@@ -66,10 +66,10 @@ def checkpoint_tensors(
     if not saved.names:
         raise UserError(f"checkpoint {checkpoint} has no weights (model-*.safetensors): choose another one")
     original = weights_of(model_folder)
-    model = _empty_model(model_folder, trust_remote_code)
+    model = None if all(name in original for name in saved.names) else _empty_model(model_folder, trust_remote_code)
     written = set()
     for members in by_layer(saved):
-        for name, tensor in as_in_folder(model, members).items():
+        for name, tensor in (members if model is None else as_in_folder(model, members)).items():
             _check_name(name, tensor, original, checkpoint, model_folder)
             written.add(name)
             yield name, tensor

@@ -11,6 +11,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from slime.config import Config
 from slime.config.start import Start
 from slime.models.head import OutputHead
+from slime.models.sources import Source
+from slime.models.torch_dist.hugging_face import read_in_place_of
 from slime.train.backends.megatron.backend import MegatronBackend
 from slime.train.backends.megatron.cpu_runtime import prepare
 from slime.train.backends.megatron.groups import form_groups
@@ -22,6 +24,7 @@ from slime.train.backends.megatron.passes import StagedModel
 from slime.train.backends.megatron.replay import Routers
 from slime.train.backends.megatron.settings import transformer_config
 from slime.train.backends.megatron.weights import ModelFolder, read_weights
+from slime.train.checkpoints.folder import CheckpointFolder
 from slime.train.progress import Progress
 from slime.train.topology import Ranks
 
@@ -111,5 +114,13 @@ class MegatronBuilder:
             Path(str(source.hf_folder or config.hf_checkpoint)),
             vocab_multiple=config.make_vocab_size_divisible_by,
             trust_remote_code=config.trust_remote_code,
-            checkpoint=source.megatron,
+            instead=partial(self._instead, source) if source.folder not in (None, source.hf_folder) else None,
         )
+
+    def _instead(self, source: Start, folder: ModelFolder) -> dict[str, Source]:
+        """The tensors of a checkpoint whose weights a model starts from; what is resumed is put in later."""
+        if source.megatron is not None:
+            return read_in_place_of(folder.path, source.megatron)
+        if source.checkpoint is None or source.resumes:
+            return {}
+        return CheckpointFolder(source.checkpoint).weight_sources(folder.config, folder.shapes, self._config)

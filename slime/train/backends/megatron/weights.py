@@ -6,7 +6,7 @@ rules to say. Every parameter and every router's bias of the stages is overwritt
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,6 @@ from slime.models.families.rules import Entry
 from slime.models.folder import read_text_config
 from slime.models.loading import config_of_weights
 from slime.models.sources import Source, read_onto
-from slime.models.torch_dist.hugging_face import read_in_place_of
 from slime.train.backends.megatron.groups import Groups
 from slime.train.backends.megatron.names import global_buffers, global_names
 from slime.train.progress import Progress
@@ -37,18 +36,23 @@ class ModelFolder:
     config: PretrainedConfig
     opened: FamilyFolder
     vocab_multiple: int
-    checkpoint: Path | None = None
-    """A Megatron checkpoint whose numbers are read in the place of the folder's."""
+    instead: Callable[[ModelFolder], Mapping[str, Source]] | None = None
+    """Gives what is read in the place of the folder's own tensors: those of a checkpoint."""
 
     @classmethod
     def read(
-        cls, path: Path, *, vocab_multiple: int, trust_remote_code: bool = False, checkpoint: Path | None = None
+        cls,
+        path: Path,
+        *,
+        vocab_multiple: int,
+        trust_remote_code: bool = False,
+        instead: Callable[[ModelFolder], Mapping[str, Source]] | None = None,
     ) -> ModelFolder:
         family = family_of(read_text_config(path))
         if family.support.megatron is not None:
             raise UserError(f"{path} cannot be trained by Megatron: {family.support.megatron}")
         config = config_of_weights(path, trust_remote_code=trust_remote_code)
-        return cls(path, config, open_family_folder(path, vocab_divisor=vocab_multiple), vocab_multiple, checkpoint)
+        return cls(path, config, open_family_folder(path, vocab_divisor=vocab_multiple), vocab_multiple, instead)
 
     @property
     def family(self) -> Family:
@@ -62,7 +66,13 @@ class ModelFolder:
     def sources(self) -> dict[str, Source]:
         """The tensors of the folder; nothing is read yet."""
         own = self.opened.sources
-        return own if self.checkpoint is None else own | read_in_place_of(self.path, self.checkpoint)
+        return own if self.instead is None else {**own, **self.instead(self)}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the tensors that parameters are made of."""
+        names = (name for entry in self.entries.values() if not entry.is_copy for name in entry.hf)
+        return {name: self.opened.sources[name].shape for name in names}
 
     @property
     def entries(self) -> dict[str, Entry]:
