@@ -29,6 +29,9 @@ SHAPES: dict[str, dict[str, Any]] = {
               "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192, "tie_word_embeddings": True},
     "75m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 12,
             "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16384, "tie_word_embeddings": False},
+    "moe": {"hidden_size": 512, "intermediate_size": 1536, "moe_intermediate_size": 192, "num_experts": 32,
+            "num_experts_per_tok": 4, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "head_dim": 64, "vocab_size": 8192, "tie_word_embeddings": True},
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
                    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
     "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -37,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_model(folder: Path, shape: str, dtype: str) -> Path:
-    """A Qwen3 of the given shape with random weights and a tokenizer of one token a character.
+    """A Qwen3 of the given shape, with experts if it has any, random weights and a tokenizer of one token a character.
 
     Made in a process of its own: what it takes on a GPU is given back before anything is measured.
     """
@@ -51,16 +54,17 @@ def make_model(folder: Path, shape: str, dtype: str) -> Path:
 
 def _make_model(folder: Path, shape: str, dtype: str) -> None:
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     torch.manual_seed(0)
-    config = Qwen3Config(
-        **SHAPES[shape], max_position_embeddings=40960, bos_token_id=None, eos_token_id=1, pad_token_id=0
+    model_type = "qwen3_moe" if "num_experts" in SHAPES[shape] else "qwen3"
+    config = AutoConfig.for_model(
+        model_type, **SHAPES[shape], max_position_embeddings=40960, bos_token_id=None, eos_token_id=1, pad_token_id=0
     )
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     shutil.copytree(TOKENIZER, folder, dirs_exist_ok=True)
 
