@@ -92,7 +92,8 @@ def test_layouts_of_experts_give_the_same_logits(ranks, family_folder, name) -> 
     compare(ranks(layout.world).run(packed_logits, folder, layout), layout, folder)
 
 
-def test_heads_are_cut_where_there_are_more_ranks_than_keys(ranks, tmp_path) -> None:
+@pytest.mark.parametrize("case", ["qwen2", "qwen3_5"])
+def test_heads_are_cut_where_there_are_more_ranks_than_keys(ranks, tmp_path, case) -> None:
     layout = Layout(4, tensor=4, sequence_parallel=True)
-    folder = make_family_folder(tmp_path, "qwen2", num_key_value_heads=2)
+    folder = make_family_folder(tmp_path, case, spread=0.05, num_key_value_heads=2)
     compare(ranks(4).run(packed_logits, folder, layout), layout, folder)

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from slime.errors import UserError
 from slime.models.families.family import family_of
+from slime.models.families.minimax_m2 import MINIMAX_M2
 from slime.train.backends.megatron.layout import Layout
 from tests.family_models import FAMILY_MODELS, family_config, make_family_folder
 
@@ -22,11 +24,11 @@ EXPERT_LAYOUTS: dict[str, Layout] = {
     "EP2": Layout(2, expert=2),
     "TP2 ETP2": Layout(2, tensor=2, expert_tensor=2),
 }
-NO_LAYERS_YET = ("glm_moe_dsa",)
+NO_LAYERS = ("glm_moe_dsa", "minimax_m2")
 Found = list[tuple[str, tuple[slice, ...], Tensor]]
 
 
-@pytest.fixture(scope="module", params=[case for case in FAMILY_MODELS if case not in NO_LAYERS_YET])
+@pytest.fixture(scope="module", params=[case for case in FAMILY_MODELS if case not in NO_LAYERS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family_folder(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -83,23 +85,29 @@ def compare(answers: list[Found], folder: Path) -> None:
         assert torch.equal(made[name], tensor), name
 
 
-def supported(folder: Path) -> dict[str, Any]:
-    config = family_config(folder)
-    family = family_of(config)
-    if family.support.megatron is not None:
-        pytest.skip(family.support.megatron)
-    return family.fields(config)
+def refused(folder: Path) -> str:
+    from slime.train.backends.megatron.weights import ModelFolder
+
+    with pytest.raises(UserError) as caught:
+        ModelFolder.read(folder, vocab_multiple=128)
+    return str(caught.value)
+
+
+def test_a_family_that_megatron_has_no_layers_for_is_refused_with_the_reason(ranks: Any, tmp_path: Path) -> None:
+    (sentence,) = ranks(1).run(refused, make_family_folder(tmp_path, "minimax_m2"))
+    assert MINIMAX_M2.support.megatron is not None
+    assert sentence.endswith(MINIMAX_M2.support.megatron)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_folder_comes_back_bit_for_bit(ranks: Any, folder: Path, layout: str) -> None:
-    supported(folder)
     compare(ranks(2).run(given_back, folder, LAYOUTS[layout]), folder)
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_a_folder_of_experts_comes_back_bit_for_bit(ranks: Any, folder: Path, layout: str) -> None:
-    fields = supported(folder)
+    config = family_config(folder)
+    fields = family_of(config).fields(config)
     if "num_moe_experts" not in fields or (fields["add_bias_linear"] and EXPERT_LAYOUTS[layout].expert_tensor > 1):
         return  # Megatron's experts with biases are cut by no ranks
     compare(ranks(2).run(given_back, folder, EXPERT_LAYOUTS[layout]), folder)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -164,3 +165,19 @@ def _latest_queries(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
         mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
     output = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return output[0].transpose(0, 1).to(dtype)
+
+
+class GatedSelfAttention(SelfAttention):
+    """Attention whose output is gated, also where there are more tensor-parallel ranks than keys.
+
+    Megatron then computes queries and gates of a whole group on every rank that shares its key, and takes the rank's
+    own heads of the queries; of the gates it would keep all.
+    """
+
+    def get_query_key_value_tensors(self, *args: Any, **keywords: Any) -> Any:
+        found = super().get_query_key_value_tensors(*args, **keywords)
+        sharing = self.world_size // (self.config.num_query_groups or 1)
+        if sharing <= 1 or len(found) < 4:
+            return found
+        *others, gate = found
+        return (*others, gate.chunk(sharing, dim=2)[self.tp_group.rank() % sharing])

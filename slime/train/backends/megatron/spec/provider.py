@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from slime.train.backends.megatron.spec.attention import CoreAttention
+from slime.train.backends.megatron.spec.attention import CoreAttention, GatedSelfAttention
 from slime.train.backends.megatron.spec.delta_net import GatedDeltaNet
 from slime.train.backends.megatron.spec.grouped import ColumnGroupedLinear, RowGroupedLinear
 from slime.train.backends.megatron.spec.layer import SandwichLayer
@@ -131,7 +131,7 @@ def attention_spec(config: TransformerConfig, fields: Fields, layer: int, module
         return delta_net_spec(fields, modules)
     head_norm = modules.norm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
-        module=SelfAttention,
+        module=GatedSelfAttention if config.attention_output_gate else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=modules.norm_column,
