@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slime.data.check import Bounds, check_sample
 from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Sample
 from slime.errors import UserError
@@ -25,7 +27,10 @@ from slime.train.samples.carry import in_front_of
 from slime.train.samples.packing import PackedRow, pack
 from slime.train.samples.routing import UNKNOWN, Routing, given_experts, mismatch
 from slime.train.topology import Ranks
+from tests.engine.test_experts import routed
+from tests.engine.test_numbers import prompt, running_core
 from tests.peers import together
+from tests.tiny_models import make_model_folder
 from tests.train.in_process import InProcess, config_for
 from tests.train.test_packed import LENGTHS, sequences
 from tests.train.tiny_training import SIZES, make_samples
@@ -303,3 +308,29 @@ def test_samples_without_rows_are_named_and_carried_ones_choose_again(moe_folder
     joined = in_front_of(carried, batch)
     assert [len(rows) for rows in joined.rollout_routed_experts[:3]] == [0, 0, 0]
     assert joined.rollout_routed_experts[3] is batch.rollout_routed_experts[1]
+
+
+def test_an_engine_of_another_precision_is_followed(tmp_path: Path) -> None:
+    """The embedded engine in bfloat16, the trainer in float32: routers near ties choose differently, and replay takes
+    that part of the difference away."""
+    folder = make_model_folder(
+        tmp_path / "model", "qwen3_moe", num_experts=32, num_experts_per_tok=4, moe_intermediate_size=32
+    )
+    args = SimpleNamespace(num_layers=2, moe_router_topk=4)
+    with running_core(folder, "--dtype", "bfloat16") as core:
+        sent = [{"input_ids": prompt(i, 12), "sampling_params": {"max_new_tokens": 40}} for i in range(12)]
+        answers = routed(core, *({**body, "return_logprob": True} for body in sent))
+    samples = []
+    for index, (seq, meta) in enumerate(answers):
+        sample = Sample(index=index, group_index=index // 4, tokens=list(seq.prompt_ids), reward=float(index % 3))
+        log_probs, ids, *_ = zip(*meta["output_token_logprobs"], strict=True)
+        sample.append_response_tokens(args, tokens=list(ids), log_probs=list(log_probs), meta_info=meta)
+        check_sample(sample, Bounds(routed=RoutedModel.of(folder)))
+        samples.append(sample)
+    found = {}
+    for replays in (False, True):
+        config = config_for(folder, tmp_path, use_rollout_routing_replay=replays, rollout_max_response_len=40)
+        [found[replays]] = InProcess(config).train(0, [samples[i : i + 4] for i in (0, 4, 8)])["metrics"]
+    name = "train/train_rollout_logprob_abs_diff"
+    assert 0.001 < found[True]["train/routing_mismatch"] < 0.2
+    assert found[True][name] < found[False][name]
