@@ -41,6 +41,7 @@ TRIPS: dict[str, tuple[str, dict[str, Any], tuple[int, dict[str, Any]], tuple[in
     "ep2 to tp2": ("qwen3_moe", {}, (2, EP), (2, TP)),
     "half dp2 to pp2": ("qwen3", HALF, (2, {}), (2, PP)),
     "half dp2 dp2, copies": ("qwen3", HALF, (2, {}), (2, COPIED)),
+    "stacked experts": ("gpt_oss", {}, (2, EP), (2, PP)),
     "ppo": ("qwen3", {"advantage_estimator": "ppo"}, (2, TP), (2, PP)),
 }
 

@@ -1,0 +1,121 @@
+"""What leaves Megatron's trainers while they train: versions of the weights, deltas, checkpoints in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from slime.models.delta.apply import apply_to_tensors
+from slime.models.delta.folder import DeltaPart, delta_entries, join_parts, read_index
+from slime.models.delta.tensors import tensor_checksums
+from slime.models.shards import ShardWriter
+from slime.models.weight_reader import WeightReader, weights_of
+from slime.train.checkpoints import parts as checkpoint_parts
+from slime.train.checkpoints.not_written import NotWritten
+from slime.train.checkpoints.saved_tensors import SavedTensors
+from slime.train.topology import Ranks
+from slime.train.trainer import Trainer
+from tests.megatron.ranks import RankGroup
+from tests.megatron.trainings import COMMON, train_rollout
+from tests.train.in_process import config_for
+
+Folder = Callable[[str], Path]
+TP = {"tensor_model_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "tp2 pp2": ("qwen3", 4, {**TP, **PP}),
+    "ep2": ("qwen3_moe", 2, EP),
+    "dp2": ("llama", 2, {}),
+}
+
+
+def start(folder: Path, out: Path, flags: dict[str, Any]) -> Trainer:
+    assert dist.group.WORLD is not None
+    ranks = Ranks.of(dist.group.WORLD, torch.device("cpu"))
+    own = {"train_backend": "megatron", "actor_num_gpus_per_node": ranks.size, "save": str(out / "saved")}
+    trainer = Trainer(config_for(folder, out, **{**COMMON, **own, **flags}), "cpu")
+    trainer.init(ranks)
+    return trainer
+
+
+def versions(folder: Path, out: Path, flags: dict[str, Any]) -> dict[str, Any]:
+    """Version 0 whole, version 1 as a delta and as a checkpoint that is written while training goes on."""
+    try:
+        trainer = start(folder, out, {**flags, "update_weight_mode": "delta", "dtype": "bfloat16"})
+        whole = trainer.export_weights(str(out / "v0"), 0)
+        train_rollout(trainer, trainer.config, 0)
+        (out / "v1").mkdir(exist_ok=True)
+        delta = trainer.export_delta(str(out / "v1"), 1, 0)
+        checksums, buckets = trainer.weight_checksums(), trainer.weight_buckets()
+        trainer.save_hf(str(out / "hf"))
+        begun = trainer.save(0, in_background=True)
+        train_rollout(trainer, trainer.config, 1)
+        assert trainer.finish_save(patient=True) == begun
+        return {"whole": whole, "delta": delta, "checksums": checksums, "buckets": buckets}
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_engines_get_the_same_weights_whole_and_as_a_delta(
+    layout: str, model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
+) -> None:
+    kind, size, flags = LAYOUTS[layout]
+    answers = ranks(size).run(versions, model_folder(kind), tmp_path, flags)
+    files = [Path(path) for answer in answers for path in answer["whole"]]
+    weights = {name: tensor.clone() for name, tensor in WeightReader(files)}
+    original = weights_of(model_folder(kind))
+    assert sorted(weights) == sorted(original.names)
+    assert all(torch.equal(tensor, original[name].bfloat16()) for name, tensor in weights.items())
+    written = [DeltaPart(**answer["delta"]) for answer in answers]
+    facts = {"version": 1, "base_version": 0, "encoding": "xor", "checksum": "xxh3-128"}
+    join_parts(tmp_path / "v1", written, **facts)
+    index = read_index(tmp_path / "v1")
+    assert index is not None
+    apply_to_tensors(weights, list(delta_entries(tmp_path / "v1", index)), index)
+    saved, checkpoint = weights_of(tmp_path / "hf"), SavedTensors(tmp_path / "saved" / "iter_0000000", "model")
+    assert any(not torch.equal(weights[name], original[name].bfloat16()) for name in weights)
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, saved[name]), name
+        assert torch.equal(tensor, checkpoint[name].bfloat16()), name
+        assert checkpoint[name].dtype == torch.float32
+    checksums = {name: value for answer in answers for name, value in answer["checksums"].items()}
+    assert checksums == tensor_checksums(weights.items())
+    assert all(answer["buckets"] == answers[0]["buckets"] for answer in answers)
+    assert sorted(one["name"] for bucket in answers[0]["buckets"] for one in bucket) == sorted(weights)
+
+
+def fail_to_save(folder: Path, out: Path) -> str:
+    """The second rank's disk is full from the first file on, while the first still waits for its moments."""
+    try:
+        trainer = start(folder, out, {})
+        train_rollout(trainer, trainer.config, 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint_parts, "SHARD_BYTES", 1)
+            if trainer.ranks.rank == 1:
+                patch.setattr(ShardWriter, "_write", _full)
+            with pytest.raises(NotWritten) as caught:
+                trainer.save(0)
+        trainer.save(0)
+        return str(caught.value)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _full(_writer: ShardWriter) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_rank_that_cannot_write_leaves_nobody_waiting(
+    model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
+) -> None:
+    answers = ranks(2).run(fail_to_save, model_folder("qwen3"), tmp_path)
+    assert all("No space left on device" in answer for answer in answers)
+    assert (tmp_path / "saved" / "iter_0000000" / "meta.json").is_file()
