@@ -44,6 +44,16 @@ WINDOWS = {
     "attention_bias": True,
 }
 
+DELTA = {
+    **DENSE,
+    "model_type": "qwen3_5",
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
 
 @pytest.fixture
 def flags(tmp_path: Path) -> dict[str, Any]:
@@ -149,6 +159,18 @@ def plan(flags: dict[str, Any], model: dict[str, Any], **changes: Any) -> str:
             WINDOWS,
             {CP: 2},
             "--context-parallel-size 2 needs full attention, and {folder} has sliding windows or attention sinks",
+        ),
+        (
+            {**DELTA, "num_attention_heads": 16},
+            {TP: 8},
+            "--tensor-model-parallel-size 8 is above the 4 key and value heads of {folder}, and Megatron cannot cut gated "
+            "attention further: set it to 4 or less",
+        ),
+        (
+            {**DELTA, "linear_num_key_heads": 4},
+            {TP: 2, CP: 4},
+            "--tensor-model-parallel-size 2 x --context-parallel-size 4 = 8 does not divide the 4 key heads of the gated "
+            "delta nets of {folder}: lower one of them",
         ),
         (
             {**DENSE, "model_type": "gpt2"},

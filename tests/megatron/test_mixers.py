@@ -17,7 +17,7 @@ from tests.megatron.ranks import model_parallel
 from tests.megatron.small import LENGTHS, build, megatron_sizes, own_slices, tokens
 from tests.megatron.test_logits import compare, packed_logits
 
-ALONE = ("deepseek_v3", "moonlight", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+ALONE = ("deepseek_v3", "moonlight", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 SHARED = Layout(2, tensor=2, sequence_parallel=True)
 LAYOUTS: dict[str, tuple[str, Layout]] = {
@@ -27,6 +27,8 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "delta PP2 interleaved": ("qwen3_5", Layout(2, pipeline=2, virtual=2)),
     "latent TP2 SP EP2": ("deepseek_v3", Layout(2, tensor=2, sequence_parallel=True, expert=2)),
     "latent CP2": ("deepseek_v3", Layout(2, context=2)),
+    "sparse TP2 SP": ("glm_moe_dsa", SHARED),
+    "sparse PP2": ("glm_moe_dsa", Layout(2, pipeline=2)),
     "latent PP2 interleaved": ("moonlight", Layout(2, pipeline=2, virtual=2)),
 }
 GRADIENTS: dict[str, tuple[str, Layout]] = {

@@ -24,7 +24,7 @@ EXPERT_LAYOUTS: dict[str, Layout] = {
     "EP2": Layout(2, expert=2),
     "TP2 ETP2": Layout(2, tensor=2, expert_tensor=2),
 }
-NO_LAYERS = ("glm_moe_dsa", "minimax_m2")
+NO_LAYERS = ("minimax_m2",)
 Found = list[tuple[str, tuple[slice, ...], Tensor]]
 
 

@@ -13,7 +13,8 @@ from slime.models.head import OutputHead
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, attach_context, register_packed_attention
 from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.samples.packing import pack
-from tests.train.tiny_training import CONFIGS, build_model
+from slime.train.topology import Ranks
+from tests.train.tiny_training import CONFIGS, SPARSE_CONFIGS, build_model
 
 LENGTHS = [(9, 4), (9, 3), (5, 1), (20, 12), (2, 1)]
 
@@ -30,7 +31,7 @@ def packed_policy(kind: str, **keywords) -> PolicyModel:
     return PolicyModel(model, **keywords)
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", [*CONFIGS, *SPARSE_CONFIGS])
 def test_packed_equals_each_sequence_alone(kind) -> None:
     temperature = 0.8
     policy = packed_policy(kind, temperature=temperature)
@@ -48,7 +49,7 @@ def test_packed_equals_each_sequence_alone(kind) -> None:
     torch.testing.assert_close(entropy.double(), torch.cat(expected_entropy), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", [*CONFIGS, *SPARSE_CONFIGS])
 def test_packed_gradients_equal_the_sum_of_the_models_own(kind) -> None:
     responses = [response for _, response in LENGTHS]
     packed, single = packed_policy(kind), build_model(kind)
@@ -85,6 +86,11 @@ def test_recompute_gives_identical_gradients() -> None:
         policy(row)[0].sum().backward()
     for one, other in zip(plain.parameters(), again.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def test_ranks_cannot_share_rows_of_sparse_attention() -> None:
+    with pytest.raises(UserError, match="--context-parallel-size 2 needs full attention"):
+        packed_policy("glm_moe_dsa").share_rows(Ranks(0, 2, torch.device("cpu")))
 
 
 def test_packing_layout() -> None:

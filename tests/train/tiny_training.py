@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -40,6 +42,23 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention"],
+}
+
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "pad_token_id": 0,
 }
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
@@ -80,12 +99,24 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         pad_token_id=0,
     ),
     "qwen3_5": lambda: Qwen3_5TextConfig(**SIZES, **DELTA, pad_token_id=0),
+    "deepseek_v3": lambda: DeepseekV3Config(**{**SIZES, **LATENT}),
 }
+SPARSE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(
+        **{**SIZES, **LATENT, "num_hidden_layers": 3},
+        index_topk=6,
+        index_head_dim=16,
+        index_n_heads=4,
+        indexer_types=["full", "shared", "full"],
+    ),
+}
+"""Whose attention ranks cannot share."""
 
 
 def build_model(kind: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32, attn_implementation="eager").eval()
+    config = {**CONFIGS, **SPARSE_CONFIGS}[kind]()
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def make_samples(num_groups: int, per_group: int, *, seed: int = 0, with_log_probs: bool = True) -> list[list[Sample]]:

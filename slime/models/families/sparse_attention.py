@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slime.models.families.blocks import layer_rule
 from slime.models.families.deepseek import latent_moe_fields, latent_moe_rules
-from slime.models.families.facts import Family, Fields, HfConfig
+from slime.models.families.facts import Family, Fields, HfConfig, Support
 from slime.models.families.forms import Whole
 from slime.models.families.reading import all_layers, layers_after_the_last, need
 from slime.models.families.rules import Rule
@@ -47,6 +47,7 @@ def _rules(config: HfConfig) -> tuple[Rule, ...]:
     return (*latent_moe_rules(config), *indexer)
 
 
+_OTHER_TURN = "its indexers turn positions in halves, and only those of GLM-5, which turn neighbours, are built"
 GLM5 = Family(
     name="GLM-5",
     model_types=("glm_moe_dsa",),
@@ -65,5 +66,6 @@ DEEPSEEK_V32 = Family(
     tool_format="deepseekv32",
     reasoning_format="deepseek-v3",
     stop_tokens=("<｜end▁of▁sentence｜>",),
+    support=Support(fsdp=_OTHER_TURN, megatron=_OTHER_TURN),
     ignored=layers_after_the_last,
 )

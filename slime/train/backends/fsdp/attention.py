@@ -18,13 +18,16 @@ from slime.errors import UserError
 from slime.train.backends.causal_attention import causal_attention, runs
 from slime.train.backends.delta_kernels import check_delta_kernels
 from slime.train.backends.fsdp.delta_net import PackedDeltaNet, is_delta_net
+from slime.train.backends.fsdp.indexer import PackedIndexer, is_indexer
 from slime.train.backends.fsdp.packed_context import PackedContext
 from slime.train.backends.fsdp.ulysses import to_own_heads, to_own_tokens
+from slime.train.backends.sparse_attention import picked_attention
 
 ATTENTION_NAME = "slime_packed"
 CONTEXT_ATTRIBUTE = "slime_packed_context"
 PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 DELTA_LAYER_TYPE = "linear_attention"
+INDEXED_LAYER_TYPE = "indexed_attention"
 
 
 def register_packed_attention() -> None:
@@ -46,24 +49,29 @@ def attach_context(model: PreTrainedModel, gdn_backend: str | None = None) -> Pa
             elif is_delta_net(child):
                 setattr(parent, name, PackedDeltaNet(child, context))
                 replaced += 1
-    _check_layers(model, replaced)
+            elif is_indexer(child):
+                setattr(parent, name, PackedIndexer(child, context))
+                context.is_indexed = True
+    _check_layers(model, replaced, is_indexed=context.is_indexed)
     for module in model.modules():
         object.__setattr__(module, CONTEXT_ATTRIBUTE, context)
     return context
 
 
-def _check_layers(model: PreTrainedModel, delta_nets: int) -> None:
+def _check_layers(model: PreTrainedModel, delta_nets: int, *, is_indexed: bool) -> None:
     """Every layer mixes tokens by attention, or is one of the delta nets that were replaced."""
     kinds = list(model.config.get_text_config().to_dict().get("layer_types") or ())
     unknown = set(kinds) - PACKABLE_LAYER_TYPES
     if delta_nets and kinds.count(DELTA_LAYER_TYPE) == delta_nets:
         unknown.discard(DELTA_LAYER_TYPE)
+    if is_indexed:
+        unknown.discard(INDEXED_LAYER_TYPE)
     convolutions = sum(isinstance(module, nn.Conv1d) for module in model.modules())
     if unknown or convolutions > delta_nets:
         found = ", ".join(sorted(unknown)) or "convolution"
         raise UserError(
             f"{type(model).__name__} has {found} layers, which this version cannot train: use a model whose layers are "
-            "full or sliding-window attention, or gated delta nets of Qwen's"
+            "full or sliding-window attention, gated delta nets of Qwen's or GLM-5's sparse attention"
         )
 
 
@@ -105,9 +113,10 @@ def _depends_on_length(module: nn.Module) -> bool:
     )
 
 
-def no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Boundaries and causality are the attention function's business."""
-    return None
+def no_mask(*_args: Any, config: Any = None, **_kwargs: Any) -> Tensor | None:
+    """Boundaries and causality are the attention function's business; sparse attention cuts what it is given here."""
+    is_indexed = INDEXED_LAYER_TYPE in (vars(config).get("layer_types") or ())
+    return torch.zeros(1, 1, 1, 1) if is_indexed else None
 
 
 @torch.compiler.disable
@@ -122,12 +131,20 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The signature of transformers' attention functions; returns [1, T, heads, D]."""
+    """The signature of transformers' attention functions; returns [1, T, heads, D]. `indices`: an indexer's picks."""
     context: PackedContext = module.__dict__[CONTEXT_ATTRIBUTE]
     layout, ranks = context.read(), context.sharing
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if context.is_indexed:
+        if indices is None:
+            raise UserError(
+                "this release of transformers does not hand on what GLM-5's indexers pick: install a newer one"
+            )
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        return picked_attention(q, k, v, indices[0], layout, scale)[None], None
     if ranks is None:
         return _attention(query, key, value, layout, scale, sliding_window, softcap, s_aux), None
     query, key, value, s_aux = to_own_heads(query, key, value, s_aux, ranks)

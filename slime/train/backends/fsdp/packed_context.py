@@ -12,13 +12,15 @@ from slime.train.topology import Ranks
 class PackedContext:
     """The layout of the row that is going through the model, and how many layers that mix tokens have read it.
 
-    `ranks`, where there are several, have a part of the row's tokens each (ulysses.py).
+    `ranks`, where there are several, have a part of the row's tokens each (ulysses.py). `is_indexed`: indexers pick the
+    tokens that attention reads.
     """
 
     def __init__(self, gdn_backend: str | None = None) -> None:
         self.layout: PackedLayout | None = None
         self.reads = 0
         self.ranks: Ranks | None = None
+        self.is_indexed = False
         self._gdn_backend = gdn_backend
         self._kernels: DeltaKernels | None = None
 

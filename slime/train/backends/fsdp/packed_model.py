@@ -48,6 +48,11 @@ class PackedModel(nn.Module):
 
     def share_rows(self, ranks: Ranks) -> None:
         """From now on each of these ranks computes a part of every row; all of them bring the same rows."""
+        if self.context.is_indexed and ranks.size > 1:
+            raise UserError(
+                f"--context-parallel-size {ranks.size} needs full attention, and that of this model is sparse: set it "
+                "to 1"
+            )
         for module in self.model.modules():
             if isinstance(module, PackedDeltaNet):
                 module.check_ranks(ranks.size)

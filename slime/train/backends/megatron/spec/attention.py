@@ -7,7 +7,7 @@ Keys and values of all ranks are gathered; their gradients go back to the ranks 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,10 +30,12 @@ from slime.train.samples.packing import PackedLayout
 class RowParams(PackedSeqParams):
     """Megatron's facts of a packed row together with the layout that the host knows, so that nobody asks the device.
 
-    The layout has the whole sequences, padding included, also where a rank has a part of each.
+    The layout has the whole sequences, padding included, also where a rank has a part of each. `picked`: by layer, what
+    the indexers of sparse attention picked.
     """
 
     layout: PackedLayout | None = None
+    picked: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layout: PackedLayout) -> RowParams:

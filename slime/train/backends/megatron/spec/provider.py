@@ -39,6 +39,7 @@ from slime.train.backends.megatron.spec.linear import NormColumnParallelLinear
 from slime.train.backends.megatron.spec.mla import LatentAttention
 from slime.train.backends.megatron.spec.norm import Norm
 from slime.train.backends.megatron.spec.router import Router
+from slime.train.backends.megatron.spec.sparse import SparseAttention, SparseLatentAttention
 
 Fields = Mapping[str, Any]
 DELTA_NET = "gated_delta_net"
@@ -126,7 +127,7 @@ def layer_spec(config: TransformerConfig, fields: Fields, layer: int, modules: M
 def attention_spec(config: TransformerConfig, fields: Fields, layer: int, modules: Modules) -> ModuleSpec:
     """What mixes the tokens in layer `layer`; the norm before it is its own, but for latent attention."""
     if config.multi_latent_attention:
-        return latent_attention_spec(fields, layer, modules)
+        return latent_attention_spec(fields, modules)
     if fields.get("experimental_attention_variant") == DELTA_NET and fields["linear_attention_freq"][layer]:
         return delta_net_spec(fields, modules)
     head_norm = modules.norm if config.qk_layernorm else IdentityOp
@@ -143,15 +144,17 @@ def attention_spec(config: TransformerConfig, fields: Fields, layer: int, module
     )
 
 
-def latent_attention_spec(fields: Fields, layer: int, modules: Modules) -> ModuleSpec:
+def latent_attention_spec(fields: Fields, modules: Modules) -> ModuleSpec:
+    indexed = fields.get("dsa_indexer_layers")
+    core = ModuleSpec(module=SparseAttention, params={"indexed": indexed}) if indexed else modules.core_attention
     return ModuleSpec(
-        module=LatentAttention,
+        module=SparseLatentAttention if indexed else LatentAttention,
         params={"attn_mask_type": AttnMaskType.causal, "latent_eps": fields["latent_layernorm_epsilon"]},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=modules.column,
             linear_q_up_proj=modules.norm_column,
             linear_kv_up_proj=modules.norm_column,
-            core_attention=modules.core_attention,
+            core_attention=core,
             linear_proj=modules.row,
         ),
     )
