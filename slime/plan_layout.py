@@ -101,11 +101,6 @@ def _attention(config: Config, fields: Fields, model: str) -> Iterator[str]:
             f"--tensor-model-parallel-size {tensor} and the {groups} key and value heads of {model}: one must divide "
             "the other"
         )
-    elif groups is not None and tensor > groups and fields.get("attention_output_gate"):
-        yield (
-            f"--tensor-model-parallel-size {tensor} is above the {groups} key and value heads of {model}, and Megatron "
-            f"cannot cut gated attention further: set it to {groups} or less"
-        )
     if context == 1:
         return
     if fields.get("window_size") is not None or fields.get("softmax_type", "vanilla") != "vanilla":

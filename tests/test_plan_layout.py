@@ -161,12 +161,6 @@ def plan(flags: dict[str, Any], model: dict[str, Any], **changes: Any) -> str:
             "--context-parallel-size 2 needs full attention, and {folder} has sliding windows or attention sinks",
         ),
         (
-            {**DELTA, "num_attention_heads": 16},
-            {TP: 8},
-            "--tensor-model-parallel-size 8 is above the 4 key and value heads of {folder}, and Megatron cannot cut gated "
-            "attention further: set it to 4 or less",
-        ),
-        (
             {**DELTA, "linear_num_key_heads": 4},
             {TP: 2, CP: 4},
             "--tensor-model-parallel-size 2 x --context-parallel-size 4 = 8 does not divide the 4 key heads of the gated "
