@@ -35,13 +35,13 @@ from slime.models.shape import ModelShape, check_context_parallel
 from slime.plan_data import check_data, data_rows
 from slime.plan_layout import check_layout, family_fields, layout_in_words
 from slime.plan_length import batch_rows, length_rows, optimizer_steps
+from slime.plan_megatron import planned_trainer
 from slime.plan_memory import (
     MemoryEstimate,
     available_memory,
     engine_memory,
     longest_sample,
     planned_adapter,
-    trainer_memory,
 )
 from slime.weights.transport import choose_transport
 
@@ -274,7 +274,7 @@ def _processes(
             processes.append(ProcessPlan("teacher", 1, _where(device, first, 1), memory))
     if trainers:
         sharing = copy_size(config)
-        memory = trainer_memory(config, shape, device=device, trainers=sharing)
+        memory = planned_trainer(config, shape, device=device, trainers=sharing)
         copies = f", {trainers // sharing} copies of the model" if sharing < trainers else ""
         processes.append(ProcessPlan("trainer", trainers, f"{_where(device, 0, trainers)}{copies}", memory))
     return tuple(processes)
