@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime.config import Config
+from slime.config import Config, parse_args
 from slime.config.resolve import derive
 from slime.models.families.family import family_of
+from slime.models.listing import layout_words
+from slime.models.published import published_models
 from slime.models.shape import ModelShape
-from slime.plan_megatron import local_weights, megatron_memory
+from slime.plan_layout import check_layout
+from slime.plan_megatron import local_weights, megatron_memory, planned_trainer
 from tests.test_plan_layout import DENSE, EXPERTS
+from tools.model_plans import WORKLOAD
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -88,3 +93,17 @@ def test_interleaved_stages_keep_more(virtual: int, kept: float) -> None:
     layer = memory(DENSE, **{PP: 2, "decoder_first_pipeline_num_layers": 6})["activations"] / (2 * 6)
     found = memory(DENSE, **{PP: 2, "num_virtual_stages_per_pipeline_rank": virtual})["activations"]
     assert found == int(kept * 6 * layer)
+
+
+@pytest.mark.parametrize("name", published_models())
+def test_the_layout_of_a_published_model_is_one_and_fits(name: str, tmp_path: Path) -> None:
+    model = published_models()[name]
+    model.write(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1", "label": "2"}\n')
+    words = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(tmp_path / "prompts.jsonl"), *WORKLOAD.split()]
+    config = parse_args([*words, *layout_words(model), "--dry-run"])
+    if config.train_backend == "megatron":
+        check_layout(config, device="cuda")
+    nodes, gpus, gib = (int(part) for part in model.cluster.split("x"))
+    shape = ModelShape.from_folder(tmp_path)
+    assert planned_trainer(config, shape, device="cuda", trainers=nodes * gpus).total < gib * 2**30

@@ -3,8 +3,8 @@
     python tools/model_plans.py
 
 The workload is 32 prompts x 8 samples of up to 8,192 response tokens, packed to 16,384 tokens a pass of the processes
-that share it, activations of whole layers recomputed, trainers and engines on the same GPUs, of which engines give their
-memory back while the others train.
+that share it, activations of whole layers recomputed, trainers and engines on the same GPUs, of which engines give
+their memory back while the others train.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.config import parse_args
 from slime.models.listing import layout_words
 from slime.models.published import Published, published_models
 from slime.models.shape import ModelShape
-from slime.plan_memory import trainer_memory
+from slime.plan_megatron import planned_trainer
 
 WORKLOAD = (
     "--label-key label --rm-type math --rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout 100 "
@@ -41,7 +41,7 @@ def row(name: str, model: Published) -> str:
         (Path(scratch) / "prompts.jsonl").write_text(json.dumps({"input": "1+1", "label": "2"}) + "\n")
         words = ["--hf-checkpoint", scratch, "--prompt-data", f"{scratch}/prompts.jsonl", *WORKLOAD.split()]
         config = parse_args([*words, *layout_words(model), "--dry-run"])
-        memory = trainer_memory(config, shape, device="cuda", trainers=nodes * gpus)
+        memory = planned_trainer(config, shape, device="cuda", trainers=nodes * gpus)
     layout = " ".join(model.layout).replace("--", "") or "data parallel"
     total = (shape.num_parameters or 0) / 1e9
     return f"| {name} | {total:.1f} B | {nodes} x {gpus} of {gib} GiB | {layout} | {memory.total / 2**30:.0f} |"
