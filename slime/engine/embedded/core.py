@@ -127,14 +127,14 @@ class EngineCore:
         if self.runner.cuda:
             budget = int(torch.cuda.mem_get_info()[0] * self.options.mem_fraction)
         else:
-            budget = int(min(_CPU_KV_BYTES, _available_ram() * self.options.mem_fraction))
+            budget = int(_available_ram() * self.options.mem_fraction)
         states = self.runner.states.total_bytes(self.runner.dtype)
         if states > budget:
             raise UserError(
                 f"the states of {self.options.max_running_requests} running requests take {states / 2**30:.1f} GiB, "
                 f"and there are {budget / 2**30:.1f}: lower --max-running-requests, or raise --mem-fraction"
             )
-        budget -= states
+        budget = budget - states if self.runner.cuda else min(budget - states, _CPU_KV_BYTES)
         wanted = self.options.max_running_requests * self.context_len
         return max(1, min(wanted, budget // self.runner.kv_bytes_per_token()))
 

@@ -137,5 +137,5 @@ def _routed(seq: Sequence, start: int) -> dict[str, Any]:
     rows = np.concatenate(seq.routed) if seq.routed else np.empty(0, np.int32)
     if len(rows) < seq.length - 1:
         return {}
-    asked = rows[start : seq.length - 1].tobytes()
+    asked = rows[start : seq.length - 1].astype(np.int32).tobytes()
     return {"routed_experts": base64.b64encode(asked).decode(), "routed_experts_start_len": start}

@@ -280,7 +280,7 @@ class AttentionContext:
         """Room for `slots` tokens (and the padding slot 0) in every layer."""
         for layer, shape in self.shapes.items():
             for store, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
-                store[layer] = _zeros((shape.kv_heads, slots + 1, dim), dtype, self.device)
+                store[layer] = zeros((shape.kv_heads, slots + 1, dim), dtype, self.device)
 
     def free(self) -> None:
         self.keys, self.values = {}, {}
@@ -324,7 +324,7 @@ class AttentionContext:
         return out
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on the CPU their memory is taken page by page when it is first written to, and costs no time before."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

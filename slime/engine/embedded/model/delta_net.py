@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from slime.engine.embedded.model.attention import zeros
+
 _CHUNK = 64  # tokens whose part of the delta rule is solved at once
 
 
@@ -114,8 +116,8 @@ class States:
     def allocate(self, dtype: torch.dtype) -> None:
         rows = len(self.held)
         for layer, s in self.shapes.items():
-            self.conv[layer] = torch.zeros(rows, s.kernel - 1, s.channels, dtype=dtype, device=self._device)
-            self.matrix[layer] = torch.zeros(rows, s.heads, s.key_dim, s.value_dim, device=self._device)
+            self.conv[layer] = zeros((rows, s.kernel - 1, s.channels), dtype, self._device)
+            self.matrix[layer] = zeros((rows, s.heads, s.key_dim, s.value_dim), torch.float32, self._device)
 
     def free(self) -> None:
         self.conv, self.matrix = {}, {}

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from slime.engine.embedded.model.attention import AttentionContext
+from slime.engine.embedded.model.attention import AttentionContext, zeros
 
 _names = itertools.count()
 
@@ -37,7 +37,7 @@ class RoutedExperts:
     def allocate(self, slots: int) -> None:
         if self.topk:
             shape = (slots + 1, self._layers, self.topk)
-            self._rows = torch.zeros(shape, dtype=self._kind, device=self._context.device)
+            self._rows = zeros(shape, self._kind, self._context.device)
 
     def free(self) -> None:
         self._rows = None
@@ -51,10 +51,9 @@ class RoutedExperts:
         self._write(self._rows, self._context.slots, layer, index)
 
     def of(self, slots: np.ndarray) -> np.ndarray:
-        """The rows of these slots, int32 `[n, layers, topk]`."""
+        """The rows of these slots, `[n, layers, topk]`."""
         assert self._rows is not None
-        picked = self._rows[torch.from_numpy(slots).to(self._rows.device)]
-        return picked.cpu().numpy().astype(np.int32)
+        return self._rows[torch.from_numpy(slots).to(self._rows.device)].cpu().numpy()
 
 
 def _experts_code(device: torch.device) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
