@@ -63,6 +63,10 @@ _LINEAR: dict[str, Any] = {
 
 FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**_EXPERTS, "num_experts": 4, "norm_topk_prob": False, "shared_expert_intermediate_size": 32},
+    ),
     "qwen3": ("qwen3", {}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", {**_EXPERTS, "num_experts": 4}),

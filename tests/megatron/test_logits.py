@@ -17,6 +17,7 @@ from tests.megatron.small import LENGTHS, build, megatron_sizes, through, tokens
 FAMILIES = (
     "qwen2",
     "qwen3",
+    "qwen2_moe",
     "qwen3_tied",
     "qwen3_moe",
     "qwen3_moe_mixed",

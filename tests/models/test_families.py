@@ -251,7 +251,7 @@ def test_positions_are_read_from_new_and_old_folders_alike() -> None:
 
 
 def test_an_unknown_family_is_refused_with_those_known() -> None:
-    with pytest.raises(UserError, match=r"model_type mamba.*llama, mimo, minimax_m2, qwen2, qwen3"):
+    with pytest.raises(UserError, match=r"model_type mamba.*llama, mimo, minimax_m2, qwen2, qwen2_moe, qwen3"):
         family_of({"model_type": "mamba"})
     kinds = [model_type for family in FAMILIES for model_type in family.model_types]
     assert len(kinds) == len(set(kinds))

@@ -57,6 +57,16 @@ def test_what_a_folder_has_beyond_the_model_is_left_alone_with_a_reason(made: Pa
     assert "tie_word_embeddings" in reasons["lm_head.weight"]
 
 
+def test_layers_that_training_does_not_use_are_named_with_the_reason(tmp_path: Path) -> None:
+    made = make_family_folder(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
+    weights = load_file(made / "model.safetensors")
+    last = {name.replace(".3.", ".4.", 1): tensor.clone() for name, tensor in weights.items() if "layers.3." in name}
+    save_file(weights | last, made / "model.safetensors", metadata={"format": "pt"})
+    (sentence,) = open_family_folder(made).left_alone_in_words()
+    assert sentence.startswith(f"{len(last)} tensors of {made} (model.layers.4.")
+    assert sentence.endswith("it predicts a token beyond the next, which training does not use")
+
+
 def test_an_output_layer_of_its_own_is_one_whatever_the_config_ties(made: Path, tmp_path: Path) -> None:
     assert open_family_folder(made).entries["output_layer.weight"].is_copy
     head = load_file(made / "model.safetensors")["model.embed_tokens.weight"] + 1

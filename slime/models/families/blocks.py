@@ -151,3 +151,15 @@ def shared_expert_rules(hf: str, layers: Layers) -> tuple[Rule, ...]:
         gate_up_rule("mlp.shared_experts", hf, layers),
         down_rule("mlp.shared_experts", hf, layers),
     )
+
+
+def gated_expert_rules(config: HfConfig) -> tuple[Rule, ...]:
+    """Dense layers and layers of experts, beside which one expert of all tokens has a gate of its own."""
+    sparse = moe_layers(config)
+    dense = [layer for layer in all_layers(config) if layer not in set(sparse)]
+    return (
+        *mlp_rules(dense),
+        *expert_rules(config, sparse),
+        *shared_expert_rules("mlp.shared_expert", sparse),
+        layer_rule("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", Whole(), sparse),
+    )

@@ -10,7 +10,7 @@ from slime.models.families.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from slime.models.families.gpt_oss import GPT_OSS
 from slime.models.families.llama import LLAMA
 from slime.models.families.minimax_m2 import MINIMAX_M2
-from slime.models.families.qwen2 import MIMO, QWEN2
+from slime.models.families.qwen2 import MIMO, QWEN2, QWEN2_MOE
 from slime.models.families.qwen3 import QWEN3, QWEN3_MOE
 from slime.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from slime.models.families.sparse_attention import DEEPSEEK_V32, GLM5
@@ -19,6 +19,7 @@ __all__ = ["FAMILIES", "Family", "Fields", "HfConfig", "Ignored", "Support", "fa
 
 FAMILIES: tuple[Family, ...] = (
     QWEN2,
+    QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
     QWEN3_NEXT,

@@ -46,6 +46,16 @@ class FamilyFolder:
         used = {name for entry in self.entries.values() for name in entry.hf}
         return {name: _reason(name, self) for name in self.sources if name not in used}
 
+    def left_alone_in_words(self) -> list[str]:
+        """A sentence for each reason."""
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self.left_alone().items():
+            by_reason.setdefault(why, []).append(name)
+        return [
+            f"{len(names)} tensors of {self.path} ({names[0]}, say) are neither trained nor written: {why}"
+            for why, names in by_reason.items()
+        ]
+
 
 def open_family_folder(folder: str | Path, *, vocab_divisor: int = 128) -> FamilyFolder:
     """Read nothing but config.json and the headers of the weight files; UserError for what does not fit together."""

@@ -1,10 +1,11 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values. MiMo is the same with layers that training does not use."""
+"""Qwen2 and Qwen2.5, dense and with experts: biases on queries, keys and values. MiMo is the dense one with layers that
+training does not use."""
 
 from __future__ import annotations
 
-from slime.models.families.blocks import attention_rules, edge_rules, mlp_rules
+from slime.models.families.blocks import attention_rules, edge_rules, gated_expert_rules, mlp_rules
 from slime.models.families.facts import Family, Fields, HfConfig, Ignored
-from slime.models.families.reading import all_layers, decoder_fields
+from slime.models.families.reading import all_layers, decoder_fields, moe_fields, need
 from slime.models.families.rules import Rule
 
 
@@ -17,11 +18,34 @@ def _rules(config: HfConfig) -> tuple[Rule, ...]:
     return (*edge_rules(config), *attention_rules(config, layers, has_qkv_bias=True), *mlp_rules(layers))
 
 
+def _moe_fields(config: HfConfig) -> Fields:
+    return {
+        **_fields(config),
+        **moe_fields(config),
+        "moe_shared_expert_intermediate_size": need(config, "shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": True,
+    }
+
+
+def _moe_rules(config: HfConfig) -> tuple[Rule, ...]:
+    layers = all_layers(config)
+    return (*edge_rules(config), *attention_rules(config, layers, has_qkv_bias=True), *gated_expert_rules(config))
+
+
 QWEN2 = Family(
     name="Qwen2.5",
     model_types=("qwen2",),
     fields=_fields,
     rules=_rules,
+    tool_format="qwen25",
+    reasoning_format=None,
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+)
+QWEN2_MOE = Family(
+    name="Qwen2-MoE",
+    model_types=("qwen2_moe",),
+    fields=_moe_fields,
+    rules=_moe_rules,
     tool_format="qwen25",
     reasoning_format=None,
     stop_tokens=("<|im_end|>", "<|endoftext|>"),

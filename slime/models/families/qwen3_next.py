@@ -7,14 +7,13 @@ from slime.models.families.blocks import (
     THERE,
     attention_rules,
     edge_rules,
-    expert_rules,
+    gated_expert_rules,
     layer_rule,
     mlp_rules,
-    shared_expert_rules,
 )
 from slime.models.families.facts import Family, Fields, HfConfig, Ignored
 from slime.models.families.forms import Columns, DeltaInput, Form, GroupedDeltaInput, Rows, Segments, Whole
-from slime.models.families.reading import all_layers, decoder_fields, moe_fields, moe_layers, need
+from slime.models.families.reading import all_layers, decoder_fields, moe_fields, need
 from slime.models.families.rules import Rule
 
 
@@ -80,20 +79,9 @@ def _attention(config: HfConfig, inputs: tuple[str, ...], form: Form) -> tuple[R
     )
 
 
-def _experts(config: HfConfig) -> tuple[Rule, ...]:
-    sparse = moe_layers(config)
-    dense = [layer for layer in all_layers(config) if layer not in set(sparse)]
-    return (
-        *mlp_rules(dense),
-        *expert_rules(config, sparse),
-        *shared_expert_rules("mlp.shared_expert", sparse),
-        layer_rule("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", Whole(), sparse),
-    )
-
-
 def _next_rules(config: HfConfig) -> tuple[Rule, ...]:
     form = GroupedDeltaInput(need(config, "linear_num_key_heads"), need(config, "linear_key_head_dim"))
-    return (*edge_rules(config), *_attention(config, ("in_proj_qkvz", "in_proj_ba"), form), *_experts(config))
+    return (*edge_rules(config), *_attention(config, ("in_proj_qkvz", "in_proj_ba"), form), *gated_expert_rules(config))
 
 
 def _split_attention(config: HfConfig) -> tuple[Rule, ...]:
@@ -106,7 +94,7 @@ def _dense_rules(config: HfConfig) -> tuple[Rule, ...]:
 
 
 def _moe_rules(config: HfConfig) -> tuple[Rule, ...]:
-    return (*edge_rules(config), *_split_attention(config), *_experts(config))
+    return (*edge_rules(config), *_split_attention(config), *gated_expert_rules(config))
 
 
 def _ignored(config: HfConfig) -> tuple[Ignored, ...]:

@@ -6,6 +6,7 @@ rules to say. Every parameter and every router's bias of the stages is overwritt
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,8 @@ from slime.models.sources import Source, read_onto
 from slime.train.backends.megatron.groups import Groups
 from slime.train.backends.megatron.names import global_buffers, global_names
 from slime.train.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,9 @@ def read_weights(
     without: Collection[str] = (),
 ) -> None:
     """Overwrite all that the stages have, but those parameters that the folder has nothing of."""
+    if groups.topology.world.rank == 0:
+        for sentence in folder.opened.left_alone_in_words():
+            logger.info(sentence)
     named: dict[str, Tensor] = {**global_names(stages), **global_buffers(stages)}
     targets = {name: tensor for name, tensor in named.items() if name not in without}
     for name, target in progress.over(targets.items(), "reading weights: tensor", len(targets)):
