@@ -124,6 +124,11 @@ def _experts(config: Config, fields: Fields, model: str) -> Iterator[str]:
         if (size := config.expert_model_parallel_size) > 1:
             yield f"--expert-model-parallel-size {size}: {model} has no experts, set it to 1"
         return
+    if fields.get("add_bias_linear") and expert_tensor > 1:
+        yield (
+            f"--expert-tensor-parallel-size {expert_tensor}: the experts of {model} have biases, with which Megatron "
+            "cannot cut an expert: set it to 1"
+        )
     width = fields.get("moe_ffn_hidden_size")
     if width is not None and width % expert_tensor:
         yield _remainder("expert_tensor_parallel_size", expert_tensor, width, "columns of an expert", model)

@@ -157,6 +157,12 @@ def plan(flags: dict[str, Any], model: dict[str, Any], **changes: Any) -> str:
         ),
         (
             WINDOWS,
+            {TP: 2, "sequence_parallel": True},
+            "--expert-tensor-parallel-size 2: the experts of {folder} have biases, with which Megatron cannot cut an expert: "
+            "set it to 1",
+        ),
+        (
+            WINDOWS,
             {CP: 2},
             "--context-parallel-size 2 needs full attention, and {folder} has sliding windows or attention sinks",
         ),
