@@ -27,6 +27,7 @@ from slime.models.torch_dist.keys import find_parameter
 from slime.models.torch_dist.tensors import TorchDist
 from slime.models.torch_dist.writing import write_release
 from slime.models.weight_reader import weights_of
+from tests.family_models import FAMILY_MODELS, make_family_folder
 from tests.tiny_models import make_model_folder
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -65,6 +66,14 @@ def test_a_folder_comes_back_bit_for_bit(model: Path, tmp_path: Path) -> None:
         assert torch.equal(read_whole(back[name]), before[name]), name
     rows = before["model.embed_tokens.weight"][3:7, 8:]
     assert torch.equal(back["model.embed_tokens.weight"].read((slice(3, 7), slice(8, 64))), rows)
+
+
+@pytest.mark.parametrize("case", FAMILY_MODELS)
+def test_every_family_comes_back_bit_for_bit(case: str, tmp_path: Path) -> None:
+    model = make_family_folder(tmp_path / "model", case)
+    before, back = weights_of(model), read_in_place_of(model, written(model, tmp_path / "out"))
+    assert set(back) == set(before.names)
+    assert all(torch.equal(read_whole(back[name]), before[name]) for name in before.names)
 
 
 def test_torch_reads_what_is_written(model: Path, tmp_path: Path) -> None:
