@@ -90,6 +90,21 @@ def test_one_file_of_training_knows_which_backends_there_are(graph: Graph) -> No
     assert {name for name in known if not name.startswith(inside)} == {"slime.train.backends.choose"}
 
 
+def test_megatron_is_imported_by_its_own_backend_alone(graph: Graph) -> None:
+    """And that backend by whoever chooses it, in a function: a run without Megatron never loads it."""
+    own = "slime.train.backends.megatron"
+    outside = {"megatron", "transformer_engine"}
+    for name, path in modules_of(ROOT / "slime").items():
+        tree = ast.parse(path.read_text())
+        words = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
+        words |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        assert name.startswith(own) or not outside & {word.split(".")[0] for word in words}, name
+    users = {name for name, seen in graph.items() if any(one.startswith(own) for one in seen)}
+    assert {name for name in users if not name.startswith(own)} == {"slime.train.backends.choose"}
+    chooses = ast.parse((ROOT / "slime/train/backends/choose.py").read_text())
+    assert not any(isinstance(node, ast.ImportFrom) and own in (node.module or "") for node in chooses.body)
+
+
 def test_losses_know_no_backend_and_samples_no_loss(graph: Graph) -> None:
     for room, above in {"losses": ("backends", "checkpoints", "sending"), "samples": ("backends", "losses")}.items():
         for name, targets in graph.items():

@@ -101,10 +101,6 @@ class StepOptimizer:
             if one.ddp_config.overlap_param_gather:
                 one.start_param_sync(force_sync=True)
 
-    def take_over_weights(self) -> None:
-        """The weights were overwritten from outside: so are the master copies that the optimizer has of them."""
-        self.megatron.reload_model_params()
-
     def forget_state(self) -> None:
         for one in self.megatron.chained_optimizers:
             if not one.is_stub_optimizer:
