@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.family_models import FAMILY_MODELS
 from tests.megatron.ranks import RankGroup
 from tests.megatron.trainings import COMMON, ROLLOUTS, Numbers, folder_shapes, run_layout, samples_for
 from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import CONFIGS
 
 Folder = Callable[[str], Path]
 
@@ -33,6 +35,10 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stateless": ("llama", {"use_stateless_adam": True, "weight_decay": 0.1, "lr": 0.01, "clip_grad": 0.01}),
     "frozen": ("qwen3", {"freeze_params_name_list": [r"layers\.[01]\."], "weight_decay": 0.1}),
+    "latent": ("deepseek_v3", {"entropy_coef": 0.01}),
+    "delta": ("qwen3_next", {"entropy_coef": 0.01}),
+    "sinks": ("gpt_oss", {"entropy_coef": 0.01}),
+    "glm": ("glm4_moe", {"entropy_coef": 0.01}),
     "moe": ("qwen3_moe", {"use_tis": True, "tis_batch_normalize": True}),
     "engine's experts": ("qwen3_moe", {"use_rollout_routing_replay": True, "use_kl_loss": True, "kl_loss_coef": 0.1}),
     "own experts": ("qwen3_moe", {"use_routing_replay": True, "num_steps_per_rollout": 3, "global_batch_size": 3}),
@@ -63,6 +69,14 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "moe cp2": ("moe", 2, CP),
     "moe ep2": ("moe", 2, EP),
     "moe ep2, copies": ("moe", 2, {**EP, **COPIED}),
+    "latent tp2 sp": ("latent", 2, SP),
+    "latent pp2": ("latent", 2, PP),
+    "delta tp2 sp": ("delta", 2, SP),
+    "delta pp2": ("delta", 2, PP),
+    "sinks tp2 sp": ("sinks", 2, SP),
+    "sinks ep2": ("sinks", 2, EP),
+    "glm pp2": ("glm", 2, PP),
+    "glm ep2": ("glm", 2, EP),
     "stateless dp2": ("stateless", 2, {}),
     "engine's experts pp2 interleaved, recomputed": ("engine's experts", 2, {**INTERLEAVED, **RECOMPUTED}),
     "engine's experts cp2 ep2": ("engine's experts", 2, {**CP, **EP}),
@@ -92,13 +106,20 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def by_fsdp(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def folder_of(model_folder: Folder, family_folder: Folder) -> Folder:
+    return lambda model: (
+        family_folder(model) if model in FAMILY_MODELS and model not in CONFIGS else model_folder(model)
+    )
+
+
+@pytest.fixture(scope="module")
+def by_fsdp(folder_of: Folder, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     made: dict[str, tuple[list[dict[str, float]], dict[str, Tensor]]] = {}
 
     def numbers(training: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
         if training not in made:
             model, flags = TRAININGS[training]
-            alone = InProcess(config_for(model_folder(model), tmp_path_factory.mktemp("one"), **{**COMMON, **flags}))
+            alone = InProcess(config_for(folder_of(model), tmp_path_factory.mktemp("one"), **{**COMMON, **flags}))
             metrics = []
             for rollout_id in range(ROLLOUTS):
                 result = alone.train(rollout_id, samples_for(alone.config, rollout_id))
@@ -135,12 +156,12 @@ def test_every_layout_gives_the_numbers_of_one_fsdp_process(
     layout: str,
     ranks: Callable[[int], RankGroup],
     by_fsdp: Callable[[str], Any],
-    model_folder: Folder,
+    folder_of: Folder,
     tmp_path: Path,
 ) -> None:
     training, processes, flags = LAYOUTS[layout]
     model, own = TRAININGS[training]
-    folder = model_folder(model)
+    folder = folder_of(model)
     found = ranks(processes).run(run_layout, folder, tmp_path, {**own, **flags})
     expected, expected_weights = by_fsdp(training)
     for rank in found:
@@ -155,10 +176,10 @@ def test_every_layout_gives_the_numbers_of_one_fsdp_process(
 
 @pytest.mark.parametrize("training", TRAININGS)
 def test_the_numbers_move_by_more_than_they_are_compared_with(
-    training: str, by_fsdp: Callable[[str], Any], model_folder: Folder
+    training: str, by_fsdp: Callable[[str], Any], folder_of: Folder
 ) -> None:
     _, weights = by_fsdp(training)
-    before = load_file(model_folder(TRAININGS[training][0]) / "model.safetensors")
+    before = load_file(folder_of(TRAININGS[training][0]) / "model.safetensors")
     assert max(float((tensor - before[name]).abs().max()) for name, tensor in weights.items()) > 1e-3
 
 

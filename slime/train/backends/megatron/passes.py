@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor, nn
+from torch import Tensor
 
 from slime.train.backends.megatron.groups import Groups
 from slime.train.backends.megatron.heads import Head
@@ -49,9 +49,6 @@ class StagedModel:
     @property
     def config(self) -> Any:
         return self.stages[0].config
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for stage in self.stages for parameter in stage.parameters())
 
 
 def train_passes(
