@@ -16,7 +16,14 @@ from slime.models.torch_dist.hugging_face import read_in_place_of
 from slime.train.backends.megatron.backend import MegatronBackend
 from slime.train.backends.megatron.cpu_runtime import prepare
 from slime.train.backends.megatron.groups import form_groups
-from slime.train.backends.megatron.heads import OUTPUT_WEIGHT, Head, PolicyHead, ValueHead, hand_on_hidden
+from slime.train.backends.megatron.heads import (
+    OUTPUT_WEIGHT,
+    Head,
+    PolicyHead,
+    ValueHead,
+    hand_on_hidden,
+    leave_padding,
+)
 from slime.train.backends.megatron.hooks import Hooks
 from slime.train.backends.megatron.layout import Layout
 from slime.train.backends.megatron.model import build_stages
@@ -90,6 +97,9 @@ class MegatronBuilder:
         )
         if self.groups.is_last_stage:
             hand_on_hidden(stages[-1])
+        padding = folder.config.get_text_config().pad_token_id
+        if stages[0].pre_process and padding is not None:
+            leave_padding(stages[0], padding % folder.fields["vocab_size"], self.groups.tensor)
         repeats = config.use_routing_replay and not isinstance(head, ValueHead)
         return StagedModel(stages, stages, head, self.groups, Routers(stages, self.groups) if repeats else None)
 

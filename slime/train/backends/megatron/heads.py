@@ -1,4 +1,4 @@
-"""From the last stage's hidden states to the numbers that objectives read.
+"""What stands before the layers and after them: embeddings, and the numbers that objectives read of hidden states.
 
 Invariant: the output layer of a stage hands the hidden states on, whole on every rank of the tensor group, and a head
 reads its weight afterwards, for the tokens that predict something. So logits [T, V] exist only where a loss asks for
@@ -20,6 +20,7 @@ from slime.models.head import OutputHead
 from slime.train.backends.megatron.groups import Groups
 from slime.train.backends.megatron.rows import RowSlices
 from slime.train.backends.protocol import Reads
+from slime.train.topology import Ranks
 
 OUTPUT_WEIGHT = "output_layer.weight"
 """What a head reads; where it is the embedding's, only a stage without that has it."""
@@ -44,6 +45,18 @@ def hand_on_hidden(stage: Any) -> None:
     """From now on the forward of a last stage returns hidden states [1, t, H]."""
     old = stage.output_layer
     stage.output_layer = HiddenOutput(old.weight, sequence_parallel=stage.config.sequence_parallel)
+
+
+def leave_padding(stage: Any, token: int, ranks: Ranks) -> None:
+    """The row of the padding token is not trained by where it is read, as in transformers' embeddings."""
+
+    def kept(_module: nn.Module, _args: Any, given: dict[str, Any], embedded: Tensor) -> Tensor:
+        tokens: Tensor = given["input_ids"].t()
+        if len(tokens) != len(embedded):  # sequence parallel: a rank has its part of the row
+            tokens = tokens.chunk(ranks.size)[ranks.rank]
+        return torch.where((tokens == token)[..., None], embedded.detach(), embedded)
+
+    stage.embedding.register_forward_hook(kept, with_kwargs=True)
 
 
 class Head(Protocol):
