@@ -16,7 +16,8 @@ import pytest
 from slime.config import Config
 from slime.config.config import FLAG_SPECS
 from slime.config.help import FILE_FLAGS
-from slime.config.megatron_flags import MEGATRON_FLAGS
+from slime.config.megatron_fields import FIELD_FLAGS
+from slime.config.megatron_flags import MEGATRON_FLAGS, SWITCH
 from slime.config.not_yet import REFUSED
 from slime.config.parser import parse_args
 from slime.config.plugin_checks import check_plugins
@@ -36,7 +37,9 @@ HAND_WRITTEN = [page for page in PAGES if page.name not in ("flags.md", "migrati
 OF_TRAIN = {spec.flag for spec in FLAG_SPECS.values()} | {name for name, _, _ in FILE_FLAGS}
 SWITCHES = {spec.flag for spec in FLAG_SPECS.values() if spec.kind == "bool"}
 CARRIED = ("--sglang-", "--router-")
-KNOWN_ELSEWHERE = {f"--{name}" for name in (*MEGATRON_FLAGS, *REFUSED)}
+KNOWN_ELSEWHERE = {f"--{name}" for name in (*MEGATRON_FLAGS, *FIELD_FLAGS, *REFUSED)} | {
+    f"--no-{name}" for name, kind in FIELD_FLAGS.items() if kind == SWITCH
+}
 PAGES_BY_NAME = pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
 
 

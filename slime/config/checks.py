@@ -259,6 +259,12 @@ def _check_settings(config: Config) -> None:
     for flag, why in REFUSED_BY_MEGATRON.items():
         if config.carried.get(flag.replace("-", "_")):
             raise UserError(f"--{flag} is not taken: {why}")
+    spec = config.carried.get("spec")
+    if spec and not str(spec[0]).startswith(("slime_plugins.", "megatron.")):  # upstream's own, whose layers are here
+        raise UserError(
+            f"--spec {' '.join(spec)} is not taken: slime has the layers of every family; make a stage of your own "
+            "with --custom-model-provider-path"
+        )
     for name, value in given_settings(config.carried).items():
         known, words = CHOICES.get(name), value if isinstance(value, list) else [value]
         wrong = [word for word in words if known is not None and word not in known]

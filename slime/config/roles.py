@@ -10,8 +10,11 @@ from typing import Any
 
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.files import read_config_file
+from slime.config.megatron_fields import FIELD_FLAGS
+from slime.config.megatron_flags import MEGATRON_FLAGS
+from slime.config.spec import flag_name
 from slime.config.suggest import did_you_mean
-from slime.config.values import coerce
+from slime.config.values import coerce, plain_value
 from slime.errors import UserError
 
 _OWN = {
@@ -28,9 +31,23 @@ _NOT_FOR_A_CRITIC = {
 }
 
 
+_SHARED = (
+    "train_backend", "actor_num_nodes", "actor_num_gpus_per_node", "fsdp_shard_size", "context_parallel_size",
+    "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+)  # fmt: skip
+"""Flags that are about the processes, not about one model."""
+
+
 def critic_flags(config: Config) -> Config:
     """The config that the critic is made with."""
     changes: dict[str, Any] = {**role_overrides(config, "critic"), **_file_overrides(config)}
+    for name in _SHARED:
+        if name in changes and changes[name] != getattr(config, name):
+            raise UserError(
+                f"{flag_name(name)} {changes[name]} for the critic, but {getattr(config, name)} for the policy: one "
+                "set of processes trains both, cut the same way, so give it for both or for none"
+            )
     for name, own in _OWN.items():
         value = getattr(config, name)
         if value is not None:
@@ -59,21 +76,25 @@ def role_overrides(config: Config, role: str) -> dict[str, Any]:
             raise UserError(f"--megatron-config-path {path}: role {entry['role']!r} is neither actor nor critic")
         if entry["role"] == role:
             overrides |= entry.get("overrides") or {}
-    return _coerced(overrides, path, "--megatron-config-path")
+    return _coerced(overrides, config, path, "--megatron-config-path")
 
 
 def _file_overrides(config: Config) -> dict[str, Any]:
     if config.critic_config is None:
         return {}
-    return _coerced(
-        read_config_file(config.critic_config, what="--critic-config"), config.critic_config, "--critic-config"
-    )
+    values = read_config_file(config.critic_config, what="--critic-config")
+    return _coerced(values, config, config.critic_config, "--critic-config")
 
 
-def _coerced(values: dict[str, Any], path: str, flag: str) -> dict[str, Any]:
-    result = {}
+def _coerced(values: dict[str, Any], config: Config, path: str, flag: str) -> dict[str, Any]:
+    """The values as fields of a config; those of Megatron that are carried are put beside the run's."""
+    result: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
+        written = name.replace("_", "-")
+        if written in MEGATRON_FLAGS or written in FIELD_FLAGS:
+            result["carried"] = {**config.carried, **result.get("carried", {}), name: plain_value(value, str(key))}
+            continue
         if name not in FLAG_SPECS:
             raise UserError(f"{flag} {path}: there is no flag {key}{did_you_mean(name, FLAG_SPECS)}")
         spec = FLAG_SPECS[name]

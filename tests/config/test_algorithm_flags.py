@@ -124,6 +124,23 @@ def test_the_critic_has_its_own_flags(tmp_path: Path) -> None:
     assert critic_flags(config.replace(critic_lr=0.125)).lr == 0.125
 
 
+def test_roles_may_differ_in_kernels_and_not_in_their_processes(tmp_path: Path) -> None:
+    roles = tmp_path / "roles.yaml"
+    roles.write_text("megatron: [{role: critic, overrides: {moe_permute_fusion: true, recompute_granularity: full}}]")
+    config = derived(
+        advantage_estimator="ppo", megatron_config_path=str(roles), carried={"swiglu": True}, actor_num_gpus_per_node=2
+    )
+    critic = critic_flags(config)
+    assert (critic.carried, critic.recompute_granularity) == ({"swiglu": True, "moe_permute_fusion": True}, "full")
+    assert config.carried == {"swiglu": True}
+    roles.write_text("megatron: [{role: critic, overrides: {tensor_model_parallel_size: 2}}]")
+    with pytest.raises(
+        UserError, match="--tensor-model-parallel-size 2 for the critic, but 1 for the policy: one set of"
+    ):
+        critic_flags(config)
+    assert critic_flags(config.replace(tensor_model_parallel_size=2)).tensor_model_parallel_size == 2
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [("lrr: 1", "there is no flag lrr: did you mean lr"), ("lr: -1", "lr must be at least 0, not -1"), ("lr: x", "lr")],

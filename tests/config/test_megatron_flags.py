@@ -133,6 +133,7 @@ def test_fields_of_megatrons_classes_are_flags_of_their_names(valid_argv: list[s
             "--use-megatron-fsdp is not taken: Megatron's own FSDP is not used: --train-backend fsdp",
         ),
         ("--no-fp8-wgrad", "--no-fp8-wgrad is not taken: training computes in float32 or bfloat16"),
+        ("--spec my.module get_spec", "--spec my.module get_spec is not taken: slime has the layers of every family"),
         ("--moe-router-dtype fp16", "--moe-router-dtype fp16 is none of fp32, fp64"),
         ("--cp-comm-type p2p ring", "--cp-comm-type ring is none of p2p, all_gather, a2a"),
         ("--attention-dropout 0.1", "--attention-dropout 0.1 is not taken: there is no dropout in training"),
