@@ -145,3 +145,35 @@ def test_a_package_and_a_module_in_it_can_be_a_circle(tmp_path: Path) -> None:
     (package / "__init__.py").write_text("from .a import x\n")
     (package / "a.py").write_text("from . import y\n")
     assert circles(import_graph(package)) == [["pkg", "pkg.a"]]
+
+
+BACKEND = "slime.train.backends.megatron"
+
+
+def top_level(tree: ast.Module) -> Iterator[str]:
+    """Packages that an import statement names, anywhere."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0]
+
+
+def test_one_folder_alone_imports_megatron() -> None:
+    theirs = {"megatron", "transformer_engine"}
+    for name, path in modules_of(ROOT / "slime").items():
+        if not name.startswith(BACKEND):
+            assert not theirs & set(top_level(ast.parse(path.read_text()))), name
+
+
+def test_that_folder_is_imported_only_where_it_was_chosen() -> None:
+    """From outside by one file alone, and there in a function."""
+    outside = {name: path for name, path in modules_of(ROOT / "slime").items() if not name.startswith(BACKEND)}
+    graph = import_graph(ROOT / "slime")
+    importing = {name for name in outside if any(other.startswith(BACKEND) for other in graph[name])}
+    assert importing == {"slime.train.backends.choose"}
+    tree = ast.parse(outside["slime.train.backends.choose"].read_text())
+    tops = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+    assert not [
+        name for name in imported(tops, "slime.train.backends.choose", False, graph) if name.startswith(BACKEND)
+    ]

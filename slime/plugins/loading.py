@@ -21,7 +21,8 @@ from slime.errors import UserError
 from slime.plugins.contracts import check, check_call, contract_of
 
 _NOT_NEEDED = {
-    "megatron": "this version has no Megatron: slime.backends.megatron_utils works without it, drop the import",
+    "megatron": "Megatron-Core is not installed: pip install 'slime[megatron]', or drop the import, which "
+    "slime.backends.megatron_utils works without",
     "ray": "this version has no Ray: functions of yours are called in the processes of the run, drop the import",
 }
 """Packages that functions written for upstream slime may import, and what to do where they are not installed."""

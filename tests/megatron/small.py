@@ -102,8 +102,8 @@ def through(stages: list[Any], sequences: Sequence[Tensor], layout: Layout) -> T
     from slime.train.backends.megatron.spec.attention import RowParams
 
     lengths = tuple(len(sequence) for sequence in sequences)
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    params = RowParams.of(PackedLayout(lengths, bounds, max(lengths)))
+    bounds = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")  # no layer may ask the device for them
+    params = RowParams.of(PackedLayout(lengths, bounds, max(lengths)), on_host=True)
     own = [own_slices(sequence, groups.get_context_parallel_rank(), layout.context) for sequence in sequences]
     ids = torch.cat(own)[None]
     rank, size = groups.get_pipeline_model_parallel_rank(), layout.pipeline

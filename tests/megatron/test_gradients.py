@@ -22,11 +22,12 @@ LAYOUTS = {
     "EP2": Layout(2, expert=2),
     "CP2": Layout(2, context=2),
 }
-EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "glm4_moe", "gpt_oss")
+MIXERS = ("qwen3_next", "qwen3_5", "glm4_moe_lite", "deepseek_v3", "moonlight")
+EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "glm4_moe", "gpt_oss", "qwen3_next", "deepseek_v3")
 NO_CONTEXT = ("gpt_oss",)
 CASES = [
     (case, name)
-    for case in FAMILIES
+    for case in (*FAMILIES, *MIXERS)
     for name in LAYOUTS
     if (name != "EP2" or case in EXPERTS) and (name != "CP2" or case not in NO_CONTEXT)
 ]

@@ -135,7 +135,7 @@ def _run(
             input_ids=slices.tokens,
             position_ids=slices.position_ids,
             attention_mask=None,
-            packed_seq_params=RowParams.of(slices.layout),
+            packed_seq_params=RowParams.of(slices.layout, on_host=model.config.transformer_impl == "local"),
         )
         if model.routers is not None:
             model.routers.keep(place)

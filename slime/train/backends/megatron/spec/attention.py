@@ -8,6 +8,7 @@ Keys and values of all ranks are gathered; their gradients go back to the ranks 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,20 +31,24 @@ from slime.train.samples.packing import PackedLayout
 class RowParams(PackedSeqParams):
     """Megatron's facts of a packed row together with the layout that the host knows, so that nobody asks the device.
 
-    The layout has the whole sequences, padding included, also where a rank has a part of each. `picked`: by layer, what
-    the indexers of sparse attention picked.
+    The layout has the whole sequences, padding included, also where a rank has a part of each. Plain torch's rotation
+    asks for lengths in every layer, and reads those of the padded sequences first: they are on the host. Transformer
+    Engine's kernels want all bounds on the device. `picked`: by layer, what the indexers of sparse attention picked.
     """
 
     layout: PackedLayout | None = None
     picked: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layout: PackedLayout) -> RowParams:
+    def of(cls, layout: PackedLayout, *, on_host: bool = False) -> RowParams:
         bounds, longest = layout.cu_seqlens, layout.max_length
+        known = torch.tensor([0, *accumulate(layout.lengths)], dtype=torch.int32) if on_host else None
         return cls(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=known,
+            cu_seqlens_kv_padded=known,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             layout=layout,

@@ -109,7 +109,8 @@ class Indexer(nn.Module):
         """With positions in the first part of each head, as in the queries and keys of latent attention."""
         made = self.rotary_pos_emb(longest, packed_seq=True)
         angles, scale = made if isinstance(made, tuple) else (made, 1.0)
+        bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
         result: Tensor = apply_rotary_pos_emb(
-            states, angles, config=self.config, cu_seqlens=params.cu_seqlens_q, mscale=scale, cp_group=self._ranks.cp
+            states, angles, config=self.config, cu_seqlens=bounds, mscale=scale, cp_group=self._ranks.cp
         )
         return result
