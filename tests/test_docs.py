@@ -117,7 +117,7 @@ def test_flags_named_in_the_text_exist(page: Path, serve_flags: set[str]) -> Non
         serve_flags
         | KNOWN_ELSEWHERE
         | {"--markdown", "--tokenizer", "--scale-fmt", "--add-missing", "--force"}
-        | {"--format", "--origin-hf-dir"}
+        | {"--format", "--origin-hf-dir", "--args", "--layout", "--write", "--scripts"}
     )
     spans = re.findall(r"`(--[^`]*)`", prose(page))
     for flag in {word for span in spans for word in re.findall(r"--[a-z][a-z0-9-]*[a-z0-9]", span)}:

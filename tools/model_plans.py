@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from slime.config import parse_args
@@ -26,11 +27,25 @@ WORKLOAD = (
 )
 
 
+LETTERS = {
+    "--tensor-model-parallel-size": "TP",
+    "--pipeline-model-parallel-size": "PP",
+    "--decoder-last-pipeline-num-layers": "last stage",
+    "--context-parallel-size": "CP",
+    "--expert-model-parallel-size": "EP",
+    "--expert-tensor-parallel-size": "expert TP",
+    "--sequence-parallel": "SP",
+    "--train-backend": "trainer",
+}
+
+
 def main() -> None:
-    print("| model | parameters | GPUs | layout | GiB a trainer |")
-    print("|---|---|---|---|---|")
-    for name, model in published_models().items():
-        print(row(name, model))
+    print(table(), end="")
+
+
+def table() -> str:
+    lines = ["| model | parameters | GPUs | layout | GiB a trainer |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *(row(name, model) for name, model in published_models().items())]) + "\n"
 
 
 def row(name: str, model: Published) -> str:
@@ -42,9 +57,18 @@ def row(name: str, model: Published) -> str:
         words = ["--hf-checkpoint", scratch, "--prompt-data", f"{scratch}/prompts.jsonl", *WORKLOAD.split()]
         config = parse_args([*words, *layout_words(model), "--dry-run"])
         memory = planned_trainer(config, shape, device="cuda", trainers=nodes * gpus)
-    layout = " ".join(model.layout).replace("--", "") or "data parallel"
+    layout = short(model.layout)
     total = (shape.num_parameters or 0) / 1e9
     return f"| {name} | {total:.1f} B | {nodes} x {gpus} of {gib} GiB | {layout} | {memory.total / 2**30:.0f} |"
+
+
+def short(words: Sequence[str]) -> str:
+    """The flags of a layout by their usual letters."""
+    said = []
+    for flag, value in zip(words, [*words[1:], ""], strict=False):
+        if flag in LETTERS:
+            said.append(f"{LETTERS[flag]} {value}".rstrip() if not value.startswith("--") else LETTERS[flag])
+    return ", ".join(said) or "DP alone"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 from slime.models.block_fp8 import FP8
+from slime.models.listing import families_markdown
 from slime.models.weight_reader import weights_of
 from tests.tiny_models import make_model_folder
 
-TOOLS = Path(__file__).parents[2] / "tools"
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / "tools"
 Run = Callable[..., int]
 
 REFUSED = {
@@ -137,3 +140,13 @@ def test_every_engine_is_told_to_profile(tool: Run, capsys: pytest.CaptureFixtur
         server.shutdown()
     assert tool("profile_rollout", "--router-url", url) == 2
     assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_the_tables_of_models_are_those_that_the_code_gives() -> None:
+    """docs/models.md: `slime.models.listing.families_markdown` and `python tools/model_plans.py` print them."""
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert families_markdown() in page
+    plans = subprocess.run(
+        [sys.executable, "tools/model_plans.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert plans.stdout in page
