@@ -26,5 +26,5 @@ is looked up before this."""
 
 def refusal(flag: str) -> str | None:
     """The sentence for a known slime flag that cannot be used here, or None."""
-    why = REFUSED.get(flag) or REFUSED_FIELDS.get(flag.removeprefix("no-"))
+    why = REFUSED.get(flag) or REFUSED_FIELDS.get(flag) or REFUSED_FIELDS.get(flag.removeprefix("no-"))
     return None if why is None else f"--{flag} is not taken: {why}"

@@ -74,7 +74,7 @@ def test_the_cause_of_a_failed_import_is_told(tmp_path: Path, monkeypatch: pytes
     for line, remedy in (
         (
             "from megatron.core import mpu",
-            "slime.backends.megatron_utils works without it, drop the import)",
+            "or drop the import, which slime.backends.megatron_utils works without)",
         ),
         ("import ray", "functions of yours are called in the processes of the run, drop the import)"),
     ):
