@@ -80,6 +80,7 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
     "rope_type": "rope",
+    "softmax_type": "vanilla",
     "fp8_recipe": "delayed",
     "fp8_amax_compute_algo": "most_recent",
     "moe_layer_freq": "1",

@@ -6,6 +6,8 @@ torch. What one of the processes raises is raised in the test, and the group goe
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import tempfile
 import traceback
@@ -74,18 +76,20 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if os.uname().sysname == "Linux" else "lo0"
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(minutes=2)
-    )
-    while True:
+    for turn in itertools.count():
         try:
             function, args, keywords = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
+        meeting = dist.FileStore(f"{store}-{turn}", size)
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=timedelta(minutes=2))
         try:
             answer = (True, function(*args, **keywords))
         except Exception:  # noqa: BLE001 (the test raises it)
-            answer = (False, f"rank {rank}: {traceback.format_exc()}")
+            pipe.send((False, f"rank {rank}: {traceback.format_exc()}"))
+            continue
+        gc.collect()
+        dist.destroy_process_group()  # groups of a layout have threads, which would stay
         pipe.send(answer)
 
 

@@ -83,7 +83,7 @@ def test_a_parameter_stays_one_and_may_be_changed_by_what_it_holds() -> None:
 
 
 def test_equal_reads_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.models.unread.CHUNK_NUMBERS", 6)
+    monkeypatch.setattr("slime.models.sources.CHUNK_NUMBERS", 6)
     other = ONE.clone()
     assert torch.equal(unread(ONE), unread(other))
     other[3, 5] += 1

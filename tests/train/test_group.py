@@ -98,7 +98,7 @@ def test_ranks_without_samples_change_nothing(model_folder: Folder, tmp_path: Pa
     """Two processes that a script means for one replica, with one rollout a step: one of them never has a sample."""
     model, each = model_folder("qwen3"), {"global_batch_size": 1, "num_steps_per_rollout": 9, "lr": 1e-4, **changes}
     expected = train(config(model, **each), tmp_path / "one", rollouts=range(1))
-    halves = {"actor_num_gpus_per_node": 2, "carried": {"tensor_model_parallel_size": 2}}
+    halves = {"actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2}
     assert_close(train(config(model, **each, **halves), tmp_path / "two", rollouts=range(1)), expected, 1e-5)
 
 

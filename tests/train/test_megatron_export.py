@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.models.families.rules import Entry
-from slime.models.outline import folder_sources
+from slime.models.plain import plain_sources
 from slime.models.torch_dist.hugging_face import model_entries
 from slime.models.weight_reader import weights_of
 from slime.train.backends.megatron.export import HfExport
@@ -58,7 +58,7 @@ def cut(layout: Layout, rank: int, entries: list[Entry], whole: dict[str, Tensor
 
 def export_all(ranks: Ranks, model: str) -> dict[str, Any]:
     folder, answers = Path(model), {}
-    entries, _ = model_entries(folder, folder_sources(folder))
+    entries, _ = model_entries(folder, plain_sources(folder))
     whole = dict(weights_of(folder))
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
     for name, sizes in LAYOUTS.items():
@@ -79,7 +79,7 @@ def export_all(ranks: Ranks, model: str) -> dict[str, Any]:
 def export_changes(ranks: Ranks, model: str) -> list[tuple[int, dict[str, bool]]]:
     """Three rounds: all weights, some changed, nothing changed."""
     folder = Path(model)
-    entries, _ = model_entries(folder, folder_sources(folder))
+    entries, _ = model_entries(folder, plain_sources(folder))
     whole = dict(weights_of(folder))
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
     layout = Layout(world=ranks.size, tensor=2, pipeline=2, expert_tensor=1, expert=2)

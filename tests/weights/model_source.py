@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from slime.models.delta.tensors import tensor_checksums
 from slime.models.loading import as_in_folder
 from slime.train.backends.fsdp.exporting import HfExport
+from slime.train.backends.hf import Earlier, HfBucket
 from slime.train.progress import Progress
 from slime.train.sending.delta import DeltaExporter, Published
 from slime.train.sending.export import export_weights
@@ -30,8 +32,10 @@ class OneRank:
         self._export = HfExport(
             parameters, partial(as_in_folder, model), rank=0, world_size=1, value=lambda name: parameters[name].detach()
         )
-        self.hf_buckets = self._export.buckets
         self.hf_plan = self._export.plan
+
+    def hf_buckets(self, dtype: torch.dtype, max_bytes: int, *, earlier: Earlier | None = None) -> Iterator[HfBucket]:
+        return self._export.buckets(dtype, max_bytes)
 
 
 class ModelSource:
