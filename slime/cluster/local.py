@@ -1,0 +1,81 @@
+"""A run on one machine: its only node is this one, and its processes are children of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime.cluster.channel import Channel, channel_pair
+from slime.cluster.connection import FD_FLAG
+from slime.cluster.devices import cpu_cores, visible_gpus
+from slime.cluster.node import Command, Placement, Slot
+from slime.cluster.ports import free_ports
+from slime.cluster.process import ChildProcess
+from slime.config import Config
+from slime.config.batch import num_trainers
+
+
+class LocalNode:
+    """This machine; `address` is where servers bind (`--host`)."""
+
+    name = "this machine"
+    is_here = True
+    is_lost = False
+
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        self.address = address
+        self.cores = cpu_cores()
+
+    def start(self, command: Command, log_path: Path) -> ChildProcess:
+        return _child(command, command.argv(), log_path, ()).start()
+
+    def start_connected(self, command: Command, log_path: Path) -> tuple[ChildProcess, Channel]:
+        channel, theirs = channel_pair()
+        with theirs:
+            argv = (*command.argv(), FD_FLAG, str(theirs.fileno()))
+            return _child(command, argv, log_path, (theirs.fileno(),)).start(), channel
+
+    def free_ports(self, count: int) -> list[int]:
+        return free_ports(count, self.address)
+
+    def path(self, path: str) -> str:
+        return path
+
+
+class LocalCluster:
+    """The trainers on the first GPUs, the engines on the next ones, or on the same with `--colocate`."""
+
+    def __init__(self, config: Config, *, device: str, trainers: int | None = None) -> None:
+        node = LocalNode(config.host)
+        count = num_trainers(config) if trainers is None else trainers
+        first = 0 if config.colocate else count
+        self.placement = Placement(
+            tuple(_slot(node, device, number) for number in range(count)),
+            tuple(_slot(node, device, first + number) for number in range(config.rollout_num_gpus or 0)),
+        )
+
+    def provide(self, paths: Sequence[str]) -> None:
+        """They are here."""
+
+    def spare(self, like: Slot) -> Slot | None:
+        return None
+
+    def close(self) -> None:
+        """Whoever started a process stops it."""
+
+
+def _slot(node: LocalNode, device: str, number: int) -> Slot:
+    return Slot(node, visible_gpus([number]) if device == "cuda" else None)
+
+
+def _child(command: Command, argv: Sequence[str], log_path: Path, pass_fds: Sequence[int]) -> ChildProcess:
+    return ChildProcess(
+        command.name,
+        argv,
+        env=command.env,
+        pass_env=command.pass_env,
+        log_path=log_path,
+        pass_fds=pass_fds,
+        dumps_stacks=command.dumps_stacks,
+        also=command.also,
+    )
