@@ -12,7 +12,7 @@ import asyncio
 import copy
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -194,11 +194,10 @@ class RolloutRuntime:
         """Close connections, reward workers, router and loop; a second call does nothing."""
         if self.loop_thread.loop.is_closed():
             return
-        _registry.unbind(self.config.overlay.mark)
-        try:
+        with ExitStack() as last:  # what still runs in the loop finds its runtime until the loop has ended
+            last.callback(_registry.unbind, self.config.overlay.mark)
+            last.callback(self.loop_thread.close)
             self.run(self._aclose(), CLOSE_TIMEOUT_S)
-        finally:
-            self.loop_thread.close()
 
     def __enter__(self) -> Self:
         return self

@@ -62,6 +62,23 @@ def test_a_closed_runtime_is_forgotten_and_leaves_nothing(engine, make_runtime):
     assert runtime.loop_thread.loop.is_closed()
 
 
+def test_what_still_runs_while_a_runtime_closes_finds_it(engine, make_runtime):
+    runtime = make_runtime([engine.url])
+    found = []
+
+    async def sample():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            found.append(runtime_for(runtime.args))
+
+    asyncio.run_coroutine_threadsafe(sample(), runtime.loop_thread.loop)
+    runtime.run(asyncio.sleep(0))
+    runtime.close()
+    assert found == [runtime]
+    assert newest_runtime() is None
+
+
 def test_run_uses_the_loop_of_the_runtime_when_there_is_one(engine, make_runtime):
     async def loop():
         return asyncio.get_running_loop()
