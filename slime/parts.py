@@ -15,9 +15,11 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from slime.cluster.choose import open_cluster
 from slime.cluster.secrets import is_secret
 from slime.config import Config
 from slime.config.algorithm import serves_teacher
+from slime.config.batch import num_trainers
 from slime.engine.fleet.engines import Engines, alone_engine
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.fleet.states import EngineStates, ask_load
@@ -62,10 +64,13 @@ class Parts:
         self._run_dir = run_dir
         self._version: int | None = None
         self._trainers_busy = threading.Lock()
+        self.cluster = open_cluster(config, device, **places(config))
+        stack.callback(self.cluster.close)
         self.engines, self.teacher_engine = self._make_engines(stack)
         self.trainers: TrainerGroup | None = None
         if not config.debug_rollout_only:
-            self.trainers = TrainerGroup(config, device=device, run_dir=run_dir.path)
+            slots = self.cluster.placement.trainers
+            self.trainers = TrainerGroup(config, device=device, run_dir=run_dir.path, slots=slots)
             stack.callback(self.trainers.stop)
             progress.watch("trainer", self.trainers.doing)
         self.start = self._start_processes(progress.status)
@@ -90,7 +95,8 @@ class Parts:
             return None, None
         choose_rollout_backend(config, self._device)
         alone = config.replace(colocate=True) if config.debug_rollout_only else config  # GPUs from the first one on
-        engines = Engines(alone, device=self._device, run_dir=self._run_dir)
+        slots = self.cluster.placement.rollout
+        engines = Engines(alone, device=self._device, run_dir=self._run_dir, slots=slots)
         stack.callback(engines.stop)
         if not serves_teacher(config):
             return engines, None
@@ -101,6 +107,7 @@ class Parts:
             run_dir=self._run_dir,
             model_path=config.opd_teacher_load,
             name="teacher",
+            slots=slots[:1],
         )
         stack.callback(teacher.stop)
         return engines, teacher
@@ -280,3 +287,11 @@ class Parts:
             return self.publisher.bring([client], self._version)
         finally:
             self._trainers_busy.release()
+
+
+def places(config: Config) -> dict[str, int]:
+    """How many trainers and how many GPUs of engines a run starts."""
+    engines = config.rollout_num_gpus if needs_engines(config) else 0
+    if engines and config.rollout_external_engine_addrs:
+        engines = 1 if serves_teacher(config) else 0
+    return {"trainers": 0 if config.debug_rollout_only else num_trainers(config), "rollout": engines}

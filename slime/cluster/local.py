@@ -45,13 +45,14 @@ class LocalNode:
 class LocalCluster:
     """The trainers on the first GPUs, the engines on the next ones, or on the same with `--colocate`."""
 
-    def __init__(self, config: Config, *, device: str, trainers: int | None = None) -> None:
+    def __init__(self, config: Config, *, device: str, trainers: int | None = None, rollout: int | None = None) -> None:
         node = LocalNode(config.host)
         count = num_trainers(config) if trainers is None else trainers
+        engines = config.rollout_num_gpus or 0 if rollout is None else rollout
         first = 0 if config.colocate else count
         self.placement = Placement(
             tuple(_slot(node, device, number) for number in range(count)),
-            tuple(_slot(node, device, first + number) for number in range(config.rollout_num_gpus or 0)),
+            tuple(_slot(node, device, first + number) for number in range(engines)),
         )
 
     def provide(self, paths: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.cluster.node import Slot
 from slime.config import Config
 from slime.config.algorithm import weighs_what_it_can
 from slime.config.batch import tokens_per_row
@@ -43,10 +44,12 @@ class TrainResult:
 class TrainerGroup:
     """Starts, feeds and stops the trainer processes. `device` is `cpu` or `cuda`."""
 
-    def __init__(self, config: Config, *, device: str, run_dir: str | Path) -> None:
+    def __init__(
+        self, config: Config, *, device: str, run_dir: str | Path, slots: Sequence[Slot] | None = None
+    ) -> None:
         self.config = config
         self.device = device
-        self.processes = RankProcesses(config, device=device, run_dir=Path(run_dir))
+        self.processes = RankProcesses(config, device=device, run_dir=Path(run_dir), slots=slots)
         self.world_size = self.processes.world_size
         self._data_ranks, self._data_size = list(range(self.world_size)), self.world_size  # until they say
         self._flops: FlopsModel | None = None

@@ -18,6 +18,7 @@ from typing import Any
 
 from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, channel_pair, readable
 from slime.cluster.devices import threads_per_process
+from slime.cluster.node import Slot
 from slime.cluster.ports import loopback_sockets
 from slime.cluster.process import ChildProcess
 from slime.cluster.python import module_command
@@ -51,7 +52,8 @@ class Rank:
 class RankProcesses:
     """Starts, calls and stops the trainer processes. `device` is `cpu` or `cuda`."""
 
-    def __init__(self, config: Config, *, device: str, run_dir: Path) -> None:
+    def __init__(self, config: Config, *, device: str, run_dir: Path, slots: Sequence[Slot] | None = None) -> None:
+        self._slots = slots
         self.world_size = num_trainers(config)
         self.ranks: list[Rank] = []
         self.deadline_s = config.distributed_timeout_minutes * 60.0

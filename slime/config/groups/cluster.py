@@ -12,8 +12,20 @@ from slime.config.flag import at_least, flag
 class ClusterFlags:
     """Cluster: processes and devices"""
 
+    cluster: str | None = flag(
+        None,
+        "where processes run: local is this machine, ray the nodes of a Ray cluster (default: ray with --ray-address, "
+        "with RAY_ADDRESS in the environment, or with several training nodes of GPUs; else local)",
+        choices=("local", "ray"),
+    )
+    ray_address: str | None = flag(
+        None,
+        "HOST:PORT of the Ray cluster's head, as `ray start` prints it; auto: the cluster that this machine is part of "
+        "(default: RAY_ADDRESS, else auto)",
+        metavar="HOST:PORT",
+    )
     actor_num_nodes: int = flag(
-        1, "training nodes; on a GPU only 1, on a CPU a factor of the training processes", check=at_least(1)
+        1, "training nodes; on this machine and a CPU a factor of the training processes", check=at_least(1)
     )
     actor_num_gpus_per_node: int = flag(
         1, "training processes per node (one GPU each; on a CPU: processes)", check=at_least(1)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
+from slime.cluster.node import Slot
 from slime.config import Config
 from slime.engine.fleet.backend import (
     EMBEDDED,
@@ -42,7 +44,14 @@ logger = logging.getLogger(__name__)
 class Engines:
     """The engines of the model that is trained, and what serves the others."""
 
-    def __init__(self, config: Config, *, device: str, run_dir: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: str,
+        run_dir: str | os.PathLike[str],
+        slots: Sequence[Slot] | None = None,
+    ) -> None:
         self._config = config
         self.backend, _ = choose_backend(config, device)
         self.models = served_models(config, self.backend)
@@ -53,7 +62,13 @@ class Engines:
                 ExternalEngines(config)
                 if self.backend == EXTERNAL
                 else EngineFleet(
-                    config, device=device, run_dir=run_dir, model_path=model.model_path, name=name, model=model
+                    config,
+                    device=device,
+                    run_dir=run_dir,
+                    model_path=model.model_path,
+                    name=name,
+                    model=model,
+                    slots=slots,
                 )
             )
         self.capabilities: list[Capabilities] = []

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from slime.cluster.node import Slot
 from slime.cluster.ports import free_ports, require_free_port
 from slime.cluster.process import ChildProcess, ProcessSet
 from slime.config import Config
@@ -66,11 +67,13 @@ class EngineFleet:
         name: str = "engine",
         launcher: Sequence[str] = EMBEDDED_ENGINE,
         model: ServedModel | None = None,
+        slots: Sequence[Slot] | None = None,
     ) -> None:
         self.backend, reason = choose_backend(config, device)
         logger.info("%s engines: %s", self.backend, reason)
         self._config = config
         self._device = device
+        self._slots = slots
         self._logs = Path(run_dir) / "logs"
         self._model = model or simple_model(config, os.fspath(model_path))
         self._name = name
