@@ -18,11 +18,13 @@ import time
 from collections.abc import Sequence
 
 from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout
+from slime.errors import UserError
 
 FD_FLAG = "--fd"
 CONNECT_FLAG = "--connect"
 TOKEN_VARIABLE = "SLIME_RUN_TOKEN"
 _CHALLENGE_BYTES = 32
+_PROOF_BYTES = 32
 _NAME_BYTES = 64
 _PROOF_S = 10.0
 
@@ -40,23 +42,33 @@ def channel_from(args: argparse.Namespace) -> Channel:
         return Channel.from_fd(args.fd)
     address, _, name = args.connect.rpartition("/")
     host, _, port = address.rpartition(":")
-    token = os.environ.pop(TOKEN_VARIABLE)
+    if not host or not port.isdecimal() or not name:
+        raise UserError(f"{CONNECT_FLAG} {args.connect} is not of the form HOST:PORT/NAME")
+    token = os.environ.pop(TOKEN_VARIABLE, None)
+    if token is None:
+        raise UserError(
+            f"{CONNECT_FLAG} needs the run's token in {TOKEN_VARIABLE}: the run that expects {name} sets it"
+        )
     return connect(host.strip("[]"), int(port), name=name, token=token)
 
 
 def connect(host: str, port: int, *, name: str, token: str, timeout_s: float = 60.0) -> Channel:
-    """Join the listener at this address under a name it expects."""
+    """Join the listener at this address under a name it expects; whoever is refused reads `ChannelClosed`."""
+    deadline = time.monotonic() + timeout_s
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
-        sock.settimeout(timeout_s)
-        theirs = _exactly(sock, _CHALLENGE_BYTES)
+        theirs = _exactly(sock, _CHALLENGE_BYTES, deadline)
         ours = secrets.token_bytes(_CHALLENGE_BYTES)
         sock.sendall(_proof(token, b"client", theirs) + ours + _padded(name))
-        if not hmac.compare_digest(_exactly(sock, 32), _proof(token, b"driver", ours)):
+        try:
+            answer = _exactly(sock, _PROOF_BYTES, deadline)
+        except (ChannelClosed, ConnectionError) as refused:
+            raise ChannelClosed(
+                f"the run at {host}:{port} refused {name}: the token is another run's, or {name} is not expected"
+            ) from refused
+        if not hmac.compare_digest(answer, _proof(token, b"driver", ours)):
             raise ChannelClosed(f"whoever listens at {host}:{port} does not know this run's token")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return Channel(sock)
+        return _channel(sock)
     except BaseException:
         sock.close()
         raise
@@ -97,6 +109,11 @@ class Listener:
         with contextlib.suppress(OSError):  # closed already, or a system where a listener is never connected
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes up who accepts
         self._socket.close()
+        with self._changed:
+            nobody_waits_for, self._came = list(self._came.values()), {}
+            self._expected.clear()
+        for channel in nobody_waits_for:
+            channel.close()
 
     def _accept(self) -> None:
         while True:
@@ -108,16 +125,7 @@ class Listener:
 
     def _admit(self, sock: socket.socket) -> None:
         try:
-            sock.settimeout(_PROOF_S)
-            ours = secrets.token_bytes(_CHALLENGE_BYTES)
-            sock.sendall(ours)
-            said = _exactly(sock, 32 + _CHALLENGE_BYTES + _NAME_BYTES)
-            proof, theirs, name = said[:32], said[32:64], said[64:].rstrip(b"\0").decode(errors="replace")
-            if not hmac.compare_digest(proof, _proof(self._token, b"client", ours)):
-                raise ChannelClosed("a wrong token")
-            sock.sendall(_proof(self._token, b"driver", theirs))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            name = self._proven_name(sock, time.monotonic() + _PROOF_S)
         except (OSError, ChannelClosed):  # a stranger: nothing of the run depends on him
             sock.close()
             return
@@ -126,8 +134,30 @@ class Listener:
                 sock.close()
                 return
             self._expected.discard(name)
-            self._came[name] = Channel(sock)
+            self._came[name] = _channel(sock)
             self._changed.notify_all()
+
+    def _proven_name(self, sock: socket.socket, deadline: float) -> str:
+        """Who is there, once he has proven to know the token and was shown that the driver does."""
+        ours = secrets.token_bytes(_CHALLENGE_BYTES)
+        sock.settimeout(_PROOF_S)
+        sock.sendall(ours)
+        said = _exactly(sock, _PROOF_BYTES + _CHALLENGE_BYTES + _NAME_BYTES, deadline)
+        proof, theirs = said[:_PROOF_BYTES], said[_PROOF_BYTES : _PROOF_BYTES + _CHALLENGE_BYTES]
+        name = said[_PROOF_BYTES + _CHALLENGE_BYTES :].rstrip(b"\0").decode(errors="replace")
+        if not hmac.compare_digest(proof, _proof(self._token, b"client", ours)):
+            raise ChannelClosed("a wrong token")
+        with self._changed:
+            if name not in self._expected:
+                raise ChannelClosed(f"{name} is not expected")
+        sock.sendall(_proof(self._token, b"driver", theirs))
+        return name
+
+
+def _channel(sock: socket.socket) -> Channel:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return Channel(sock)
 
 
 def _proof(token: str, side: bytes, challenge: bytes) -> bytes:
@@ -141,9 +171,11 @@ def _padded(name: str) -> bytes:
     return data.ljust(_NAME_BYTES, b"\0")
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
+def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+    """So many bytes, all before the deadline, however slowly they come."""
     data = b""
     while len(data) < count:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
         more = sock.recv(count - len(data))
         if not more:
             raise ChannelClosed("the other side is gone")

@@ -1,0 +1,184 @@
+"""Who is let in by the listener of a run: processes that know its token, under names that it expects; nobody else."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from slime.cluster import connection
+from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout
+from slime.cluster.connection import TOKEN_VARIABLE, Listener, add_channel_flags, channel_from, connect
+from slime.errors import UserError
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    one = Listener("127.0.0.1", "right")
+    yield one
+    one.close()
+
+
+def flags(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_channel_flags(parser)
+    return parser.parse_args(words)
+
+
+def closed_by_the_other_side(sock: socket.socket) -> bool:
+    sock.settimeout(30)
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_who_knows_the_token_is_heard_and_the_token_leaves_his_environment(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "right")
+    with channel_from(flags(*listener.words_for("trainer-0"))) as theirs:
+        ours = listener.wait_for("trainer-0", 30)
+        theirs.send({"said": 1})
+        assert ours.recv(30) == {"said": 1}
+        ours.send("heard")
+        assert theirs.recv(30) == "heard"
+    assert TOKEN_VARIABLE not in connection.os.environ
+    with pytest.raises(ChannelClosed):
+        ours.recv(30)
+
+
+def test_an_inherited_socket_needs_no_token() -> None:
+    ours, theirs = socket.socketpair()
+    with channel_from(flags("--fd", str(theirs.detach()))) as channel, Channel(ours) as other:
+        channel.send("here")
+        assert other.recv(30) == "here"
+
+
+@pytest.mark.parametrize(
+    ("token", "name"), [("wrong", "trainer-0"), ("right", "trainer-7"), ("", "trainer-0"), ("wrong", "trainer-7")]
+)
+def test_a_wrong_token_or_an_unexpected_name_is_refused_and_the_expected_one_still_comes(
+    listener: Listener, token: str, name: str
+) -> None:
+    listener.words_for("trainer-0")
+    with pytest.raises(ChannelClosed, match=f"refused {name}: the token is another run's, or {name} is not expected"):
+        connect("127.0.0.1", listener.port, name=name, token=token)
+    connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
+    listener.wait_for("trainer-0", 30).close()
+
+
+def test_a_name_is_let_in_once(listener: Listener) -> None:
+    listener.words_for("trainer-0")
+    with connect("127.0.0.1", listener.port, name="trainer-0", token="right") as first:
+        with pytest.raises(ChannelClosed, match="refused trainer-0"):
+            connect("127.0.0.1", listener.port, name="trainer-0", token="right")
+        first.send("still me")
+        assert listener.wait_for("trainer-0", 30).recv(30) == "still me"
+
+
+def test_garbage_and_half_a_proof_end_only_whoever_sent_them(listener: Listener) -> None:
+    listener.words_for("trainer-0")
+    for said in (b"GET / HTTP/1.1\r\n\r\n" + bytes(1000), b"\xff" * 128, b"short"):
+        with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
+            assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
+            stranger.sendall(said)
+            with contextlib.suppress(OSError):  # he is thrown out already
+                stranger.shutdown(socket.SHUT_WR)
+            assert closed_by_the_other_side(stranger)
+    connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
+    listener.wait_for("trainer-0", 30).close()
+
+
+def test_who_stays_silent_or_dribbles_is_cut_off_and_keeps_nobody_waiting(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes within the deadline, and all of them do not."""
+    monkeypatch.setattr(connection, "_PROOF_S", 0.5)
+    listener.words_for("trainer-0")
+    with (
+        socket.create_connection(("127.0.0.1", listener.port)) as silent,
+        socket.create_connection(("127.0.0.1", listener.port)) as slow,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for stranger in (silent, slow):
+            assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
+
+        def dribble() -> int:
+            for count in range(1000):
+                try:
+                    slow.sendall(b"x")
+                    slow.settimeout(0.05)
+                    if slow.recv(1) == b"":
+                        return count
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    return count
+            raise AssertionError("a thousand bytes, one at a time, were taken")
+
+        dribbling = pool.submit(dribble)
+        connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
+        listener.wait_for("trainer-0", 30).close()
+        assert closed_by_the_other_side(silent)
+        assert dribbling.result(60) < 128
+
+
+def test_a_listener_without_the_token_is_not_believed() -> None:
+    """Somebody else listens where the run was: the process tells it nothing more."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def pretend() -> bytes:
+            sock, _ = server.accept()
+            with sock:
+                sock.sendall(bytes(32))
+                sock.recv(128, socket.MSG_WAITALL)
+                sock.sendall(bytes(32))
+                return sock.recv(1)
+
+        pretending = pool.submit(pretend)
+        with pytest.raises(ChannelClosed, match="does not know this run's token"):
+            connect("127.0.0.1", server.getsockname()[1], name="trainer-0", token="right")
+        assert pretending.result(30) == b""
+
+
+def test_who_does_not_come_in_time_is_named_and_not_expected_any_more(listener: Listener) -> None:
+    listener.words_for("trainer-3")
+    with pytest.raises(ChannelTimeout, match=r"trainer-3 did not connect to 127\.0\.0\.1"):
+        listener.wait_for("trainer-3", 0.01)
+    with pytest.raises(ChannelClosed):
+        connect("127.0.0.1", listener.port, name="trainer-3", token="right")
+
+
+def test_closing_lets_nobody_in_and_leaves_whoever_came_unheard(listener: Listener) -> None:
+    listener.words_for("trainer-0")
+    with connect("127.0.0.1", listener.port, name="trainer-0", token="right") as came:
+        came.send("early")  # he is in by then: his proof was answered
+        listener.close()
+        listener.close()
+        with pytest.raises(ChannelClosed):
+            came.recv(30)
+    with pytest.raises(OSError, match="refused"):
+        connect("127.0.0.1", listener.port, name="trainer-0", token="right")
+
+
+@pytest.mark.parametrize(
+    ("word", "token", "sentence"),
+    [
+        ("127.0.0.1/trainer-0", "right", "is not of the form HOST:PORT/NAME"),
+        ("127.0.0.1:80", "right", "is not of the form HOST:PORT/NAME"),
+        ("127.0.0.1:80/trainer-0", None, "needs the run's token in SLIME_RUN_TOKEN"),
+    ],
+)
+def test_flags_that_lead_nowhere_are_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, word: str, token: str | None, sentence: str
+) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    if token is not None:
+        monkeypatch.setenv(TOKEN_VARIABLE, token)
+    with pytest.raises(UserError, match=sentence):
+        channel_from(flags("--connect", word))
