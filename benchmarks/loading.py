@@ -64,10 +64,11 @@ def one_rank(way: str, folder: str, tiny: str, store: str, device: str) -> None:
     """Says when it is ready, begins when it is told to, says how long it took, and goes when it is told to."""
     from transformers.utils.logging import disable_progress_bar
 
+    from slime.train.meeting import Meeting
     from slime.train.topology import join_ranks
 
     disable_progress_bar()
-    ranks = join_ranks(device, store=store, timeout_minutes=5)
+    ranks = join_ranks(device, meeting=Meeting(store), timeout_minutes=5)
     load(way, tiny, ranks, device)  # what it imports and starts is no weight
     ranks.barrier()
     print("ready", flush=True)

@@ -158,9 +158,10 @@ class DevicePeak:
 
 def measure(case: Case, scratch: Path) -> dict[str, dict[str, int]]:
     """Peaks of this rank by what it was doing; runs in a process of its own."""
+    from slime.train.meeting import Meeting
     from slime.train.topology import join_ranks
 
-    ranks = join_ranks(case.device, store=str(scratch / "store"), timeout_minutes=5)
+    ranks = join_ranks(case.device, meeting=Meeting(str(scratch / "store")), timeout_minutes=5)
     warm = Rank(dataclasses.replace(case, tokens=16), str(scratch / "tiny"), ranks)
     warm.load()
     warm.train(0)

@@ -69,8 +69,8 @@ class Parts:
         self.engines, self.teacher_engine = self._make_engines(stack)
         self.trainers: TrainerGroup | None = None
         if not config.debug_rollout_only:
-            slots = self.cluster.placement.trainers
-            self.trainers = TrainerGroup(config, device=device, run_dir=run_dir.path, slots=slots)
+            placement = self.cluster.placement
+            self.trainers = TrainerGroup(config, device=device, run_dir=run_dir.path, placement=placement)
             stack.callback(self.trainers.stop)
             progress.watch("trainer", self.trainers.doing)
         self.start = self._start_processes(progress.status)

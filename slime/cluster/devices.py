@@ -46,15 +46,17 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_per_process(processes: int, cores: int | None = None) -> dict[str, str]:
-    """The environment that splits the cores evenly among `processes`; what the user has set stays. With `cores` it is
-    for a node of so many, which may not have this environment: what is set here goes along.
+def threads_per_process(processes: int) -> dict[str, str]:
+    """The environment that splits this machine's cores evenly among `processes`; what the user has set stays."""
+    wanted = split_cores(cpu_cores(), processes)
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def split_cores(cores: int, processes: int) -> dict[str, str]:
+    """The environment in which `processes` share `cores` evenly.
 
     A thread that waits for work spins for some ten microseconds and then sleeps. Engines and trainers take turns on
     the same cores: spinning for long, as is the default, takes a core from the one that works (a step of the
     quickstart then takes 1.3 times as long), and not spinning at all makes small operations slow (0.7 of the tokens/s).
     """
-    wanted = {"OMP_NUM_THREADS": str(max(1, (cores or cpu_cores()) // max(1, processes))), "GOMP_SPINCOUNT": "10000"}
-    if cores is not None:
-        return {name: os.environ.get(name, value) for name, value in wanted.items()}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    return {"OMP_NUM_THREADS": str(max(1, cores // max(1, processes))), "GOMP_SPINCOUNT": "10000"}

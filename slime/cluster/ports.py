@@ -6,10 +6,12 @@ the moment it was found free and the moment the server binds it.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import random
 import socket
+import sys
 
 from slime.errors import UserError
 
@@ -79,6 +81,53 @@ def loopback_sockets() -> dict[str, str]:
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     wanted = {} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def sockets_at(address: str) -> dict[str, str]:
+    """The environment that keeps the sockets of gloo and NCCL on the interface with this address; what the user has set
+    stays, and where no interface has it, they choose by themselves."""
+    found = interface_with(address)
+    wanted = {} if found is None else {"GLOO_SOCKET_IFNAME": found, "NCCL_SOCKET_IFNAME": found}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def interface_with(address: str) -> str | None:
+    """The name of this machine's network interface that has the address; None where none has it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    wanted = socket.inet_pton(family, address)
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Interface)()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    try:
+        one = first
+        while one:
+            if one.contents.address and _ip_of(one.contents.address, family, len(wanted)) == wanted:
+                return os.fsdecode(one.contents.name)
+            one = one.contents.next
+    finally:
+        libc.freeifaddrs(first)
+    return None
+
+
+class _Interface(ctypes.Structure):
+    """The beginning of `struct ifaddrs`, which Linux and macOS have in common."""
+
+
+_Interface._fields_ = [
+    ("next", ctypes.POINTER(_Interface)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def _ip_of(sockaddr: int, family: int, length: int) -> bytes | None:
+    """The IP of a `struct sockaddr`, if it is of this family, which stands in the first two bytes, or in the second."""
+    head = ctypes.string_at(sockaddr, 2)
+    if (head[1] if sys.platform == "darwin" else int.from_bytes(head, sys.byteorder)) != family:
+        return None
+    return ctypes.string_at(sockaddr + (8 if family == socket.AF_INET6 else 4), length)
 
 
 def listening_socket(address: str, port: int) -> socket.socket:

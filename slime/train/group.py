@@ -7,20 +7,23 @@ told. Rollouts that do not fill an optimizer step are kept here and put in front
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.node import Slot
+from slime.cluster.node import Placement
 from slime.config import Config
 from slime.config.algorithm import weighs_what_it_can
 from slime.config.batch import tokens_per_row
 from slime.data.sample import Sample
 from slime.train.checkpoints.not_written import NotWritten
 from slime.train.checkpoints.under_way import let_end
+from slime.train.files import config_on, names_here
 from slime.train.flops import FlopsModel
+from slime.train.meeting import Meeting
 from slime.train.processes import DEADLINE_FLAG, RankProcesses
 from slime.train.samples.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
 from slime.train.samples.carry import in_front_of, load_carried, remove_stale, save_carried
@@ -44,12 +47,10 @@ class TrainResult:
 class TrainerGroup:
     """Starts, feeds and stops the trainer processes. `device` is `cpu` or `cuda`."""
 
-    def __init__(
-        self, config: Config, *, device: str, run_dir: str | Path, slots: Sequence[Slot] | None = None
-    ) -> None:
+    def __init__(self, config: Config, *, device: str, run_dir: str | Path, placement: Placement | None = None) -> None:
         self.config = config
         self.device = device
-        self.processes = RankProcesses(config, device=device, run_dir=Path(run_dir), slots=slots)
+        self.processes = RankProcesses(config, device=device, run_dir=Path(run_dir), placement=placement)
         self.world_size = self.processes.world_size
         self._data_ranks, self._data_size = list(range(self.world_size)), self.world_size  # until they say
         self._flops: FlopsModel | None = None
@@ -65,13 +66,24 @@ class TrainerGroup:
 
             facts = load_config(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
             self._flops = FlopsModel.from_config(facts)
-        params = {"config": self.config.to_dict(), "device": self.device, "store": self.processes.launch()}
-        answers = self._call("init", [params] * self.world_size)
+        answers = self._call("init", self._init_params(self.processes.launch()))
         self._data_ranks, self._data_size = [answer["data_rank"] for answer in answers], answers[0]["data_size"]
         begin = int(answers[0]["begin"])
         if begin and config.load is not None:
             self._carried = load_carried(config.load, begin - 1)
         return begin
+
+    def _init_params(self, meetings: Sequence[Meeting]) -> list[dict[str, Any]]:
+        """What each rank is told; ranks of one node get the same config."""
+        nodes = {id(slot.node): slot.node for slot in self.processes.slots}
+        of_node = {
+            key: {"config": config_on(node, self.config).to_dict(), "names": names_here(node, self.config)}
+            for key, node in nodes.items()
+        }
+        return [
+            {**of_node[id(slot.node)], "device": self.device, "meeting": meeting.to_dict()}
+            for slot, meeting in zip(self.processes.slots, meetings, strict=True)
+        ]
 
     def train(self, rollout_id: int, samples_by_group: Sequence[Any], *, last: bool = False) -> TrainResult:
         """Train on one rollout: groups of samples, or groups of fanned-out rollouts.
@@ -148,7 +160,9 @@ class TrainerGroup:
                 save_carried(folder, rollout_id, self._carried)
             except OSError as error:
                 raise NotWritten(f"cannot write the checkpoint of rollout {rollout_id} to {folder}: {error}") from error
-        answers = self._call_same("save", rollout_id=rollout_id, folder=folder, in_background=in_background)
+        answers = self._call_same(
+            "save", rollout_id=rollout_id, folder=folder and self._shared(folder), in_background=in_background
+        )
         saved = Path(answers[0])
         if in_background:
             self._saving = saved
@@ -175,12 +189,14 @@ class TrainerGroup:
 
     def export_weights(self, out_dir: str | Path, version: int) -> list[Path]:
         """Safetensors files with all weights, each written by the rank that owns what is in it."""
-        written = self._call_same("export_weights", out_dir=str(out_dir), version=version)
+        written = self._call_same("export_weights", out_dir=self._shared(out_dir), version=version)
         return sorted(Path(path) for paths in written for path in paths)
 
     def export_delta(self, out_dir: str | Path, version: int, base_version: int) -> list[dict[str, Any]]:
         """What changed since `base_version`, one file per rank; each rank's answer (a `DeltaPart`)."""
-        return self._call_same("export_delta", out_dir=str(out_dir), version=version, base_version=base_version)
+        return self._call_same(
+            "export_delta", out_dir=self._shared(out_dir), version=version, base_version=base_version
+        )
 
     def weight_buckets(self) -> list[list[dict[str, Any]]]:
         """Name, dtype and shape of each tensor in each bucket of a broadcast."""
@@ -207,7 +223,7 @@ class TrainerGroup:
 
     def export_adapter(self, out_dir: str | Path, version: int) -> list[Path]:
         """The LoRA adapter as PEFT writes it; its files."""
-        paths = self._call_same("export_adapter", out_dir=str(out_dir), version=version)[0]
+        paths = self._call_same("export_adapter", out_dir=self._shared(out_dir), version=version)[0]
         return [Path(path) for path in paths]
 
     def adapter_buckets(self) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
@@ -229,7 +245,7 @@ class TrainerGroup:
 
     def save_hf(self, path: str | Path) -> Path:
         """A Hugging Face folder; a `NotWritten` leaves the trainers as they were."""
-        return Path(self._call_same("save_hf", path=str(path))[0])
+        return Path(self._call_same("save_hf", path=self._shared(path))[0])
 
     def stop(self) -> None:
         """End all ranks, after the checkpoint that they write; safe to call twice and after a failure."""
@@ -292,6 +308,10 @@ class TrainerGroup:
         if self.config.global_batch_size is not None:
             return self.config.global_batch_size
         return -(-num_rollouts // (self.config.num_steps_per_rollout or 1))
+
+    def _shared(self, folder: str | Path) -> str:
+        """A folder that all ranks write to, by a name that means the same to all."""
+        return str(folder) if self.processes.are_here else os.path.abspath(folder)
 
     def _call_same(self, method: str, **params: Any) -> list[Any]:
         return self._call(method, [params] * self.world_size)

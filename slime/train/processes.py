@@ -4,28 +4,31 @@ Invariant: a call goes to all ranks and returns when all have answered; when a r
 rank and shows the end of its log, and the other ranks are not waited for. A call takes as long as it takes while one of
 the ranks that did not answer yet gets on with its work; the deadline counts from the last piece of it that one of them
 reported as done. When one rank dies the others fail in their collectives: the dead one is named, whoever is heard of
-first.
+first. Ranks sit on the slots they are given, on whatever node; those on one node share its cores and see its trainers'
+devices alone.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, channel_pair, readable
-from slime.cluster.devices import threads_per_process
-from slime.cluster.node import Slot
+from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, readable
+from slime.cluster.devices import split_cores, threads_per_process
+from slime.cluster.local import LocalCluster
+from slime.cluster.node import Command, Node, NodeLost, Placement, Process
 from slime.cluster.ports import loopback_sockets
-from slime.cluster.process import ChildProcess
-from slime.cluster.python import module_command
 from slime.config import Config
-from slime.config.batch import num_trainers
 from slime.errors import RunFailed, UserError
 from slime.train.checkpoints.not_written import NotWritten
+from slime.train.meeting import Meeting
 from slime.waits import Wait, WaitTimeout, expired, raise_failures, waiting
 
 POLL_S = 0.2
@@ -33,6 +36,7 @@ STOP_GRACE_S = 5.0
 DEATH_PATIENCE_S = 2.0
 """How long after a rank's failure the death of another one, which would explain it, may become known."""
 DEADLINE_FLAG = "--distributed-timeout-minutes"
+_STARTED_AT_ONCE = 64
 
 
 class TrainerDied(RunFailed):
@@ -45,16 +49,22 @@ class TrainerTimeout(WaitTimeout):
 
 @dataclass
 class Rank:
-    process: ChildProcess
+    process: Process
     channel: Channel
 
 
 class RankProcesses:
     """Starts, calls and stops the trainer processes. `device` is `cpu` or `cuda`."""
 
-    def __init__(self, config: Config, *, device: str, run_dir: Path, slots: Sequence[Slot] | None = None) -> None:
-        self._slots = slots
-        self.world_size = num_trainers(config)
+    def __init__(self, config: Config, *, device: str, run_dir: Path, placement: Placement | None = None) -> None:
+        """Their places are those of `placement`; without one they are on this machine."""
+        self.placement = placement or LocalCluster(config, device=device, rollout=0).placement
+        self.slots = self.placement.trainers
+        self.world_size = len(self.slots)
+        self.are_here = all(slot.node.is_here for slot in self.slots)
+        self._on_node: dict[int, list[int]] = {}
+        for rank, slot in enumerate(self.slots):
+            self._on_node.setdefault(id(slot.node), []).append(rank)
         self.ranks: list[Rank] = []
         self.deadline_s = config.distributed_timeout_minutes * 60.0
         self.doing: str | None = None
@@ -62,7 +72,7 @@ class RankProcesses:
         self._config = config
         self._device = device
         self._run_dir = run_dir
-        self._meeting: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._next_id = 0
         self._failed = False
 
@@ -75,11 +85,28 @@ class RankProcesses:
     def names(self) -> str:
         return _names(range(len(self.ranks)))
 
-    def launch(self) -> str:
-        """Start all of them; the file through which they meet."""
-        self._meeting = tempfile.TemporaryDirectory(prefix="slime-trainers-")
-        self.ranks = [self._launch(rank) for rank in range(self.world_size)]
-        return str(Path(self._meeting.name) / "store")
+    def launch(self) -> list[Meeting]:
+        """Start all of them; how each gets to know the others."""
+        meeting, alone = self._meet(), self.placement.is_here
+        with ThreadPoolExecutor(min(self.world_size, _STARTED_AT_ONCE), "launch-trainer") as pool:
+            starting = [pool.submit(self._launch, rank) for rank in range(self.world_size)]
+            try:
+                wait_for(starting, return_when=FIRST_EXCEPTION)
+            finally:  # what was started is stopped by `stop`, also after an interrupt
+                pool.shutdown(cancel_futures=True)
+                self.ranks = [one.result() for one in starting if not one.cancelled() and one.exception() is None]
+        for one in starting:
+            if not one.cancelled():
+                one.result()
+        return [replace(meeting, address=None if alone else slot.node.address) for slot in self.slots]
+
+    def _meet(self) -> Meeting:
+        if self.are_here:
+            self._folder = tempfile.TemporaryDirectory(prefix="slime-trainers-")
+            return Meeting(file=str(Path(self._folder.name) / "store"))
+        node = self.slots[0].node
+        with _failures_named(node, 0):
+            return Meeting.served(node.address, node.free_ports(1)[0])
 
     def all_alive(self) -> bool:
         return all(rank.process.poll() is None for rank in self.ranks)
@@ -95,8 +122,8 @@ class RankProcesses:
         for rank in ranks:
             rank.process.stop(grace_s=max(0.0, deadline - time.monotonic()))
             rank.channel.close()
-        if self._meeting is not None:
-            self._meeting.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _ask_to_stop(self, ranks: Sequence[Rank]) -> None:
         """Have the ranks end by themselves; those that failed or hang would not hear of it."""
@@ -111,27 +138,36 @@ class RankProcesses:
                 rank.process.wait(wait.remaining())
 
     def _launch(self, rank: int) -> Rank:
-        channel, child_socket = channel_pair()
-        local_rank = rank % self._config.actor_num_gpus_per_node
-        env = {"PYTHONUNBUFFERED": "1"}
-        if not self._config.rollout_external_engine_addrs:  # which may be on other machines, and meet rank 0
-            env |= loopback_sockets()
-        if self._device == "cpu":
-            env |= threads_per_process(self.world_size)
-        env |= {name: str(value) for name, value in self._config.train_env_vars.items()}
-        env |= {"RANK": str(rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(local_rank)}
-        process = ChildProcess(
-            f"trainer-{rank}",
-            [*module_command("slime.train.worker"), "--fd", str(child_socket.fileno())],
-            env=env,
-            pass_env=self._config.pass_env or (),
-            log_path=self._run_dir / "logs" / f"trainer-{rank}.log",
-            pass_fds=(child_socket.fileno(),),
+        name, node = f"trainer-{rank}", self.slots[rank].node
+        command = Command(
+            name,
+            (),
+            module="slime.train.worker",
+            env=self.environment(rank),
+            pass_env=tuple(self._config.pass_env or ()),
             dumps_stacks=True,
         )
-        with child_socket:
-            process.start()
-        return Rank(process, channel)
+        with _failures_named(node, rank):
+            return Rank(*node.start_connected(command, self._run_dir / "logs" / f"{name}.log"))
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What is laid over the environment of a rank's node: who it is, which devices and how many threads it has."""
+        node, beside = self.slots[rank].node, self._on_node[id(self.slots[rank].node)]
+        env = {"PYTHONUNBUFFERED": "1"}
+        if self.placement.is_here and not self._config.rollout_external_engine_addrs:  # whose machines meet rank 0
+            env |= loopback_sockets()
+        if self._device == "cpu":
+            env |= threads_per_process(len(beside)) if node.is_here else split_cores(node.cores, len(beside))
+        devices = [device for other in beside if (device := self.slots[other].device) is not None]
+        if devices:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        env |= {name: str(value) for name, value in self._config.train_env_vars.items()}
+        return env | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(beside.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(beside)),
+        }
 
     def call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
         """Send one request to every rank and collect the answers in rank order."""
@@ -176,6 +212,8 @@ class RankProcesses:
                 reply = self._receive(missing[place], method, wait)
                 if reply is not None:
                     results[missing[place]] = self._result(missing[place], method, reply)
+            if not ready:
+                self._check_alive(missing, method)
             if not ready and wait.is_over():
                 raise self._timeout(missing, f"to finish {method}", wait)
             raise_failures()
@@ -183,6 +221,12 @@ class RankProcesses:
             if isinstance(result, NotWritten):
                 raise result
         return [results[index] for index in range(len(self.ranks))]
+
+    def _check_alive(self, missing: Sequence[int], method: str) -> None:
+        """A node that disappears closes no connection: that its processes are gone is known from elsewhere."""
+        for index in missing:
+            if self.slots[index].node.is_lost:
+                raise self._death(index, method)
 
     def _timeout(self, missing: Sequence[int], why: str, wait: Wait) -> WaitTimeout:
         """Whom the driver waited for in vain, and what they do now: one hangs, the others wait for it."""
@@ -242,12 +286,23 @@ class RankProcesses:
         return f"\n{'; '.join(states)}" if states else ""
 
     def _death(self, index: int, method: str) -> TrainerDied:
-        process = self.ranks[index].process
+        process, node = self.ranks[index].process, self.slots[index].node
         code = process.wait(2.0)
+        how = f"its node {node.name} is gone" if node.is_lost else f"exit code {code}"
         return TrainerDied(
-            f"trainer-{index} ended during {method} (exit code {code}); last lines of {process.log_path}:\n"
-            + process.tail()
+            f"trainer-{index} ended during {method} ({how}); last lines of {process.log_path}:\n{process.tail()}"
         )
+
+
+@contextmanager
+def _failures_named(node: Node, rank: int) -> Iterator[None]:
+    """A rank that cannot be started for want of its node, or never connects."""
+    try:
+        yield
+    except NodeLost as error:
+        raise TrainerDied(f"trainer-{rank} cannot be started: its node {node.name} is gone ({error})") from error
+    except (ChannelClosed, ChannelTimeout) as error:
+        raise TrainerDied(f"trainer-{rank} was started on {node.name} and did not connect: {error}") from error
 
 
 def _names(indices: Iterable[int]) -> str:

@@ -17,6 +17,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from slime.cluster.ports import listening_socket, sockets_at
+from slime.train.meeting import Meeting
+
 COLLECTIVE_MINUTES = 7 * 24 * 60
 """A rank that waits in a collective cannot know whether the others hang or work: the driver, which hears of their
 progress, decides, and ends all of them."""
@@ -122,22 +125,31 @@ class Topology:
         return self.world.max(values if self.counts else torch.zeros_like(values))
 
 
-def join_ranks(device: str, *, store: str, timeout_minutes: int) -> Ranks:
-    """Join the group described by RANK, WORLD_SIZE and LOCAL_RANK; its members meet through the file `store`.
-
-    All ranks are on one machine, and a file, unlike torch's server, lets in only those who may write to its folder.
-    """
+def join_ranks(device: str, *, meeting: Meeting, timeout_minutes: int) -> Ranks:
+    """Join the group described by RANK, WORLD_SIZE and LOCAL_RANK."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if meeting.address is not None:
+        os.environ.update(sockets_at(meeting.address))
     chosen = torch.device(device)
     if chosen.type == "cuda":
         chosen = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(chosen)
+    timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
-        store=dist.FileStore(store, world_size),
+        store=_open_store(meeting, rank, world_size, timeout),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(minutes=timeout_minutes),
+        timeout=timeout,
         device_id=chosen if chosen.type == "cuda" else None,
     )
     return Ranks(rank, world_size, chosen)
+
+
+def _open_store(meeting: Meeting, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    if meeting.file:
+        return dist.FileStore(meeting.file, world_size)
+    # torch's own server listens on all interfaces
+    listener = listening_socket(meeting.host, meeting.port).detach() if rank == 0 else None
+    served = dist.TCPStore(meeting.host, meeting.port, world_size, rank == 0, timeout, master_listen_fd=listener)
+    return dist.PrefixStore(meeting.prefix, served)

@@ -7,6 +7,7 @@ those of the whole batch, equal on every rank.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,21 @@ POSTPROCESS = "--rollout-data-postprocess-path"
 
 
 class Trainer:
-    """Lives in a worker process; `init` first, then any of the others."""
+    """Lives in a worker process; `init` first, then any of the others. `names` are those of model folders on the
+    driver's machine, by what they are called here; only those stand in checkpoints."""
 
-    def __init__(self, config: Config, device: str, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        device: str,
+        progress: Progress | None = None,
+        *,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         if config.hf_checkpoint is None:
             raise UserError("training needs --hf-checkpoint: the path of a Hugging Face model folder")
         self.config = config
+        self.names = dict(names or {})
         self.progress = progress or Progress()
         self.background: BackgroundSave | None = None
         self.device_name = device
@@ -117,6 +127,10 @@ class Trainer:
         if self.critic is not None:
             own = critic_root if critic_root is not None and folder is None else Path(root) / "critic"
             drafts.insert(0, self.critic.draft(rollout_id, Path(own)))
+        for draft in drafts:
+            for facts, name in ((draft.meta, "hf_checkpoint"), (draft.meta.get("lora", {}), "base")):
+                if name in facts:
+                    facts[name] = self.names.get(facts[name], facts[name])
         if in_background:
             self.background = self.background or BackgroundSave(self.ranks)
             self.background.start(drafts, keep_count=self.config.ckpt_keep)

@@ -1,4 +1,4 @@
-"""One trainer rank as a process: `python -m slime.train.worker --fd N`.
+"""One trainer rank as a process: `python -m slime.train.worker`, with `--fd N` or `--connect HOST:PORT/NAME`.
 
 Invariant: each request `{id, method, params}` on the channel gets exactly one answer `{id, ok, result | error}`, and
 before it any number of reports `{id, progress}` of what is done; the process ends when the driver says `stop` or is
@@ -21,9 +21,11 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from slime.cluster.channel import Channel, ChannelClosed
+from slime.cluster.connection import add_channel_flags, channel_from
 from slime.config import Config
 from slime.errors import UserError
 from slime.train.checkpoints.not_written import NotWritten
+from slime.train.meeting import Meeting
 from slime.train.progress import Progress
 from slime.train.topology import COLLECTIVE_MINUTES, join_ranks
 from slime.train.trainer import Trainer
@@ -42,8 +44,8 @@ class Worker:
         if method == "init":
             config, device = Config.from_dict(params["config"]), params["device"]
             self.progress.begin("meeting the other ranks")
-            self.trainer = Trainer(config, device, self.progress)
-            ranks = join_ranks(device, store=params["store"], timeout_minutes=COLLECTIVE_MINUTES)
+            self.trainer = Trainer(config, device, self.progress, names=params["names"])
+            ranks = join_ranks(device, meeting=Meeting(**params["meeting"]), timeout_minutes=COLLECTIVE_MINUTES)
             return self.trainer.init(ranks)
         if self.trainer is None:
             raise RuntimeError(f"{method} was called before init")
@@ -109,14 +111,14 @@ def answer(worker: Worker, method: str, params: dict[str, Any]) -> dict[str, Any
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="one trainer rank; started by the driver")
-    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the driver")
-    fd = parser.parse_args(argv).fd
+    add_channel_flags(parser)
+    args = parser.parse_args(argv)
     faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)  # into the log, for whoever waits for us
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     disable_progress_bar()
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    serve(Channel.from_fd(fd))
+    serve(channel_from(args))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the communication threads of a live process group abort a normal interpreter exit now and then

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime.cluster.devices import resolve_device, threads_per_process
-from slime.cluster.ports import free_port, free_ports, require_free_port
+from slime.cluster.ports import free_port, free_ports, host_address, interface_with, require_free_port, sockets_at
 from slime.errors import UserError
 
 
@@ -54,3 +54,16 @@ def test_threads_respect_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads_per_process(10_000) == {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "10000"}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads_per_process(2) == {"GOMP_SPINCOUNT": "10000"}
+
+
+def test_the_interface_of_an_address_is_the_one_that_sockets_are_kept_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    loopback = interface_with("127.0.0.1")
+    assert loopback in ("lo", "lo0")
+    assert sockets_at("127.0.0.1") == {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    assert interface_with("::1") in (loopback, None)
+    assert interface_with(host_address()) in {name for _, name in socket.if_nameindex()}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    assert sockets_at("127.0.0.1") == {"GLOO_SOCKET_IFNAME": loopback}
+    assert (interface_with("198.51.100.7"), sockets_at("198.51.100.7")) == (None, {})

@@ -12,6 +12,7 @@ import torch
 
 from slime.config import Config, derive
 from slime.train.group import rank_shares
+from slime.train.meeting import Meeting
 from slime.train.progress import Progress
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.schedule import build_schedule
@@ -28,7 +29,7 @@ def one_rank() -> Ranks:
         os.environ.update(group)
         meeting = tempfile.TemporaryDirectory(prefix="slime-tests-")
         atexit.register(meeting.cleanup)
-        _ranks.append(join_ranks("cpu", store=f"{meeting.name}/store", timeout_minutes=2))
+        _ranks.append(join_ranks("cpu", meeting=Meeting(f"{meeting.name}/store"), timeout_minutes=2))
     return _ranks[0]
 
 

@@ -15,6 +15,7 @@ from slime.config import Config
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.group import TrainerGroup
+from slime.train.meeting import Meeting
 from slime.train.processes import RankProcesses
 from slime.train.samples.batch import TrainBatch, flatten_samples, make_train_batch
 from slime.train.samples.carry import carried_path, in_front_of, load_carried, remove_stale, save_carried
@@ -35,8 +36,8 @@ def assert_same(one: TrainBatch, other: TrainBatch) -> None:
 
 
 class NoProcesses(RankProcesses):
-    def launch(self) -> str:
-        return "unused"
+    def launch(self) -> list[Meeting]:
+        return [Meeting()] * self.world_size
 
 
 class RecordingGroup(TrainerGroup):

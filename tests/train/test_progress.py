@@ -204,10 +204,10 @@ def test_collectives_outlast_the_deadline_of_calls(monkeypatch: pytest.MonkeyPat
         return 3
 
     monkeypatch.setattr(worker, "join_ranks", join)
-    monkeypatch.setattr(Trainer, "__init__", lambda *_: None)
+    monkeypatch.setattr(Trainer, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(Trainer, "init", init)
     config = Config(rollout_batch_size=1, num_rollout=1, distributed_timeout_minutes=60)
-    params = {"config": config.to_dict(), "device": "cpu", "store": "unused"}
+    params = {"config": config.to_dict(), "device": "cpu", "meeting": {}, "names": {}}
     assert worker.Worker(Progress()).handle("init", params) == 3
     assert asked["timeout_minutes"] > 60 * 24
 

@@ -1,0 +1,81 @@
+"""A node that is not the driver's, as far as anybody can tell: its processes connect over TCP and show the run's token.
+
+They are children of the test all the same, and `paths` are files that have other names there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from slime.cluster.channel import Channel
+from slime.cluster.connection import TOKEN_VARIABLE, Listener
+from slime.cluster.node import Command, NodeLost
+from slime.cluster.ports import free_ports
+from slime.cluster.process import ChildProcess
+
+TOKEN = "known to the run"
+CONNECT_S = 120.0
+
+
+class OtherNode:
+    is_here = False
+
+    def __init__(self, name: str, listener: Listener, paths: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self.address = listener.address
+        self.cores = 1
+        self.is_lost = False
+        self.started: list[ChildProcess] = []
+        self._listener = listener
+        self._paths = dict(paths or {})
+
+    def start(self, command: Command, log_path: Path) -> ChildProcess:
+        return self._child(command, log_path, (), {})
+
+    def start_connected(self, command: Command, log_path: Path) -> tuple[ChildProcess, Channel]:
+        words = self._listener.words_for(command.name)
+        process = self._child(command, log_path, words, {TOKEN_VARIABLE: TOKEN})
+        return process, self._listener.wait_for(command.name, CONNECT_S)
+
+    def free_ports(self, count: int) -> list[int]:
+        if self.is_lost:
+            raise NodeLost(self.name)
+        return free_ports(count, self.address)
+
+    def path(self, path: str) -> str:
+        return self._paths.get(path, path)
+
+    def lose(self) -> None:
+        """What is on it stops for good, and its connections stay open: nobody is left to close them."""
+        self.is_lost = True
+        for process in self.started:
+            for pid in process.pids():
+                os.kill(pid, signal.SIGSTOP)
+
+    def _child(self, command: Command, log_path: Path, words: tuple[str, ...], env: Mapping[str, str]) -> ChildProcess:
+        if self.is_lost:
+            raise NodeLost(self.name)
+        process = ChildProcess(
+            command.name,
+            (*command.argv(), *words),
+            env={**command.env, **env},
+            pass_env=command.pass_env,
+            log_path=log_path,
+            dumps_stacks=command.dumps_stacks,
+            also=command.also,
+        ).start()
+        self.started.append(process)
+        return process
+
+
+@contextmanager
+def listening() -> Iterator[Listener]:
+    listener = Listener("127.0.0.1", TOKEN)
+    try:
+        yield listener
+    finally:
+        listener.close()
