@@ -169,7 +169,7 @@ class Parts:
             device=self._device,
             run_dir=self._run_dir.path,
             source=self.trainers,
-            clients=self.runtime.pool.clients,
+            clients=self.runtime.pool.roster,
             run_async=self.runtime.run,
             engine_kind=self.engines.kind,
         )
@@ -185,7 +185,8 @@ class Parts:
             return {url: why for supervisor in self.supervisors for url, why in supervisor.away().items()}
 
         load_of = partial(ask_load, api_key=engine_key(self.config))
-        states = EngineStates(self.engines.urls, why_ended=self.engines.why_ended, away=away, load_of=load_of)
+        engines = self.engines
+        states = EngineStates(lambda: engines.urls, why_ended=self.engines.why_ended, away=away, load_of=load_of)
         stack.callback(states.close)
         states.start()
         return states
@@ -269,13 +270,13 @@ class Parts:
                     raise  # all engines are well: it was not for want of one
 
     def _heal(self) -> bool:
-        """Restart engines that are not well; whether there were any."""
-        before = sum(supervisor.restarts for supervisor in self.supervisors)
+        """Restart engines that are not well, or do without them; whether there were any."""
+        before = sum(supervisor.changes for supervisor in self.supervisors)
         for supervisor in self.supervisors:
             supervisor.heal()
         if any(supervisor.waiting for supervisor in self.supervisors) and self.publisher is not None:
             self.publisher.engines_changed()
-        return sum(supervisor.restarts for supervisor in self.supervisors) > before
+        return sum(supervisor.changes for supervisor in self.supervisors) > before
 
     def _refresh(self, url: str) -> bool:
         """Send the current weights to one engine, if the trainers still hold them and are free."""

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
+from typing import Literal
 
 from slime.waits import waiting
 
@@ -80,6 +81,35 @@ class SampleClock:
     def _remaining(self, timeout: asyncio.Timeout) -> float:
         when = timeout.when()
         return self._left if when is None else max(0.0, when - asyncio.get_running_loop().time())
+
+
+class Seats(asyncio.Semaphore):
+    """A limit on samples under way that may change; those that are under way when it sinks go on."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self._limit = limit
+        self._too_many = 0
+
+    def resize(self, limit: int) -> None:
+        """From now on so many."""
+        change, self._limit = limit - self._limit, limit
+        self._too_many -= change
+        while self._too_many < 0:
+            self._too_many += 1
+            super().release()
+
+    async def acquire(self) -> Literal[True]:
+        while self._too_many > 0 and not self.locked():
+            await super().acquire()
+            self._too_many -= 1
+        return await super().acquire()
+
+    def release(self) -> None:
+        if self._too_many > 0:
+            self._too_many -= 1
+        else:
+            super().release()
 
 
 class Gate:

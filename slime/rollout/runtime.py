@@ -34,7 +34,7 @@ from slime.plugins import load_function, load_plugin
 from slime.plugins.args import run_mark
 from slime.rollout.adapters import as_generate
 from slime.rollout.failures import FailureLog
-from slime.rollout.gate import evaluating, ticket_here
+from slime.rollout.gate import Seats, evaluating, ticket_here
 from slime.rollout.loop import LoopThread
 from slime.rollout.report.pulse import Pulse
 from slime.rollout.rewards.hub import RewardHub, RewardSettings
@@ -72,7 +72,6 @@ class RolloutRuntime:
             config = with_own_overlay(config)
         self.config = config
         self._reward = reward
-        self.engine_urls = list(engine_urls)
         self.loop_thread = LoopThread()
         self.failures = FailureLog()
         self.pulse, self.eval_pulse = Pulse(), Pulse()
@@ -82,6 +81,8 @@ class RolloutRuntime:
         self._router_url, self._router_only = router_url, router_only
         self._model_urls = dict(model_urls or {})
         self._pool = self._make_pool(engine_urls)
+        if self._pool is not None:
+            self._pool.when_changed.append(self._engines_changed)
         self._other_pools: list[EnginePool] = []
         self._routers: list[Router] = []
         self._functions: dict[tuple[str, str], Callable[..., Any]] = {}
@@ -96,13 +97,13 @@ class RolloutRuntime:
         self.args = config.replace(carried={**config.carried, **addresses})
         tell_plugins(self.args, carried=self.args.carried, **addresses)
         self.plugin_args: Any = plugin_args(self.args)
-        self.semaphore = asyncio.Semaphore(config.sglang_server_concurrency * max(1, len(self.engine_urls)))
+        self.semaphore = Seats(self._seats())
         self.state = GenerateState(
             self.args,
             dispatch=dispatch,
             semaphore=self.semaphore,
             tokenizer=lambda: self.tokenizer,
-            engine_urls=self.engine_urls,
+            engine_urls=lambda: self.engine_urls,
         )
         self.eval_datasets: dict[str, Any] = {}
         self.single_eval_datasets: dict[str, Any] = {}
@@ -124,6 +125,18 @@ class RolloutRuntime:
         if self._pool is None:
             raise RuntimeError("this run has no engines, but its rollout function wants to generate")
         return self._pool
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """The engines that are there now; none in a run without engines."""
+        return [] if self._pool is None else self._pool.urls
+
+    def _seats(self) -> int:
+        return self.config.sglang_server_concurrency * max(1, len(self.engine_urls))
+
+    def _engines_changed(self, state: str, url: str) -> None:
+        if state in ("added", "removed"):
+            self.semaphore.resize(self._seats())
 
     @property
     def tokenizer(self) -> Any:

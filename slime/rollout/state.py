@@ -64,7 +64,7 @@ class GenerateState:
         dispatch: Dispatch,
         semaphore: asyncio.Semaphore,
         tokenizer: Callable[[], Any],
-        engine_urls: Sequence[str],
+        engine_urls: Callable[[], Sequence[str]],
     ) -> None:
         self._config = args
         self.args = plugin_args(args)
@@ -150,8 +150,11 @@ class GenerateState:
 
     def serves(self, url: str) -> bool:
         """Whether this URL is one of the engines of this run, or of the router before them."""
-        address = urlsplit(url)
-        return (address.hostname, address.port) in self._addresses
+        address, urls = urlsplit(url), self._engine_urls()
+        here = (address.hostname, address.port)
+        if urls and here == (self._config.carried["sglang_router_ip"], self._config.carried["sglang_router_port"]):
+            return True
+        return any(here == (one.hostname, one.port) for one in map(urlsplit, urls))
 
     async def cancel_held(self) -> None:
         """End the groups that wait for the next rollout; for runs that end."""
@@ -160,13 +163,6 @@ class GenerateState:
             one.task.cancel()
         await asyncio.gather(*(one.task for one in held), return_exceptions=True)
         self.pendings -= {one.task for one in held}
-
-    @cached_property
-    def _addresses(self) -> set[tuple[str | None, int | None]]:
-        addresses = {(url.hostname, url.port) for url in map(urlsplit, self._engine_urls)}
-        if addresses:
-            addresses.add((self._config.carried["sglang_router_ip"], self._config.carried["sglang_router_port"]))
-        return addresses
 
     @contextmanager
     def dp_rank_context(self) -> Iterator[int]:

@@ -149,7 +149,7 @@ class BroadcastPublisher(WeightPublisher):
             await asyncio.gather(*leaving, return_exceptions=True)
 
     def bring(self, clients: Sequence[EngineClient], version: int) -> bool:
-        """An engine that was started again is in no group: it waits for the next update, which makes a new one."""
+        """An engine that has just come is in no group: it waits for the next update, which makes a new one."""
         self.engines_changed()
         return False
 

@@ -33,8 +33,9 @@ class ChecksumCheck:
 
     def __call__(self, version: int) -> None:
         expected = self._source.weight_checksums()
-        answers = self._run_async(named(self._ask(), f"weight check {version}"))
-        for client, found in zip(self._clients, answers, strict=True):
+        clients = list(self._clients)
+        answers = self._run_async(named(self._ask(clients), f"weight check {version}"))
+        for client, found in zip(clients, answers, strict=True):
             wrong = [name for name, checksum in expected.items() if found.get(name) != checksum]
             if wrong:
                 raise WeightsDiffer(
@@ -42,8 +43,8 @@ class ChecksumCheck:
                     f"after version {version}: {', '.join(wrong[:_NAMED])}"
                 )
 
-    async def _ask(self) -> list[dict[str, str]]:
-        answers = await all_of(self._clients, lambda c: c.check_weights("checksum", timeout_s=self._timeout_s))
+    async def _ask(self, clients: Sequence[EngineClient]) -> list[dict[str, str]]:
+        answers = await all_of(clients, lambda c: c.check_weights("checksum", timeout_s=self._timeout_s))
         return [answer["checksums"] for answer in answers]
 
 
@@ -70,4 +71,4 @@ class ReloadCheck:
             ) from cause
 
     def _ask(self, action: str) -> Coroutine[Any, Any, list[dict[str, Any]]]:
-        return all_of(self._clients, lambda client: client.check_weights(action, timeout_s=self._timeout_s))
+        return all_of(list(self._clients), lambda client: client.check_weights(action, timeout_s=self._timeout_s))

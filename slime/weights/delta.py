@@ -43,9 +43,11 @@ class DeltaPublisher(DiskPublisher):
         self._total_bytes = 0
 
     def bring(self, clients: Sequence[EngineClient], version: int) -> bool:
-        """Whole weights; the next update is whole for all, because the trainers now remember these."""
-        self._base = None
-        return super().bring(clients, version)
+        """Whole weights. The trainers now remember these: the next update is a delta if the others have them too."""
+        published, self._base = self._base, None
+        brought = super().bring(clients, version)
+        self._base = version if published == version else None
+        return brought
 
     def _stage(self, version: int) -> Staged:
         base, self._base = self._base, None  # until this one has arrived

@@ -163,7 +163,11 @@ class Settings:
 
 
 class WeightPublisher(ABC):
-    """Publishes a source's weights to all engines; a transport says how they are staged, announced and removed."""
+    """Publishes a source's weights to all engines; a transport says how they are staged, announced and removed.
+
+    `clients` may be a live view of engines that come and go (`EnginePool.roster`): each update is for those that are
+    there when it begins.
+    """
 
     def __init__(
         self,
@@ -174,6 +178,7 @@ class WeightPublisher(ABC):
         settings: Settings | None = None,
     ) -> None:
         self._source = source
+        self._roster = clients
         self._clients = list(clients)
         self._run_async = run_async
         self._settings = settings or Settings()
@@ -181,6 +186,7 @@ class WeightPublisher(ABC):
     def publish(self, version: int) -> PublishResult:
         """Bring every engine to the trainer's present weights under the number `version`."""
         started = time.perf_counter()
+        self._follow_roster()
         staged = written_or_failed(self._stage, version)
         written = time.perf_counter() - started
         arrived = False
@@ -222,7 +228,14 @@ class WeightPublisher(ABC):
         return True
 
     def engines_changed(self) -> None:  # noqa: B027 (most transports know nothing about engines)
-        """Some engine was started again since the last update."""
+        """Some engine came, went or was started again since the last update."""
+
+    def _follow_roster(self) -> None:
+        """From here on this is about the engines that are there now."""
+        present = list(self._roster)
+        if present != self._clients:
+            self.engines_changed()
+            self._clients = present
 
     def _stage_whole(self, version: int) -> Staged:
         """Like `_stage`, for engines whose version nobody knows."""

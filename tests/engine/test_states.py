@@ -13,7 +13,7 @@ from slime.engine.fleet.supervisor import Supervisor, Watch
 def states(loads: dict[str, Load | None], **others: Any) -> EngineStates:
     ended = others.pop("ended", {})
     urls = list(loads)
-    return EngineStates(urls, why_ended=lambda i: ended.get(urls[i]), load_of=loads.__getitem__, **others)
+    return EngineStates(lambda: urls, why_ended=lambda i: ended.get(urls[i]), load_of=loads.__getitem__, **others)
 
 
 @pytest.mark.parametrize(

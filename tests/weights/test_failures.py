@@ -77,6 +77,27 @@ def assert_equal(source: ModelSource, clients: list[EngineClient], run_async: Lo
         assert log_probs(client, run_async, PROMPT)[1] == str(version)
 
 
+def test_an_engine_that_joins_gets_whole_weights_and_the_next_update_is_a_delta_for_all(
+    tmp_path: Path, folder: Path, source: ModelSource, clients: list[EngineClient], run_async: Loop
+) -> None:
+    there = clients[:1]
+    publisher = make_delta_publisher(source, there, run_async, folder, tmp_path / "versions")
+    publisher.publish(1)
+    source.step(1)
+    publisher.publish(2)
+    assert publisher.bring(clients[1:], 2)
+    there.append(clients[1])
+    source.step(2)
+    publisher.publish(3)
+    assert source.exports == ["whole 1", "delta 2", "whole 2", "delta 3"]
+    assert_equal(source, clients, run_async, 3)
+    source.step(3)
+    assert publisher.bring(clients[1:], 4)  # the others have version 3, and the trainers remember 4
+    publisher.publish(4)
+    assert source.exports[4:] == ["whole 4", "whole 4"]
+    assert_equal(source, clients, run_async, 4)
+
+
 # what can be wrong with a delta
 
 

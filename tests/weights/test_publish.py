@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from slime.config import Config
 from slime.engine.http.client import EngineFailed
+from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed, UserError
 from slime.weights import PublishResult, WeightPublisher, WeightVersionMismatch, choose_transport, make_publisher
 from slime.weights.disk import DiskPublisher, VersionFolders, copy_model_assets
@@ -76,6 +77,26 @@ def test_every_engine_gets_the_version_and_its_values(tmp_path: Path, publisher:
         assert result.metrics()["perf/update_weights_time"] == result.seconds
     kept = [] if transport == "tensor" else [f"weight_v000002/model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     assert files_left(tmp_path) == kept
+
+
+def test_an_update_is_for_the_engines_that_are_there_when_it_begins(
+    tmp_path: Path, engines: Any, source: Any, run_async: Any
+) -> None:
+    pool = EnginePool([engines[0].client.base_url])
+    (tmp_path / "shm").mkdir()
+    made = TensorPublisher(source, pool.roster, run_async, root=tmp_path / "shm")
+    made.publish(1)
+    assert [engine.version for engine in engines] == ["1", "default"]
+
+    async def change() -> None:
+        pool.add(engines[1].client.base_url)
+        pool.leave(engines[0].client.base_url)
+
+    run_async(change())
+    made.publish(2)
+    assert [engine.version for engine in engines] == ["1", "2"]
+    made.close()
+    run_async(pool.aclose())
 
 
 def test_a_wrong_version_afterwards_is_an_error(publisher: Any, engines: Any) -> None:

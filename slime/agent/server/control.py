@@ -85,8 +85,12 @@ class ControlApp:
         state, url = body["state"], body["url"]
         if state == "given up":
             self._pool.give_up(body["reason"])
+        elif state == "added":
+            self._pool.add(url, api_key=body["key"])
+        elif state == "removed":
+            await self._pool.remove(url)
         else:
-            (self._pool.set_up if state == "up" else self._pool.set_down)(url)
+            {"up": self._pool.set_up, "down": self._pool.set_down, "leaving": self._pool.leave}[state](url)
 
     async def _version(self, body: dict[str, Any]) -> Any:
         self._sessions.version = body["version"]

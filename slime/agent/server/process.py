@@ -155,9 +155,12 @@ class AgentServer:
         running = RunningServer(child, remote, reader)
         self._running = running, writer, folder
         up = {client.base_url for client in self._pool.up}
-        for url in self._pool.urls:
-            if url not in up:
-                self._engines_changed("down", url)
+        for client in self._pool.roster:
+            url, is_new = client.base_url, client.base_url not in settings.engines
+            if is_new:
+                self._engines_changed("added", url)
+            if is_new or url not in up:
+                self._engines_changed("up" if url in up else "down", url)
 
     async def _made_ready(
         self,
@@ -191,7 +194,7 @@ class AgentServer:
             model=config.hf_checkpoint,
             tool_call_parser=formats.tool,
             reasoning_parser=formats.reasoning,
-            engines=tuple(self._pool.urls),
+            engines=tuple(client.base_url for client in self._pool.roster if client.api_key == key),
             folder=folder,
             secret=secrets.token_urlsafe(24),
             trust_remote_code=config.trust_remote_code,
@@ -215,7 +218,8 @@ class AgentServer:
     def _engines_changed(self, state: str, what: str) -> None:
         if self._running is not None:
             running, url, reason = self._running[0], "" if state == "given up" else what, what
-            running.tell(lambda: running.remote.engine(url, state, reason))
+            key = next((client.api_key for client in self._pool.clients if client.base_url == url), None)
+            running.tell(lambda: running.remote.engine(url, state, reason, key))
 
     def _weights_arrived(self, version: str) -> None:
         """Called by the thread that publishes."""

@@ -73,9 +73,9 @@ class RemoteServer:
         """Let a session go on."""
         await self._call("release", {"key": key})
 
-    async def engine(self, url: str, state: str, reason: str = "") -> None:
-        """An engine is "up" or "down", or all of them were "given up"."""
-        await self._call("engine", {"url": url, "state": state, "reason": reason})
+    async def engine(self, url: str, state: str, reason: str = "", key: str | None = None) -> None:
+        """What became of an engine (`EnginePool.when_changed`); a new one may ask for a key."""
+        await self._call("engine", {"url": url, "state": state, "reason": reason, "key": key})
 
     async def version(self, version: str | None) -> None:
         """All engines have these weights."""

@@ -78,4 +78,4 @@ class ServerSettings:
         """The engines, as this process asks them."""
         if self.router is not None:
             return RoutedPool(self.engines, self.router, router_only=self.router_only, timeout_s=self.engine_timeout_s)
-        return EnginePool(self.engines, timeout_s=self.engine_timeout_s, api_key=self.engine_key)
+        return EnginePool(self.engines, timeout_s=self.engine_timeout_s, api_key=self.engine_key, may_be_empty=True)

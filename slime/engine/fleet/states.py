@@ -31,19 +31,19 @@ class Load:
 
 
 class EngineStates:
-    """The engines at `urls`. `why_ended(i)` says how a process ended (None: it has not), `away()` which engines get no
-    requests now and why ("restarting")."""
+    """The engines at `urls()`, which may change. `why_ended(i)` says how a process ended (None: it has not), `away()`
+    which engines get no requests now and why ("restarting")."""
 
     def __init__(
         self,
-        urls: Sequence[str],
+        urls: Callable[[], Sequence[str]],
         *,
         why_ended: Callable[[int], str | None],
         away: Callable[[], Mapping[str, str]] = dict,
         load_of: Callable[[str], Load | None] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._urls = list(urls)
+        self._urls = urls
         self._why_ended = why_ended
         self._away = away
         self._load_of = load_of or ask_load
@@ -63,7 +63,11 @@ class EngineStates:
     def look(self) -> None:
         """Ask every engine once."""
         away = self._away()
-        for index, url in enumerate(self._urls):
+        urls = self._urls()
+        for gone in self._found.keys() - set(urls):
+            for kept in (self._found, self._seen, self._rates):
+                kept.pop(gone, None)
+        for index, url in enumerate(urls):
             if url in away:
                 self._found[url] = away[url]
             elif self._why_ended(index) is not None:
@@ -91,9 +95,10 @@ class EngineStates:
         loads = [one for one in found.values() if isinstance(one, Load)]
         running, queued = sum(load.running for load in loads), sum(load.queued for load in loads)
         text = f"generating, {running} running, {queued} queued" if running or queued else "ready"
-        others = [f"engine-{i} {found[url]}" for i, url in enumerate(self._urls) if isinstance(found.get(url), str)]
-        if len(self._urls) == 1 and others:
-            return str(found[self._urls[0]]), True
+        urls = self._urls()
+        others = [f"engine-{i} {found[url]}" for i, url in enumerate(urls) if isinstance(found.get(url), str)]
+        if len(urls) == 1 and others:
+            return str(found[urls[0]]), True
         parts = ([text] if loads else []) + others
         return "; ".join(parts), bool(running or queued or others)
 

@@ -1,7 +1,8 @@
 """Watches over the engines of a fleet and brings back those that die or hang.
 
-Invariant: an engine that is not known to be well gets no requests (it is down in the pool), and one that was started
-again gets none before it has the current weights. An engine that needs more than `max_restarts` starts ends the run.
+Invariant: an engine that is not known to be well gets no requests (it is down in the pool), and one that is new or was
+started again gets none before it has the current weights. An engine that needs more than `max_restarts` starts ends the
+run; one that has no place any more is done without, as long as another is left or may come.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,10 @@ class EnginesGivenUp(RunFailed):
     """An engine kept failing."""
 
 
+class EngineRetired(Exception):
+    """An engine is not started again, and its fleet has dropped it: its node is gone and there is no other, say."""
+
+
 class Restartable(Protocol):
     """A fleet as its supervisor sees it; engines go by their place in `urls`."""
 
@@ -39,7 +45,8 @@ class Restartable(Protocol):
         """How the engine's process ended; None while it runs."""
 
     def restart(self, index: int) -> None:
-        """End what is left of the engine, start it again on its port, and return once it is healthy."""
+        """End what is left of the engine, start it again, and return once it is healthy; `urls` says where it answers
+        now. Raises `EngineRetired` after it was taken off `urls` instead."""
 
 
 class RunAsync(Protocol):
@@ -61,7 +68,8 @@ class Supervisor:
 
     `refresh(url)` brings a fresh engine to the current weights and says whether it could do so now; if not, the engine
     waits (`waiting`) until `weights_arrived` is called after the next update. A fleet of frozen models needs none.
-    `route(url, up)` tells a router of another process who is there.
+    `route(url, up)` tells a router of another process who is there. `key` is what new engines of the fleet ask for.
+    With `may_be_empty` engines may come from elsewhere, so that the end of the last one is not the end of the run.
     """
 
     def __init__(
@@ -73,6 +81,8 @@ class Supervisor:
         *,
         refresh: Callable[[str], bool] | None,
         route: Callable[[str, bool], None] | None = None,
+        key: str | None = None,
+        may_be_empty: bool = False,
     ) -> None:
         self._fleet = fleet
         self._pool = pool
@@ -80,7 +90,10 @@ class Supervisor:
         self._watch = watch
         self._refresh = refresh
         self._route = route
-        self._restarts = dict.fromkeys(fleet.urls, 0)
+        self._key = key
+        self._may_be_empty = may_be_empty
+        self._restarts: Counter[str] = Counter()
+        self._retired = 0
         self._lock = threading.RLock()  # held through one round: whoever holds it sees no engine change
         self._stop = threading.Event()
         self._active = threading.Event()
@@ -94,7 +107,12 @@ class Supervisor:
     @property
     def restarts(self) -> int:
         """Engines started again so far."""
-        return sum(self._restarts.values())
+        return self._restarts.total()
+
+    @property
+    def changes(self) -> int:
+        """How often an engine was started again or given up for good so far."""
+        return self.restarts + self._retired
 
     def away(self) -> dict[str, str]:
         """Engines that get no requests now, and why."""
@@ -133,6 +151,19 @@ class Supervisor:
         """Look at every engine now, and restart those that are not well."""
         with self._between_rounds():
             self._round(probe=True)
+        self.check()
+
+    def welcome(self, url: str, key: str | None = None) -> None:
+        """A new engine of the fleet, which is well: it gets requests once it has the current weights."""
+        with self._between_rounds():
+            self._add(url, key)
+            self._admit(url)
+
+    def retire(self, url: str, reason: str) -> None:
+        """An engine of the fleet is gone for good."""
+        with self._between_rounds():
+            self._set(url, up=False)
+            self._forget(url, reason)
         self.check()
 
     def weights_arrived(self) -> None:
@@ -177,21 +208,21 @@ class Supervisor:
 
     def _round(self, *, probe: bool) -> None:
         sick = self._sick(probe)
-        for index, reason in sick.items():
-            self._bring_back(index, reason)
+        for url, reason in sick.items():
+            self._bring_back(url, reason)
         for url in sorted(self.waiting):
             self._admit(url)
 
-    def _sick(self, probe: bool) -> dict[int, str]:
+    def _sick(self, probe: bool) -> dict[str, str]:
         """Engines that ended or do not answer, and how one knows."""
         urls = self._fleet.urls
-        sick = {i: reason for i in range(len(urls)) if (reason := self._fleet.why_ended(i)) is not None}
+        sick = {url: reason for i, url in enumerate(urls) if (reason := self._fleet.why_ended(i)) is not None}
         if probe:
-            there = [i for i in range(len(urls)) if i not in sick]
-            clients = {client.base_url: client for client in self._pool.clients}
-            probe_all = self._probe([clients[urls[i]] for i in there])
-            answers = self._run_async(named(probe_all, "health checks of the engines"))
-            sick |= {i: reason for i, reason in zip(there, answers, strict=True) if reason is not None}
+            there = [client for client in self._pool.roster if client.base_url in urls and client.base_url not in sick]
+            answers = self._run_async(named(self._probe(there), "health checks of the engines"))
+            sick |= {
+                client.base_url: reason for client, reason in zip(there, answers, strict=True) if reason is not None
+            }
         return sick
 
     async def _probe(self, clients: Sequence[EngineClient]) -> list[str | None]:
@@ -210,8 +241,8 @@ class Supervisor:
 
         return list(await asyncio.gather(*(ask(client) for client in clients)))
 
-    def _bring_back(self, index: int, reason: str) -> None:
-        url = self._fleet.urls[index]
+    def _bring_back(self, url: str, reason: str) -> None:
+        index = self._fleet.urls.index(url)
         self._set(url, up=False)
         while self._restarts[url] < self._watch.max_restarts:
             self._restarts[url] += 1
@@ -222,22 +253,54 @@ class Supervisor:
             except EngineDied as death:  # before it answered: that is one more failure of this engine
                 reason = str(death)
                 continue
+            except EngineRetired as retired:
+                self._forget(url, str(retired))
+                return
             finally:
                 self._restarting = None
-            self.waiting.add(url)
+            self._moved(url, self._fleet.urls[index])
             return
         self._give_up(
             f"engine {url} failed after {self._restarts[url]} restarts (--engine-max-restarts): {reason}", None
         )
 
+    def _moved(self, before: str, now: str) -> None:
+        """An engine was started again, perhaps at another address."""
+        if before == now:
+            self.waiting.add(before)
+            return
+        self._restarts[now] += self._restarts.pop(before, 0)
+        self._run_async(named(self._pool.remove(before), f"engine pool, removing {before}"))
+        self._add(now, self._key)
+
+    def _add(self, url: str, key: str | None) -> None:
+        async def add() -> None:
+            self._pool.add(url, api_key=key)
+
+        self._run_async(named(add(), f"engine pool, adding {url}"))
+        self.waiting.add(url)
+
+    def _forget(self, url: str, reason: str) -> None:
+        self.waiting.discard(url)
+        self._retired += 1
+        self._run_async(named(self._pool.remove(url), f"engine pool, removing {url}"))
+        logger.warning("engine %s is done without: %s", url, reason.splitlines()[0])
+        if not len(self._pool) and not self._may_be_empty:
+            self._give_up(f"the last engine is gone: {reason}", None)
+
     def _admit(self, url: str) -> None:
-        if self._refresh is None or self._refresh(url):
+        try:
+            is_current = self._refresh is None or self._refresh(url)
+        except EngineError as error:  # one that cannot take the weights is not well
+            self._bring_back(url, str(error))
+            return
+        if is_current:
             self._let_in(url)
 
     def _let_in(self, url: str) -> None:
         self._set(url, up=True)
         self.waiting.discard(url)
-        logger.warning("engine %s is back", url)
+        logger.warning("engine %s is %s", url, "back" if self._restarts[url] else "there")
 
     def _set(self, url: str, *, up: bool) -> None:
         async def mark() -> None:

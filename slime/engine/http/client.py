@@ -76,7 +76,7 @@ class EngineClient:
         self.timeout_s = timeout_s
         self.control_timeout_s = control_timeout_s
         self.connect_retries = connect_retries
-        self._api_key = api_key
+        self.api_key = api_key
         self.sampled_at = 0.0  # when tokens came from it last (time.monotonic)
         self._reader: ThreadPoolExecutor | None = None
         self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
@@ -344,7 +344,7 @@ class EngineClient:
         session = self._sessions.get(loop)
         if session is None or session.closed:
             session = aiohttp.ClientSession(
-                headers=authorization(self._api_key),
+                headers=authorization(self.api_key),
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             )
