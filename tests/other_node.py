@@ -14,7 +14,7 @@ from pathlib import Path
 from slime.cluster.channel import Channel
 from slime.cluster.connection import TOKEN_VARIABLE, Listener
 from slime.cluster.node import Command, NodeLost
-from slime.cluster.ports import free_ports
+from slime.cluster.ports import free_ports, sockets_at
 from slime.cluster.process import ChildProcess
 
 TOKEN = "known to the run"
@@ -32,6 +32,10 @@ class OtherNode:
         self.started: list[ChildProcess] = []
         self._listener = listener
         self._paths = dict(paths or {})
+
+    @property
+    def sockets(self) -> Mapping[str, str]:
+        return sockets_at(self.address)
 
     def start(self, command: Command, log_path: Path) -> ChildProcess:
         return self._child(command, log_path, (), {})

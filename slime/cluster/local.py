@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime.cluster.channel import Channel, channel_pair
 from slime.cluster.connection import FD_FLAG
 from slime.cluster.devices import cpu_cores, visible_gpus
 from slime.cluster.node import Command, Placement, Slot
-from slime.cluster.ports import free_ports
+from slime.cluster.ports import free_ports, loopback_sockets
 from slime.cluster.process import ChildProcess
 from slime.config import Config
 from slime.config.batch import num_trainers
@@ -25,6 +25,10 @@ class LocalNode:
     def __init__(self, address: str = "127.0.0.1") -> None:
         self.address = address
         self.cores = cpu_cores()
+
+    @property
+    def sockets(self) -> Mapping[str, str]:
+        return loopback_sockets()
 
     def start(self, command: Command, log_path: Path) -> ChildProcess:
         return _child(command, command.argv(), log_path, ()).start()
@@ -48,11 +52,9 @@ class LocalCluster:
     def __init__(self, config: Config, *, device: str, trainers: int | None = None, rollout: int | None = None) -> None:
         node = LocalNode(config.host)
         count = num_trainers(config) if trainers is None else trainers
-        engines = config.rollout_num_gpus or 0 if rollout is None else rollout
-        first = 0 if config.colocate else count
         self.placement = Placement(
             tuple(_slot(node, device, number) for number in range(count)),
-            tuple(_slot(node, device, first + number) for number in range(engines)),
+            rollout_slots(config, device, node=node, trainers=count, count=rollout),
         )
 
     def provide(self, paths: Sequence[str]) -> None:
@@ -63,6 +65,21 @@ class LocalCluster:
 
     def close(self) -> None:
         """Whoever started a process stops it."""
+
+
+def rollout_slots(
+    config: Config,
+    device: str,
+    *,
+    node: LocalNode | None = None,
+    trainers: int | None = None,
+    count: int | None = None,
+) -> tuple[Slot, ...]:
+    """The engines' places beside so many trainers, whether or not these are there."""
+    here = node or LocalNode(config.host)
+    first = 0 if config.colocate else num_trainers(config) if trainers is None else trainers
+    numbers = range(first, first + (config.rollout_num_gpus or 0 if count is None else count))
+    return tuple(_slot(here, device, number) for number in numbers)
 
 
 def _slot(node: LocalNode, device: str, number: int) -> Slot:

@@ -6,6 +6,7 @@ ended. Nobody outside this room knows whether a node is this machine or another 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,14 @@ from typing import Protocol
 from slime.cluster.channel import Channel
 from slime.cluster.python import module_command
 
+OWN_PYTHON = "{python}"
+
 
 @dataclass(frozen=True)
 class Command:
     """One process as data. `module` is run by the node's own Python with this very package; without one, `words` name
-    a program. `env` is laid over the node's environment, of which the process gets no secrets but those in `pass_env`.
+    a program (`OWN_PYTHON` as the first word: the node's own interpreter). `env` is laid over the node's environment,
+    of which the process gets no secrets but those in `pass_env`.
     """
 
     name: str
@@ -31,7 +35,9 @@ class Command:
 
     def argv(self) -> tuple[str, ...]:
         """The words to execute on the machine where this is called."""
-        return self.words if self.module is None else (*module_command(self.module), *self.words)
+        if self.module is not None:
+            return (*module_command(self.module), *self.words)
+        return tuple(sys.executable if word == OWN_PYTHON else word for word in self.words[:1]) + self.words[1:]
 
 
 class Process(Protocol):
@@ -87,6 +93,10 @@ class Node(Protocol):
     @property
     def is_lost(self) -> bool:
         """Whether it has disappeared; it does not come back under the same object."""
+
+    @property
+    def sockets(self) -> Mapping[str, str]:
+        """The environment in which gloo and NCCL talk to the run's other processes and to nobody else."""
 
     def start(self, command: Command, log_path: Path) -> Process:
         """Start a process there; its output is (also) in `log_path` on the driver's machine. May raise `NodeLost`."""

@@ -19,9 +19,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from slime.cluster import guard
+from slime.cluster.node import Process
 from slime.cluster.secrets import without_secrets
 from slime.waits import KnownProcess, forget_process, know_process, waiting
 
@@ -31,6 +32,7 @@ _LAST_WAIT_S = 30.0
 _TAIL_BYTES = 64 * 1024
 
 logger = logging.getLogger(__name__)
+Kept = TypeVar("Kept", bound=Process)
 
 
 class ChildProcess:
@@ -233,30 +235,27 @@ class ProcessSet:
     the interpreter exits, whichever comes first."""
 
     def __init__(self) -> None:
-        self._processes: list[ChildProcess] = []
+        self._processes: list[Process] = []
 
-    def start(self, process: ChildProcess) -> ChildProcess:
-        """Start `process` and take over the duty to stop it."""
-        process.start()
+    def keep(self, process: Kept) -> Kept:
+        """Take over the duty to stop a process that was started."""
         if not self._processes:
             atexit.register(self.stop)
         self._processes.append(process)
         return process
 
-    def replace(self, index: int, process: ChildProcess, grace_s: float = 5.0) -> ChildProcess:
-        """Stop what is left of one process and start another in its place."""
-        self._processes[index].stop(grace_s)
-        process.start()
-        self._processes[index] = process
-        return process
+    def drop(self, process: Process, grace_s: float = 5.0) -> None:
+        """Stop what is left of one process, and forget it."""
+        process.stop(grace_s)
+        self._processes = [kept for kept in self._processes if kept is not process]
 
-    def __iter__(self) -> Iterator[ChildProcess]:
+    def __iter__(self) -> Iterator[Process]:
         return iter(tuple(self._processes))
 
     def __len__(self) -> int:
         return len(self._processes)
 
-    def died(self) -> ChildProcess | None:
+    def died(self) -> Process | None:
         """The first process that has ended, or None while all run."""
         return next((process for process in self._processes if process.poll() is not None), None)
 

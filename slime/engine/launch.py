@@ -1,14 +1,15 @@
-"""One engine process as data: what to run, with which environment, where it will answer."""
+"""One engine as data: what to run on which node, with which environment, where it will answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
-from slime.cluster.devices import threads_per_process, visible_gpus
-from slime.cluster.ports import loopback_sockets
+from slime.cluster.devices import split_cores, threads_per_process
+from slime.cluster.node import Command, Node, Slot
 from slime.cluster.precision import resolve_rollout_dtype
-from slime.cluster.python import module_command
 from slime.config import Config
 from slime.models.shape import count_parameters
 from slime.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -16,40 +17,74 @@ from slime.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 STREAM_INTERVAL = 32  # tokens between two events of a stream: what a dying engine may lose of each request
 EMBEDDED_PARSERS = {"sglang_tool_call_parser": TOOL_CALL_PARSERS, "sglang_reasoning_parser": REASONING_PARSERS}
 """SGLang's flags that the embedded engine has too, and the names that it knows."""
-EMBEDDED_ENGINE = module_command("slime.engine.embedded")
+EMBEDDED_MODULE = "slime.engine.embedded"
+Seat = tuple[Slot, ...]
+"""The slots of one engine."""
+
+
+class Start(NamedTuple):
+    """A process of an engine, and where it runs."""
+
+    node: Node
+    command: Command
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The command of one engine; `worker_type` and `bootstrap_port` are what a router must know of it."""
+    """One engine: its processes, one for each node it spans, of which the first answers HTTP at `host` and `port`.
+
+    `worker_type` and `bootstrap_port` are what a router must know of it. One of somebody else has no processes.
+    """
 
     name: str
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
     host: str
     port: int
+    starts: tuple[Start, ...] = ()
     worker_type: str = "regular"
     bootstrap_port: int | None = None
 
     @property
     def url(self) -> str:
-        """The base URL of the engine for clients on this machine."""
-        return f"http://{client_host(self.host)}:{self.port}"
+        """The base URL of the engine for the run's clients."""
+        return engine_url(self.host, self.port)
 
 
-def client_host(host: str) -> str:
-    """The address to reach a server that binds to `host`: a wildcard is reached over loopback."""
-    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(host, host)
+def engine_url(host: str, port: int) -> str:
+    """Where a server is reached that binds to `host`: a wildcard over loopback."""
+    reached = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
 
 
-def engine_env(config: Config, device: str, *, first_gpu: int, gpus: int, processes: int) -> dict[str, str]:
-    """The GPUs of an engine, counted from the rollout's first one; on a CPU a share of the cores. Its sockets to other
-    processes stay on this machine."""
-    if device != "cuda":
-        return threads_per_process(processes) | loopback_sockets()
-    trainers = 0 if config.colocate else config.actor_num_nodes * config.actor_num_gpus_per_node
-    first = trainers + first_gpu
-    return {"CUDA_VISIBLE_DEVICES": visible_gpus(range(first, first + gpus))} | loopback_sockets()
+def by_node(seat: Seat) -> list[Seat]:
+    """The slots of an engine on each node that it spans."""
+    return [tuple(slots) for _, slots in groupby(seat, key=lambda slot: id(slot.node))]
+
+
+def engine_env(device: str, slots: Seat, *, seats: Sequence[Seat]) -> dict[str, str]:
+    """For an engine's process on one node: its GPUs there, or a share of the node's cores, which all engines on it
+    (`seats` are all engines) have a part of."""
+    node = slots[0].node
+    if device == "cuda":
+        return {"CUDA_VISIBLE_DEVICES": ",".join(str(slot.device) for slot in slots), **node.sockets}
+    processes = sum(any(slot.node is node for slot in seat) for seat in seats)
+    threads = threads_per_process(processes) if node.is_here else split_cores(node.cores, processes)
+    return {**threads, **node.sockets}
+
+
+class Ports:
+    """Ports of several nodes: those of one node are all different, however many are asked for at a time."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, set[int]] = {}
+
+    def take(self, node: Node, count: int) -> list[int]:
+        """So many ports that nobody listens on now, and that nobody else was given here."""
+        given = self._given.setdefault(id(node), set())
+        found: list[int] = []
+        while len(found) < count:
+            found += [port for port in node.free_ports(count - len(found)) if port not in given]
+            given.update(found)
+        return found
 
 
 def rollout_dtype(config: Config, device: str) -> str:
@@ -59,29 +94,35 @@ def rollout_dtype(config: Config, device: str) -> str:
 
 def embedded_launches(
     config: Config,
+    seats: Sequence[Seat],
     ports: Sequence[int],
     *,
     device: str,
     model_path: str,
     name: str,
-    launcher: Sequence[str] = EMBEDDED_ENGINE,
+    launcher: Sequence[str] = (),
 ) -> list[Launch]:
-    """One embedded engine per port, each on a GPU of its own."""
-    return [
-        Launch(
-            f"{name}-{index}",
-            (*launcher, *_embedded_argv(config, port, device, model_path)),
-            engine_env(config, device, first_gpu=index, gpus=1, processes=len(ports)),
-            config.host,
-            port,
-        )
-        for index, port in enumerate(ports)
-    ]
-
-
-def _embedded_argv(config: Config, port: int, device: str, model_path: str) -> list[str]:
+    """One embedded engine per seat, on its first slot; `launcher` are words in the place of the engine's program."""
     dtype = rollout_dtype(config, device)
-    argv = ["--model-path", model_path, "--host", config.host]
+    launches: list[Launch] = []
+    for index, (seat, port) in enumerate(zip(seats, ports, strict=True)):
+        node = seat[0].node
+        words = _embedded_words(config, node.address, port, device, dtype, node.path(model_path))
+        command = Command(
+            f"{name}-{index}",
+            (*launcher, *words),
+            module=None if launcher else EMBEDDED_MODULE,
+            env=engine_env(device, seat[:1], seats=seats),
+            pass_env=tuple(config.pass_env or ()),
+            dumps_stacks=not launcher,
+            also=(engine_url(node.address, port),),
+        )
+        launches.append(Launch(command.name, node.address, port, (Start(node, command),)))
+    return launches
+
+
+def _embedded_words(config: Config, host: str, port: int, device: str, dtype: str, model_path: str) -> list[str]:
+    argv = ["--model-path", model_path, "--host", host]
     argv += ["--port", str(port), "--device", device, "--dtype", dtype]
     argv += ["--max-running-requests", str(config.engine_max_running_requests)]
     if config.engine_max_total_tokens is not None:

@@ -8,24 +8,32 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from slime.cluster.devices import cpu_cores
+from slime.cluster.local import LocalNode
+from slime.cluster.node import Slot
 from slime.config import Config
 from slime.engine.embedded.options import parse_options
 from slime.engine.fleet.engines import Engines
 from slime.engine.fleet.processes import EngineDied, EngineFleet, EngineStartTimeout
-from slime.errors import UserError
+from slime.engine.launch import Launch, Ports
+from slime.errors import RunFailed, UserError
+from tests.cluster.nodes import FarNode
 
 STUB = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))
 
 
-def make_fleet(tmp_path: Path, behaviour: str, device: str = "cpu", **flags: Any) -> EngineFleet:
+def make_fleet(
+    tmp_path: Path, behaviour: str, device: str = "cpu", slots: Sequence[Slot] | None = None, **flags: Any
+) -> EngineFleet:
     config = Config(hf_checkpoint="unused", **{"rollout_num_gpus": 1, **flags})
-    return EngineFleet(config, device=device, run_dir=tmp_path, model_path=tmp_path / behaviour, launcher=STUB)
+    folder = tmp_path / behaviour
+    return EngineFleet(config, device=device, run_dir=tmp_path, model_path=folder, launcher=STUB, slots=slots)
 
 
 def report(tmp_path: Path, name: str) -> dict[str, Any]:
@@ -166,3 +174,57 @@ def test_too_few_gpus_are_a_user_error(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match="GPU number 1 is needed but only 1 are visible"):
         make_fleet(tmp_path, "fine", device="cuda", rollout_num_gpus=1, colocate=False).start()
+
+
+def test_engines_answer_on_the_nodes_of_their_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    far = FarNode("127.0.0.2", cores=12, root="/elsewhere")
+    nodes = [LocalNode(), far, far]
+    with make_fleet(tmp_path, "fine", rollout_num_gpus=3, slots=[Slot(node) for node in nodes]) as fleet:
+        assert [url.rpartition(":")[0] for url in fleet.urls] == [f"http://{node.address}" for node in nodes]
+        told = [report(tmp_path, f"engine-{index}") for index in range(3)]
+    here = str(tmp_path / "fine")
+    assert [parse_options(one["argv"]).model_path for one in told] == [here, f"/elsewhere{here}", f"/elsewhere{here}"]
+    assert [one["env"]["OMP_NUM_THREADS"] for one in told] == [str(cpu_cores()), "6", "6"]
+
+
+def test_engines_get_the_devices_of_their_slots(tmp_path: Path) -> None:
+    node = LocalNode()
+    with make_fleet(tmp_path, "fine", device="cuda", rollout_num_gpus=2, slots=[Slot(node, "5"), Slot(node, "2")]):
+        told = [report(tmp_path, f"engine-{index}") for index in range(2)]
+    assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in told] == ["5", "2"]
+
+
+def test_a_node_that_is_lost_before_the_start_is_named(tmp_path: Path) -> None:
+    node = FarNode("127.0.0.2")
+    node.lose()
+    fleet = make_fleet(tmp_path, "fine", rollout_num_gpus=2, slots=[Slot(LocalNode()), Slot(node)])
+    with pytest.raises(RunFailed, match=r"engine-1 cannot be started: node 127\.0\.0\.2 is gone"):
+        fleet.start()
+    assert fleet.pids() == []
+
+
+def test_ports_of_a_node_are_given_once() -> None:
+    class Narrow(LocalNode):
+        asked: ClassVar[list[int]] = []
+
+        def free_ports(self, count: int) -> list[int]:
+            self.asked.append(count)
+            return [1, 2] if len(self.asked) < 3 else [3, 4][:count]
+
+    ports, node = Ports(), Narrow()
+    assert (ports.take(node, 2), ports.take(node, 2), node.asked) == ([1, 2], [3, 4], [2, 2, 2])
+    assert ports.take(Narrow(), 2) == [3, 4]  # those of another node
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:7"),
+        ("::", "http://[::1]:7"),
+        ("fd00::2", "http://[fd00::2]:7"),
+        ("h", "http://h:7"),
+    ],
+)
+def test_where_an_engine_is_reached(host: str, url: str) -> None:
+    assert Launch("engine-0", host, 7).url == url

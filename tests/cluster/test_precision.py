@@ -8,6 +8,8 @@ import pytest
 
 from slime.cluster import precision
 from slime.cluster.cpu import bfloat16_unit
+from slime.cluster.local import LocalNode
+from slime.cluster.node import Slot
 from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dtype_note
 from slime.config import Config
 from slime.engine.launch import embedded_launches
@@ -96,5 +98,7 @@ def test_trainer_and_engines_have_the_same_precision(
     config = Config(hf_checkpoint=str(folder), device="cpu")
     trainer = Trainer(config, "cpu")
     assert str(trainer.dtype) == str(trainer.rollout_dtype) == f"torch.{expected}"
-    [launch] = embedded_launches(config, [1], device="cpu", model_path="a teacher", name="engine")
-    assert launch.argv[launch.argv.index("--dtype") + 1] == expected
+    seats = [(Slot(LocalNode()),)]
+    [launch] = embedded_launches(config, seats, [1], device="cpu", model_path="a teacher", name="engine")
+    words = launch.starts[0].command.words
+    assert words[words.index("--dtype") + 1] == expected

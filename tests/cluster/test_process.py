@@ -37,7 +37,7 @@ from pathlib import Path
 from slime.cluster.process import ChildProcess, ProcessSet
 processes = ProcessSet()
 for i in range(2):
-    processes.start(ChildProcess(f"c{{i}}", [sys.executable, {child!r} + str(i) + ".py"], log_path={log!r}))
+    processes.keep(ChildProcess(f"c{{i}}", [sys.executable, {child!r} + str(i) + ".py"], log_path={log!r}).start())
 while not all(Path({pid_file!r} + str(i)).exists() for i in range(2)):
     time.sleep(0.02)
 if {fork}:
@@ -249,8 +249,8 @@ def test_leftovers_of_a_child_that_ended_by_itself_are_swept(log_path: Path, tmp
 def test_control_pipes_do_not_leak_into_other_children(log_path: Path) -> None:
     listing = "import os,time; print(sorted(os.listdir('/proc/self/fd')), flush=True); time.sleep(60)"
     with ProcessSet() as processes:
-        first = processes.start(python("first", "import time; time.sleep(60)", log_path.with_name("first.log")))
-        second = processes.start(python("second", listing, log_path))
+        first = processes.keep(python("first", "import time; time.sleep(60)", log_path.with_name("first.log")).start())
+        second = processes.keep(python("second", listing, log_path).start())
         deadline = time.monotonic() + 20
         while not second.tail() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -348,7 +348,7 @@ def test_a_set_stops_in_reverse_order(tmp_path: Path) -> None:
     )
     with ProcessSet() as processes:
         started = [
-            processes.start(python(name, code.format(order=str(order), name=name), tmp_path / f"{name}.log"))
+            processes.keep(python(name, code.format(order=str(order), name=name), tmp_path / f"{name}.log").start())
             for name in ("a", "b", "c")
         ]
         for process in started:

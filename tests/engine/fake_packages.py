@@ -12,7 +12,7 @@ class ServerArgs:
     def add_cli_args(parser):
         for name in ("model-path", "host", "port", "nccl-port", "device", "dtype", "tp-size", "pp-size", "base-gpu-id",
                      "random-seed", "log-level", "mem-fraction-static", "max-total-tokens", "max-running-requests",
-                     "context-length", "disaggregation-bootstrap-port"):
+                     "context-length", "disaggregation-bootstrap-port", "nnodes", "node-rank", "dist-init-addr", "api-key"):
             parser.add_argument("--" + name)
         parser.add_argument("--cuda-graph-bs", nargs="+")
         parser.add_argument("--attention-backend", choices=["torch_native", "triton"])

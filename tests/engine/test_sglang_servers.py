@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from slime.cluster.node import Slot
 from slime.config import Config
 from slime.engine.fleet.backend import choose_backend, choose_router, installed_sglang
 from slime.engine.fleet.capabilities import Capabilities, probe, without_missing
@@ -28,6 +29,7 @@ from slime.errors import RunFailed, UserError
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.trajectory import generate_and_rm_group
 from slime.utils.http_utils import get_model_url
+from tests.cluster.nodes import FarNode
 from tests.engine.fake_packages import write_packages
 from tests.tiny_models import make_tokenizer
 
@@ -141,6 +143,43 @@ def test_servers_get_their_gpus_and_parallel_sizes(model: str, tmp_path: Path, m
     assert (written["tp-size"], written["pp-size"], written["dtype"]) == ("1", "2", "bfloat16")
     assert {"enable-memory-saver", "trust-remote-code"} <= set(written)
     assert not {"sleep-on-idle", "attention-backend", "max-total-tokens"} & set(written)
+
+
+def test_an_engine_on_two_nodes_is_one_server_on_each(model: str, tmp_path: Path) -> None:
+    near, far = FarNode("127.0.0.2", root="/near"), FarNode("127.0.0.3")
+    slots = [Slot(node, str(device)) for node in (near, far) for device in (4, 5)]
+    config = config_for(model, rollout_num_gpus=4, rollout_num_gpus_per_engine=4)
+    logs = [tmp_path / "logs" / f"{name}.log" for name in ("engine-0", "engine-0-node-1")]
+
+    def starts() -> list[int]:
+        return [len(log.read_text().splitlines()) for log in logs]
+
+    with EngineFleet(config, device="cuda", run_dir=tmp_path, model_path=model, slots=slots) as fleet:
+        assert wait_until(lambda: starts() == [1, 1])  # the second may be up later than the first
+        told = [report(tmp_path, name) for name in ("engine-0", "engine-0-node-1")]
+        first, second = (options(one["argv"]) for one in told)
+        assert fleet.urls == [f"http://127.0.0.2:{first['port']}"]
+        assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in told] == ["4,5", "4,5"]
+        assert (first["host"], second["host"]) == ("127.0.0.2", "127.0.0.3")
+        assert (first["model-path"], second["model-path"]) == (f"/near{model}", model)
+        assert first["dist-init-addr"] == second["dist-init-addr"]
+        assert first["dist-init-addr"].startswith("127.0.0.2:")
+        assert [(one["tp-size"], one["nnodes"], one["node-rank"]) for one in (first, second)] == [
+            ("4", "2", "0"), ("4", "2", "1"),
+        ]  # fmt: skip
+        assert not {"nccl-port"} & set(first) | set(second) - set(first)
+        assert len(fleet.pids()) == 6
+        os.kill(fleet.pids()[-1], signal.SIGKILL)
+        assert wait_until(lambda: fleet.why_ended(0) is not None)
+        assert "engine-0-node-1 was killed by signal 9" in str(fleet.why_ended(0))
+        fleet.restart(0)  # both of its servers: neither goes on without the other
+        assert fleet.why_ended(0) is None
+        assert wait_until(lambda: starts() == [2, 2])
+    uneven = [Slot(near, "0"), *(Slot(far, str(device)) for device in range(3))]
+    with pytest.raises(
+        UserError, match=r"per-engine 4: SGLang wants .* 1 on node 127\.0\.0\.2, 3 on node 127\.0\.0\.3"
+    ):
+        EngineFleet(config, device="cuda", run_dir=tmp_path, model_path=model, slots=uneven).start()
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engines:
-    """The engines of the model that is trained, and what serves the others."""
+    """The engines of the model that is trained, and what serves the others; on `slots`, or on this machine."""
 
     def __init__(
         self,

@@ -91,7 +91,7 @@ def _discover(url: str, config: Config, timeout_s: float) -> Launch:
     mode = info.get("disaggregation_mode")
     worker_type = mode if mode in ("prefill", "decode") else "regular"
     bootstrap = info.get("disaggregation_bootstrap_port") if worker_type == "prefill" else None
-    return Launch(url, (), {}, host, int(port), worker_type=worker_type, bootstrap_port=bootstrap)
+    return Launch(url, host.strip("[]"), int(port), worker_type=worker_type, bootstrap_port=bootstrap)
 
 
 def _check_model(url: str, found: Capabilities, hf_checkpoint: str, timeout_s: float, key: str | None) -> None:

@@ -6,23 +6,25 @@ the error says which one, why, and what its log said last.
 
 from __future__ import annotations
 
-import http.client
 import logging
 import os
 import time
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from slime.cluster.node import Slot
-from slime.cluster.ports import free_ports, require_free_port
-from slime.cluster.process import ChildProcess, ProcessSet
+from slime.cluster.local import rollout_slots
+from slime.cluster.node import NodeLost, Process, Slot
+from slime.cluster.ports import require_free_port
+from slime.cluster.process import ProcessSet
 from slime.config import Config
 from slime.engine.fleet.backend import EMBEDDED, choose_backend, installed_sglang
-from slime.engine.launch import EMBEDDED_ENGINE, EMBEDDED_PARSERS, Launch, client_host, embedded_launches
+from slime.engine.http.plain_http import NoAnswer, ask
+from slime.engine.launch import EMBEDDED_PARSERS, Launch, Ports, Seat, embedded_launches
 from slime.engine.sglang.installed import Installed
-from slime.engine.sglang.launch import PORTS_PER_ENGINE, check_server_flags, sglang_launches
+from slime.engine.sglang.launch import check_server_flags, places, sglang_launches
 from slime.engine.sglang.topology import ServedModel, simple_model
 from slime.errors import RunFailed, UserError
 from slime.waits import WaitTimeout, expired, raise_failures, waiting
@@ -51,10 +53,11 @@ class EngineStartTimeout(WaitTimeout):
 
 
 class EngineFleet:
-    """The engines of one model on this machine, named engine-0, engine-1, ...
+    """The engines of one model, named engine-0, engine-1, ...
 
     Each writes its log to `logs/<name>-<i>.log`. `model` says which groups of SGLang servers it has; without one it is
-    `rollout_num_gpus // rollout_num_gpus_per_engine` engines alike.
+    `rollout_num_gpus // rollout_num_gpus_per_engine` engines alike. `slots` are the places of the whole rollout, of
+    which the engines take theirs; without them all are on this machine.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class EngineFleet:
         run_dir: str | os.PathLike[str],
         model_path: str | os.PathLike[str],
         name: str = "engine",
-        launcher: Sequence[str] = EMBEDDED_ENGINE,
+        launcher: Sequence[str] = (),
         model: ServedModel | None = None,
         slots: Sequence[Slot] | None = None,
     ) -> None:
@@ -73,12 +76,13 @@ class EngineFleet:
         logger.info("%s engines: %s", self.backend, reason)
         self._config = config
         self._device = device
-        self._slots = slots
         self._logs = Path(run_dir) / "logs"
         self._model = model or simple_model(config, os.fspath(model_path))
         self._name = name
         self._launcher = tuple(launcher)
+        self._slots = slots
         self._processes = ProcessSet()
+        self._of_engine: list[list[Process]] = []
         self.launches: list[Launch] = []
         self.size = self._model.num_engines
         if self.size < 1:
@@ -103,8 +107,9 @@ class EngineFleet:
         self.launches = self._make_launches()
         try:
             for launch in self.launches:
-                self._processes.start(self._process(launch))
-            self._await_health([(p, launch.port) for p, launch in zip(self._processes, self.launches, strict=True)])
+                self._of_engine.append([])
+                self._start_engine(launch, self._of_engine[-1])
+            self._await_health(range(self.size))
         except BaseException:
             self.stop()
             raise
@@ -122,15 +127,19 @@ class EngineFleet:
             time.sleep(_POLL_S)
 
     def why_ended(self, index: int) -> str | None:
-        """How one engine's process ended; None while it runs."""
-        process = list(self._processes)[index]
-        code = process.poll()
-        return None if code is None else str(EngineDied(process.name, code, process.tail(), process.log_path))
+        """How one of an engine's processes ended; None while they run."""
+        for process in self._of_engine[index]:
+            if (code := process.poll()) is not None:
+                return str(EngineDied(process.name, code, process.tail(), process.log_path))
+        return None
 
     def restart(self, index: int) -> None:
         """End what is left of one engine, start it again on its port, and wait until it is healthy."""
-        process = self._processes.replace(index, self._process(self.launches[index]), _RESTART_GRACE_S)
-        self._await_health([(process, self.launches[index].port)])
+        processes = self._of_engine[index]
+        while processes:
+            self._processes.drop(processes.pop(), _RESTART_GRACE_S)
+        self._start_engine(self.launches[index], processes)
+        self._await_health([index])
 
     def pids(self) -> list[int]:
         """All processes the engines consist of."""
@@ -138,6 +147,8 @@ class EngineFleet:
 
     def stop(self) -> None:
         """Stop all engines. Safe to call again."""
+        for process in self._processes:
+            process.terminate()  # all at once: the last of many would otherwise wait for each of the others
         self._processes.stop()
 
     def __enter__(self) -> Self:
@@ -150,74 +161,82 @@ class EngineFleet:
         self.stop()
 
     def _make_launches(self) -> list[Launch]:
-        config = self._config
-        http = fixed_ports(config, self.size) if self._name == "engine" else []
+        config, seats, ports = self._config, self._seats(), Ports()
+        asked = fixed_ports(config, seats) if self._name == "engine" else []
         if self._installed is None:
-            ports = http or free_ports(self.size, config.host)
             return embedded_launches(
                 config,
-                ports,
+                seats,
+                asked or [ports.take(seat[0].node, 1)[0] for seat in seats],
                 device=self._device,
                 model_path=self._model.model_path,
                 name=self._name,
                 launcher=self._launcher,
             )
-        ports = free_ports(self.size * PORTS_PER_ENGINE, config.host)
-        ports[::PORTS_PER_ENGINE] = http or ports[::PORTS_PER_ENGINE]
         return sglang_launches(
-            config, ports, device=self._device, model=self._model, name=self._name, installed=self._installed
+            config,
+            seats,
+            ports,
+            http_ports=asked,
+            device=self._device,
+            model=self._model,
+            name=self._name,
+            installed=self._installed,
         )
 
-    def _process(self, launch: Launch) -> ChildProcess:
-        return ChildProcess(
-            launch.name,
-            launch.argv,
-            env=launch.env,
-            pass_env=self._config.pass_env or (),
-            log_path=self._logs / f"{launch.name}.log",
-            dumps_stacks=launch.argv[: len(EMBEDDED_ENGINE)] == EMBEDDED_ENGINE,  # SGLang's servers die of SIGQUIT
-            also=(launch.url,),
-        )
+    def _seats(self) -> list[Seat]:
+        """The slots of each engine."""
+        slots = rollout_slots(self._config, self._device) if self._slots is None else self._slots
+        return [tuple(slots[first : first + group.num_gpus_per_engine]) for group, first in places(self._model)]
 
-    def _await_health(self, started: list[tuple[ChildProcess, int]]) -> None:
+    def _start_engine(self, launch: Launch, processes: list[Process]) -> None:
+        for node, command in launch.starts:
+            try:
+                process = node.start(command, self._logs / f"{command.name}.log")
+            except NodeLost as lost:
+                raise RunFailed(f"{command.name} cannot be started: {lost}") from lost
+            processes.append(self._processes.keep(process))
+
+    def _await_health(self, engines: Sequence[int]) -> None:
         limit_s, flag = self._config.engine_start_timeout, "--engine-start-timeout"
-        names = ", ".join(process.name for process, _ in started)
-        with waiting(names, "to answer /health", timeout_s=limit_s, flag=flag) as wait:
-            while started:
-                for process, _ in started:
-                    _raise_if_ended(process)
-                started = [(process, port) for process, port in started if not self._is_healthy(port)]
-                wait.whom = ", ".join(process.name for process, _ in started)
-                if started and wait.is_over():
-                    process, port = started[0]
+        left = list(engines)
+        with waiting(self._names(left), "to answer /health", timeout_s=limit_s, flag=flag) as wait:
+            while left:
+                for index in left:
+                    for process in self._of_engine[index]:
+                        _raise_if_ended(process)
+                left = [index for index in left if not _is_healthy(self.launches[index])]
+                wait.whom = self._names(left)
+                if left and wait.is_over():
+                    launch, process = self.launches[left[0]], self._of_engine[left[0]][0]
                     raise expired(
                         wait,
                         EngineStartTimeout,
-                        f"{process.name} did not answer /health on port {port} within {limit_s:g} s ({flag}); "
+                        f"{launch.name} did not answer /health at {launch.url} within {limit_s:g} s ({flag}); "
                         f"the end of {process.log_path}:\n{process.tail()}",
                     )
                 raise_failures()
-                if started:
+                if left:
                     time.sleep(_POLL_S)
 
-    def _is_healthy(self, port: int) -> bool:
-        connection = http.client.HTTPConnection(client_host(self._config.host), port, timeout=_PROBE_TIMEOUT_S)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == http.HTTPStatus.OK
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+    def _names(self, engines: Sequence[int]) -> str:
+        return ", ".join(self.launches[index].name for index in engines)
 
 
-def fixed_ports(config: Config, count: int | None = None) -> list[int]:
-    """The ports that `--engine-port` asks for, each one free at the moment; none without that flag."""
+def fixed_ports(config: Config, seats: Sequence[Seat] | None = None) -> list[int]:
+    """The ports that `--engine-port` asks for, none without that flag; each is free at the moment on this machine, as
+    far as the engines (`seats`) are here. Without seats all are."""
     first = config.engine_port
     if first is None or config.rollout_external_engine_addrs:
         return []
-    count = config.rollout_num_gpus // config.rollout_num_gpus_per_engine if count is None else count
-    return [require_free_port(port, config.host, flag="--engine-port") for port in range(first, first + count)]
+    if seats is None:
+        hosts: list[str | None] = [config.host] * (config.rollout_num_gpus // config.rollout_num_gpus_per_engine)
+    else:
+        hosts = [seat[0].node.address if seat[0].node.is_here else None for seat in seats]
+    for port, host in enumerate(hosts, first):
+        if host is not None:
+            require_free_port(port, host, flag="--engine-port")
+    return list(range(first, first + len(hosts)))
 
 
 def refuse_for_embedded(config: Config, device: str) -> None:
@@ -244,7 +263,14 @@ def refuse_for_embedded(config: Config, device: str) -> None:
         )
 
 
-def _raise_if_ended(process: ChildProcess) -> None:
+def _is_healthy(launch: Launch) -> bool:
+    try:
+        return ask("GET", f"{launch.url}/health", timeout_s=_PROBE_TIMEOUT_S)[0] == HTTPStatus.OK
+    except NoAnswer:
+        return False
+
+
+def _raise_if_ended(process: Process) -> None:
     code = process.poll()
     if code is None:
         return

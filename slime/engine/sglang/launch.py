@@ -7,11 +7,23 @@ group's overrides. Nothing is guessed about the version: every option that is wr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from slime.cluster.node import OWN_PYTHON, Command
 from slime.config import Config
 from slime.config.suggest import did_you_mean
-from slime.engine.launch import STREAM_INTERVAL, Launch, engine_env, rollout_dtype
+from slime.engine.launch import (
+    STREAM_INTERVAL,
+    Launch,
+    Ports,
+    Seat,
+    Start,
+    by_node,
+    engine_env,
+    engine_url,
+    rollout_dtype,
+)
 from slime.engine.sglang.flags import OF_THE_RUN, Flags, check_flags, server_flags, write_flags
 from slime.engine.sglang.installed import Installed
 from slime.engine.sglang.topology import ServedModel, ServerGroup
@@ -65,45 +77,85 @@ def _check_routing(models: Sequence[ServedModel], installed: Installed) -> None:
 
 
 def sglang_launches(
-    config: Config, ports: Sequence[int], *, device: str, model: ServedModel, name: str, installed: Installed
+    config: Config,
+    seats: Sequence[Seat],
+    ports: Ports,
+    *,
+    http_ports: Sequence[int] = (),
+    device: str,
+    model: ServedModel,
+    name: str,
+    installed: Installed,
 ) -> list[Launch]:
-    """The servers of a model in the order of its groups; `ports` are `PORTS_PER_ENGINE` for each of them."""
+    """The servers of a model in the order of its groups; `http_ports` are those that were asked for, if any."""
     launches: list[Launch] = []
-    for index, (group, first_gpu) in enumerate(_slots(model)):
-        http, rendezvous, bootstrap = ports[index * PORTS_PER_ENGINE : (index + 1) * PORTS_PER_ENGINE]
+    for index, (seat, (group, first_gpu)) in enumerate(zip(seats, places(model), strict=True)):
+        node = seat[0].node
+        http, rendezvous, bootstrap = ports.take(node, PORTS_PER_ENGINE)
+        http = http_ports[index] if http_ports else http
         own = _own_flags(config, device, group, installed) | _role_flags(group, bootstrap)
-        own |= {"model-path": model.model_path, "port": http, "nccl-port": rendezvous}
         if config.use_rollout_routing_replay and model.update_weights:
-            own[ROUTED_EXPERTS] = True
-        own["random-seed"] = config.seed + first_gpu
-        defaults = ON_A_CPU if device == "cpu" else {}
-        flags = defaults | own | server_flags(config) | dict(group.overrides)
-        argv = (installed.python, "-m", "sglang.launch_server", *write_flags(flags, installed))
-        env = engine_env(
-            config, device, first_gpu=first_gpu, gpus=group.num_gpus_per_engine, processes=model.num_engines
-        )
-        if device == "cpu":
-            env["SGLANG_USE_CPU_ENGINE"] = "1"
-        is_prefill = group.worker_type == "prefill"
+            own |= {ROUTED_EXPERTS: True}
+        own |= {"random-seed": config.seed + first_gpu}
+        starts = []
+        for rank, (slots, where) in enumerate(_node_flags(by_node(seat), ports, http, rendezvous)):
+            own |= where | {"model-path": slots[0].node.path(model.model_path)}
+            defaults = ON_A_CPU if device == "cpu" else {}
+            flags = defaults | own | server_flags(config) | dict(group.overrides)
+            command = _command(config, f"{name}-{index}", rank, write_flags(flags, installed), installed)
+            env = engine_env(device, slots, seats=seats) | ({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {})
+            also = (engine_url(node.address, http),) if rank == 0 else ()
+            starts.append(Start(slots[0].node, replace(command, env=env, also=also)))
         launches.append(
             Launch(
                 f"{name}-{index}",
-                argv,
-                env,
-                config.host,
+                node.address,
                 http,
+                tuple(starts),
                 worker_type=group.worker_type,
-                bootstrap_port=bootstrap if is_prefill else None,
+                bootstrap_port=bootstrap if group.worker_type == "prefill" else None,
             )
         )
     return launches
 
 
-def _slots(model: ServedModel) -> Iterator[tuple[ServerGroup, int]]:
+def places(model: ServedModel) -> Iterator[tuple[ServerGroup, int]]:
     """Each engine's group and its first GPU among those of the rollout."""
     for group in model.groups:
         for number in range(group.num_engines):
             yield group, group.first_gpu + number * group.num_gpus_per_engine
+
+
+def _node_flags(parts: Sequence[Seat], ports: Ports, http: int, rendezvous: int) -> Iterator[tuple[Seat, Flags]]:
+    """The slots of an engine on each of its nodes, and what the server there must know of the others.
+
+    The first answers; SGLang has a server on each of the others too, which says that it is there and nothing else.
+    """
+    first = parts[0][0].node
+    if len({len(slots) for slots in parts}) > 1:
+        here = ", ".join(f"{len(slots)} on {slots[0].node.name}" for slots in parts)
+        raise UserError(
+            f"--rollout-num-gpus-per-engine {sum(map(len, parts))}: SGLang wants as many GPUs of an engine on each of "
+            f"its nodes, and there are {here}"
+        )
+    for rank, slots in enumerate(parts):
+        node = slots[0].node
+        port = http if rank == 0 else ports.take(node, 1)[0]
+        where: Flags = {"host": node.address, "port": port}
+        if len(parts) == 1:
+            yield slots, {**where, "nccl-port": rendezvous}
+        else:
+            meeting = engine_url(first.address, rendezvous).removeprefix("http://")
+            yield slots, {**where, "nnodes": len(parts), "node-rank": rank, "dist-init-addr": meeting}
+
+
+def _command(config: Config, name: str, rank: int, words: Sequence[str], installed: Installed) -> Command:
+    python = OWN_PYTHON if config.sglang_python is None else installed.python
+    return Command(
+        name if rank == 0 else f"{name}-node-{rank}",
+        (python, "-m", "sglang.launch_server", *words),
+        pass_env=tuple(config.pass_env or ()),
+    )
 
 
 _STREAMED = {"stream-interval": STREAM_INTERVAL, "incremental-streaming-output": True}
@@ -111,7 +163,6 @@ _STREAMED = {"stream-interval": STREAM_INTERVAL, "incremental-streaming-output":
 
 def _own_flags(config: Config, device: str, group: ServerGroup, installed: Installed) -> Flags:
     flags: dict[str, Any] = {
-        "host": config.host,
         "device": device,
         "dtype": rollout_dtype(config, device),
         "tp-size": group.num_gpus_per_engine // _pipeline_stages(config),

@@ -24,7 +24,7 @@ from slime.engine.http.errors import EngineError
 from slime.engine.http.plain_http import NoAnswer, ask
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import ROUTING_KEY_HEADER
-from slime.engine.launch import Launch, client_host
+from slime.engine.launch import Launch, engine_url
 from slime.engine.sglang.flags import OF_THE_ROUTER, Flags, check_flags, router_flags, write_flags
 from slime.engine.sglang.installed import ROUTER, Installed, find_installed
 from slime.errors import RunFailed, UserError
@@ -208,7 +208,7 @@ class SglangRouter:
             installed,
         )
         argv = [installed.python, "-m", "sglang_router.launch_router", *words]
-        self.url = f"http://{client_host(config.host)}:{port}"
+        self.url = engine_url(config.host, port)
         self._process = ChildProcess(self._name, argv, pass_env=config.pass_env or (), log_path=self._log_path).start()
 
     def _healthy(self) -> set[str]:
