@@ -13,8 +13,11 @@ import pytest
 from tests.warm.popen import COLD, Starter, install
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two workers share two cores
-LONGEST_FIRST = ("e2e", "migration", "train", "plugins", "weights", "engine_contract", "engine", "waits")
-"""Folders whose files take long; begun first, so that the workers end at about the same time."""
+LONGEST_FIRST = (
+    "e2e", "migration", "train", "plugins", "weights", "engine_contract", "engine", "waits",
+    "megatron/test_layouts.py", "megatron/test_whole_runs.py", "megatron/test_gradients.py",
+)  # fmt: skip
+"""Folders whose files take long, and files; begun first, so that the workers end at about the same time."""
 PROCESSES = (
     "e2e", "engine_contract", "learning", "warm", "agent/coding_agent/test_coding_agent.py",
     "agent/sandbox/test_containment.py", "agent/sandbox/test_ordinary_user.py", "agent/sandbox/test_owner.py",
@@ -50,8 +53,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    rank = {folder: place for place, folder in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: rank.get(item.path.relative_to(here).parts[0], len(rank)))
+    rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(here)
+        return rank.get(path.parts[0], rank.get(path.as_posix(), len(rank)))
+
+    items.sort(key=place)
     for item in items:
         path = item.path.relative_to(here)
         if path.parts[0] in PROCESSES or path.as_posix() in PROCESSES:

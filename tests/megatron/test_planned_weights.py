@@ -42,7 +42,8 @@ def count(folder: Path, out: Path, flags: dict[str, Any]) -> tuple[int, int]:
         backend = builder.policy(config, Start())
         stage = parallel_state.get_pipeline_model_parallel_rank()
         planned = local_weights(config, ModelShape.from_folder(folder), family_fields(folder), stage)
-        return planned.total, sum(parameter.numel() for parameter in backend.model.parameters())
+        parameters = [one for part in backend.model.stages for one in part.parameters()]
+        return planned.total, sum(parameter.numel() for parameter in parameters)
     finally:
         parallel_state.destroy_model_parallel()
 
