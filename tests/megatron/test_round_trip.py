@@ -14,7 +14,7 @@ from slime.errors import UserError
 from slime.models.families.family import family_of
 from slime.models.families.minimax_m2 import MINIMAX_M2
 from slime.train.backends.megatron.layout import Layout
-from tests.family_models import FAMILY_MODELS, family_config, make_family_folder
+from tests.family_models import BASE, FAMILY_MODELS, make_family_folder
 
 LAYOUTS: dict[str, Layout] = {
     "TP2": Layout(2, tensor=2),
@@ -25,12 +25,23 @@ EXPERT_LAYOUTS: dict[str, Layout] = {
     "TP2 ETP2": Layout(2, tensor=2, expert_tensor=2),
 }
 NO_LAYERS = ("minimax_m2",)
+FAMILIES = [case for case in FAMILY_MODELS if case not in NO_LAYERS]
 Found = list[tuple[str, tuple[slice, ...], Tensor]]
 
 
-@pytest.fixture(scope="module", params=[case for case in FAMILY_MODELS if case not in NO_LAYERS])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family_folder(tmp_path_factory.mktemp(request.param), request.param)
+def expert_cases() -> list[tuple[str, str]]:
+    """Families with experts, in the layouts that cut them: Megatron's experts with biases are cut by no ranks."""
+    found = []
+    for case in FAMILIES:
+        model_type, own = FAMILY_MODELS[case]
+        config = {"model_type": model_type, **BASE, **own}
+        fields = family_of(config).fields(config)
+        if "num_moe_experts" in fields:
+            cut = [
+                name for name, one in EXPERT_LAYOUTS.items() if one.expert_tensor == 1 or not fields["add_bias_linear"]
+            ]
+            found += [(case, name) for name in cut]
+    return found
 
 
 def given_back(folder: Path, layout: Layout, *, value_head: bool = False) -> Found:
@@ -100,17 +111,14 @@ def test_a_family_that_megatron_has_no_layers_for_is_refused_with_the_reason(ran
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_folder_comes_back_bit_for_bit(ranks: Any, folder: Path, layout: str) -> None:
-    compare(ranks(2).run(given_back, folder, LAYOUTS[layout]), folder)
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_folder_comes_back_bit_for_bit(ranks: Any, family_folder: Any, case: str, layout: str) -> None:
+    compare(ranks(2).run(given_back, family_folder(case), LAYOUTS[layout]), family_folder(case))
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-def test_a_folder_of_experts_comes_back_bit_for_bit(ranks: Any, folder: Path, layout: str) -> None:
-    config = family_config(folder)
-    fields = family_of(config).fields(config)
-    if "num_moe_experts" not in fields or (fields["add_bias_linear"] and EXPERT_LAYOUTS[layout].expert_tensor > 1):
-        return  # Megatron's experts with biases are cut by no ranks
-    compare(ranks(2).run(given_back, folder, EXPERT_LAYOUTS[layout]), folder)
+@pytest.mark.parametrize(("case", "layout"), expert_cases())
+def test_a_folder_of_experts_comes_back_bit_for_bit(ranks: Any, family_folder: Any, case: str, layout: str) -> None:
+    compare(ranks(2).run(given_back, family_folder(case), EXPERT_LAYOUTS[layout]), family_folder(case))
 
 
 def test_a_critic_reads_all_but_its_head(ranks: Any, tmp_path: Path) -> None:
