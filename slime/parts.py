@@ -25,7 +25,7 @@ from slime.engine.fleet.processes import EngineFleet
 from slime.engine.fleet.states import EngineStates, ask_load
 from slime.engine.fleet.supervisor import Supervisor, Watch
 from slime.engine.http.errors import EngineError
-from slime.engine.http.key import engine_key
+from slime.engine.http.key import made_key
 from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed
 from slime.models.shape import count_parameters
@@ -108,6 +108,7 @@ class Parts:
             model_path=config.opd_teacher_load,
             name="teacher",
             slots=slots[:1],
+            key=made_key(slot.node.address for slot in slots[:1]),
         )
         stack.callback(teacher.stop)
         return engines, teacher
@@ -142,11 +143,17 @@ class Parts:
 
     def _make_teacher(self, stack: ExitStack) -> None:
         config = self.config
-        url = self.teacher_engine.urls[0] if self.teacher_engine is not None else config.rm_url
+        own = self.teacher_engine
+        url, key = (own.urls[0], own.key) if own is not None else (config.rm_url, None)
         if not config.use_opd or config.opd_type != "engine" or self.engines is None:
             return
         assert url is not None, "the config's checks make sure that a teacher is named"
-        teacher = Teacher(url, timeout_s=config.engine_request_timeout, concurrency=config.sglang_server_concurrency)
+        teacher = Teacher(
+            url,
+            timeout_s=config.engine_request_timeout,
+            concurrency=config.sglang_server_concurrency,
+            api_key=key,
+        )
         self.runtime.state.teacher = teacher
         stack.callback(lambda: self.runtime.run(teacher.aclose()))
 
@@ -184,8 +191,8 @@ class Parts:
         def away() -> dict[str, str]:
             return {url: why for supervisor in self.supervisors for url, why in supervisor.away().items()}
 
-        load_of = partial(ask_load, api_key=engine_key(self.config))
         engines = self.engines
+        load_of = partial(ask_load, api_key=engines.key)
         states = EngineStates(lambda: engines.urls, why_ended=self.engines.why_ended, away=away, load_of=load_of)
         stack.callback(states.close)
         states.start()
@@ -206,10 +213,10 @@ class Parts:
         if self.engines.own_fleet is not None:
             own = self._refresh if self.publisher is not None else None
             made.append((self.engines.own_fleet, self.runtime.pool, own, self.engines.route))
-        made += [(fleet, EnginePool(fleet.urls), None, None) for fleet in frozen]
+        made += [(fleet, EnginePool(fleet.urls, api_key=fleet.key), None, None) for fleet in frozen]
         supervisors = []
         for fleet, pool, refresh, route in made:
-            one = Supervisor(fleet, pool, self.runtime.run, watch, refresh=refresh, route=route)
+            one = Supervisor(fleet, pool, self.runtime.run, watch, refresh=refresh, route=route, key=fleet.key)
             stack.callback(one.close)
             supervisors.append(one)
         return supervisors

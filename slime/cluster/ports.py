@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import ipaddress
 import os
 import random
 import socket
@@ -81,6 +82,14 @@ def loopback_sockets() -> dict[str, str]:
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     wanted = {} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of one machine reach a server that binds to this address."""
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:  # a name, or a wildcard as an empty one
+        return address == "localhost"
 
 
 def sockets_at(address: str) -> dict[str, str]:

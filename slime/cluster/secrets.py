@@ -14,6 +14,8 @@ _SECRET = re.compile(
     r"|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|^AWS_",
     re.IGNORECASE,
 )
+ENGINE_KEY_VARIABLE = "SLIME_ENGINE_API_KEY"
+"""The key of engines: what a run shows to them, and what an engine asks for that has none on its command line."""
 _NO_SECRETS = frozenset({"PWD", "OLDPWD"})
 
 

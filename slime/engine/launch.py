@@ -11,6 +11,7 @@ from slime.cluster.devices import split_cores, threads_per_process
 from slime.cluster.node import Command, Node, Slot
 from slime.cluster.precision import resolve_rollout_dtype
 from slime.config import Config
+from slime.engine.http.key import KEY_VARIABLE
 from slime.models.shape import count_parameters
 from slime.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 
@@ -101,9 +102,12 @@ def embedded_launches(
     model_path: str,
     name: str,
     launcher: Sequence[str] = (),
+    key: str | None = None,
 ) -> list[Launch]:
-    """One embedded engine per seat, on its first slot; `launcher` are words in the place of the engine's program."""
+    """One embedded engine per seat, on its first slot; `launcher` are words in the place of the engine's program. The
+    key is in its environment: a command line can be read by others on its machine."""
     dtype = rollout_dtype(config, device)
+    secret = {} if key is None else {KEY_VARIABLE: key}
     launches: list[Launch] = []
     for index, (seat, port) in enumerate(zip(seats, ports, strict=True)):
         node = seat[0].node
@@ -112,7 +116,7 @@ def embedded_launches(
             f"{name}-{index}",
             (*launcher, *words),
             module=None if launcher else EMBEDDED_MODULE,
-            env=engine_env(device, seat[:1], seats=seats),
+            env=engine_env(device, seat[:1], seats=seats) | secret,
             pass_env=tuple(config.pass_env or ()),
             dumps_stacks=not launcher,
             also=(engine_url(node.address, port),),

@@ -67,6 +67,7 @@ class RolloutRuntime:
         router_url: str | None = None,
         router_only: bool = False,
         model_urls: Mapping[str, Sequence[str]] | None = None,
+        api_key: str | None = None,
     ) -> None:
         if _registry.find(config.overlay.mark) is not None:
             config = with_own_overlay(config)
@@ -79,6 +80,7 @@ class RolloutRuntime:
         self.when_recorded: list[Callable[[Sample], Awaitable[None]]] = []
         """Told of each dispatched sample once what it became is in the journal: what was kept of its way can go."""
         self._router_url, self._router_only = router_url, router_only
+        self._key = engine_key(config) if api_key is None else api_key
         self._model_urls = dict(model_urls or {})
         self._pool = self._make_pool(engine_urls)
         if self._pool is not None:
@@ -184,7 +186,7 @@ class RolloutRuntime:
     @property
     def router_address(self) -> tuple[str | None, bool, str | None]:
         """The router before the engines, if there is one; whether only it takes requests; and the engines' key."""
-        return self._router_url, self._router_only, engine_key(self.config)
+        return self._router_url, self._router_only, self._key
 
     def owned(self, name: str, make: Callable[[], T], close: Callable[[T], Awaitable[None]] | None = None) -> T:
         """What others keep here for as long as the run lasts: made for the first who asks, closed with the runtime."""
@@ -225,8 +227,10 @@ class RolloutRuntime:
             return None
         if self._router_url is not None:
             timeout_s = self.config.engine_request_timeout
-            return RoutedPool(urls, self._router_url, router_only=self._router_only, timeout_s=timeout_s)
-        return EnginePool(urls, timeout_s=self.config.engine_request_timeout, api_key=engine_key(self.config))
+            return RoutedPool(
+                urls, self._router_url, router_only=self._router_only, timeout_s=timeout_s, api_key=self._key
+            )
+        return EnginePool(urls, timeout_s=self.config.engine_request_timeout, api_key=self._key)
 
     async def _aclose(self) -> None:
         if self.state.continuous is not None:
@@ -254,14 +258,14 @@ class RolloutRuntime:
             if name == next(iter(self._model_urls)):
                 models[name] = (host, port)  # the model that is trained
             else:
-                pool = EnginePool(urls, timeout_s=self.config.engine_request_timeout)
+                pool = EnginePool(urls, timeout_s=self.config.engine_request_timeout, api_key=self._key)
                 self._other_pools.append(pool)
                 models[name] = self._address(urls, pool)
         return {"sglang_router_ip": host, "sglang_router_port": port, "sglang_model_routers": models}
 
     def _address(self, urls: Sequence[str], pool: EnginePool) -> tuple[str, int]:
         """The only URL, or a router of our own over the pool, which also shows engines the key that they ask for."""
-        if len(urls) > 1 or engine_key(self.config) is not None:
+        if len(urls) > 1 or self._key is not None:
             router = Router(pool)
             self._routers.append(router)
             return self.run(router.start(), CLOSE_TIMEOUT_S)

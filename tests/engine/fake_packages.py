@@ -56,7 +56,7 @@ ROUTER_ARGS = """
 class RouterArgs:
     @staticmethod
     def add_cli_args(parser):
-        for name in ("host", "port", "prometheus-port", "prometheus-host", "log-level", "request-timeout-secs"):
+        for name in ("host", "port", "prometheus-port", "prometheus-host", "log-level", "request-timeout-secs", "api-key"):
             parser.add_argument("--" + name)
         parser.add_argument("--policy", choices=["round_robin", "cache_aware"])
         parser.add_argument("--pd-disaggregation", action="store_true")

@@ -187,6 +187,7 @@ def test_an_engine_on_two_nodes_is_one_server_on_each(model: str, tmp_path: Path
     [
         ({"sglang_contxt_length": 9}, "sglang 9.9.9 has no option --contxt-length: did you mean --sglang-context-length?"),
         ({"sglang_tp_size": 2}, "--sglang-tp-size is decided by --rollout-num-gpus-per-engine: drop it"),
+        ({"sglang_api_key": "x"}, "--sglang-api-key is decided by the environment variable SLIME_ENGINE_API_KEY: drop it"),
         ({"sglang_enable_metrics": 3}, "--sglang-enable-metrics is a switch of sglang 9.9.9 and takes no value, not 3"),
         ({"sglang_attention_backend": "x"}, "--sglang-attention-backend must be one of torch_native, triton"),
         ({"sglang_pp_size": 2}, "--sglang-pp-size 2 does not divide the 1 GPUs of an engine"),
@@ -223,6 +224,18 @@ def test_a_router_gets_its_flags_and_the_servers_as_workers(model: str, tmp_path
         with pytest.raises(RouterDied, match=r"(?s)router ended with code 3.*the router broke"):
             engines.check()
     assert engines.pids() == []
+
+
+def test_servers_and_routers_beyond_loopback_ask_for_the_key_of_the_run(model: str, tmp_path: Path) -> None:
+    with Engines(config_for(model, host="0.0.0.0"), device="cpu", run_dir=tmp_path) as engines:
+        assert engines.key is not None
+        assert options(report(tmp_path, "engine-0")["argv"])["api-key"] == engines.key
+        assert options(report(tmp_path, "router")["argv"])["api-key"] == engines.key
+        assert [one["api_key"] for one in ask("GET", f"{engines.router_url}/workers")[1]["workers"]] == [engines.key]
+    with Engines(config_for(model), device="cpu", run_dir=tmp_path / "alone") as engines:
+        assert engines.key is None
+        assert "api-key" not in options(report(tmp_path / "alone", "engine-0")["argv"])
+        assert "api_key" not in ask("GET", f"{engines.router_url}/workers")[1]["workers"][0]
 
 
 def test_a_restarted_server_comes_back_to_its_router_at_the_same_address(model: str, tmp_path: Path) -> None:

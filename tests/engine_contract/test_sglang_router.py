@@ -14,6 +14,7 @@ import pytest
 
 from slime.config import Config
 from slime.engine.fleet.capabilities import PAUSE_MODES, UPDATE_ROUTES, probe
+from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.plain_http import NoAnswer, ask
 from slime.engine.http.protocol import generate_payload
 from slime.engine.sglang.router import RoutedPool, RouterDied, SglangRouter
@@ -105,6 +106,25 @@ def test_the_server_can_do_all_that_a_run_may_ask(engine: Engine, first_model: P
     assert found.pause_modes == set(PAUSE_MODES)
     assert found.transports == set(UPDATE_ROUTES)
     assert (found.releases_memory, found.echoes_weight_version, found.returns_log_probs) == (True, True, True)
+
+
+def test_it_shows_the_engines_their_key(engine: Engine, first_model: Path, tmp_path: Path) -> None:
+    flags = engine_flags("sglang") | {"rollout_backend": "embedded", "rollout_num_gpus": 1}
+    config = Config(hf_checkpoint=str(first_model), **flags)
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    with EngineFleet(config, device="cpu", run_dir=tmp_path, model_path=first_model, key="sesame") as locked:
+        assert ask("POST", f"{locked.urls[0]}/generate", body)[0] == 401
+        for host, without in (
+            ("127.0.0.1", 200),
+            ("0.0.0.0", 401),
+        ):  # where others reach it, it asks for the key itself
+            router = SglangRouter(config.replace(host=host), run_dir=tmp_path, key="sesame")
+            try:
+                router.start(locked.launches)
+                assert ask("POST", f"{router.url}/generate", body)[0] == without
+                assert ask("POST", f"{router.url}/generate", body, api_key="sesame")[0] == 200
+            finally:
+                router.stop()
 
 
 def wait_for(condition: Any) -> bool:

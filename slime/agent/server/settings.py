@@ -77,5 +77,11 @@ class ServerSettings:
     def make_pool(self) -> EnginePool:
         """The engines, as this process asks them."""
         if self.router is not None:
-            return RoutedPool(self.engines, self.router, router_only=self.router_only, timeout_s=self.engine_timeout_s)
+            return RoutedPool(
+                self.engines,
+                self.router,
+                router_only=self.router_only,
+                timeout_s=self.engine_timeout_s,
+                api_key=self.engine_key,
+            )
         return EnginePool(self.engines, timeout_s=self.engine_timeout_s, api_key=self.engine_key, may_be_empty=True)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import os
+import secrets
 import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 from transformers.utils.logging import disable_progress_bar
 
+from slime.cluster.ports import is_loopback
+from slime.cluster.secrets import ENGINE_KEY_VARIABLE
 from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.http.bridge import EngineBridge, in_daemon_thread
 from slime.engine.embedded.http.requests import ModelFacts
@@ -25,7 +30,7 @@ log = logging.getLogger("slime.engine.embedded")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(argv)
+    options = with_key(parse_options(argv))
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
@@ -35,6 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as mistake:
         print(f"error: {mistake}", file=sys.stderr, flush=True)
         return 2
+
+
+def with_key(options: EngineOptions) -> EngineOptions:
+    """With the key that the environment has, if none was given; beyond loopback there always is one. What this process
+    starts need not know it."""
+    found = os.environ.pop(ENGINE_KEY_VARIABLE, None)
+    if options.api_key is not None:
+        return options
+    if not found and not is_loopback(options.host):
+        found = secrets.token_urlsafe(24)
+        shown = f"Authorization: Bearer {found}"
+        print(f"others can reach this engine: it asks for the key {found} ({shown}), see --api-key", flush=True)
+    return replace(options, api_key=found or None)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -70,7 +70,8 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
         help="events of /generate carry what is new, not the whole answer so far")  # fmt: skip
     add("--trust-remote-code", action="store_true")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    add("--api-key", help="every route but /health* asks for it: Authorization: Bearer KEY")
+    add("--api-key", help="every route but /health* asks for it: Authorization: Bearer KEY; "
+        "default: SLIME_ENGINE_API_KEY of the environment; beyond loopback a random one, which is printed")  # fmt: skip
     add("--max-queued-requests", type=int, default=65536,
         help="samples that may wait or run at once; a request beyond them gets 429")  # fmt: skip
     add("--max-samples-per-request", type=int, default=4096,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from slime.config import Config
-from slime.engine.http.key import KEY_VARIABLE, engine_key
 from slime.engine.sglang.installed import SGLANG, Installed, find_installed, installed_version
 from slime.engine.sglang.router import external_router, find_router, router_not_installed
 from slime.errors import UserError
@@ -36,8 +35,6 @@ def choose_router(config: Config, backend: str) -> tuple[str, str]:
         return BUILTIN, "asked for"
     if backend == EMBEDDED and asked == SGLANG_ROUTER:
         raise UserError("--rollout-router sglang is for SGLang engines: add --rollout-backend sglang")
-    if asked == SGLANG_ROUTER and engine_key(config) is not None:
-        raise UserError(f"--rollout-router sglang takes no engines with a key ({KEY_VARIABLE}): use builtin")
     if backend != SGLANG_SERVER and asked != SGLANG_ROUTER:
         return BUILTIN, f"it takes {backend} engines"
     if external_router(config) is not None:

@@ -28,7 +28,7 @@ from slime.engine.fleet.backend import (
 from slime.engine.fleet.capabilities import Capabilities, EngineKind, probe, without_missing
 from slime.engine.fleet.external import ExternalEngines
 from slime.engine.fleet.processes import EngineFleet, refuse_for_embedded
-from slime.engine.http.key import engine_key
+from slime.engine.http.key import engine_key, made_key
 from slime.engine.sglang.launch import check_server_flags
 from slime.engine.sglang.router import SglangRouter, external_router, installed_router
 from slime.engine.sglang.topology import DEFAULT_MODEL, ServedModel, read_topology, simple_model
@@ -55,6 +55,8 @@ class Engines:
         self._config = config
         self.backend, _ = choose_backend(config, device)
         self.models = served_models(config, self.backend)
+        self.key = self._choose_key(slots)
+        """What all of them ask for; None where they ask for none."""
         self._fleets: dict[str, EngineFleet | ExternalEngines] = {}
         for number, model in enumerate(self.models):
             name = "engine" if number == 0 else model.name
@@ -69,6 +71,7 @@ class Engines:
                     name=name,
                     model=model,
                     slots=slots,
+                    key=self.key,
                 )
             )
         self.capabilities: list[Capabilities] = []
@@ -110,6 +113,7 @@ class Engines:
         return {
             "router_url": self.router_url,
             "router_only": self.models[0].is_disaggregated,
+            "api_key": self.key,
             "model_urls": self.model_urls,
         }
 
@@ -209,15 +213,19 @@ class Engines:
 
     def _probed(self) -> list[Capabilities]:
         """What each engine of the trained model can do; one that has ended meanwhile is named, with its log."""
-        key = engine_key(self._config)
         try:
             return [
-                probe(engine.url, generate=engine.worker_type == "regular", api_key=key)
+                probe(engine.url, generate=engine.worker_type == "regular", api_key=self.key)
                 for engine in self._trained.launches
             ]
         except RunFailed:
             self._trained.check(within_s=_END_IS_SEEN_S)
             raise
+
+    def _choose_key(self, slots: Sequence[Slot] | None) -> str | None:
+        if self.backend == EXTERNAL:
+            return engine_key(self._config)
+        return made_key([self._config.host] if slots is None else {slot.node.address for slot in slots})
 
     def _go_on(self) -> None:
         if self._is_stopped:
@@ -235,6 +243,7 @@ class Engines:
                     name="router" if number == 0 else f"router-{model.name}",
                     disaggregated=model.is_disaggregated,
                     is_first=number == 0,
+                    key=self.key,
                 )
             elif model.is_disaggregated:
                 raise UserError(f"prefill and decode servers need sglang-router ({reason}): see --sglang-router-python")

@@ -57,7 +57,7 @@ class EngineFleet:
 
     Each writes its log to `logs/<name>-<i>.log`. `model` says which groups of SGLang servers it has; without one it is
     `rollout_num_gpus // rollout_num_gpus_per_engine` engines alike. `slots` are the places of the whole rollout, of
-    which the engines take theirs; without them all are on this machine.
+    which the engines take theirs; without them all are on this machine. `key` is what they ask for.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class EngineFleet:
         launcher: Sequence[str] = (),
         model: ServedModel | None = None,
         slots: Sequence[Slot] | None = None,
+        key: str | None = None,
     ) -> None:
         self.backend, reason = choose_backend(config, device)
         logger.info("%s engines: %s", self.backend, reason)
@@ -81,6 +82,7 @@ class EngineFleet:
         self._name = name
         self._launcher = tuple(launcher)
         self._slots = slots
+        self.key = key
         self._processes = ProcessSet()
         self._of_engine: list[list[Process]] = []
         self.launches: list[Launch] = []
@@ -172,6 +174,7 @@ class EngineFleet:
                 model_path=self._model.model_path,
                 name=self._name,
                 launcher=self._launcher,
+                key=self.key,
             )
         return sglang_launches(
             config,
@@ -182,6 +185,7 @@ class EngineFleet:
             model=self._model,
             name=self._name,
             installed=self._installed,
+            key=self.key,
         )
 
     def _seats(self) -> list[Seat]:

@@ -6,6 +6,7 @@ It takes the engine flags of `train`. What it prints last is the flag with which
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from slime.config import Config
 from slime.config.parser import parse_flags
 from slime.engine.fleet.backend import choose_backend
 from slime.engine.fleet.engines import Engines, check_engines
+from slime.engine.http.key import KEY_VARIABLE
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
 from slime.errors import UserError
@@ -97,6 +99,8 @@ def _announce(engines: Engines, router_url: str | None) -> None:
     if router_url is not None:
         print(f"router    {router_url}", flush=True)
     addresses = " ".join(url.removeprefix("http://") for url in engines.urls)
+    if engines.key is not None and not os.environ.get(KEY_VARIABLE):
+        print(f"others can reach these engines, so they ask for a key: {KEY_VARIABLE}={engines.key}", flush=True)
     print(f"attach a run with: --rollout-external-engine-addrs {addresses}", flush=True)
 
 

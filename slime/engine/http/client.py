@@ -330,8 +330,11 @@ class EngineClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The raw, still unread response of a call (for proxies); connection errors come as `EngineUnreachable`.
 
-        The one call without a deadline of its own: whoever forwards a response lives as long as its client.
+        The one call without a deadline of its own: whoever forwards a response lives as long as its client. A key of
+        the engine takes the place of whatever the client's own program shows.
         """
+        if self.api_key is not None and headers is not None:
+            headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
         try:
             async with self.session().request(method, self.base_url + call, data=data, headers=headers) as response:
                 yield response

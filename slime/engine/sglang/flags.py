@@ -31,6 +31,7 @@ OF_THE_RUN: dict[str, str] = {
     "nnodes": "--rollout-num-gpus-per-engine",
     "node-rank": "--rollout-num-gpus-per-engine",
     "dist-init-addr": "--rollout-num-gpus-per-engine",
+    "api-key": "the environment variable SLIME_ENGINE_API_KEY",
     "random-seed": "--seed",
     "log-level": "--log-level",
     "trust-remote-code": "--trust-remote-code",

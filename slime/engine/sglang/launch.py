@@ -86,8 +86,10 @@ def sglang_launches(
     model: ServedModel,
     name: str,
     installed: Installed,
+    key: str | None = None,
 ) -> list[Launch]:
-    """The servers of a model in the order of its groups; `http_ports` are those that were asked for, if any."""
+    """The servers of a model in the order of its groups; `http_ports` are those that were asked for, if any. A key goes
+    on their command line: SGLang takes it nowhere else."""
     launches: list[Launch] = []
     for index, (seat, (group, first_gpu)) in enumerate(zip(seats, places(model), strict=True)):
         node = seat[0].node
@@ -96,7 +98,7 @@ def sglang_launches(
         own = _own_flags(config, device, group, installed) | _role_flags(group, bootstrap)
         if config.use_rollout_routing_replay and model.update_weights:
             own |= {ROUTED_EXPERTS: True}
-        own |= {"random-seed": config.seed + first_gpu}
+        own |= {"random-seed": config.seed + first_gpu} | ({} if key is None else {"api-key": key})
         starts = []
         for rank, (slots, where) in enumerate(_node_flags(by_node(seat), ports, http, rendezvous)):
             own |= where | {"model-path": slots[0].node.path(model.model_path)}

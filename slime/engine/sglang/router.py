@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from slime.cluster.ports import free_ports, require_free_port
+from slime.cluster.ports import free_ports, is_loopback, require_free_port
 from slime.cluster.process import ChildProcess
 from slime.config import Config
 from slime.engine.http.client import EngineClient, GenerateResult
@@ -109,7 +109,7 @@ class RouterDied(RunFailed):
 
 
 class SglangRouter:
-    """The router of one model."""
+    """The router of one model; it shows the engines their `key`, and asks for the same where others can reach it."""
 
     def __init__(
         self,
@@ -119,8 +119,10 @@ class SglangRouter:
         name: str = "router",
         disaggregated: bool = False,
         is_first: bool = True,
+        key: str | None = None,
     ) -> None:
         self._config = config
+        self._key = key
         self._name = name
         self._log_path = Path(run_dir) / "logs" / f"{name}.log"
         self._disaggregated = disaggregated
@@ -152,6 +154,8 @@ class SglangRouter:
         body: dict[str, Any] = {"url": url, "worker_type": worker_type}
         if bootstrap_port is not None:
             body["bootstrap_port"] = bootstrap_port
+        if self._key is not None:
+            body["api_key"] = self._key
         self._command("POST", "/workers", body)
         self._added.append(url)
 
@@ -193,6 +197,7 @@ class SglangRouter:
         if asked is not None:
             port = require_free_port(int(asked), config.host, flag="--sglang-router-port")
         flags: Flags = {
+            "api-key": None if is_loopback(config.host) else self._key,
             "host": config.host,
             "port": port,
             "prometheus-host": config.host,
@@ -216,7 +221,7 @@ class SglangRouter:
 
     def _command(self, method: str, path: str, body: Any) -> Any:
         try:
-            status, answer = ask(method, self.url + path, body)
+            status, answer = ask(method, self.url + path, body, api_key=self._key)
         except NoAnswer as error:
             self.check()
             raise RunFailed(f"{self._name} at {self.url} did not answer {path}: {error}") from error
@@ -252,10 +257,16 @@ class RoutedPool(EnginePool):
     """
 
     def __init__(
-        self, urls: Sequence[str], router_url: str, *, router_only: bool = False, timeout_s: float = 3600.0
+        self,
+        urls: Sequence[str],
+        router_url: str,
+        *,
+        router_only: bool = False,
+        timeout_s: float = 3600.0,
+        api_key: str | None = None,
     ) -> None:
-        super().__init__(urls, timeout_s=timeout_s)
-        self._front = EnginePool([router_url], timeout_s=timeout_s)
+        super().__init__(urls, timeout_s=timeout_s, api_key=api_key)
+        self._front = EnginePool([router_url], timeout_s=timeout_s, api_key=api_key)
         self._router_only = router_only
 
     @property

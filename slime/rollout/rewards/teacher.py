@@ -21,8 +21,9 @@ FIRST_BACKOFF_S = 0.5
 class Teacher:
     """A served model that is asked for log-probs and never updated."""
 
-    def __init__(self, url: str, *, timeout_s: float, concurrency: int) -> None:
-        self._client = EngineClient(url.rstrip("/").removesuffix("/generate"), timeout_s=timeout_s)
+    def __init__(self, url: str, *, timeout_s: float, concurrency: int, api_key: str | None = None) -> None:
+        address = url.rstrip("/").removesuffix("/generate")
+        self._client = EngineClient(address, timeout_s=timeout_s, api_key=api_key)
         self._semaphore = asyncio.Semaphore(concurrency)
 
     async def log_probs(self, tokens: Sequence[int], response_length: int) -> list[float]:
