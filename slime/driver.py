@@ -60,6 +60,7 @@ from slime.plan import make_plan, needs_engines
 from slime.plugins import load_function
 from slime.plugins.tracking import logged_to
 from slime.rescue import weights_rescued
+from slime.restarts import LOST, Lives
 from slime.rollout.dump import DumpedRollouts, save_evaluation
 from slime.rollout.evaluate import checked_evaluation, read_eval_datasets
 from slime.rollout.feed import Feed, Generated, RolloutMaker, make_feed
@@ -106,21 +107,48 @@ def train(args: Config | argparse.Namespace, *, reward: Callable[..., Any] | Non
         return finished
     with told_if_slow("reading the evaluation prompts", silent=config.progress == "none"):
         datasets = _eval_prompts(config)
-    with terminated_like_interrupt(), watch_signals(), RunDir(config.output_dir) as run_dir, ExitStack() as stack:
-        memory = stack.enter_context(MemorySampler(lambda: process_tree(os.getpid())))
+    lives = Lives(config)
+    with terminated_like_interrupt(), watch_signals(), RunDir(config.output_dir) as run_dir, _memory() as memory:
+        while True:
+            try:
+                run = _live(lives, device, run_dir, data_source, datasets, reward, plan.notes, memory)
+                lives.complete(run)
+                return run.result
+            except LOST as error:
+                if not lives.go_on_after(error):
+                    raise
+            data_source = _data_source(lives.config)
+
+
+def _live(
+    lives: Lives,
+    device: str,
+    run_dir: RunDir,
+    data_source: Any,
+    datasets: dict[str, Any],
+    reward: Callable[..., Any] | None,
+    notes: Sequence[str],
+    memory: MemorySampler,
+) -> Run:
+    """One life of a run, from the start of its processes to its end; nothing of it is left when this returns."""
+    config = lives.config
+    with ExitStack() as stack:
         journal = _open_journal(config, run_dir, stack)
-        run = Run(config, device, run_dir, stack, data_source, journal, reward, notes=plan.notes)
+        again = lives.restarts > 0
+        run = Run(config, device, run_dir, stack, data_source, journal, reward, notes=notes, again=again)
+        lives.began(run)
         with failures_with_context(run), weights_rescued(run):
             run.runtime.eval_datasets.update(datasets)
             run.loop()
         run.result.peak_memory_gib = memory.stop() / 2**30
         with weights_rescued(run):
             run.finish()
-    return run.result
+    return run
 
 
 class Run:
-    """The parts of one run. They are started in the constructor and stopped by `stack`, in reverse order."""
+    """The parts of one run, or of one life of it: `again` after the first. They are started in the constructor and
+    stopped by `stack`, in reverse order."""
 
     def __init__(
         self,
@@ -133,6 +161,7 @@ class Run:
         reward: Callable[..., Any] | None,
         *,
         notes: Sequence[str] = (),
+        again: bool = False,
     ) -> None:
         self.device = device
         self.run_dir = run_dir
@@ -148,7 +177,7 @@ class Run:
         stack.callback(self.curves.finish)  # also after Ctrl-C or a failure, when everything else has ended
         self.progress: Progress = stack.enter_context(make_progress(config, self.total))
         configure_logging(run_dir, "driver", config.log_level, console=self.progress.console)
-        for note in notes:
+        for note in () if again else notes:
             self.progress.message(f"note: {note}")
         self.parts = Parts(
             config,
@@ -161,14 +190,15 @@ class Run:
         self.config = config = self.parts.config
         self.runtime, self.trainers, self.start = self.parts.runtime, self.parts.trainers, self.parts.start
         self._watch(stack)
-        save_config(config, run_dir.config)
+        if not again:
+            save_config(config, run_dir.config)
         self.runtime.journal = journal
         if self.start and config.load is not None:
             self.progress.message(f"resuming from {config.load} at step {self.start + 1}")
         elif self.trainers is not None:
             self.progress.message(f"trainer: the actor starts from {start_in_words(config)}")
         self.replayed = self._resume_data()
-        self.metrics = MetricsLog(run_dir, config, start_rollout_id=self.start)
+        self.metrics = MetricsLog(run_dir, config, start_rollout_id=self.start, again=again)
         stack.callback(self.metrics.close)
         stack.enter_context(logged_to(self.log_for_plugin))
         self._concerns = Concerns(config, lambda: self.runtime.tokenizer.all_special_tokens)
@@ -179,6 +209,10 @@ class Run:
             "--custom-eval-rollout-log-function-path",
             ("rollout_id", "args", "data", "extra_metrics"),
         )
+
+    @property
+    def wandb_run_id(self) -> str | None:
+        return self.metrics.wandb_run_id
 
     def _watch(self, stack: ExitStack) -> None:
         """Tell the display where to look up what goes on inside a rollout and in the engines."""
@@ -433,6 +467,10 @@ def _finished_before(config: Config, total: int) -> TrainingResult | None:
         f"it to go on, or choose another --save to begin anew (metrics and curves are in {folder})"
     )
     return result
+
+
+def _memory() -> MemorySampler:
+    return MemorySampler(lambda: process_tree(os.getpid()))
 
 
 def _open_journal(config: Config, run_dir: RunDir, stack: ExitStack) -> Journal | None:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from slime.cluster.channel import Channel
 from slime.cluster.python import module_command
+from slime.errors import RunFailed
 
 OWN_PYTHON = "{python}"
 
@@ -74,7 +75,7 @@ class Process(Protocol):
         """Its processes that are alive, as far as they are on this machine; for counting memory."""
 
 
-class NodeLost(Exception):
+class NodeLost(RunFailed):
     """The node is gone, or cannot be reached any more."""
 
 

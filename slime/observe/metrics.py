@@ -39,25 +39,30 @@ class MetricsLog:
     """Writes records `{"kind", "step", "rollout_id", "time", <name>: <value>, ...}`.
 
     `start_rollout_id` is the first rollout of this process: 0 for a new run, otherwise earlier records are kept and
-    continued. A value that is not finite becomes null, is counted in `nonfinite` and in the record's
-    `nonfinite_values`.
+    continued; with `again` they are this run's own also where it starts at 0. A value that is not finite becomes null,
+    is counted in `nonfinite` and in the record's `nonfinite_values`.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], config: Config, *, start_rollout_id: int = 0) -> None:
+    def __init__(
+        self, run_dir: str | os.PathLike[str], config: Config, *, start_rollout_id: int = 0, again: bool = False
+    ) -> None:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         self.completions = folder / "completions.jsonl"
         self.nonfinite = 0
-        kept, completions = (_keep_records(path, start_rollout_id) for path in (self.path, self.completions))
+        kept, completions = (_keep_records(path, start_rollout_id, again) for path in (self.path, self.completions))
         self.kept: list[dict[str, Any]] = kept
         """What an earlier life of the run has written."""
+        self.wandb_run_id: str | None = None
         self._trackers: list[Tracker] = []
         if config.use_tensorboard:
             names = [name for name in (config.tb_project_name, config.tb_experiment_name) if name]
             self._trackers.append(TensorBoardTracker(Path(folder, "tensorboard", *names), kept, completions))
         if config.use_wandb:
-            self._trackers.append(WandbTracker(config, folder))
+            tracker = WandbTracker(config, folder)
+            self.wandb_run_id = tracker.run_id
+            self._trackers.append(tracker)
         self._file = self.path.open("a", encoding="utf-8")
         self._lock = threading.Lock()  # plugins log from threads of their own
 
@@ -122,11 +127,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def _keep_records(path: Path, start_rollout_id: int) -> list[dict[str, Any]]:
+def _keep_records(path: Path, start_rollout_id: int, again: bool) -> list[dict[str, Any]]:
     """Prepare the file for appending: keep the records before `start_rollout_id`, or set the whole file aside."""
     if not path.exists():
         return []
-    if start_rollout_id == 0:
+    if start_rollout_id == 0 and not again:
         path.rename(_unused_name(path))
         return []
     kept = [record for record in read_metrics(path) if record["rollout_id"] < start_rollout_id]

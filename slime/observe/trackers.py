@@ -89,6 +89,7 @@ class WandbTracker:
                 resume="allow",
                 config=config.to_dict(),
             )
+        self.run_id: str = self._run.id
         self._declared: set[str] = set()
         self._samples, self._per_update = 1, 1
         if config.wandb_always_use_train_step:

@@ -12,6 +12,25 @@ from tests.e2e.conftest import eval_flags, grpo_flags
 from tests.e2e.runs import TRAIN, Done, assert_same_records, comparable, run, started, wait_until
 
 TOLERANCE = 1e-7
+DEADLY = """\
+import os
+import signal
+
+from slime.cluster.process import process_tree
+
+
+def token_sum(args, sample):
+    \"\"\"Kills the trainers at a sample of the second rollout, and at one of the third, once each.\"\"\"
+    done = os.path.join(args.output_dir, f"struck-{sample.index}")
+    if sample.index in (20, 36) and not sample.metadata.get("evaluation") and not os.path.exists(done):
+        open(done, "w").close()
+        for pid in process_tree(os.getpid()):
+            with open(f"/proc/{pid}/cmdline") as file:
+                words = file.read()
+            if "slime.train.worker" in words and "guard.py" not in words:
+                os.kill(pid, signal.SIGKILL)
+    return sum(sample.tokens) % 7 / 7
+"""
 
 
 def test_stopped_killed_and_resumed_equals_uninterrupted(whole_run: tuple[Path, Done], place: Path) -> None:
@@ -45,6 +64,27 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(whole_run: tuple[Path, 
     assert "\nthis run is finished: parts has a checkpoint after step 4, and --num-rollout is 4;" in again.out
     assert "starting" not in again.out
     assert_same_records(comparable(place / "parts"), comparable(whole), TOLERANCE)
+
+
+def test_a_run_that_loses_its_trainer_twice_is_the_run_that_never_did(
+    whole_run: tuple[Path, Done], place: Path
+) -> None:
+    """Before its first checkpoint, and after one: the same process starts again, and nothing is done twice."""
+    whole, _ = whole_run
+    (place / "deadly.py").write_text(DEADLY)
+    flags = ["--save", "lost", "--save-interval", "2", "--num-rollout", "4", "--max-restarts", "1"]
+    deadly = ["--custom-rm-path", "deadly.py:token_sum"]
+    done = run([*TRAIN, *grpo_flags(), *eval_flags(), *flags, *deadly], place)
+    assert done.code == 0, done.err
+    assert done.err.count("restart 1 of 1 without progress, from the start: trainer-0 ended during") == 1
+    assert done.err.count("restart 1 of 1 without progress, from lost: trainer-0 ended during") == 1
+    assert "resuming from lost at step 3" in done.out
+    assert "4, 2 of them since the resume" in done.out
+    assert_same_records(comparable(place / "lost"), comparable(whole), TOLERANCE)
+    assert [path.name for path in (place / "lost").glob("metrics*.jsonl")] == ["metrics.jsonl"]
+    with closing(sqlite3.connect(place / "lost/journal.sqlite")) as journal:
+        consumed = journal.execute("SELECT consumed_by, COUNT(*) FROM groups GROUP BY 1 ORDER BY 1").fetchall()
+    assert consumed == [(rollout_id, 4) for rollout_id in range(4)]
 
 
 def test_the_buffer_of_each_checkpoint_that_is_there_stays_in_the_journal(place: Path) -> None:

@@ -188,6 +188,7 @@ class WandbDouble(SimpleNamespace):
     """Records what reaches the module `wandb`."""
 
     def __init__(self) -> None:
+        self.id = "made up by W&B"
         self.inits: list[dict[str, Any]] = []
         self.axes: dict[str, str | None] = {}
         self.logged: list[dict[str, Any]] = []
@@ -240,6 +241,7 @@ def test_wandb_axes_follow_the_prefix_of_each_metric(tmp_path: Path, wandb: Wand
         "rollout/step": 1, "perf/step": 1, "passrate/step": 1,
     }  # fmt: skip
     assert wandb.logged[4] == {"eval/sums": 0.5, "eval/step": 2}
+    assert log.wandb_run_id == wandb.id
 
 
 def test_wandb_gets_a_table_of_completions(tmp_path: Path, wandb: WandbDouble) -> None:

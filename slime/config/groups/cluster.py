@@ -66,6 +66,13 @@ class ClusterFlags:
         "how long trainers may go without finishing a piece of their work (a micro-batch, a tensor read or written)",
         check=at_least(1),
     )
+    max_restarts: int | None = flag(
+        None,
+        "how often in a row a run that loses a trainer, an engine or a node starts again by itself, from its last "
+        "checkpoint and the journal; one that comes further than before may do so as often again (default: 3 on Ray, "
+        "else 0)",
+        check=at_least(0),
+    )
     train_env_vars: dict[str, Any] = flag(
         {}, "environment variables that trainers get beside the run's own; they are kept in config.yaml", metavar="JSON"
     )

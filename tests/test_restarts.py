@@ -1,0 +1,161 @@
+"""When a run starts again by itself, from where, and what it has to show in the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slime.driver
+from slime.cluster.node import NodeLost
+from slime.config import Config, derive
+from slime.driver import TrainingResult
+from slime.engine.http.errors import EngineRejected
+from slime.errors import RunFailed, UserError
+from slime.observe.metrics import MetricsLog, read_metrics
+from slime.restarts import LOST, Lives, going_on
+from slime.train.checkpoints.not_written import NotWritten
+from slime.train.processes import TrainerDied
+from tests.tiny_models import make_model_folder
+
+
+@dataclass
+class Lived:
+    """A life that began with `start` and came as far as `trained`."""
+
+    start: int = 0
+    trained: int | None = None
+    saved: int | None = None
+    wandb_run_id: str | None = None
+    result: TrainingResult = field(default_factory=lambda: TrainingResult(Path("unused")))
+
+
+def config(**changes: Any) -> Config:
+    return derive(Config(**{"rollout_batch_size": 1, "num_rollout": 9, "hf_checkpoint": "model"} | changes))
+
+
+def test_a_run_that_never_came_up_is_not_tried_again() -> None:
+    lives = Lives(config(max_restarts=5))
+    assert not lives.go_on_after(TrainerDied("trainer-0 ended during init"))
+
+
+def test_so_many_lives_in_a_row_may_come_no_further() -> None:
+    lives = Lives(config(max_restarts=2))
+
+    def dies(trained: int | None) -> bool:
+        lives.began(Lived(trained=trained))
+        return lives.go_on_after(TrainerDied("trainer-0 ended"))
+
+    assert [dies(None), dies(3), dies(3), dies(3)] == [True, True, True, False]
+    lives = Lives(config(max_restarts=2))
+    assert [dies(0), dies(0), dies(1), dies(0), dies(None), dies(2)] == [True, True, True, True, False, True]
+    assert lives.go_on_after(NodeLost("trainers could not start"))  # a life that did not come up counts too
+    assert not lives.go_on_after(NodeLost("trainers could not start"))
+
+
+def test_none_where_nobody_asked_for_it_and_three_on_ray() -> None:
+    for flags, expected in (({}, 0), ({"cluster": "ray"}, 3), ({"cluster": "ray", "max_restarts": 0}, 0)):
+        lives, count = Lives(config(**flags)), 0
+        lives.began(Lived())
+        while lives.go_on_after(TrainerDied("again")):
+            count += 1
+            lives.began(Lived())
+        assert count == expected
+
+
+def test_it_goes_on_from_its_own_checkpoint_and_until_there_is_one_as_the_flags_say() -> None:
+    given = config(
+        max_restarts=1, load="elsewhere", save="own", ckpt_step=7, start_rollout_id=3, no_load_optim=True,
+        no_load_rng=True, advantage_estimator="ppo", critic_load="other-critic",
+    )  # fmt: skip
+    lives = Lives(given)
+    lives.began(Lived(trained=3))
+    assert lives.go_on_after(TrainerDied("early"))
+    assert lives.config == given
+    lives.began(Lived(trained=4, saved=4, wandb_run_id="w1"))
+    assert lives.go_on_after(TrainerDied("later"))
+    changed = {
+        "load": "own", "critic_load": "own/critic", "ckpt_step": None, "start_rollout_id": None,
+        "no_load_optim": False, "no_load_rng": False, "wandb_run_id": "w1",
+    }  # fmt: skip
+    assert lives.config == given.replace(**changed)
+    # --save-hf alone leaves nothing to go on from
+    assert going_on(config(load="elsewhere"), checkpointed=True).load == "elsewhere"
+
+
+def test_the_result_is_that_of_one_run() -> None:
+    def lived(start: int, rollouts: range, evaluations: list[int], life: str, **more: Any) -> Lived:
+        result = TrainingResult(Path("run"), [{"r": r, "life": life} for r in rollouts])
+        result.evaluations = [(step, {"life": life}) for step in evaluations]
+        return Lived(start, trained=rollouts.stop - 1, result=result, **more)
+
+    lives = Lives(config(max_restarts=3))
+    lives.began(lived(2, range(2, 5), [2, 4], "first", saved=3))
+    assert lives.go_on_after(TrainerDied("once"))
+    lives.began(lived(4, range(4, 5), [], "second"))
+    assert lives.go_on_after(TrainerDied("twice"))
+    last = lived(4, range(4, 7), [6], "third")
+    lives.began(last)
+    lives.complete(last)
+    assert [(one["r"], one["life"]) for one in last.result.metrics] == [
+        (2, "first"), (3, "first"), (4, "third"), (5, "third"), (6, "third"),
+    ]  # fmt: skip
+    assert last.result.evaluations == [(2, {"life": "first"}), (4, {"life": "first"}), (6, {"life": "third"})]
+    assert last.result.seconds > 0
+
+
+@pytest.fixture
+def run_flags(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1?", "label": "2"}\n' * 4)
+    return {
+        "hf_checkpoint": str(make_model_folder(tmp_path / "model")), "prompt_data": str(tmp_path / "prompts.jsonl"),
+        "rm_type": "math", "label_key": "label", "rollout_batch_size": 2, "n_samples_per_prompt": 2,
+        "global_batch_size": 4, "num_rollout": 2, "device": "cpu", "output_dir": str(tmp_path / "run"),
+        "max_restarts": 2, "progress": "none",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "lives"),
+    [
+        (TrainerDied("trainer-0 ended"), 3),
+        (NodeLost("node-1 is gone"), 3),
+        (UserError("fix it"), 1),
+        (KeyboardInterrupt(), 1),
+        (NotWritten("the disk is full"), 1),
+        (RunFailed("all samples failed"), 1),
+        (EngineRejected("http://e", "/generate", 400, "our mistake"), 1),
+        (ValueError("a bug"), 1),
+    ],
+)
+def test_only_losses_start_a_run_again_with_a_data_source_of_its_own(
+    error: BaseException, lives: int, run_flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def live(of: Lives, device: str, run_dir: Any, data_source: Any, *_: Any) -> Any:
+        seen.append(data_source)
+        of.began(Lived())
+        raise error
+
+    monkeypatch.setattr(slime.driver, "_live", live)
+    with pytest.raises(type(error)):
+        slime.driver.train(Config(**run_flags))
+    assert isinstance(error, LOST) == (lives > 1)
+    assert len({id(one) for one in seen}) == len(seen) == lives
+
+
+def test_metrics_of_a_life_that_made_no_checkpoint_are_not_set_aside(tmp_path: Path) -> None:
+    def write(count: int, *, again: bool) -> None:
+        with MetricsLog(tmp_path, config(), start_rollout_id=0, again=again) as log:
+            for rollout_id in range(count):
+                log.log({"x": rollout_id}, rollout_id)
+
+    write(3, again=False)
+    write(2, again=True)
+    assert [record["x"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
+    assert [path.name for path in tmp_path.glob("metrics*")] == ["metrics.jsonl"]
+    write(1, again=False)  # an unrelated run still leaves it alone
+    assert sorted(path.name for path in tmp_path.glob("metrics*")) == ["metrics.1.jsonl", "metrics.jsonl"]
