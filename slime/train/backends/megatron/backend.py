@@ -82,7 +82,7 @@ class MegatronBackend:
         self.frozen = FrozenSets(self._tensors, load_frozen, like_policy)
         self._averages = config.ref_update_decay > 0
         self._placement = place_model(model, folder, self._tensors)
-        self._masters = find_masters(self.optimizer.megatron, self._parameters, self.topology.world.rank)
+        self.masters = find_masters(self.optimizer.megatron, self._parameters, self.topology.world.rank)
         self._active = self.model
         self._has_gradients = False
 
@@ -196,18 +196,18 @@ class MegatronBackend:
     def state_parts(self, kinds: Sequence[str]) -> Iterator[Part]:
         for kind in kinds:
             if kind == OPTIMIZER:
-                yield from optimizer_parts(self._placement, self._masters)
+                yield from optimizer_parts(self._placement, self.masters)
             elif kind == MODEL:
-                yield from master_parts(kind, self._placement, self._masters, self.tensors().items())
+                yield from master_parts(kind, self._placement, self.masters, self.tensors().items())
             else:
                 yield from weight_parts(kind, self._placement, self.frozen.model(kind).kept.items())
 
     def load_parts(self, kind: str, saved: SavedTensors) -> None:
         reading = f"reading a checkpoint, {kind}: tensor"
         if kind == OPTIMIZER:
-            read_optimizer(saved, self._placement, self.progress.over(self._masters.items(), reading))
+            read_optimizer(saved, self._placement, self.progress.over(self.masters.items(), reading))
         elif kind == MODEL:
-            read_weights(saved, self._placement, self.progress.over(self.tensors().items(), reading), self._masters)
+            read_weights(saved, self._placement, self.progress.over(self.tensors().items(), reading), self.masters)
         else:
             frozen = self.frozen.model(kind)
             if self._averages:

@@ -30,7 +30,7 @@ from slime.train.backends.megatron.model import build_stages
 from slime.train.backends.megatron.passes import StagedModel
 from slime.train.backends.megatron.replay import Routers
 from slime.train.backends.megatron.settings import transformer_config
-from slime.train.backends.megatron.weights import ModelFolder, read_weights
+from slime.train.backends.megatron.weights import ModelFolder, read_masters, read_weights
 from slime.train.checkpoints.folder import CheckpointFolder
 from slime.train.progress import Progress
 from slime.train.topology import Ranks
@@ -63,7 +63,7 @@ class MegatronBuilder:
         model = self._model(config, folder, head)
         if not start.resumes:  # else the checkpoint has all weights
             self._read(model, folder)
-        return MegatronBackend(
+        backend = MegatronBackend(
             config,
             model,
             folder,
@@ -72,6 +72,9 @@ class MegatronBuilder:
             load_frozen=self._load_frozen,
             like_policy=partial(self._model, config, folder, head),
         )
+        if not start.resumes:
+            read_masters(backend.masters, folder, self.groups, without=_new(head))
+        return backend
 
     def _load_frozen(self, source: Start) -> StagedModel:
         folder = self._folder(source)
@@ -104,9 +107,7 @@ class MegatronBuilder:
         return StagedModel(stages, stages, head, self.groups, Routers(stages, self.groups) if repeats else None)
 
     def _read(self, model: StagedModel, folder: ModelFolder) -> None:
-        """A new value head stays zero."""
-        new = (OUTPUT_WEIGHT,) if isinstance(model.head, ValueHead) else ()
-        read_weights(model.stages, folder, self.groups, self.progress, without=new)
+        read_weights(model.stages, folder, self.groups, self.progress, without=_new(model.head))
 
     def _policy_head(self, folder: ModelFolder) -> PolicyHead:
         config = self._config
@@ -134,3 +135,8 @@ class MegatronBuilder:
         if source.checkpoint is None or source.resumes:
             return {}
         return CheckpointFolder(source.checkpoint).weight_sources(folder.config, folder.shapes, self._config)
+
+
+def _new(head: Head) -> tuple[str, ...]:
+    """What no folder has: a new value head stays zero."""
+    return (OUTPUT_WEIGHT,) if isinstance(head, ValueHead) else ()

@@ -25,6 +25,7 @@ from slime.models.folder import read_text_config
 from slime.models.loading import config_of_weights
 from slime.models.sources import Source, read_onto
 from slime.train.backends.megatron.groups import Groups
+from slime.train.backends.megatron.masters import Master
 from slime.train.backends.megatron.names import global_buffers, global_names
 from slime.train.progress import Progress
 
@@ -116,6 +117,21 @@ def read_weights(
                 "weights: copy or download the folder again"
             )
         target.copy_(shard.join(list(_parts(folder, entry, shard, target.device))))
+
+
+@torch.no_grad()
+def read_masters(
+    masters: Mapping[str, Master], folder: ModelFolder, groups: Groups, *, without: Collection[str] = ()
+) -> None:
+    """Give the optimizer's float32 copies the bits that parameters in a narrower dtype have lost in `read_weights`."""
+    for name, master in masters.items():
+        own, entry = master.own(groups.topology.world.rank), folder.entries.get(name)
+        if name in without or entry is None or own is None or master.main is None:
+            continue
+        if any(folder.sources[hf].dtype.itemsize > master.parameter.dtype.itemsize for hf in entry.hf):
+            shard = folder.shard(entry, groups)
+            whole = shard.join([part.float() for part in _parts(folder, entry, shard, master.main.device)])
+            master.main.copy_(whole.reshape(-1)[own.begin : own.end].view(master.main.shape))
 
 
 def _parts(folder: ModelFolder, entry: Entry, shard: Shard, device: torch.device) -> Iterator[Tensor]:
