@@ -179,6 +179,7 @@ class Parts:
             clients=self.runtime.pool.roster,
             run_async=self.runtime.run,
             engine_kind=self.engines.kind,
+            placement=self.cluster.placement,
         )
         stack.callback(publisher.close)
         return publisher

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
-import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,10 +29,13 @@ _JOIN_TIMEOUT_S = 120.0
 logger = logging.getLogger(__name__)
 
 Buckets = Sequence[Sequence[dict[str, Any]]]
+Meet = Callable[[str], tuple[str, int]]
+"""The address and the port at which the trainers' rank 0 is going to serve the store, for the engine at a URL."""
 
 
 class BroadcastPublisher(WeightPublisher):
-    """`backend` is nccl or gloo; `processes_per_engine` is how many ranks of the group one engine fills."""
+    """`backend` is nccl or gloo; `processes_per_engine` is how many ranks of the group one engine fills. Without `meet`
+    the trainers' rank 0 is on this machine."""
 
     def __init__(
         self,
@@ -43,12 +46,14 @@ class BroadcastPublisher(WeightPublisher):
         backend: str,
         engine_kind: EngineKind,
         processes_per_engine: int = 1,
+        meet: Meet | None = None,
         settings: Settings | None = None,
     ) -> None:
         super().__init__(source, clients, run_async, settings=settings)
         self._backend = backend
         self._kind = engine_kind
         self._processes_per_engine = processes_per_engine
+        self._meet = meet or (lambda url: (own_address(url), free_port()))
         self._group: str | None = None
         self._buckets: Buckets = ()
         self._adapter: dict[str, Any] | None = None
@@ -82,8 +87,8 @@ class BroadcastPublisher(WeightPublisher):
 
     async def _connect(self) -> str:
         """Make a group with all engines; its name."""
-        name = f"slime-{uuid.uuid4().hex[:8]}"
-        address, port = own_address(self._clients[0].base_url), free_port()
+        name = f"slime-{secrets.token_hex(16)}"  # without it nobody finds the group in its store
+        address, port = await asyncio.to_thread(self._meet, self._clients[0].base_url)
         world_size = 1 + len(self._clients) * self._processes_per_engine
         joining = asyncio.to_thread(
             self._source.join_engines,

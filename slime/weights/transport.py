@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from slime.cluster.node import Node, Placement
 from slime.config import Config
 from slime.config.plugin_args import plugin_args
 from slime.engine.http.client import EngineClient, PauseMode
@@ -17,7 +18,7 @@ from slime.models.delta.folder import safetensors_entries
 from slime.plugins import load_function
 from slime.waits import Limit
 from slime.weights.adapter import AdapterBroadcastPublisher, AdapterDiskPublisher, AdapterInMemoryPublisher
-from slime.weights.broadcast import BroadcastPublisher
+from slime.weights.broadcast import BroadcastPublisher, Meet
 from slime.weights.check import ChecksumCheck, ReloadCheck
 from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
 from slime.weights.disk import DiskPublisher, VersionFolders
@@ -32,8 +33,11 @@ _LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 logger = logging.getLogger(__name__)
 
 
-def choose_transport(config: Config, device: str, engine_kind: EngineKind = "embedded") -> tuple[str, str]:
-    """The transport (`tensor`, `nccl` or `disk`) of a run, and why; refuses flags that contradict one another."""
+def choose_transport(
+    config: Config, device: str, engine_kind: EngineKind = "embedded", *, nodes: Sequence[str] = ()
+) -> tuple[str, str]:
+    """The transport (`tensor`, `nccl` or `disk`) of a run, and why; refuses flags that contradict one another. `nodes`
+    are those with trainers or engines that are not the driver's machine."""
     asked = config.update_weight_transport
     if sends_adapter(config):
         _refuse_with_adapters(config, engine_kind)
@@ -44,22 +48,43 @@ def choose_transport(config: Config, device: str, engine_kind: EngineKind = "emb
             )
         where = "each engine applies them to its own weights"
         if engine_kind == "sglang":
+            _refuse_local_folder(config, nodes)
             where = "they are applied to a model folder beside the engines, which load it"
         return "disk", f"only changed bytes ({config.update_weight_delta_encoding}), {where}"
-    if asked == "nccl" and device == "cuda" and config.colocate:
+    if asked == "nccl" and device == "cuda" and config.colocate and not nodes:
         raise UserError(
             "--update-weight-transport nccl cannot join two processes on one GPU, which --colocate makes: use tensor"
         )
     if config.custom_update_weight_post_write_path is not None and asked != "disk":
         raise UserError(f"{POST_WRITE} is called for versions on disk: add --update-weight-transport disk")
+    if asked == "tensor" and nodes:
+        raise UserError(
+            f"--update-weight-transport tensor passes weights through the memory of one machine, and {_some(nodes)} is "
+            "another one: use nccl, or disk with --update-weight-disk-dir on a file system that all nodes share"
+        )
     if asked != "auto":
         return asked, "asked for"
+    if nodes:
+        return "nccl", f"trainers and engines are on several nodes ({_some(nodes)})"
     if away := _addresses_elsewhere(config):
         return "nccl", f"engines run on other machines ({', '.join(away)})"
     how = "files in shared memory" if engine_kind == "embedded" else "a model folder in shared memory"
     what = f"{'the adapter' if sends_adapter(config) else 'weights'} on {device}"
     verb = "passes" if sends_adapter(config) else "pass"
     return "tensor", f"trainer and engines are on one machine, {what} {verb} through {how}"
+
+
+def _some(nodes: Sequence[str]) -> str:
+    return ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
+
+
+def _refuse_local_folder(config: Config, nodes: Sequence[str]) -> None:
+    if nodes and config.update_weight_local_checkpoint_dir is None:
+        raise UserError(
+            "--update-weight-mode delta: SGLang's servers load the folder that deltas are applied to, and "
+            f"{_some(nodes)} has not the driver's: use --update-weight-mode full, or name a folder that all share "
+            "with --update-weight-local-checkpoint-dir"
+        )
 
 
 def sends_adapter(config: Config) -> bool:
@@ -89,13 +114,21 @@ def make_publisher(
     clients: Sequence[EngineClient],
     run_async: RunAsync,
     engine_kind: EngineKind = "embedded",
+    placement: Placement | None = None,
 ) -> WeightPublisher:
-    """The publisher of this run; loading new weights gets as long as loading the first ones (engine_start_timeout)."""
-    transport, reason = choose_transport(config, device, engine_kind)
+    """The publisher of this run; loading new weights gets as long as loading the first ones (engine_start_timeout).
+    Without a placement trainers and engines are on this machine."""
+    nodes = () if placement is None else tuple(node.name for node in placement.nodes if not node.is_here)
+    transport, reason = choose_transport(config, device, engine_kind, nodes=nodes)
     logger.info("weight updates by %s: %s", transport, reason)
     limit_s = Limit(config.engine_start_timeout, "--engine-start-timeout")
     settings = Settings(limit_s, cast(PauseMode, config.update_weight_pause_mode))
     if config.check_weight_update_equal:
+        if nodes and engine_kind == "sglang":
+            raise UserError(
+                "--check-weight-update-equal has SGLang's servers load a folder in this machine's memory, and "
+                f"{_some(nodes)} is another one: drop it, or use the embedded engine"
+            )
         check = _make_check(config, source, clients, run_async, engine_kind, settings)
         settings = replace(settings, check=check)
     if transport == "tensor":
@@ -106,7 +139,8 @@ def make_publisher(
             source,
             clients,
             run_async,
-            backend="nccl" if device == "cuda" else "gloo",
+            backend=_broadcast_backend(config, device),
+            meet=None if placement is None or not nodes else _meeting_at(placement.trainers[0].node),
             engine_kind=engine_kind,
             processes_per_engine=config.rollout_num_gpus_per_engine if engine_kind == "sglang" else 1,
             settings=settings,
@@ -174,6 +208,16 @@ def _make_check(
         return ChecksumCheck(source, clients, run_async, timeout_s=settings.timeout_s)
     reload = _in_memory(config, source, clients, run_async, engine_kind, settings)
     return ReloadCheck(reload, clients, run_async, timeout_s=settings.timeout_s)
+
+
+def _broadcast_backend(config: Config, device: str) -> str:
+    """NCCL refuses two members on one GPU, which trainers and engines that share theirs would be."""
+    return "nccl" if device == "cuda" and not config.colocate else "gloo"
+
+
+def _meeting_at(node: Node) -> Meet:
+    """Where the trainers' rank 0 serves the store of the group: a port of its node."""
+    return lambda engine_url: (node.address, node.free_ports(1)[0])
 
 
 def _post_write_hook(config: Config, clients: Sequence[EngineClient]) -> Callable[[Path], None] | None:

@@ -164,6 +164,28 @@ def test_choice_of_transport(flags: dict[str, Any], kind: Any, expected: str, re
 
 
 @pytest.mark.parametrize(
+    ("flags", "kind", "device", "expected"),
+    [
+        ({}, "embedded", "cpu", ("nccl", "trainers and engines are on several nodes (n1, n2, n3 and 1 more)")),
+        ({"colocate": True}, "sglang", "cuda", ("nccl", "trainers and engines are on several nodes (n1, n2, n3 and 1 more)")),
+        ({"update_weight_transport": "nccl", "colocate": True}, "embedded", "cuda", ("nccl", "asked for")),
+        ({"update_weight_transport": "disk"}, "sglang", "cuda", ("disk", "asked for")),
+        ({"update_weight_transport": "tensor"}, "embedded", "cpu", "tensor passes weights through the memory of one machine, and n1"),
+        (DELTA, "sglang", "cpu", "n1, n2, n3 and 1 more has not the driver's: use --update-weight-mode full"),
+        (DELTA | {"update_weight_local_checkpoint_dir": "/nfs"}, "sglang", "cpu",
+            ("disk", "only changed bytes (xor), they are applied to a model folder beside the engines, which load it")),
+    ],
+)  # fmt: skip
+def test_choice_of_transport_over_several_nodes(flags: Any, kind: Any, device: str, expected: Any) -> None:
+    config, nodes = Config(hf_checkpoint="x", **flags), ["n1", "n2", "n3", "n4"]
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=re.escape(expected)):
+            choose_transport(config, device, kind, nodes=nodes)
+    else:
+        assert choose_transport(config, device, kind, nodes=nodes) == expected
+
+
+@pytest.mark.parametrize(
     ("flags", "device", "sentence"),
     [
         (DELTA | {"update_weight_transport": "nccl"}, "cpu", "delta travels through files"),

@@ -1,0 +1,61 @@
+"""Trainers on one node, engines on others that ask for a key: the weights find them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime.cluster.node import Placement, Slot
+from slime.config import Config, derive
+from slime.engine.fleet.processes import EngineFleet
+from slime.engine.http.client import EngineClient
+from slime.train.group import TrainerGroup
+from slime.weights import make_publisher
+from slime.weights.broadcast import BroadcastPublisher
+from tests.cluster.nodes import FarNode
+from tests.other_node import OtherNode, listening
+from tests.tiny_models import make_model_folder
+from tests.train.tiny_training import make_samples
+from tests.weights.conftest import Loop
+from tests.weights.real import checksums
+
+KEY = "sesame"
+
+
+class Asked(OtherNode):
+    """Counts the ports that it gave."""
+
+    given = 0
+
+    def free_ports(self, count: int) -> list[int]:
+        self.given += count
+        return super().free_ports(count)
+
+
+def test_weights_go_from_a_node_to_others(tmp_path: Path, run_async: Loop) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    batch = {"rollout_batch_size": 3, "n_samples_per_prompt": 3, "global_batch_size": 9, "num_rollout": 1}
+    config = derive(Config(hf_checkpoint=str(folder), rollout_num_gpus=2, distributed_timeout_minutes=2, **batch))
+    with listening() as listener:
+        far = [FarNode("127.0.0.2"), FarNode("127.0.0.3")]
+        near = Asked("trainers", listener)
+        placement = Placement((Slot(near),), tuple(Slot(node) for node in far))
+        fleet = EngineFleet(config, device="cpu", run_dir=tmp_path, model_path=folder, slots=placement.rollout, key=KEY)
+        with fleet, TrainerGroup(config, device="cpu", run_dir=tmp_path, placement=placement) as trainers:
+            trainers.start()
+            clients = [EngineClient(url, api_key=KEY) for url in fleet.urls]
+            publisher = make_publisher(
+                config, device="cpu", run_dir=tmp_path, source=trainers, clients=clients, run_async=run_async,
+                placement=placement,
+            )  # fmt: skip
+            assert isinstance(publisher, BroadcastPublisher)
+            before = near.given
+            publisher.publish(0)
+            assert near.given == before + 1  # they meet on the trainers' node
+            trainers.train(0, make_samples(3, 3, seed=1))
+            publisher.publish(1)
+            expected = trainers.weight_checksums()
+            for client in clients:
+                found = checksums(client, run_async)
+                assert {name: found.get(name) for name in expected} == expected
+                run_async(client.aclose())
+            publisher.close()
