@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime.cluster.staging import StagingFolder, remove_stale
 from slime.engine.http.client import EngineClient
 from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
 from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource
-from slime.weights.staging import StagingFolder, remove_stale
 
 
 class TensorPublisher(WeightPublisher):
@@ -32,7 +32,7 @@ class TensorPublisher(WeightPublisher):
     ) -> None:
         super().__init__(source, clients, run_async, settings=settings)
         remove_stale(root)
-        self._staging = StagingFolder(root)
+        self._staging = StagingFolder(root, "weights")
 
     def _stage(self, version: int) -> Staged:
         folder = self._staging.subfolder(f"v{version:06d}")
@@ -70,7 +70,7 @@ class FolderInMemoryPublisher(DiskPublisher):
         settings: Settings | None = None,
     ) -> None:
         remove_stale(root)
-        self._staging = StagingFolder(root)
+        self._staging = StagingFolder(root, "weights")
         super().__init__(source, clients, run_async, VersionFolders(self._staging.path, hf_checkpoint), settings)
 
     def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from slime.cluster.node import Node, Placement
+from slime.cluster.staging import choose_root
 from slime.config import Config
 from slime.config.plugin_args import plugin_args
 from slime.engine.http.client import EngineClient, PauseMode
@@ -24,7 +25,6 @@ from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
 from slime.weights.disk import DiskPublisher, VersionFolders
 from slime.weights.kind import EngineKind
 from slime.weights.publisher import RunAsync, Settings, WeightPublisher, WeightSource
-from slime.weights.staging import choose_root
 from slime.weights.tensor import FolderInMemoryPublisher, TensorPublisher
 
 POST_WRITE = "--custom-update-weight-post-write-path"

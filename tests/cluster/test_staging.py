@@ -6,13 +6,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from slime.weights.staging import StagingFolder, choose_root, remove_stale
+import pytest
+
+from slime.cluster.staging import StagingFolder, choose_root, remove_stale
 
 OWNER = """
 import os, signal, sys
 from pathlib import Path
-from slime.weights.staging import StagingFolder
-staging = StagingFolder(Path(sys.argv[1]))
+from slime.cluster.staging import StagingFolder
+staging = StagingFolder(Path(sys.argv[1]), sys.argv[3])
 (staging.subfolder("v000001") / "bucket").write_bytes(b"x" * 100)
 print(staging.path, flush=True)
 if sys.argv[2] == "die":
@@ -21,21 +23,22 @@ sys.stdin.read()
 """
 
 
-def start_owner(root: Path, then: str) -> tuple[subprocess.Popen[str], Path]:
+def start_owner(root: Path, then: str, kind: str) -> tuple[subprocess.Popen[str], Path]:
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(root), then], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, str(root), then, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert owner.stdout is not None
     return owner, Path(owner.stdout.readline().strip())
 
 
-def test_folders_of_killed_runs_are_removed_and_those_of_live_ones_kept(tmp_path: Path) -> None:
-    dead, dead_folder = start_owner(tmp_path, "die")
+@pytest.mark.parametrize("kind", ["weights", "shares"])
+def test_folders_of_killed_runs_are_removed_and_those_of_live_ones_kept(tmp_path: Path, kind: str) -> None:
+    dead, dead_folder = start_owner(tmp_path, "die", kind)
     dead.wait()
-    live, live_folder = start_owner(tmp_path, "stay")
+    live, live_folder = start_owner(tmp_path, "stay", kind)
     (tmp_path / "slime-weights-foreign").mkdir()
     assert (dead_folder / "v000001" / "bucket").exists()
-    with StagingFolder(tmp_path) as own:
+    with StagingFolder(tmp_path, "weights") as own:
         assert remove_stale(tmp_path) == [dead_folder]
         assert own.path.exists()
     assert not dead_folder.exists()
@@ -47,7 +50,7 @@ def test_folders_of_killed_runs_are_removed_and_those_of_live_ones_kept(tmp_path
 
 
 def test_a_subfolder_starts_empty(tmp_path: Path) -> None:
-    with StagingFolder(tmp_path) as staging:
+    with StagingFolder(tmp_path, "weights") as staging:
         (staging.subfolder("v1") / "old").touch()
         assert list(staging.subfolder("v1").iterdir()) == []
 
@@ -58,3 +61,9 @@ def test_shared_memory_is_used_only_with_room(tmp_path: Path) -> None:
     assert root == Path(tempfile.gettempdir())
     assert "may be needed" in reason
     assert choose_root(1, tmp_path / "missing")[0] == Path(tempfile.gettempdir())
+
+
+def test_a_folder_that_nobody_would_look_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nobody would look for"):
+        StagingFolder(tmp_path, "others")
+    assert list(tmp_path.iterdir()) == []

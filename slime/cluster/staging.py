@@ -1,4 +1,4 @@
-"""A folder in shared memory for weights in transit, and the removal of those that dead runs left behind.
+"""A folder in shared memory for data in transit, and the removal of those that dead runs left behind.
 
 The invariant: a staging folder is locked (flock) for as long as its owner lives, so a folder that can be locked belongs
 to nobody and may go. That holds also where containers share one /dev/shm and cannot see each other's processes.
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Self
 
 SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "slime-weights-"
-_UNLOCKED_PREFIX = ".new-slime-weights-"
+KINDS = ("weights", "shares")
+"""What is in transit: weights to engines, samples to trainers."""
 _LOCK = "owner.lock"
 
 logger = logging.getLogger(__name__)
@@ -26,14 +26,16 @@ logger = logging.getLogger(__name__)
 class StagingFolder:
     """A folder of this process alone; gone after `close`, or after the next run's start if this one was killed."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, kind: str) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"nobody would look for a folder of {kind}: choose one of {KINDS}")
         token = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        fresh = root / (_UNLOCKED_PREFIX + token)
+        fresh = root / f".new-slime-{kind}-{token}"
         fresh.mkdir(mode=0o700)
         # Locked under a name the cleaner does not look at, then renamed: it never meets an owned, unlocked folder.
         self._lock_fd = os.open(fresh / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.path = fresh.rename(root / (_PREFIX + token))
+        self.path = fresh.rename(root / f"slime-{kind}-{token}")
 
     def subfolder(self, name: str) -> Path:
         """A new, empty folder inside; one left by an earlier attempt is replaced."""
@@ -70,7 +72,7 @@ def choose_root(needed_bytes: int, preferred: Path = SHARED_MEMORY) -> tuple[Pat
 def remove_stale(root: Path) -> list[Path]:
     """Remove the staging folders under `root` whose owners are gone; returns what was removed."""
     removed = []
-    for folder in sorted(root.glob(_PREFIX + "*")):
+    for folder in sorted(path for kind in KINDS for path in root.glob(f"slime-{kind}-*")):
         try:
             lock_fd = os.open(folder / _LOCK, os.O_RDWR)
         except OSError:  # somebody else's, or being removed right now
