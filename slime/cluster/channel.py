@@ -4,7 +4,8 @@ The invariants: a message arrives whole or not at all; a receive that runs out o
 repeated; a message that cannot be packed is refused before its first byte is sent, so that the channel stays usable.
 
 A frame is `<u64 bytes that follow> <u64 body bytes> <u32 n> <u64 size> x n  body  buffer x n`. Small arrays travel
-inside the msgpack body; large ones follow as raw buffers, sent from and received into their own memory uncopied.
+inside the msgpack body; large ones follow as raw buffers (`slime.cluster.message`), sent from and received into their
+own memory uncopied.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Self
 
-import msgpack
 import numpy as np
+
+from slime.cluster.message import DamagedMessage, Piece, pack, rest_of, some_at_a_time, unpack
 
 DEFAULT_MAX_BYTES = 64 * 2**30
 DEFAULT_SEND_TIMEOUT_S = 600.0
-_OUT_OF_BAND_BYTES = 64 * 1024
-_EXT_INLINE_ARRAY = 1
-_EXT_BUFFER_ARRAY = 2
 _LENGTH = struct.Struct("<Q")
 _HEAD = struct.Struct("<QI")
 
@@ -63,22 +63,22 @@ class Channel:
 
     def send(self, obj: Any, timeout_s: float = DEFAULT_SEND_TIMEOUT_S) -> None:
         """Send one message. A deadline that passes half-way closes the channel, since the rest can't be told apart."""
-        pieces = _pack(obj, self._max_bytes)
+        frame = _frame(obj, self._max_bytes)
         deadline = time.monotonic() + timeout_s
         with self._send_lock:
-            self._send_pieces(pieces, deadline, timeout_s)
+            self._send_frame(frame, deadline, timeout_s)
 
     def offer(self, obj: Any) -> bool:
         """Send a small message if the way is free now; whether it was sent. For news that are worth nothing later, so
         it neither waits nor fails for want of a receiver."""
-        pieces = _pack(obj, self._max_bytes)
+        frame = _frame(obj, self._max_bytes)
         if not self._send_lock.acquire(blocking=False):
             return False
         try:
             now = time.monotonic()
             if not self._wait(select.POLLOUT, now):  # set while most of the buffer is free
                 return False
-            self._send_pieces(pieces, now + DEFAULT_SEND_TIMEOUT_S, DEFAULT_SEND_TIMEOUT_S)
+            self._send_frame(frame, now + DEFAULT_SEND_TIMEOUT_S, DEFAULT_SEND_TIMEOUT_S)
         except ChannelClosed:
             return False
         finally:
@@ -122,14 +122,14 @@ class Channel:
             return bool(poller.poll())
         return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
-    def _send_pieces(self, pieces: Sequence[memoryview], deadline: float, timeout_s: float) -> None:
-        for piece in pieces:
-            self._send_piece(piece, deadline, timeout_s)
+    def _send_frame(self, frame: Iterable[list[Piece]], deadline: float, timeout_s: float) -> None:
+        for pieces in frame:
+            self._send_pieces(pieces, deadline, timeout_s)
 
-    def _send_piece(self, piece: memoryview, deadline: float, timeout_s: float) -> None:
-        while len(piece):
+    def _send_pieces(self, pieces: list[Piece], deadline: float, timeout_s: float) -> None:
+        while pieces:
             try:
-                piece = piece[self._sock.send(piece) :]
+                pieces = rest_of(pieces, self._sock.sendmsg(pieces))
             except BlockingIOError:
                 if not self._wait(select.POLLOUT, deadline):
                     self.close()
@@ -156,7 +156,10 @@ class Channel:
             buffer = np.empty(size, dtype=np.uint8)
             yield from self._read_into(buffer.data)
             buffers.append(buffer)
-        return _unpack(body, buffers)
+        try:
+            return unpack(body, buffers)
+        except DamagedMessage as error:
+            raise ChannelProtocolError(str(error)) from error
 
     def _read(self, size: int) -> Generator[None, None, bytearray]:
         data = bytearray(size)
@@ -192,52 +195,12 @@ def channel_pair(*, max_bytes: int = DEFAULT_MAX_BYTES) -> tuple[Channel, socket
     return Channel(ours, max_bytes=max_bytes), theirs
 
 
-def _pack(obj: Any, max_bytes: int) -> list[memoryview]:
-    buffers: list[memoryview] = []
-
-    def encode(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            return _encode_array(value, buffers)
-        if isinstance(value, np.generic):
-            return value.item()
-        raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} can't travel over a channel")
-
-    body = msgpack.packb(obj, default=encode, use_bin_type=True, unicode_errors="surrogatepass")
-    table = b"".join(_LENGTH.pack(len(buffer)) for buffer in buffers)
-    length = _HEAD.size + len(table) + len(body) + sum(len(buffer) for buffer in buffers)
+def _frame(obj: Any, max_bytes: int) -> Iterator[list[Piece]]:
+    """A message as pieces that follow one another, some at a time; one that cannot be packed is refused here."""
+    packed = pack(obj)
+    sizes = [buffer.size for buffer in packed.buffers]
+    length = _HEAD.size + len(sizes) * _LENGTH.size + len(packed.body) + sum(sizes)
     if length > max_bytes:
         raise ValueError(f"a message of {length} bytes is larger than the channel allows ({max_bytes})")
-    head = _LENGTH.pack(length) + _HEAD.pack(len(body), len(buffers)) + table
-    first = [memoryview(head), memoryview(body)] if len(body) > _OUT_OF_BAND_BYTES else [memoryview(head + body)]
-    return first + buffers
-
-
-def _encode_array(array: np.ndarray, buffers: list[memoryview]) -> msgpack.ExtType:
-    if array.dtype.hasobject or array.dtype.names is not None or array.dtype.subdtype is not None:
-        raise TypeError(f"an array of dtype {array.dtype} can't travel over a channel: only plain numbers and strings")
-    if array.nbytes == 0:
-        return _array_ext(_EXT_INLINE_ARRAY, array, b"")
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    if array.nbytes <= _OUT_OF_BAND_BYTES:
-        return _array_ext(_EXT_INLINE_ARRAY, array, flat.tobytes())
-    buffers.append(flat.data)
-    return _array_ext(_EXT_BUFFER_ARRAY, array, len(buffers) - 1)
-
-
-def _array_ext(code: int, array: np.ndarray, content: bytes | int) -> msgpack.ExtType:
-    return msgpack.ExtType(code, msgpack.packb([array.dtype.str, list(array.shape), content]))
-
-
-def _unpack(body: bytearray, buffers: list[np.ndarray]) -> Any:
-    def decode(code: int, data: bytes) -> Any:
-        if code not in (_EXT_INLINE_ARRAY, _EXT_BUFFER_ARRAY):
-            raise ChannelProtocolError(f"a message holds an unknown extension type {code}")
-        dtype, shape, content = msgpack.unpackb(data)
-        flat = buffers[content] if code == _EXT_BUFFER_ARRAY else np.frombuffer(bytearray(content), dtype=np.uint8)
-        if flat.size == 0:
-            return np.empty(shape, dtype=dtype)
-        return flat.view(dtype).reshape(shape)
-
-    return msgpack.unpackb(
-        body, ext_hook=decode, strict_map_key=False, unicode_errors="surrogatepass", max_ext_len=len(body)
-    )
+    head = _LENGTH.pack(length) + _HEAD.pack(len(packed.body), len(sizes)) + b"".join(map(_LENGTH.pack, sizes))
+    return some_at_a_time(chain([head, packed.body], *(buffer.pieces() for buffer in packed.buffers)))

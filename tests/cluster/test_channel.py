@@ -65,6 +65,8 @@ def test_plain_values_come_back_equal(ends: Any) -> None:
         np.arange(100_000, dtype=np.uint8),
         np.asfortranarray(np.arange(200_000, dtype=np.float64).reshape(400, 500)),
         np.broadcast_to(np.float32(2), (300, 300)),
+        np.arange(2_000_000, dtype=np.float16).reshape(4, -1),
+        np.zeros((1000, 1000), dtype=bool),
     ],
     ids=lambda a: f"{a.dtype}{a.shape}",
 )

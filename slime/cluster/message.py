@@ -1,0 +1,139 @@
+"""What passes between processes, as bytes: msgpack, numpy arrays beside it, never pickles.
+
+Invariant: what is unpacked equals what was packed, arrays in their dtypes and shapes and writable. Small arrays are
+inside the msgpack body; large ones are buffers of their own, in pieces that are the arrays' own memory wherever that
+is possible. What cannot be packed is refused as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import msgpack
+import numpy as np
+
+OUT_OF_BAND_BYTES = 64 * 1024
+PIECES_AT_ONCE = 512
+"""In one call of the system, which takes 1,024 at most."""
+_EXT_INLINE_ARRAY = 1
+_EXT_BUFFER_ARRAY = 2
+_PLAIN = "?bBhHiIlLqQfd"
+
+Piece = bytes | memoryview
+
+
+class DamagedMessage(Exception):
+    """What arrived is no message of this form, or not the whole of one."""
+
+
+class Joined:
+    """Arrays end to end, which whoever receives them has as one: nothing is joined here.
+
+    Of the common type and, but for the first dimension, of one shape, as `np.concatenate` has it.
+    """
+
+    def __init__(self, parts: Sequence[np.ndarray], dtype: np.dtype | None = None) -> None:
+        shapes = {part.shape[1:] for part in parts}
+        if len(shapes) > 1:
+            raise ValueError(f"arrays of rows of different shapes cannot be joined: {sorted(shapes)}")
+        self.parts = parts
+        self.dtype = dtype or (np.result_type(*{part.dtype for part in parts}) if parts else np.dtype(np.float64))
+        self.shape = (sum(map(len, parts)), *(shapes.pop() if shapes else ()))
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def whole(self) -> np.ndarray:
+        """One array, in memory of its own."""
+        return np.concatenate([np.empty((0, *self.shape[1:]), self.dtype), *self.parts], dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Bytes beside the body: those of arrays that follow one another."""
+
+    parts: Sequence[np.ndarray]
+    dtype: np.dtype
+    size: int
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Contiguous memory that sockets and files take; what has to be copied for it is copied one by one."""
+        plain = self.dtype.char in _PLAIN and self.dtype.isnative
+        for part in self.parts:
+            if part.size:
+                whole = np.ascontiguousarray(part, dtype=self.dtype)
+                yield whole.data if plain else whole.reshape(-1).view(np.uint8).data
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A message as bytes."""
+
+    body: bytes
+    buffers: list[Buffer]
+
+
+def pack(obj: Any) -> Packed:
+    """The bytes of a message."""
+    buffers: list[Buffer] = []
+
+    def encode(value: Any) -> Any:
+        if isinstance(value, np.ndarray | Joined):
+            return _encode_array(value, buffers)
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} can't travel over a channel")
+
+    return Packed(msgpack.packb(obj, default=encode, use_bin_type=True, unicode_errors="surrogatepass"), buffers)
+
+
+def unpack(body: bytes | bytearray, buffers: Sequence[np.ndarray]) -> Any:
+    """The message of a body and its buffers, which become its arrays."""
+
+    def decode(code: int, data: bytes) -> Any:
+        if code not in (_EXT_INLINE_ARRAY, _EXT_BUFFER_ARRAY):
+            raise DamagedMessage(f"a message holds an unknown extension type {code}")
+        dtype, shape, content = msgpack.unpackb(data)
+        flat = buffers[content] if code == _EXT_BUFFER_ARRAY else np.frombuffer(bytearray(content), dtype=np.uint8)
+        if flat.size == 0:
+            return np.empty(shape, dtype=dtype)
+        return flat.view(dtype).reshape(shape)
+
+    return msgpack.unpackb(
+        body, ext_hook=decode, strict_map_key=False, unicode_errors="surrogatepass", max_ext_len=len(body)
+    )
+
+
+def some_at_a_time(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """As many pieces as one call of the system takes."""
+    left = iter(pieces)
+    while some := list(islice(left, PIECES_AT_ONCE)):
+        yield some
+
+
+def rest_of(pieces: Sequence[Piece], done: int) -> list[Piece]:
+    """What is left of pieces that follow one another after so many bytes."""
+    for place, piece in enumerate(pieces):
+        size = len(piece) if isinstance(piece, bytes) else piece.nbytes
+        if done < size:
+            return [memoryview(piece).cast("B")[done:], *pieces[place + 1 :]]
+        done -= size
+    return []
+
+
+def _encode_array(array: np.ndarray | Joined, buffers: list[Buffer]) -> msgpack.ExtType:
+    if array.dtype.hasobject or array.dtype.names is not None or array.dtype.subdtype is not None:
+        raise TypeError(f"an array of dtype {array.dtype} can't travel over a channel: only plain numbers and strings")
+    if array.nbytes <= OUT_OF_BAND_BYTES:
+        whole = array.whole() if isinstance(array, Joined) else array
+        return _array_ext(_EXT_INLINE_ARRAY, array, whole.tobytes())
+    buffers.append(Buffer(array.parts if isinstance(array, Joined) else [array], array.dtype, array.nbytes))
+    return _array_ext(_EXT_BUFFER_ARRAY, array, len(buffers) - 1)
+
+
+def _array_ext(code: int, array: np.ndarray | Joined, content: bytes | int) -> msgpack.ExtType:
+    return msgpack.ExtType(code, msgpack.packb([array.dtype.str, list(array.shape), content]))
