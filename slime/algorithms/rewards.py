@@ -60,11 +60,16 @@ def normalize_group_rewards(
 ) -> list[float]:
     """Centre each reward on its group, and scale it by the group's deviation when the group has several rollouts."""
     normalized = [0.0] * len(rewards)
+    by_size: dict[int, list[RewardGroup]] = {}
     for group in reward_groups(rewards, group_indices, rollout_ids, excluded):
-        mean, scale = float(group.means.mean()), 1.0
-        if divide_by_std and len(group.means) > 1:
-            scale = float(group.means.std(ddof=1)) + STD_EPSILON
-        for own in group.positions:
-            for position in own:
-                normalized[position] = (rewards[position] - mean) / scale
+        by_size.setdefault(len(group.means), []).append(group)
+    for size, groups in by_size.items():  # groups of one size at once: a call for each would take most of the time
+        table = np.stack([group.means for group in groups])
+        means, scales = table.mean(axis=1).tolist(), [1.0] * len(groups)
+        if divide_by_std and size > 1:
+            scales = (table.std(axis=1, ddof=1) + STD_EPSILON).tolist()
+        for group, mean, scale in zip(groups, means, scales, strict=True):
+            for own in group.positions:
+                for position in own:
+                    normalized[position] = (rewards[position] - mean) / scale
     return normalized

@@ -74,10 +74,10 @@ class Packed:
         if not len(more):
             return self
         mine = self._buffer.array
-        if _is_constant(mine) and _is_constant(more) and mine[0] == more[0]:
+        if is_constant(mine) and is_constant(more) and mine[0] == more[0]:
             return Packed(_repeated(mine[0], self._length + len(more)))
         kind, end = np.promote_types(mine.dtype, more.dtype), self._length + len(more)
-        if kind == mine.dtype and not _is_constant(mine) and self._buffer.claim(self._length, len(more)):
+        if kind == mine.dtype and not is_constant(mine) and self._buffer.claim(self._length, len(more)):
             mine[self._length : end] = more
             return Packed(self._buffer, end)
         room = np.empty(end + end // 2, dtype=kind)
@@ -88,7 +88,7 @@ class Packed:
     def compacted(self) -> Packed:
         """The same numbers without room behind them; ones that are all equal take no memory."""
         held = self.array
-        if _is_constant(held):
+        if is_constant(held):
             return self
         if held.dtype == np.int8 and len(held) and (held == held[0]).all():
             return Packed(_repeated(held[0], len(held)))
@@ -214,6 +214,6 @@ def _repeated(value: Any, count: int) -> np.ndarray:
     return np.broadcast_to(value, (count,))
 
 
-def _is_constant(numbers: np.ndarray) -> bool:
+def is_constant(numbers: np.ndarray) -> bool:
     """Whether one number stands for all; such memory cannot be written into."""
     return len(numbers) > 0 and numbers.strides == (0,)

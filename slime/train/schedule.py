@@ -138,30 +138,39 @@ def cut(
 
 def fixed_size_bins(positions: Sequence[int], lengths: Sequence[int], size: int) -> list[MicroBatchIndices]:
     """Neighbours in length share a micro-batch."""
-    ordered = sorted(positions, key=lambda p: (-lengths[p], p))
+    ordered = _longest_first(positions, lengths)
     return [ordered[begin : begin + size] for begin in range(0, len(ordered), size)]
 
 
 def first_fit_bins(positions: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[MicroBatchIndices]:
     """First-fit decreasing; a sample longer than `max_tokens` gets a micro-batch of its own."""
     bins: list[MicroBatchIndices] = []
-    size = 1 << max(len(positions) - 1, 0).bit_length()
+    # any two bins hold more than one may, so there are fewer than twice as many as would be full
+    most = min(len(positions), 2 * _weight(positions, lengths) // max_tokens + 1)
+    size = 1 << max(most - 1, 0).bit_length()
     free = [-1] * (2 * size)  # a tree: entry i is the larger of 2i and 2i + 1, and bin i is entry size + i
-    for position in sorted(positions, key=lambda p: (-lengths[p], p)):
+    for position in _longest_first(positions, lengths):
         length = lengths[position]
         if free[1] >= length:
             node = 1
             while node < size:
-                node = 2 * node if free[2 * node] >= length else 2 * node + 1
+                node += node
+                if free[node] < length:
+                    node += 1
             bins[node - size].append(position)
-            free[node] -= length
+            left = free[node] - length
         else:
             node = size + len(bins)
             bins.append([position])
-            free[node] = max_tokens - length
+            left = max_tokens - length
+        free[node] = left
         while node > 1:
-            node //= 2
-            free[node] = max(free[2 * node], free[2 * node + 1])
+            beside = free[node ^ 1]
+            node >>= 1
+            larger = left if left > beside else beside
+            if free[node] == larger:
+                break
+            free[node] = left = larger
     return bins
 
 
@@ -188,7 +197,7 @@ def level_bins(positions: Sequence[int], lengths: Sequence[int], count: int) -> 
     """`count` bins of nearly equal weight: longest first, each into the lightest bin."""
     bins: list[MicroBatchIndices] = [[] for _ in range(count)]
     by_weight = [(0, place) for place in range(count)]
-    for position in sorted(positions, key=lambda p: (-lengths[p], p)):
+    for position in _longest_first(positions, lengths):
         weight, lightest = by_weight[0]
         bins[lightest].append(position)
         heapq.heapreplace(by_weight, (weight + lengths[position], lightest))
@@ -208,6 +217,11 @@ def assign_to_ranks(
         if len(ranks[rank]) < places:
             heapq.heappush(with_a_place, (load - weight, rank))
     return ranks
+
+
+def _longest_first(positions: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Of equally long ones the first comes first."""
+    return sorted(sorted(positions), key=lengths.__getitem__, reverse=True)
 
 
 def _parts(

@@ -1,0 +1,47 @@
+"""Sums of masks and finite columns: the same as numpy's for each sample alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from slime.train.samples import scans
+from slime.train.samples.scans import first_not_finite, is_trained_on, mask_totals
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(params=["at once", "in chunks", "in threads"])
+def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param != "at once":
+        monkeypatch.setattr(scans, "_AT_ONCE", 100)
+    if request.param == "in threads":
+        monkeypatch.setattr(scans, "_WORTH_THREADS", 1)
+
+
+@pytest.mark.usefixtures("cut")
+def test_masks_add_up_as_they_do_alone() -> None:
+    masks = [RNG.integers(0, 2, n).astype(np.int8) for n in (5, 0, 90, 300, 1, 99, 7, 150)]
+    masks += [np.broadcast_to(np.int8(v), (n,)) for v, n in ((1, 4), (0, 200), (1, 0), (3, 50))]
+    masks += [np.full(9, 0.3, np.float32), np.array([-1, 1], np.int8), np.full(40, 127, np.int8)]
+    masks = [masks[place] for place in RNG.permutation(len(masks))]
+    assert mask_totals(masks) == [int(mask.sum()) for mask in masks]
+    assert [is_trained_on(mask) for mask in masks] == [bool(mask.any()) for mask in masks]
+    assert mask_totals([]) == []
+
+
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_the_first_column_that_is_not_finite_is_found(bad: float) -> None:
+    columns = [RNG.standard_normal(n).astype(np.float32) for n in (50, 0, 70, 400, 3, 60)]
+    assert first_not_finite(columns) is None
+    columns[3][-1] = bad
+    columns[5][0] = -bad
+    assert first_not_finite(columns) == 3
+
+
+@pytest.mark.usefixtures("cut")
+def test_numbers_whose_sum_is_too_large_are_finite() -> None:
+    huge = np.full(30, np.finfo(np.float32).max)
+    assert first_not_finite([huge, -huge, huge]) is None
+    assert first_not_finite([huge, np.array([np.nan], np.float32)]) == 1
