@@ -48,8 +48,8 @@ from slime.data.sample import Sample
 from slime.engine.http.answers import parse_json
 from slime.engine.http.protocol import GenerateResult
 from slime.rollout.staleness import group_version
-from slime.train.group import rank_shares
 from slime.train.samples.batch import make_train_batch
+from slime.train.samples.shares import rank_shares
 from slime.train.schedule import build_schedule
 
 VOCABULARY = 150_000

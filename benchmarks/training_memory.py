@@ -192,8 +192,8 @@ class Rank:
         self.place = self.trainer.init(self.ranks)
 
     def train(self, rollout_id: int) -> None:
-        from slime.train.group import rank_shares
         from slime.train.samples.batch import flatten_samples, make_train_batch
+        from slime.train.samples.shares import rank_shares
         from slime.train.schedule import build_schedule
 
         batch = make_train_batch(self.config, flatten_samples(self.case.groups()))

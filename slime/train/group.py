@@ -29,6 +29,7 @@ from slime.train.samples.batch import TrainBatch, batch_metrics, flatten_samples
 from slime.train.samples.carry import in_front_of, load_carried, remove_stale, save_carried
 from slime.train.samples.conversion import converted_batch
 from slime.train.samples.dump import write_train_dump
+from slime.train.samples.shares import HandOver, rank_shares
 from slime.train.schedule import Schedule, build_schedule
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class TrainerGroup:
         self.world_size = self.processes.world_size
         self._data_ranks, self._data_size = list(range(self.world_size)), self.world_size  # until they say
         self._flops: FlopsModel | None = None
+        self._hand_over = HandOver()
         self._carried: TrainBatch | None = None
         self._mentioned = False
         self._saving: Path | None = None
@@ -61,6 +63,7 @@ class TrainerGroup:
     def start(self) -> int:
         """Start all ranks, load the model and what waited for training; the first rollout id to train on."""
         config = self.config
+        self._hand_over.clean()
         if (config.balance_data or config.balance_by_flops) and config.hf_checkpoint is not None:
             from slime.models.loading import load_config  # torch, which the driver does without otherwise
 
@@ -118,13 +121,12 @@ class TrainerGroup:
             )
             rollout_metrics |= {"perf/data_preprocess_time": prepared, "perf/train_time": prepared}
             return TrainResult(metrics=[], rollout_metrics=rollout_metrics)
-        answers = self._call(
-            "train", [{"rollout_id": rollout_id, "data": shares[data_rank]} for data_rank in self._data_ranks]
-        )
+        with self._hand_over.given([shares[data_rank] for data_rank in self._data_ranks], self._here) as given:
+            answers = self._call("train", [{"rollout_id": rollout_id, "data": data} for data in given])
         rollout_metrics |= answers[0]["rollout_metrics"]
         if self.config.save_debug_train_data is not None:
-            one_each = [answers[self._data_ranks.index(data_rank)]["dump"] for data_rank in range(self._data_size)]
-            write_train_dump(self.config.save_debug_train_data, rollout_id, one_each)
+            one_each = {rank: answer["dump"] for rank, answer in zip(self._data_ranks, answers, strict=True)}
+            write_train_dump(self.config.save_debug_train_data, rollout_id, list(one_each.values()))
         rollout_metrics["perf/data_preprocess_time"] += prepared
         rollout_metrics["perf/train_time"] += prepared
         return TrainResult(answers[0]["metrics"], rollout_metrics, logged=answers[0]["logged"])
@@ -282,6 +284,11 @@ class TrainerGroup:
         return [rank.process.pid for rank in self.processes.ranks]
 
     @property
+    def _here(self) -> list[bool]:
+        """Which ranks share the driver's memory."""
+        return [slot.node.is_here for slot in self.processes.slots]
+
+    @property
     def _num_carried(self) -> int:
         return 0 if self._carried is None else len(set(self._carried.rollout_ids))
 
@@ -299,10 +306,14 @@ class TrainerGroup:
             micro_batch_size=config.micro_batch_size,
             max_tokens=tokens_per_row(config),
             trainable=batch.trainable,
-            costs=None if self._flops is None else [self._flops.sequence(length) for length in lengths],
+            costs=None if self._flops is None else self._costs(self._flops, lengths),
             by_flops=config.balance_by_flops,
             fill_last=fill_last,
         )
+
+    def _costs(self, flops: FlopsModel, lengths: Sequence[int]) -> list[float]:
+        of_length = {length: flops.sequence(length) for length in set(lengths)}
+        return [of_length[length] for length in lengths]
 
     def _global_batch_size(self, num_rollouts: int) -> int:
         if self.config.global_batch_size is not None:
@@ -319,26 +330,3 @@ class TrainerGroup:
     def _call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
         """Send one request to every rank and collect the answers in rank order."""
         return self.processes.call(method, params)
-
-
-def rank_shares(batch: TrainBatch, schedule: Schedule) -> list[dict[str, Any]]:
-    """Each rank's samples, with the micro-batches in local positions and the divisors of the whole step."""
-    if not schedule.steps:
-        return []
-    scheduled = [step.positions for step in schedule.steps]
-    trained = [sum(int(batch.loss_masks[p].sum()) for p in positions) for positions in scheduled]
-    num_tokens = sum(len(batch.tokens[p]) for positions in scheduled for p in positions)
-    shares = []
-    for rank in range(len(schedule.steps[0].ranks)):
-        positions = schedule.positions_of_rank(rank)
-        local = {position: i for i, position in enumerate(positions)}
-        steps = [
-            {
-                "num_rollouts": step.num_rollouts,
-                "num_tokens": count,
-                "micro_batches": [[local[p] for p in members] for members in step.ranks[rank]],
-            }
-            for step, count in zip(schedule.steps, trained, strict=True)
-        ]
-        shares.append({"batch": batch.select(positions).to_message(), "steps": steps, "num_tokens": num_tokens})
-    return shares

@@ -37,6 +37,7 @@ from slime.train.samples.dump import dump_rows
 from slime.train.samples.finite import check_columns_finite
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
 from slime.train.samples.rollout_data import RolloutData, collect, distribute, make_rollout_data
+from slime.train.samples.shares import open_share
 from slime.train.sending.adapter import export_adapter
 from slime.train.sending.hf_folder import save_hf
 from slime.train.sending.sender import WeightSender
@@ -93,12 +94,13 @@ class Trainer:
         return {"begin": first, "data_rank": self.topology.data.rank, "data_size": self.topology.data.size}
 
     def train(self, rollout_id: int, data: dict[str, Any]) -> dict[str, Any]:
-        """All optimizer steps of one rollout; `data` is this rank's part as `group.rank_shares` cut it."""
+        """All optimizer steps of one rollout; `data` is this rank's part as `rank_shares` cut it, or its file."""
         self.timers.clear()
         self.progress.begin("preparing the samples")
         logged: list[tuple[dict[str, Any], str]] = []
         with self.timers.measure("train"), logged_to(lambda metrics, step_key: logged.append((metrics, step_key))):
             with self.timers.measure("data_preprocess"):
+                data = open_share(data)
                 batch = TrainBatch.from_message(data["batch"])
                 steps = self._micro_batches(batch, data["steps"])
                 columns = make_rollout_data(batch)

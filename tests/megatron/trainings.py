@@ -17,8 +17,8 @@ from slime.config import Config
 from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Sample
 from slime.train.backends.megatron.backend import MegatronBackend
-from slime.train.group import rank_shares
 from slime.train.samples.batch import flatten_samples, make_train_batch
+from slime.train.samples.shares import rank_shares
 from slime.train.schedule import build_schedule
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer

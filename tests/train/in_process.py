@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from slime.config import Config, derive
-from slime.train.group import rank_shares
 from slime.train.meeting import Meeting
 from slime.train.progress import Progress
 from slime.train.samples.batch import flatten_samples, make_train_batch
+from slime.train.samples.shares import rank_shares
 from slime.train.schedule import build_schedule
 from slime.train.topology import Ranks, join_ranks
 from slime.train.trainer import Trainer

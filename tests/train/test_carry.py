@@ -19,6 +19,7 @@ from slime.train.meeting import Meeting
 from slime.train.processes import RankProcesses
 from slime.train.samples.batch import TrainBatch, flatten_samples, make_train_batch
 from slime.train.samples.carry import carried_path, in_front_of, load_carried, remove_stale, save_carried
+from slime.train.samples.shares import open_share
 from tests.train.tiny_training import make_samples
 
 
@@ -57,10 +58,10 @@ class RecordingGroup(TrainerGroup):
             folder = Path(self.config.save) / f"iter_{params[0]['rollout_id']:07d}"
             folder.mkdir(parents=True)
             return [str(folder)]
-        data = params[0]["data"]
+        data = open_share(params[0]["data"])
         self.sent.append(data | {"batch": TrainBatch.from_message(data["batch"]).to_dict()})
         perf = {"perf/data_preprocess_time": 0.0, "perf/train_time": 0.0}
-        metrics = [{"train/step": 0.0}] * len(params[0]["data"]["steps"])
+        metrics = [{"train/step": 0.0}] * len(data["steps"])
         return [{"metrics": metrics, "rollout_metrics": perf, "logged": []}]
 
     def trained_tokens(self) -> list[tuple[int, ...]]:

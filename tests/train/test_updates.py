@@ -11,8 +11,8 @@ import torch
 
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.train.group import rank_shares
 from slime.train.samples.batch import flatten_samples, make_train_batch
+from slime.train.samples.shares import rank_shares
 from slime.train.schedule import build_schedule
 from tests.train import hooks
 from tests.train.in_process import InProcess, config_for

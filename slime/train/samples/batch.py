@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from slime.cluster.message import Joined
 from slime.config import Config
 from slime.data.bad_sample import keep_bad_sample
-from slime.data.columns import mask_of
+from slime.data.columns import is_constant, mask_of
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.train.samples.scans import first_not_finite, is_trained_on, mask_totals
 from slime.train.samples.shaping import placed_turn_rewards, shape_rewards
 
 _BY_TOKEN = ("tokens", "loss_masks", "rollout_log_probs", "teacher_log_probs", "turn_rewards", "rollout_routed_experts")
@@ -62,7 +64,7 @@ class TrainBatch:
     @property
     def trainable(self) -> list[bool]:
         """Which samples have a token that is trained on; the others cost no forward pass."""
-        return [bool(mask.any()) for mask in self.loss_masks]
+        return [is_trained_on(mask) for mask in self.loss_masks]
 
     def select(self, positions: Sequence[int]) -> TrainBatch:
         lists = {name: None if column is None else [column[i] for i in positions] for name, column in self._columns()}
@@ -102,11 +104,14 @@ class TrainBatch:
         return ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "extra")
 
     def to_message(self) -> dict[str, Any]:
-        """For a channel: the tokens of all samples end to end, one array a column instead of one a sample."""
+        """For other processes: the tokens of all samples end to end, one array a column instead of one a sample.
+
+        Nothing is copied before it is sent; what is all one number, as most masks are, takes no room at all.
+        """
         columns = self.to_dict()
         for name in _BY_TOKEN:
             if columns[name] is not None:
-                columns[name] = {"lengths": [len(part) for part in columns[name]], "values": _joined(columns[name])}
+                columns[name] = _column_message(columns[name])
         return columns
 
     @classmethod
@@ -115,8 +120,7 @@ class TrainBatch:
         parted = dict(columns)
         for name in _BY_TOKEN:
             if parted[name] is not None:
-                ends = np.cumsum(parted[name]["lengths"], dtype=np.int64)[:-1]
-                parted[name] = np.split(parted[name]["values"], ends) if parted[name]["lengths"] else []
+                parted[name] = _column_parts(**parted[name])
         return cls(**parted)
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,8 +185,8 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
         raw_reward, rewards = shape_rewards(config, samples, groups, rollout_ids, excluded)
     masks = [_loss_mask(sample, skip) for sample, skip in zip(samples, excluded, strict=True)]
     mask_sums: dict[int, int] = {}
-    for rollout_id, mask in zip(rollout_ids, masks, strict=True):
-        mask_sums[rollout_id] = mask_sums.get(rollout_id, 0) + int(mask.sum())
+    for rollout_id, total in zip(rollout_ids, mask_totals(masks), strict=True):
+        mask_sums[rollout_id] = mask_sums.get(rollout_id, 0) + total
     return TrainBatch(
         tokens=[sample.token_array() for sample in samples],
         response_lengths=[len(mask) for mask in masks],
@@ -249,8 +253,28 @@ def _loss_mask(sample: Sample, excluded: bool) -> np.ndarray:
     return mask if mask.dtype == np.int8 else mask.astype(np.float32)
 
 
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.empty(0)
+def _column_message(parts: Sequence[np.ndarray]) -> dict[str, Any]:
+    """`lengths` of all parts, `constant`: those of one number only, by place, and the `values` of the others."""
+    constant = {place: part[0].item() for place, part in enumerate(parts) if is_constant(part)}
+    dtype = np.result_type(*{part.dtype for part in parts}) if parts else None
+    others = [part for place, part in enumerate(parts) if place not in constant] if constant else parts
+    return {"lengths": [len(part) for part in parts], "constant": constant, "values": Joined(others, dtype)}
+
+
+def _column_parts(lengths: Sequence[int], constant: dict[int, Any], values: np.ndarray | Joined) -> list[np.ndarray]:
+    """The inverse; parts are views of `values`."""
+    whole = values.whole() if isinstance(values, Joined) else values
+    if len(whole) != sum(lengths) - sum(lengths[place] for place in constant):
+        raise ValueError(f"a column of {len(whole)} numbers does not have parts of {sum(lengths)}")
+    fills = {value: np.broadcast_to(whole.dtype.type(value), (max(lengths),)) for value in set(constant.values())}
+    parts, end = [], 0
+    for place, length in enumerate(lengths):
+        if place in constant:
+            parts.append(fills[constant[place]][:length])
+        else:
+            parts.append(whole[end : end + length])
+            end += length
+    return parts
 
 
 def _identities(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
@@ -291,17 +315,22 @@ def _log_prob_column(
 
     One that is not trained on (it failed, or was removed) has zeros where it lacks them: the others keep theirs.
     """
-    columns = []
-    for sample, mask in zip(samples, masks, strict=True):
-        values, is_trained = sample.column_array(name), bool(mask.any())
+    columns, trained = [], []
+    for place, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
+        values, is_trained = sample.column_array(name), is_trained_on(mask)
         if values is None and is_trained:
             return None
         column = np.asarray([] if values is None else values, dtype=np.float32)
         if is_trained:
-            columns.append(_checked_log_probs(sample, name, column, run_dir))
-        else:
-            is_whole = len(column) == len(mask) and bool(np.isfinite(column).all())
-            columns.append(column if is_whole else np.zeros(len(mask), dtype=np.float32))
+            if len(column) != sample.response_length:
+                kind = name.replace("_log_probs", " log-probs")
+                raise UserError(f"sample {sample.index} has {len(column)} {kind} for {sample.response_length} tokens")
+            trained.append(place)
+        elif len(column) != len(mask) or not np.isfinite(column).all():
+            column = np.zeros(len(mask), dtype=np.float32)
+        columns.append(column)
+    if (bad := first_not_finite([columns[place] for place in trained])) is not None:
+        _blame(samples[trained[bad]], name, columns[trained[bad]], run_dir)
     return columns
 
 
@@ -320,14 +349,7 @@ def _routed_experts(samples: Sequence[Sample], masks: Sequence[np.ndarray]) -> l
     return [np.zeros((0, *shape), np.uint8) if experts is None else experts for experts in columns]
 
 
-def _checked_log_probs(sample: Sample, name: str, column: np.ndarray, run_dir: str | None) -> np.ndarray:
-    if len(column) != sample.response_length:
-        kind = name.replace("_log_probs", " log-probs")
-        raise UserError(f"sample {sample.index} has {len(column)} {kind} for {sample.response_length} tokens")
-    if not np.isfinite(column).all():
-        at = int(np.flatnonzero(~np.isfinite(column))[0])
-        path = keep_bad_sample(run_dir, None, sample.index, sample.to_dict())
-        raise UserError(
-            f"sample {sample.index} has {name}[{at}] = {column[at]}: log-probs must be finite; it is in {path}"
-        )
-    return column
+def _blame(sample: Sample, name: str, column: np.ndarray, run_dir: str | None) -> None:
+    at = int(np.flatnonzero(~np.isfinite(column))[0])
+    path = keep_bad_sample(run_dir, None, sample.index, sample.to_dict())
+    raise UserError(f"sample {sample.index} has {name}[{at}] = {column[at]}: log-probs must be finite; it is in {path}")

@@ -1,0 +1,345 @@
+"""The framework's own time a step: from finished samples to every rank having its share, with no model and no engine.
+
+    python benchmarks/scale.py
+    python benchmarks/scale.py --ranks 512 --samples 100000 --tokens 32768 --schedules tokens
+    python benchmarks/scale.py --ranks 64 --samples 10000 --profile
+
+A real `TrainerGroup` trains on synthetic samples. Its ranks are simulated: each has a channel of its own, and a few
+real processes (`--processes`) answer for all of them, as soon as they have the arrays of their share in hand. Shares go
+through shared memory as to ranks on the driver's machine, or over the channels as to others (`--ways`). What does not
+fit into memory is skipped, with the bytes it would take.
+
+batch      samples to columns: rewards of groups, masks, checks of log-probs
+schedule   who computes what, in which order; `--schedules` names the ways
+rest       ids, metrics, the cut into shares
+write      the shares' files in shared memory
+send       from the first request to the last rank's answer
+per 1e5    the whole step for 100,000 such samples: constant where time is linear in samples
+GB         what the ranks receive; every data-parallel rank has its own share
+peak       MiB of the driver beyond the samples themselves, and of the fullest receiving process with all of its ranks
+           (its own memory, without what it shares with the driver)
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import os
+import platform
+import pstats
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from slime.cluster.channel import Channel, ChannelClosed, channel_pair, readable
+from slime.cluster.node import Process
+from slime.config import Config
+from slime.data.sample import Sample
+from slime.train.flops import FlopsModel
+from slime.train.group import TrainerGroup
+from slime.train.meeting import Meeting
+from slime.train.processes import Rank, RankProcesses
+from slime.train.samples.batch import TrainBatch
+from slime.train.samples.shares import HandOver, Share, open_share
+from slime.train.schedule import Schedule
+
+GROUP_SIZE = 8
+LONGEST = 32768
+MEDIAN = 600
+PROMPT = 200
+BYTES_PER_TOKEN = 9
+"""Of a sample: id, log-prob and mask."""
+SMALL_MODEL = FlopsModel(per_token=6e9, per_pair=4.0 * 16 * 128, layers_by_window={None: 28})
+PARTS = ("batch", "schedule", "rest", "write", "send")
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "samples": {"micro_batch_size": 1},
+    "tokens": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": LONGEST},
+    "flops": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": LONGEST, "balance_data": True},
+    "flops-equal": {"micro_batch_size": 1, "balance_data": True},
+    "by-flops": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": LONGEST, "balance_by_flops": True},
+}
+
+
+@dataclass
+class Spent:
+    """Seconds by part, of one step."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    whole: float = 0.0
+
+    @contextmanager
+    def on(self, part: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.parts[part] = self.parts.get(part, 0.0) + time.perf_counter() - begin
+
+    @property
+    def columns(self) -> list[float]:
+        """The parts in the order of the table, and all of it."""
+        named = self.parts | {"rest": self.whole - sum(self.parts.values())}
+        return [*(named.get(part, 0.0) for part in PARTS), self.whole]
+
+
+class SimulatedRank:
+    """A rank that another process answers for; it never ends before the run does."""
+
+    log_path = Path("unused")
+
+    def __init__(self, number: int) -> None:
+        self.name = f"rank-{number}"
+
+    def said(self, text: str | None) -> None:
+        """Nobody looks."""
+
+    def poll(self) -> int | None:
+        return None
+
+    def state(self) -> str:
+        return self.name
+
+
+class SimulatedRanks(RankProcesses):
+    """Channels like those of real ranks, with a few processes at their other ends."""
+
+    def __init__(self, config: Config, processes: int) -> None:
+        super().__init__(config, device="cpu", run_dir=Path("unused"))
+        self._num_processes = min(processes, self.world_size)
+        self._receivers: list[subprocess.Popen[bytes]] = []
+
+    def launch(self) -> list[Meeting]:
+        ends: list[socket.socket] = []
+        for number in range(self.world_size):
+            channel, theirs = channel_pair()
+            self.ranks.append(Rank(cast(Process, SimulatedRank(number)), channel))
+            ends.append(theirs)
+        for first in range(self._num_processes):
+            own = [end.fileno() for end in ends[first :: self._num_processes]]
+            words = [sys.executable, __file__, "--receive", ",".join(map(str, own))]
+            self._receivers.append(subprocess.Popen(words, pass_fds=own))
+        for end in ends:
+            end.close()
+        return []
+
+    def stop(self) -> None:
+        ranks, self.ranks = self.ranks, []
+        for rank in ranks:
+            rank.channel.close()
+        for receiver in self._receivers:
+            receiver.wait()
+
+
+class TimedHandOver(HandOver):
+    """With a clock around the files."""
+
+    def __init__(self, spent: Callable[[], Spent]) -> None:
+        super().__init__()
+        self._spent = spent
+
+    def _written(self, shares: dict[int, Share], folder: Path) -> dict[int, str]:
+        with self._spent().on("write"):
+            return super()._written(shares, folder)
+
+
+class TimedGroup(TrainerGroup):
+    """The group as it is, with a clock around its parts."""
+
+    def __init__(self, config: Config, processes: int, *, through_memory: bool, folder: str) -> None:
+        super().__init__(config, device="cpu", run_dir=folder)
+        self._hand_over = TimedHandOver(lambda: self.spent)
+        self._through_memory = through_memory
+        self.processes = SimulatedRanks(config, processes)
+        self.spent = Spent()
+        self.receivers_mib = 0.0
+
+    def open(self) -> None:
+        self.processes.launch()
+        self._data_ranks, self._data_size = list(range(self.world_size)), self.world_size
+        self._flops = SMALL_MODEL if self.config.balance_data or self.config.balance_by_flops else None
+
+    @property
+    def _here(self) -> list[bool]:
+        return [self._through_memory] * self.world_size
+
+    def _make_batch(self, samples: list[Sample]) -> TrainBatch:
+        with self.spent.on("batch"):
+            return super()._make_batch(samples)
+
+    def _schedule(self, batch: TrainBatch, *, fill_last: bool) -> Schedule:
+        with self.spent.on("schedule"):
+            return super()._schedule(batch, fill_last=fill_last)
+
+    def _call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
+        with self.spent.on("send"):
+            answers = super()._call(method, params)
+        self.receivers_mib = max(answer["mib"] for answer in answers)
+        return answers
+
+
+def receive(fds: Sequence[int]) -> None:
+    """The other ends: answer for these ranks until the driver goes."""
+    channels = [Channel.from_fd(fd) for fd in fds]
+    kept: dict[int, TrainBatch] = {}
+    try:
+        while True:
+            for place in readable(channels, 3600.0):
+                request = channels[place].recv(None)
+                kept[place] = TrainBatch.from_message(open_share(request["params"]["data"])["batch"])
+                perf = {"perf/data_preprocess_time": 0.0, "perf/train_time": 0.0}
+                result = {"metrics": [], "rollout_metrics": perf, "logged": [], "mib": status("VmHWM") / 2**20}
+                channels[place].send({"id": request["id"], "ok": True, "result": result})
+    except ChannelClosed:
+        return
+
+
+def status(name: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def available_bytes() -> int:
+    """Memory that can be had now."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("this benchmark reads /proc/meminfo: Linux only")
+
+
+def lengths_of(tokens: str, count: int, seed: int = 0) -> np.ndarray:
+    """Tokens of each sample: all alike, or mixed as responses are."""
+    if tokens != "mixed":
+        return np.full(count, int(tokens))
+    drawn = np.random.default_rng(seed).lognormal(np.log(MEDIAN), 1.0, count)
+    return np.clip(drawn, 2 * 16, LONGEST).astype(np.int64)
+
+
+def make_samples(lengths: np.ndarray, masked: float) -> list[list[Sample]]:
+    """Groups of finished samples with arrays of their own; `masked` of them have turns that are not trained on."""
+    rng = np.random.default_rng(1)
+    samples = []
+    for index, length in enumerate(lengths.tolist()):
+        prompt = min(PROMPT, length // 2)
+        sample = Sample(index=index, group_index=index // GROUP_SIZE, tokens=list(range(prompt)))
+        sampled = rng.integers(0, 150_000, length - prompt, dtype=np.int32)
+        log_probs = -rng.random(length - prompt, dtype=np.float32)
+        turns = 8 if rng.random() < masked and length > 64 else 1
+        for turn, (ids, probs) in enumerate(
+            zip(np.array_split(sampled, turns), np.array_split(log_probs, turns), strict=True)
+        ):
+            told = turn % 2 == 1
+            sample.append_response_tokens(tokens=ids, log_probs=None if told else probs, trainable=not told)
+        sample.reward = float(rng.integers(0, 2))
+        sample.status = Sample.Status.COMPLETED
+        sample.compact()
+        samples.append(sample)
+    return [samples[begin : begin + GROUP_SIZE] for begin in range(0, len(samples), GROUP_SIZE)]
+
+
+@dataclass
+class Case:
+    way: str
+    schedule: str
+    ranks: int
+
+
+def refusal(lengths: np.ndarray) -> str | None:
+    """Why a case does not fit here: its samples, and once more what the ranks get."""
+    needed = 2 * BYTES_PER_TOKEN * int(lengths.sum())
+    free, room = available_bytes(), shutil.disk_usage("/dev/shm").free
+    if needed < 0.8 * free and needed / 2 < room:
+        return None
+    have = f"{free / 2**30:.1f} are free, {room / 2**30:.1f} in /dev/shm"
+    return f"SKIPPED: they take {needed / 2**30:.1f} GiB, half of it in /dev/shm; {have}"
+
+
+def measure(case: Case, groups: list[list[Sample]], options: argparse.Namespace) -> tuple[Spent, float, float]:
+    """The second of two steps (the first one starts what is started once), the driver's peak and the receivers'."""
+    config = Config(
+        hf_checkpoint="unused", rollout_batch_size=len(groups), n_samples_per_prompt=GROUP_SIZE,
+        num_steps_per_rollout=options.steps, actor_num_gpus_per_node=case.ranks, **SCHEDULES[case.schedule],
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        memory = case.way == "memory"
+        group = TimedGroup(config, options.processes, through_memory=memory, folder=folder)
+        with group:
+            group.open()
+            group.train(0, groups, last=True)
+            group.spent = Spent()
+            gc.collect()
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+            before, begin = status("VmRSS"), time.perf_counter()
+            with profiled(options.profile):
+                group.train(1, groups, last=True)
+            group.spent.whole = time.perf_counter() - begin
+            return group.spent, (status("VmHWM") - before) / 2**20, group.receivers_mib
+
+
+@contextmanager
+def profiled(wanted: bool) -> Iterator[None]:
+    if not wanted:
+        yield
+        return
+    with cProfile.Profile() as profile:
+        yield
+    pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512], help="data-parallel ranks")
+    parser.add_argument("--samples", type=int, nargs="+", default=[100, 1000, 10_000, 100_000], help="of one step")
+    parser.add_argument("--tokens", default="mixed", help="of each sample: a number, or mixed lengths (default)")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=["tokens"])
+    parser.add_argument("--ways", nargs="+", choices=("memory", "channels"), default=["memory"])
+    parser.add_argument("--steps", type=int, default=1, help="optimizer steps of one rollout")
+    parser.add_argument("--masked", type=float, default=0.25, help="part of the samples that have tool turns")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that answer for all ranks")
+    parser.add_argument("--profile", action="store_true", help="print where the driver's time goes")
+    parser.add_argument("--receive", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.receive:
+        receive([int(fd) for fd in options.receive.split(",")])
+        return
+    title = f"own time, {options.tokens} tokens a sample, {platform.machine()}, {os.cpu_count()} cores"
+    table = Table(title=title, box=None, pad_edge=False)
+    names = ("way", "by", "ranks", "samples", *PARTS, "whole s", "per 1e5", "GB", "driver peak", "receiver peak")
+    for name in names:
+        table.add_column(name, justify="left" if name in ("way", "by") else "right")
+    skipped = []
+    for count in options.samples:
+        lengths = lengths_of(options.tokens, count)
+        if (why := refusal(lengths)) is not None:
+            skipped.append(f"{count:,} samples of {options.tokens} tokens {why}")
+            continue
+        groups = make_samples(lengths, options.masked)
+        for way, schedule, ranks in product(options.ways, options.schedules, options.ranks):
+            spent, driver, receiver = measure(Case(way, schedule, ranks), groups, options)
+            times = [*spent.columns, spent.whole * 1e5 / count]
+            gb = BYTES_PER_TOKEN * int(lengths.sum()) / 1e9
+            sizes = f"{gb:.2f}", f"{driver:,.0f}", f"{receiver:,.0f}"
+            table.add_row(way, schedule, str(ranks), f"{count:,}", *(f"{value:.3f}" for value in times), *sizes)
+    console = Console(width=160)
+    console.print(table)
+    for line in skipped:
+        console.print(line)
+
+
+if __name__ == "__main__":
+    main()

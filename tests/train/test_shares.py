@@ -1,0 +1,213 @@
+"""Shares on their way to the ranks: the same numbers by both ways, no copies in the driver, nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime.cluster.channel import Channel, channel_pair
+from slime.config import Config
+from slime.data.sample import Sample
+from slime.train.samples.batch import TrainBatch, make_train_batch
+from slime.train.samples.shares import HandOver, Share, open_share, rank_shares
+from slime.train.schedule import build_schedule
+from tests.small_disk import small_disk
+
+
+def make_samples(lengths: list[int]) -> list[Sample]:
+    """Finished samples: of one turn, of several, one of which nothing is trained on, one of a list."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for index, length in enumerate(lengths):
+        sample = Sample(index=index, group_index=index // 2, tokens=list(range(3)), reward=float(index % 3))
+        for part in range(1 + index % 3):
+            told = part == 1
+            sample.append_response_tokens(
+                tokens=rng.integers(0, 1000, length).astype(np.int32),
+                log_probs=None if told else -rng.random(length, dtype=np.float32),
+                trainable=not told,
+            )
+        sample.status = Sample.Status.COMPLETED
+        sample.train_metadata = {"weight": np.float32(index), "note": "żółw"} if index % 2 else None
+        sample.compact()
+        samples.append(sample)
+    samples[-1].remove_sample = True
+    samples[0].loss_mask = [1] * samples[0].response_length
+    return samples
+
+
+def shares_of(samples: list[Sample], ranks: int) -> list[Share]:
+    batch = make_train_batch(Config(rollout_batch_size=4, n_samples_per_prompt=2), samples)
+    batch.extra = {"own": [np.full(2, index) for index in range(len(batch))]}
+    schedule = build_schedule(
+        batch.total_lengths, batch.rollout_ids, num_ranks=ranks, global_batch_size=len(batch), micro_batch_size=2
+    )
+    return rank_shares(batch, schedule)
+
+
+def through_channel(message: Any) -> Any:
+    here, theirs = channel_pair()
+    with here, Channel(theirs) as there:
+        sender = threading.Thread(target=here.send, args=(message,))
+        sender.start()
+        received = there.recv(20)
+        sender.join()
+    return received
+
+
+def assert_identical(one: Any, other: Any) -> None:
+    """Equal in values, types, dtypes and bits."""
+    assert type(one) is type(other)
+    if isinstance(one, np.ndarray):
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_identical(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_identical(a, b)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("lengths", [[5, 900, 30, 7, 1, 64, 200, 3], [9000, 20_000, 70_000, 5, 40_000, 40_000, 1, 2]])
+def test_a_share_is_the_same_through_memory_and_over_a_channel(tmp_path: Path, lengths: list[int]) -> None:
+    samples = make_samples(lengths)
+    shares = shares_of(samples, ranks=3)
+    with HandOver(tmp_path).given(shares, [True] * 3) as given:
+        opened = [open_share(through_channel(data)) for data in given]
+        assert all(set(data) == {"file"} for data in given)
+    sent = [through_channel(share) for share in shares]
+    for mapped, received, share in zip(opened, sent, shares, strict=True):
+        assert_identical(mapped, received)
+        batch = TrainBatch.from_message(mapped["batch"])
+        assert_identical(batch.to_dict(), TrainBatch.from_message(received["batch"]).to_dict())
+        np.testing.assert_equal(batch.to_dict(), TrainBatch.from_message(share["batch"]).to_dict())
+        for place, index in enumerate(batch.sample_indices):
+            np.testing.assert_array_equal(batch.tokens[place], samples[index].token_array())
+            np.testing.assert_array_equal(batch.rollout_log_probs[place], samples[index].rollout_log_probs)
+            mask = samples[index].loss_mask_array()
+            np.testing.assert_array_equal(batch.loss_masks[place], 0 * mask if samples[index].remove_sample else mask)
+
+
+def test_masks_of_one_number_take_no_room(tmp_path: Path) -> None:
+    sample = Sample(index=9, tokens=[1, 2], reward=1.0)
+    sample.append_response_tokens(tokens=np.zeros(100_000, np.int32), log_probs=np.zeros(100_000, np.float32))
+    (share,) = shares_of([sample, make_samples([5])[0]], ranks=1)
+    with HandOver(tmp_path).given([share], [True]) as (data,):
+        assert os.path.getsize(data["file"]) < 8 * 100_000 + 5_000
+        batch = TrainBatch.from_message(open_share(data)["batch"])
+    masks = dict(zip(batch.sample_indices, batch.loss_masks, strict=True))
+    assert (masks[9].strides, masks[9].dtype, masks[9].sum()) == ((0,), np.int8, 100_000)
+
+
+def test_ranks_with_the_same_share_get_the_same_file_and_those_elsewhere_the_share(tmp_path: Path) -> None:
+    one, other = shares_of(make_samples([500] * 8), ranks=2)
+    with HandOver(tmp_path).given([one, one, other, other], [True, True, True, False]) as given:
+        assert given[0] == given[1] != given[2]
+        assert given[3] is other
+        (folder,) = tmp_path.iterdir()
+        assert len([path for path in folder.iterdir() if path.suffix != ".lock"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_for_ranks_elsewhere(tmp_path: Path) -> None:
+    shares = shares_of(make_samples([500] * 8), ranks=2)
+    with HandOver(tmp_path).given(shares, [False, False]) as given:
+        assert [data is share for data, share in zip(given, shares, strict=True)] == [True, True]
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_removed_when_a_call_fails(tmp_path: Path) -> None:
+    shares = shares_of(make_samples([500] * 8), ranks=2)
+
+    def call() -> None:
+        with HandOver(tmp_path).given(shares, [True, True]):
+            assert list(tmp_path.iterdir()) != []
+            raise RuntimeError("a rank died")
+
+    with pytest.raises(RuntimeError, match="a rank died"):
+        call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_driver_never_holds_the_batch_twice(tmp_path: Path) -> None:
+    samples = make_samples([40_000] * 24)
+    size = sum(8 * sample.total_length for sample in samples)
+    tracemalloc.start()
+    try:
+        shares = shares_of(samples, ranks=4)
+        with HandOver(tmp_path).given(shares, [True] * 4):
+            pass
+        for share in shares:
+            through = threading.Thread(target=_sent_to_nobody, args=(share,))
+            through.start()
+            through.join()
+        assert tracemalloc.get_traced_memory()[1] < size / 4  # a scan holds a megabyte
+    finally:
+        tracemalloc.stop()
+
+
+def _sent_to_nobody(share: Share) -> None:
+    """Over a channel whose other end throws away what it reads."""
+    here, theirs = channel_pair()
+
+    def drain() -> None:
+        room = bytearray(1 << 16)
+        while theirs.recv_into(room):
+            pass
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    here.send(share)
+    here.close()
+    reader.join()
+    theirs.close()
+
+
+def test_without_room_shares_go_over_the_channels_and_it_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shares = shares_of(make_samples([9000] * 8), ranks=2)
+    with small_disk(tmp_path / "full", size="256k") as disk, caplog.at_level(logging.WARNING):
+        hand_over = HandOver(disk)
+        for _ in range(2):
+            with hand_over.given(shares, [True, True]) as given:
+                assert [data is share for data, share in zip(given, shares, strict=True)] == [True, True]
+        assert list(disk.iterdir()) == []
+    assert caplog.text.count("over sockets") == 1
+    assert "full has 0.00 GiB free" in caplog.text
+
+
+def test_room_that_is_gone_half_way_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when somebody else fills the same memory between the look and the writing."""
+    shares = shares_of(make_samples([9000] * 8), ranks=2)
+    plenty = type("Usage", (), {"free": 2**40})
+    monkeypatch.setattr("slime.train.samples.shares.shutil.disk_usage", lambda _: plenty)
+    with small_disk(tmp_path / "full", size="256k") as disk, caplog.at_level(logging.WARNING):
+        with HandOver(disk).given(shares, [True, True]) as given:
+            assert [data is share for data, share in zip(given, shares, strict=True)] == [True, True]
+            (folder,) = disk.iterdir()
+            assert [path.name for path in folder.iterdir()] == ["owner.lock"]
+        assert list(disk.iterdir()) == []
+    assert "has no room for" in caplog.text
+
+
+def test_without_shared_memory_shares_go_over_the_channels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shares = shares_of(make_samples([50] * 8), ranks=2)
+    hand_over = HandOver(tmp_path / "missing")
+    hand_over.clean()
+    with caplog.at_level(logging.WARNING), hand_over.given(shares, [True, True]) as given:
+        assert given == shares
+    assert "missing cannot be written" in caplog.text
