@@ -1,5 +1,7 @@
 """A run whose processes are killed at random moments, again and again: what the journal then says, and what was trained.
 
+It is started again with the same command, or where it may by itself.
+
 `make test-crash` kills twenty times (SLIME_CRASH_KILLS); the suite three times, once each kind of process.
 """
 
@@ -37,7 +39,7 @@ async def slowly(args, sample):
 """
 MODES = {
     "sync": ["--over-sampling-batch-size", "8", "--partial-rollout"],
-    "one-step": ["--async-mode", "one-step", "--rollout-num-gpus", "1", "--async-save"],
+    "one-step": ["--async-mode", "one-step", "--rollout-num-gpus", "1", "--async-save", "--max-restarts", "100"],
     "full": ["--async-mode", "full", "--rollout-num-gpus", "2"],
 }
 
@@ -102,11 +104,21 @@ class Storm:
             self.kills.append(kind)
         if kind == "driver":
             life.popen.wait(30)
-        if kind == "trainer":
+        if kind == "trainer" and not self._starts_again(life, victims[kind]):
             assert life.popen.wait(60) == 1
             err = life.popen.communicate()[1]
             ends_already = self.kills[-2:-1] == ["engine"] and "was killed by signal 9" in err
             assert "trainer-0 ended during" in err or ends_already, err
+
+    def _starts_again(self, life: Running, before: list[int]) -> bool:
+        """Whether the run has other trainers by itself, as it may once it has been up."""
+        if "--max-restarts" not in self.command():
+            return False
+        assert wait_until(lambda: life.popen.poll() is not None or self._others(life, before), within_s=90)
+        return life.popen.poll() is None
+
+    def _others(self, life: Running, before: list[int]) -> bool:
+        return bool(set(life.processes(TRAINER)) - set(before))
 
     def _explain_end(self, life: Running) -> None:
         _, err = life.popen.communicate()

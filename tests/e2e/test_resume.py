@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from tests.e2e.conftest import eval_flags, grpo_flags
-from tests.e2e.runs import TRAIN, Done, assert_same_records, comparable, run, started, wait_until
+from tests.e2e.runs import TRAIN, Done, assert_same_records, comparable, records, run, started, wait_until
 
 TOLERANCE = 1e-7
 DEADLY = """\
@@ -20,14 +20,15 @@ from slime.cluster.process import process_tree
 
 
 def token_sum(args, sample):
-    \"\"\"Kills the trainers at a sample of the second rollout, and at one of the third, once each.\"\"\"
+    \"\"\"Kills a trainer at a sample of the second rollout, and at one of the third, once each.\"\"\"
     done = os.path.join(args.output_dir, f"struck-{sample.index}")
     if sample.index in (20, 36) and not sample.metadata.get("evaluation") and not os.path.exists(done):
         open(done, "w").close()
         for pid in process_tree(os.getpid()):
-            with open(f"/proc/{pid}/cmdline") as file:
-                words = file.read()
-            if "slime.train.worker" in words and "guard.py" not in words:
+            with open(f"/proc/{pid}/cmdline") as words, open(f"/proc/{pid}/environ") as variables:
+                command = words.read()
+                is_rank = f"RANK={os.environ['DEADLY_RANK']}" in variables.read().split("\\0")
+            if is_rank and "slime.train.worker" in command and "guard.py" not in command:
                 os.kill(pid, signal.SIGKILL)
     return sum(sample.tokens) % 7 / 7
 """
@@ -74,7 +75,7 @@ def test_a_run_that_loses_its_trainer_twice_is_the_run_that_never_did(
     (place / "deadly.py").write_text(DEADLY)
     flags = ["--save", "lost", "--save-interval", "2", "--num-rollout", "4", "--max-restarts", "1"]
     deadly = ["--custom-rm-path", "deadly.py:token_sum"]
-    done = run([*TRAIN, *grpo_flags(), *eval_flags(), *flags, *deadly], place)
+    done = run([*TRAIN, *grpo_flags(), *eval_flags(), *flags, *deadly], place, DEADLY_RANK="0")
     assert done.code == 0, done.err
     assert done.err.count("restart 1 of 1 without progress, from the start: trainer-0 ended during") == 1
     assert done.err.count("restart 1 of 1 without progress, from lost: trainer-0 ended during") == 1
@@ -82,9 +83,32 @@ def test_a_run_that_loses_its_trainer_twice_is_the_run_that_never_did(
     assert "4, 2 of them since the resume" in done.out
     assert_same_records(comparable(place / "lost"), comparable(whole), TOLERANCE)
     assert [path.name for path in (place / "lost").glob("metrics*.jsonl")] == ["metrics.jsonl"]
-    with closing(sqlite3.connect(place / "lost/journal.sqlite")) as journal:
-        consumed = journal.execute("SELECT consumed_by, COUNT(*) FROM groups GROUP BY 1 ORDER BY 1").fetchall()
-    assert consumed == [(rollout_id, 4) for rollout_id in range(4)]
+    assert consumed(place / "lost") == [(rollout_id, 4) for rollout_id in range(4)]
+
+
+def consumed(run_dir: Path) -> list[tuple[int | None, int]]:
+    """How many groups each rollout has trained on; None for those that none has."""
+    with closing(sqlite3.connect(run_dir / "journal.sqlite")) as journal:
+        return journal.execute("SELECT consumed_by, COUNT(*) FROM groups GROUP BY 1 ORDER BY 1").fetchall()
+
+
+def test_one_of_two_ranks_is_lost_with_its_critic(place: Path) -> None:
+    (place / "deadly.py").write_text(DEADLY)
+    flags = [
+        *("--save", "ppo", "--save-interval", "1", "--num-rollout", "4", "--max-restarts", "1"),
+        *("--advantage-estimator", "ppo", "--actor-num-gpus-per-node", "2", "--async-mode", "one-step"),
+        *("--rollout-num-gpus", "1", "--custom-rm-path", "deadly.py:token_sum"),
+    ]
+    done = run([*TRAIN, *grpo_flags(), *flags], place, DEADLY_RANK="1")
+    assert done.code == 0, done.err
+    assert done.err.count("trainer-1 ended during") == 2
+    rollouts, steps = (records(place / "ppo", kind) for kind in ("rollout", "train"))
+    assert [record["step"] for record in rollouts] == [0, 1, 2, 3]
+    assert [record["step"] for record in steps] == list(range(8))
+    assert all("train/critic-value_loss" in record for record in steps)
+    assert consumed(place / "ppo") == [(rollout_id, 4) for rollout_id in range(4)]
+    for folder in (place / "ppo", place / "ppo/critic"):
+        assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
 
 
 def test_the_buffer_of_each_checkpoint_that_is_there_stays_in_the_journal(place: Path) -> None:
