@@ -108,7 +108,7 @@ def train(args: Config | argparse.Namespace, *, reward: Callable[..., Any] | Non
     with told_if_slow("reading the evaluation prompts", silent=config.progress == "none"):
         datasets = _eval_prompts(config)
     lives = Lives(config)
-    with terminated_like_interrupt(), watch_signals(), RunDir(config.output_dir) as run_dir, _memory() as memory:
+    with terminated_like_interrupt(), watch_signals(), _claimed(config) as run_dir, _memory() as memory:
         while True:
             try:
                 run = _live(lives, device, run_dir, data_source, datasets, reward, plan.notes, memory)
@@ -467,6 +467,14 @@ def _finished_before(config: Config, total: int) -> TrainingResult | None:
         f"it to go on, or choose another --save to begin anew (metrics and curves are in {folder})"
     )
     return result
+
+
+def _claimed(config: Config) -> RunDir:
+    with told_if_slow(
+        f"looking whether the run that had {config.output_dir} on another machine is gone",
+        silent=config.progress == "none",
+    ):
+        return RunDir(config.output_dir)
 
 
 def _memory() -> MemorySampler:

@@ -1,13 +1,60 @@
-"""The folder of one run. The invariant: at most one live run owns it, by a lock that ends with the process."""
+"""The folder of one run, which may be on storage that several machines share.
+
+The invariant: at most one live run owns it. Its lock ends with the process. Storage that shares no locks between
+machines, or keeps those of a machine that is gone for a while, is told apart by a sign of life: the owner touches the
+lock every few seconds.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from slime.errors import UserError
+
+BEAT_S = 5.0
+SILENCE_S = 20.0
+"""An owner on another machine that has not touched the lock for so long is gone."""
+RELEASE_S = 180.0
+"""How long a file server may keep the lock of a machine that is gone (NFS: its lease, 90 s)."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that has, or had, a run folder; `host` and `boot` of its machine are empty where they are unknown."""
+
+    pid: str
+    host: str = ""
+    boot: str = ""
+
+    @classmethod
+    def here(cls) -> Self:
+        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+        return cls(str(os.getpid()), socket.gethostname(), boot)
+
+    @classmethod
+    def written_in(cls, lock_fd: int) -> Self | None:
+        """Whom the lock names; nobody when the last one went in order."""
+        words = os.pread(lock_fd, 512, 0).decode(errors="replace").split()
+        return cls(*words[:3]) if words else None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it was on another machine, whose locks may not be seen here."""
+        here = Owner.here()
+        return bool(self.host) and self.host != here.host and (not self.boot or self.boot != here.boot)
+
+    def __str__(self) -> str:
+        return f"process {self.pid}" + (f" on {self.host}" if self.is_elsewhere else "")
 
 
 class RunDir(os.PathLike[str]):
@@ -16,25 +63,69 @@ class RunDir(os.PathLike[str]):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock_fd = -1
+        self._released = threading.Event()
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            lock_fd = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            lock_fd = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise UserError(
                 f"the run folder {self.path} can't be written ({error.strerror}): choose another one with --output-dir"
             ) from error
         try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(lock_fd, 64, 0).decode(errors="replace").strip() or "unknown"
+            self._claim(lock_fd)
+        except BaseException:
             os.close(lock_fd)
-            raise UserError(
-                f"the run folder {self.path} is in use by a run that is still going (process {owner}): "
-                "wait for it, or choose another folder with --output-dir"
-            ) from None
+            raise
+        owner = Owner.here()
         os.ftruncate(lock_fd, 0)
-        os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(lock_fd, f"{owner.pid} {owner.host} {owner.boot}\n".encode(), 0)
         self._lock_fd = lock_fd
+        self._beating = threading.Thread(target=self._beat, name="run-folder", daemon=True)
+        self._beating.start()
+
+    def _claim(self, lock_fd: int) -> None:
+        """Take the lock; from an owner on another machine only when it gives no sign of life."""
+        locked = _locked(lock_fd)
+        owner = Owner.written_in(lock_fd) or Owner("unknown")
+        if locked and not owner.is_elsewhere:
+            return
+        if not owner.is_elsewhere or self._is_alive():
+            raise UserError(
+                f"the run folder {self.path} is in use by a run that is still going ({owner}): "
+                "wait for it, or choose another folder with --output-dir"
+            )
+        deadline = time.monotonic() + RELEASE_S
+        while not _locked(lock_fd):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"the run folder {self.path} is locked by {owner}, which gives no sign of life: see that it is "
+                    "gone, or choose another folder with --output-dir"
+                )
+            time.sleep(min(1.0, BEAT_S / 5))
+
+    def _is_alive(self) -> bool:
+        """Whether the lock is touched while we look. It is opened anew each time: what a file server said of an open
+        file may be a minute old."""
+        first, deadline = self._touched(), time.monotonic() + SILENCE_S
+        while time.monotonic() < deadline:
+            time.sleep(min(0.5, SILENCE_S / 10))
+            if self._touched() != first:
+                return True
+        return False
+
+    def _touched(self) -> int:
+        fd = os.open(self.path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.fstat(fd).st_mtime_ns
+        finally:
+            os.close(fd)
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_S):
+            try:
+                os.utime(self._lock_fd)
+            except OSError:  # storage that is gone for a while: whoever writes to it says so
+                continue
 
     @property
     def logs(self) -> Path:
@@ -66,6 +157,10 @@ class RunDir(os.PathLike[str]):
     def release(self) -> None:
         """Give the folder free for another run. Safe to call again."""
         if self._lock_fd >= 0:
+            self._released.set()
+            self._beating.join()
+            with contextlib.suppress(OSError):  # a full disk: then the next run looks whether this one is alive
+                os.ftruncate(self._lock_fd, 0)
             os.close(self._lock_fd)
             self._lock_fd = -1
 
@@ -83,3 +178,12 @@ class RunDir(os.PathLike[str]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()
+
+
+def _locked(lock_fd: int) -> bool:
+    """Take the lock if it is free; whether it is ours."""
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -52,9 +52,9 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(whole_run: tuple[Path, 
         assert wait_until(lambda: not killed.processes(), within_s=10), "processes outlived their driver"
     assert any("resuming from parts at step 3" in line for line in killed.lines)
 
-    resumed = run([*command, "--num-rollout", "4"], place)
+    resumed = run(from_folder_beside(place, [*command, "--num-rollout", "4"]), place / "beside")
     assert (resumed.code, resumed.err) == (0, "")
-    assert "resuming from parts at step 4" in resumed.out
+    assert "resuming from ../parts at step 4" in resumed.out
 
     assert_same_records(comparable(place / "parts"), comparable(whole), TOLERANCE)
     assert "4, 1 of them since the resume" in resumed.out
@@ -65,6 +65,13 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(whole_run: tuple[Path, 
     assert "\nthis run is finished: parts has a checkpoint after step 4, and --num-rollout is 4;" in again.out
     assert "starting" not in again.out
     assert_same_records(comparable(place / "parts"), comparable(whole), TOLERANCE)
+
+
+def from_folder_beside(place: Path, command: list[str]) -> list[str]:
+    """The command as it is given in another working folder, or on another machine with the same storage."""
+    (place / "beside").mkdir()
+    here = {*(path.name for path in place.iterdir()), "parts"}
+    return [f"../{word}" if word.split("@")[0].split(":")[0] in here else word for word in command]
 
 
 def test_a_run_that_loses_its_trainer_twice_is_the_run_that_never_did(

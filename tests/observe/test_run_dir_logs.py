@@ -1,18 +1,25 @@
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from slime.errors import UserError
+from slime.observe import run_dir
 from slime.observe.logs import configure_logging
 from slime.observe.progress import NoProgress, PlainProgress
 from slime.observe.run_dir import RunDir
@@ -40,6 +47,88 @@ def test_the_lock_ends_with_the_process_however_it_ends(tmp_path: Path) -> None:
         RunDir(tmp_path)
     other.communicate("")
     RunDir(tmp_path).release()
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A descriptor of the lock of a run folder in which a run on another machine has written its name."""
+    monkeypatch.setattr(run_dir, "SILENCE_S", 0.3)
+    monkeypatch.setattr(run_dir, "RELEASE_S", 30.0)
+    RunDir(tmp_path).release()
+    (tmp_path / ".lock").write_text("12 node-a 0000-1111\n")
+    return os.open(tmp_path / ".lock", os.O_RDWR)
+
+
+@contextmanager
+def beating(lock: int) -> Iterator[None]:
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(0.01):
+            os.utime(lock)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("shares_locks", [True, False])
+def test_a_live_run_on_another_machine_is_named_whether_or_not_the_storage_shares_locks(
+    elsewhere: int, tmp_path: Path, shares_locks: bool
+) -> None:
+    if shares_locks:
+        fcntl.flock(elsewhere, fcntl.LOCK_EX)
+    with beating(elsewhere), pytest.raises(UserError, match=r"still going \(process 12 on node-a\).*--output-dir"):
+        RunDir(tmp_path)
+
+
+def test_a_folder_whose_machine_is_gone_is_taken_over_and_its_lock_waited_for(
+    elsewhere: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunDir(tmp_path):  # the storage shares no locks, or has let go of this one
+        assert (tmp_path / ".lock").read_text().split()[:2] == [str(os.getpid()), socket.gethostname()]
+    assert (tmp_path / ".lock").read_text() == ""  # whoever goes in order keeps nobody waiting
+    (tmp_path / ".lock").write_text("12 node-a 0000-1111\n")
+    fcntl.flock(elsewhere, fcntl.LOCK_EX)
+    monkeypatch.setattr(run_dir, "RELEASE_S", 0.1)
+    with pytest.raises(UserError, match=r"locked by process 12 on node-a, which gives no sign of life"):
+        RunDir(tmp_path)
+    monkeypatch.setattr(run_dir, "RELEASE_S", 30.0)
+    looked = threading.Event()
+    refused = run_dir._locked
+
+    def locked(lock_fd: int) -> bool:
+        looked.set()
+        return refused(lock_fd)
+
+    monkeypatch.setattr(run_dir, "_locked", locked)
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(RunDir, tmp_path)
+        assert looked.wait(30)
+        fcntl.flock(elsewhere, fcntl.LOCK_UN)  # the file server gives up on the machine
+        taken.result(30).release()
+
+
+def test_a_machine_that_was_started_anew_or_renamed_is_the_same(elsewhere: int, tmp_path: Path) -> None:
+    here = run_dir.Owner.here()
+    assert not run_dir.Owner("1", here.host, "another boot").is_elsewhere
+    assert not run_dir.Owner("1", "another-name", here.boot).is_elsewhere
+    assert not run_dir.Owner("1").is_elsewhere  # as earlier versions wrote it
+    assert run_dir.Owner("1", "another-name", "another boot").is_elsewhere
+
+
+def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_dir, "BEAT_S", 0.01)
+    with RunDir(tmp_path):
+        first = (tmp_path / ".lock").stat().st_mtime_ns
+        deadline = time.monotonic() + 30
+        while (tmp_path / ".lock").stat().st_mtime_ns == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_a_folder_that_cannot_be_one_is_a_user_error(tmp_path: Path) -> None:
