@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from slime.cluster.choose import open_cluster
+from slime.cluster.node import Placement
 from slime.cluster.secrets import is_secret
 from slime.config import Config
 from slime.config.algorithm import serves_teacher
@@ -66,6 +67,7 @@ class Parts:
         self._trainers_busy = threading.Lock()
         self.cluster = open_cluster(config, device, **places(config))
         stack.callback(self.cluster.close)
+        self.config = config = outliving_nodes(config, self.cluster.placement)
         self.engines, self.teacher_engine = self._make_engines(stack)
         self.trainers: TrainerGroup | None = None
         if not config.debug_rollout_only:
@@ -96,7 +98,8 @@ class Parts:
         choose_rollout_backend(config, self._device)
         alone = config.replace(colocate=True) if config.debug_rollout_only else config  # GPUs from the first one on
         slots = self.cluster.placement.rollout
-        engines = Engines(alone, device=self._device, run_dir=self._run_dir, slots=slots)
+        spare = self.cluster.spare
+        engines = Engines(alone, device=self._device, run_dir=self._run_dir, slots=slots, spare=spare)
         stack.callback(engines.stop)
         if not serves_teacher(config):
             return engines, None
@@ -109,6 +112,7 @@ class Parts:
             name="teacher",
             slots=slots[:1],
             key=made_key(slot.node.address for slot in slots[:1]),
+            spare=spare,
         )
         stack.callback(teacher.stop)
         return engines, teacher
@@ -210,11 +214,13 @@ class Parts:
             config.engine_max_restarts,
         )
         made: list[tuple[EngineFleet, EnginePool, Refresh, Route]] = []
-        frozen = [*self.engines.frozen_fleets, *([self.teacher_engine] if self.teacher_engine is not None else [])]
         if self.engines.own_fleet is not None:
             own = self._refresh if self.publisher is not None else None
             made.append((self.engines.own_fleet, self.runtime.pool, own, self.engines.route))
-        made += [(fleet, EnginePool(fleet.urls, api_key=fleet.key), None, None) for fleet in frozen]
+        for name, frozen in self.engines.frozen_fleets.items():
+            made.append((frozen, self.runtime.frozen_pools[name], None, partial(self.engines.route, model=name)))
+        if self.teacher_engine is not None and self.runtime.state.teacher is not None:
+            made.append((self.teacher_engine, self.runtime.state.teacher.pool, None, None))
         supervisors = []
         for fleet, pool, refresh, route in made:
             one = Supervisor(fleet, pool, self.runtime.run, watch, refresh=refresh, route=route, key=fleet.key)
@@ -296,6 +302,14 @@ class Parts:
             return self.publisher.bring([client], self._version)
         finally:
             self._trainers_busy.release()
+
+
+def outliving_nodes(config: Config, placement: Placement) -> Config:
+    """Over several nodes engines are always watched, so that one whose node is lost goes to another or is done without;
+    but for prefill and decode servers, which are not restarted one by one."""
+    if all(slot.node.is_here for slot in placement.rollout) or config.prefill_num_servers or config.sglang_config:
+        return config
+    return config.replace(use_fault_tolerance=True)
 
 
 def places(config: Config) -> dict[str, int]:

@@ -93,36 +93,32 @@ def rollout_dtype(config: Config, device: str) -> str:
     return resolve_rollout_dtype(config.rollout_dtype, config.dtype, device, count_parameters(config.hf_checkpoint))
 
 
-def embedded_launches(
+def embedded_launch(
     config: Config,
-    seats: Sequence[Seat],
-    ports: Sequence[int],
+    name: str,
+    seat: Seat,
+    port: int,
     *,
+    seats: Sequence[Seat],
     device: str,
     model_path: str,
-    name: str,
     launcher: Sequence[str] = (),
     key: str | None = None,
-) -> list[Launch]:
-    """One embedded engine per seat, on its first slot; `launcher` are words in the place of the engine's program. The
+) -> Launch:
+    """An embedded engine on the first slot of its seat; `launcher` are words in the place of the engine's program. The
     key is in its environment: a command line can be read by others on its machine."""
+    node = seat[0].node
     dtype = rollout_dtype(config, device)
-    secret = {} if key is None else {KEY_VARIABLE: key}
-    launches: list[Launch] = []
-    for index, (seat, port) in enumerate(zip(seats, ports, strict=True)):
-        node = seat[0].node
-        words = _embedded_words(config, node.address, port, device, dtype, node.path(model_path))
-        command = Command(
-            f"{name}-{index}",
-            (*launcher, *words),
-            module=None if launcher else EMBEDDED_MODULE,
-            env=engine_env(device, seat[:1], seats=seats) | secret,
-            pass_env=tuple(config.pass_env or ()),
-            dumps_stacks=not launcher,
-            also=(engine_url(node.address, port),),
-        )
-        launches.append(Launch(command.name, node.address, port, (Start(node, command),)))
-    return launches
+    command = Command(
+        name,
+        (*launcher, *_embedded_words(config, node.address, port, device, dtype, node.path(model_path))),
+        module=None if launcher else EMBEDDED_MODULE,
+        env=engine_env(device, seat[:1], seats=seats) | ({} if key is None else {KEY_VARIABLE: key}),
+        pass_env=tuple(config.pass_env or ()),
+        dumps_stacks=not launcher,
+        also=(engine_url(node.address, port),),
+    )
+    return Launch(name, node.address, port, (Start(node, command),))
 
 
 def _embedded_words(config: Config, host: str, port: int, device: str, dtype: str, model_path: str) -> list[str]:

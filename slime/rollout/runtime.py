@@ -85,7 +85,8 @@ class RolloutRuntime:
         self._pool = self._make_pool(engine_urls)
         if self._pool is not None:
             self._pool.when_changed.append(self._engines_changed)
-        self._other_pools: list[EnginePool] = []
+        self.frozen_pools: dict[str, EnginePool] = {}
+        """The engines of models that are not trained, by name."""
         self._routers: list[Router] = []
         self._functions: dict[tuple[str, str], Callable[..., Any]] = {}
         self._hubs: dict[RewardSettings, RewardHub] = {}
@@ -242,7 +243,7 @@ class RolloutRuntime:
                 await close(kept)
         for router in self._routers:
             await router.aclose()
-        for pool in self._other_pools:
+        for pool in self.frozen_pools.values():
             await pool.aclose()
         for hub in self._hubs.values():
             await hub.aclose()
@@ -259,7 +260,7 @@ class RolloutRuntime:
                 models[name] = (host, port)  # the model that is trained
             else:
                 pool = EnginePool(urls, timeout_s=self.config.engine_request_timeout, api_key=self._key)
-                self._other_pools.append(pool)
+                self.frozen_pools[name] = pool
                 models[name] = self._address(urls, pool)
         return {"sglang_router_ip": host, "sglang_router_port": port, "sglang_model_routers": models}
 

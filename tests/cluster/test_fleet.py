@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,24 +16,36 @@ import pytest
 
 from slime.cluster.devices import cpu_cores
 from slime.cluster.local import LocalNode
-from slime.cluster.node import Slot
+from slime.cluster.node import Placement, Slot
 from slime.config import Config
 from slime.engine.embedded.options import parse_options
 from slime.engine.fleet.engines import Engines
-from slime.engine.fleet.processes import EngineDied, EngineFleet, EngineStartTimeout
+from slime.engine.fleet.processes import EngineDied, EngineFleet, EngineRetired, EngineStartTimeout
+from slime.engine.fleet.supervisor import Supervisor, Watch
+from slime.engine.http.pool import EnginePool
 from slime.engine.launch import Launch, Ports
 from slime.errors import RunFailed, UserError
+from slime.parts import outliving_nodes
+from slime.rollout.loop import LoopThread
 from tests.cluster.nodes import FarNode
 
 STUB = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))
 
 
 def make_fleet(
-    tmp_path: Path, behaviour: str, device: str = "cpu", slots: Sequence[Slot] | None = None, **flags: Any
+    tmp_path: Path,
+    behaviour: str,
+    device: str = "cpu",
+    slots: Sequence[Slot] | None = None,
+    spare: Callable[[Slot], Slot | None] | None = None,
+    key: str | None = None,
+    **flags: Any,
 ) -> EngineFleet:
     config = Config(hf_checkpoint="unused", **{"rollout_num_gpus": 1, **flags})
     folder = tmp_path / behaviour
-    return EngineFleet(config, device=device, run_dir=tmp_path, model_path=folder, launcher=STUB, slots=slots)
+    return EngineFleet(
+        config, device=device, run_dir=tmp_path, model_path=folder, launcher=STUB, slots=slots, spare=spare, key=key
+    )
 
 
 def report(tmp_path: Path, name: str) -> dict[str, Any]:
@@ -202,6 +214,85 @@ def test_a_node_that_is_lost_before_the_start_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"engine-1 cannot be started: node 127\.0\.0\.2 is gone"):
         fleet.start()
     assert fleet.pids() == []
+
+
+def test_an_engine_whose_node_is_lost_goes_to_another_one_or_leaves(tmp_path: Path) -> None:
+    here, first, second, third = Slot(LocalNode()), *(Slot(FarNode(f"127.0.0.{number}")) for number in (2, 3, 4))
+    spares, asked = [third, second], []
+
+    def spare(like: Slot) -> Slot | None:
+        asked.append(like)
+        return spares.pop() if spares else None
+
+    def lose(slot: Slot) -> None:
+        assert isinstance(slot.node, FarNode)
+        slot.node.lose()
+
+    with make_fleet(tmp_path, "fine", rollout_num_gpus=2, slots=[here, first], spare=spare) as fleet:
+        lose(first)
+        assert fleet.why_ended(0) is None
+        assert fleet.why_ended(1) == "engine-1 has ended: its node (node 127.0.0.2) is gone"
+        lose(second)  # nobody has noticed yet when it is given out
+        fleet.restart(1)
+        assert asked == [first, second]
+        assert fleet.urls[1].startswith("http://127.0.0.4:")
+        fleet.check()
+        assert len(fleet.pids()) == 6
+        lose(third)
+        with pytest.raises(
+            EngineRetired, match=r"node \(node 127\.0\.0\.4\) of engine-1 is gone, and there is no other"
+        ):
+            fleet.restart(1)
+        assert (len(fleet.urls), asked[2:]) == (1, [third])
+        assert fleet.why_ended(1) == "it is no part of the fleet any more"
+        fleet.check()
+        assert len(fleet.pids()) == 3
+
+
+def test_the_supervisor_follows_an_engine_to_another_node_and_then_does_without_it(tmp_path: Path) -> None:
+    near, far, spares = LocalNode(), FarNode("127.0.0.2"), [Slot(FarNode("127.0.0.3"))]
+    brought: list[str] = []
+
+    def refresh(url: str) -> bool:
+        brought.append(url)
+        return True
+
+    loop = LoopThread("test")
+    slots, watch = [Slot(near), Slot(far)], Watch(interval_s=60.0, timeout_s=5.0, first_wait_s=60.0, max_restarts=3)
+    last = spares[0].node
+    assert isinstance(last, FarNode)
+    with make_fleet(
+        tmp_path, "fine", rollout_num_gpus=2, slots=slots, spare=lambda like: spares.pop() if spares else None, key="k"
+    ) as fleet:
+
+        async def make() -> EnginePool:
+            return EnginePool(fleet.urls, api_key=fleet.key)
+
+        pool = loop.run(make())
+        supervisor = Supervisor(fleet, pool, loop.run, watch, refresh=refresh, key=fleet.key)
+        try:
+            far.lose()
+            supervisor.heal()
+            assert [url.rpartition(":")[0] for url in pool.urls] == ["http://127.0.0.1", "http://127.0.0.3"]
+            assert [client.base_url for client in pool.up] == fleet.urls
+            assert (brought, [client.api_key for client in pool.clients]) == (fleet.urls[1:], ["k", "k"])
+            last.lose()
+            supervisor.heal()
+            assert pool.urls == fleet.urls == [client.base_url for client in pool.up]
+            assert len(pool) == 1
+        finally:
+            supervisor.close()
+            loop.run(pool.aclose())
+            loop.close()
+
+
+def test_engines_on_other_nodes_are_always_watched() -> None:
+    here, far = Slot(LocalNode()), Slot(FarNode("127.0.0.2"))
+    config = Config(hf_checkpoint="unused", rollout_num_gpus=2)
+    assert outliving_nodes(config, Placement((far,), (here, here))) is config
+    assert outliving_nodes(config, Placement((here,), (here, far))).use_fault_tolerance
+    pairs = config.replace(prefill_num_servers=1)
+    assert outliving_nodes(pairs, Placement((here,), (here, far))) is pairs
 
 
 def test_ports_of_a_node_are_given_once() -> None:

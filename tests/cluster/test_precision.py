@@ -12,7 +12,7 @@ from slime.cluster.local import LocalNode
 from slime.cluster.node import Slot
 from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dtype_note
 from slime.config import Config
-from slime.engine.launch import embedded_launches
+from slime.engine.launch import embedded_launch
 from slime.train.trainer import Trainer
 from tests.tiny_models import make_model_folder
 
@@ -98,7 +98,7 @@ def test_trainer_and_engines_have_the_same_precision(
     config = Config(hf_checkpoint=str(folder), device="cpu")
     trainer = Trainer(config, "cpu")
     assert str(trainer.dtype) == str(trainer.rollout_dtype) == f"torch.{expected}"
-    seats = [(Slot(LocalNode()),)]
-    [launch] = embedded_launches(config, seats, [1], device="cpu", model_path="a teacher", name="engine")
+    seat = (Slot(LocalNode()),)
+    launch = embedded_launch(config, "engine-0", seat, 1, seats=[seat], device="cpu", model_path="a teacher")
     words = launch.starts[0].command.words
     assert words[words.index("--dtype") + 1] == expected

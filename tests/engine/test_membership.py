@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.engine.fleet.supervisor import EngineRetired, EnginesGivenUp, Supervisor, Watch
+from slime.engine.fleet.processes import EngineRetired
+from slime.engine.fleet.supervisor import EnginesGivenUp, Supervisor, Watch
 from slime.engine.http.errors import EngineFailed, EngineUnreachable
 from slime.engine.http.pool import EnginePool
 from slime.rollout.gate import Seats

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from types import TracebackType
@@ -51,6 +51,7 @@ class Engines:
         device: str,
         run_dir: str | os.PathLike[str],
         slots: Sequence[Slot] | None = None,
+        spare: Callable[[Slot], Slot | None] | None = None,
     ) -> None:
         self._config = config
         self.backend, _ = choose_backend(config, device)
@@ -72,6 +73,7 @@ class Engines:
                     model=model,
                     slots=slots,
                     key=self.key,
+                    spare=spare,
                 )
             )
         self.capabilities: list[Capabilities] = []
@@ -145,13 +147,13 @@ class Engines:
         return self._trained if isinstance(self._trained, EngineFleet) else None
 
     @property
-    def frozen_fleets(self) -> list[EngineFleet]:
-        """The engines of every other model."""
-        return [fleet for fleet in list(self._fleets.values())[1:] if isinstance(fleet, EngineFleet)]
+    def frozen_fleets(self) -> dict[str, EngineFleet]:
+        """The engines of every other model, by its name."""
+        return {name: fleet for name, fleet in list(self._fleets.items())[1:] if isinstance(fleet, EngineFleet)}
 
-    def route(self, url: str, up: bool) -> None:
-        """Tell the trained model's router whether one of its engines is there."""
-        router = self._routers.get(self.models[0].name)
+    def route(self, url: str, up: bool, *, model: str | None = None) -> None:
+        """Tell the router of a model, by default of the trained one, whether one of its engines is there."""
+        router = self._routers.get(self.models[0].name if model is None else model)
         if router is not None:
             (router.add_worker if up else router.remove_worker)(url)
 

@@ -1,7 +1,8 @@
 """The engine processes of a run: started together, healthy together, stopped together.
 
 The invariant: after `start` returns every engine has answered /health; if one of them cannot, none is left running and
-the error says which one, why, and what its log said last.
+the error says which one, why, and what its log said last. An engine whose node is lost is started on another one, if
+there is one, else it is no part of the fleet any more.
 """
 
 from __future__ import annotations
@@ -9,22 +10,23 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from slime.cluster.local import rollout_slots
-from slime.cluster.node import NodeLost, Process, Slot
+from slime.cluster.node import Node, NodeLost, Process, Slot
 from slime.cluster.ports import require_free_port
 from slime.cluster.process import ProcessSet
 from slime.config import Config
 from slime.engine.fleet.backend import EMBEDDED, choose_backend, installed_sglang
 from slime.engine.http.plain_http import NoAnswer, ask
-from slime.engine.launch import EMBEDDED_PARSERS, Launch, Ports, Seat, embedded_launches
+from slime.engine.launch import EMBEDDED_PARSERS, Launch, Ports, Seat, embedded_launch
 from slime.engine.sglang.installed import Installed
-from slime.engine.sglang.launch import check_server_flags, places, sglang_launches
+from slime.engine.sglang.launch import check_server_flags, places, sglang_launch
 from slime.engine.sglang.topology import ServedModel, simple_model
 from slime.errors import RunFailed, UserError
 from slime.waits import WaitTimeout, expired, raise_failures, waiting
@@ -48,8 +50,27 @@ class EngineDied(RunFailed):
         self.tail = tail
 
 
+class EngineRetired(Exception):
+    """An engine is not started again, and its fleet has dropped it: its node is gone and there is no other, say."""
+
+
 class EngineStartTimeout(WaitTimeout):
     """An engine process runs but did not become healthy in time."""
+
+
+@dataclass
+class _Engine:
+    """One engine: its number among those that the fleet began with, where it sits, and what runs."""
+
+    number: int
+    seat: Seat
+    launch: Launch
+    processes: list[Process] = field(default_factory=list)
+
+    @property
+    def lost(self) -> Node | None:
+        """One of its nodes that is gone."""
+        return next((slot.node for slot in self.seat if slot.node.is_lost), None)
 
 
 class EngineFleet:
@@ -57,7 +78,8 @@ class EngineFleet:
 
     Each writes its log to `logs/<name>-<i>.log`. `model` says which groups of SGLang servers it has; without one it is
     `rollout_num_gpus // rollout_num_gpus_per_engine` engines alike. `slots` are the places of the whole rollout, of
-    which the engines take theirs; without them all are on this machine. `key` is what they ask for.
+    which the engines take theirs; without them all are on this machine. `key` is what they ask for, `spare` finds
+    another slot in the place of one whose node is lost.
     """
 
     def __init__(
@@ -72,6 +94,7 @@ class EngineFleet:
         model: ServedModel | None = None,
         slots: Sequence[Slot] | None = None,
         key: str | None = None,
+        spare: Callable[[Slot], Slot | None] | None = None,
     ) -> None:
         self.backend, reason = choose_backend(config, device)
         logger.info("%s engines: %s", self.backend, reason)
@@ -84,8 +107,9 @@ class EngineFleet:
         self._slots = slots
         self.key = key
         self._processes = ProcessSet()
-        self._of_engine: list[list[Process]] = []
-        self.launches: list[Launch] = []
+        self._spare = spare
+        self._ports = Ports()
+        self._engines: tuple[_Engine, ...] = ()
         self.size = self._model.num_engines
         if self.size < 1:
             raise UserError(
@@ -100,18 +124,22 @@ class EngineFleet:
             check_server_flags(config, [self._model], self._installed)
 
     @property
+    def launches(self) -> list[Launch]:
+        """The engines that are there, engine-0 first."""
+        return [engine.launch for engine in self._engines]
+
+    @property
     def urls(self) -> list[str]:
-        """The base URLs, engine-0 first."""
-        return [launch.url for launch in self.launches]
+        """Their base URLs."""
+        return [engine.launch.url for engine in self._engines]
 
     def start(self) -> list[str]:
         """Start all engines and wait until each one is healthy; returns `urls`."""
-        self.launches = self._make_launches()
+        self._engines = self._make_engines()
         try:
-            for launch in self.launches:
-                self._of_engine.append([])
-                self._start_engine(launch, self._of_engine[-1])
-            self._await_health(range(self.size))
+            for engine in self._engines:
+                self._start_engine(engine)
+            self._await_health(self._engines)
         except BaseException:
             self.stop()
             raise
@@ -130,18 +158,43 @@ class EngineFleet:
 
     def why_ended(self, index: int) -> str | None:
         """How one of an engine's processes ended; None while they run."""
-        for process in self._of_engine[index]:
+        engines = self._engines
+        if index >= len(engines):
+            return "it is no part of the fleet any more"
+        if (node := engines[index].lost) is not None:
+            return f"{engines[index].launch.name} has ended: its node ({node.name}) is gone"
+        for process in engines[index].processes:
             if (code := process.poll()) is not None:
                 return str(EngineDied(process.name, code, process.tail(), process.log_path))
         return None
 
     def restart(self, index: int) -> None:
-        """End what is left of one engine, start it again on its port, and wait until it is healthy."""
-        processes = self._of_engine[index]
-        while processes:
-            self._processes.drop(processes.pop(), _RESTART_GRACE_S)
-        self._start_engine(self.launches[index], processes)
-        self._await_health([index])
+        """End what is left of one engine, start it again, and wait until it is healthy: on its port, or on another node
+        where its own is lost. Without another one it leaves the fleet, and `EngineRetired` says so."""
+        engine = self._engines[index]
+        while True:
+            while engine.processes:
+                self._processes.drop(engine.processes.pop(), _RESTART_GRACE_S)
+            try:
+                if (node := engine.lost) is not None:
+                    self._move(engine, node)
+                self._start_engine(engine)
+                self._await_health([engine])
+                return
+            except (NodeLost, EngineDied):
+                if engine.lost is None:  # or its next node is gone as well, and there may be another
+                    raise
+
+    def _move(self, engine: _Engine, lost: Node) -> None:
+        """Another place for an engine whose node is lost."""
+        found = [self._spare(slot) if self._spare and slot.node.is_lost else slot for slot in engine.seat]
+        seat = tuple(slot for slot in found if slot is not None)
+        if self._spare is None or len(seat) < len(engine.seat):
+            self._engines = tuple(one for one in self._engines if one is not engine)
+            raise EngineRetired(f"the node ({lost.name}) of {engine.launch.name} is gone, and there is no other for it")
+        logger.warning("%s goes from %s, which is gone, to %s", engine.launch.name, lost.name, seat[0].node.name)
+        engine.seat = seat
+        engine.launch = self._make_launch(engine.number, [one.seat for one in self._engines], seat)
 
     def pids(self) -> list[int]:
         """All processes the engines consist of."""
@@ -162,29 +215,39 @@ class EngineFleet:
     ) -> None:
         self.stop()
 
-    def _make_launches(self) -> list[Launch]:
-        config, seats, ports = self._config, self._seats(), Ports()
-        asked = fixed_ports(config, seats) if self._name == "engine" else []
+    def _make_engines(self) -> tuple[_Engine, ...]:
+        seats = self._seats()
+        asked = fixed_ports(self._config, seats) if self._name == "engine" else []
+        return tuple(
+            _Engine(number, seat, self._make_launch(number, seats, seat, asked[number] if asked else None))
+            for number, seat in enumerate(seats)
+        )
+
+    def _make_launch(self, number: int, seats: Sequence[Seat], seat: Seat, port: int | None = None) -> Launch:
+        config, name = self._config, f"{self._name}-{number}"
         if self._installed is None:
-            return embedded_launches(
+            return embedded_launch(
                 config,
-                seats,
-                asked or [ports.take(seat[0].node, 1)[0] for seat in seats],
+                name,
+                seat,
+                self._ports.take(seat[0].node, 1)[0] if port is None else port,
+                seats=seats,
                 device=self._device,
                 model_path=self._model.model_path,
-                name=self._name,
                 launcher=self._launcher,
                 key=self.key,
             )
-        return sglang_launches(
+        return sglang_launch(
             config,
-            seats,
-            ports,
-            http_ports=asked,
+            name,
+            seat,
+            self._ports,
+            list(places(self._model))[number],
+            seats=seats,
             device=self._device,
             model=self._model,
-            name=self._name,
             installed=self._installed,
+            http_port=port,
             key=self.key,
         )
 
@@ -193,26 +256,26 @@ class EngineFleet:
         slots = rollout_slots(self._config, self._device) if self._slots is None else self._slots
         return [tuple(slots[first : first + group.num_gpus_per_engine]) for group, first in places(self._model)]
 
-    def _start_engine(self, launch: Launch, processes: list[Process]) -> None:
-        for node, command in launch.starts:
+    def _start_engine(self, engine: _Engine) -> None:
+        for node, command in engine.launch.starts:
             try:
                 process = node.start(command, self._logs / f"{command.name}.log")
             except NodeLost as lost:
-                raise RunFailed(f"{command.name} cannot be started: {lost}") from lost
-            processes.append(self._processes.keep(process))
+                raise NodeLost(f"{command.name} cannot be started: {lost}") from lost
+            engine.processes.append(self._processes.keep(process))
 
-    def _await_health(self, engines: Sequence[int]) -> None:
+    def _await_health(self, engines: Sequence[_Engine]) -> None:
         limit_s, flag = self._config.engine_start_timeout, "--engine-start-timeout"
         left = list(engines)
-        with waiting(self._names(left), "to answer /health", timeout_s=limit_s, flag=flag) as wait:
+        with waiting(_names(left), "to answer /health", timeout_s=limit_s, flag=flag) as wait:
             while left:
-                for index in left:
-                    for process in self._of_engine[index]:
+                for engine in left:
+                    for process in engine.processes:
                         _raise_if_ended(process)
-                left = [index for index in left if not _is_healthy(self.launches[index])]
-                wait.whom = self._names(left)
+                left = [engine for engine in left if not _is_healthy(engine.launch)]
+                wait.whom = _names(left)
                 if left and wait.is_over():
-                    launch, process = self.launches[left[0]], self._of_engine[left[0]][0]
+                    launch, process = left[0].launch, left[0].processes[0]
                     raise expired(
                         wait,
                         EngineStartTimeout,
@@ -223,8 +286,9 @@ class EngineFleet:
                 if left:
                     time.sleep(_POLL_S)
 
-    def _names(self, engines: Sequence[int]) -> str:
-        return ", ".join(self.launches[index].name for index in engines)
+
+def _names(engines: Sequence[_Engine]) -> str:
+    return ", ".join(engine.launch.name for engine in engines)
 
 
 def fixed_ports(config: Config, seats: Sequence[Seat] | None = None) -> list[int]:

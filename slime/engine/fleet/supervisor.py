@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slime.engine.fleet.processes import EngineDied
+from slime.engine.fleet.processes import EngineDied, EngineRetired
 from slime.engine.http.client import EngineClient
 from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
@@ -29,10 +29,6 @@ logger = logging.getLogger(__name__)
 
 class EnginesGivenUp(RunFailed):
     """An engine kept failing."""
-
-
-class EngineRetired(Exception):
-    """An engine is not started again, and its fleet has dropped it: its node is gone and there is no other, say."""
 
 
 class Restartable(Protocol):

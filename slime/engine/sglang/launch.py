@@ -76,49 +76,46 @@ def _check_routing(models: Sequence[ServedModel], installed: Installed) -> None:
         )
 
 
-def sglang_launches(
+def sglang_launch(
     config: Config,
-    seats: Sequence[Seat],
+    name: str,
+    seat: Seat,
     ports: Ports,
+    place: tuple[ServerGroup, int],
     *,
-    http_ports: Sequence[int] = (),
+    seats: Sequence[Seat],
     device: str,
     model: ServedModel,
-    name: str,
     installed: Installed,
+    http_port: int | None = None,
     key: str | None = None,
-) -> list[Launch]:
-    """The servers of a model in the order of its groups; `http_ports` are those that were asked for, if any. A key goes
-    on their command line: SGLang takes it nowhere else."""
-    launches: list[Launch] = []
-    for index, (seat, (group, first_gpu)) in enumerate(zip(seats, places(model), strict=True)):
-        node = seat[0].node
-        http, rendezvous, bootstrap = ports.take(node, PORTS_PER_ENGINE)
-        http = http_ports[index] if http_ports else http
-        own = _own_flags(config, device, group, installed) | _role_flags(group, bootstrap)
-        if config.use_rollout_routing_replay and model.update_weights:
-            own |= {ROUTED_EXPERTS: True}
-        own |= {"random-seed": config.seed + first_gpu} | ({} if key is None else {"api-key": key})
-        starts = []
-        for rank, (slots, where) in enumerate(_node_flags(by_node(seat), ports, http, rendezvous)):
-            own |= where | {"model-path": slots[0].node.path(model.model_path)}
-            defaults = ON_A_CPU if device == "cpu" else {}
-            flags = defaults | own | server_flags(config) | dict(group.overrides)
-            command = _command(config, f"{name}-{index}", rank, write_flags(flags, installed), installed)
-            env = engine_env(device, slots, seats=seats) | ({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {})
-            also = (engine_url(node.address, http),) if rank == 0 else ()
-            starts.append(Start(slots[0].node, replace(command, env=env, also=also)))
-        launches.append(
-            Launch(
-                f"{name}-{index}",
-                node.address,
-                http,
-                tuple(starts),
-                worker_type=group.worker_type,
-                bootstrap_port=bootstrap if group.worker_type == "prefill" else None,
-            )
-        )
-    return launches
+) -> Launch:
+    """A server of a model, by its group and its first GPU among those of the rollout, or one on each node of its seat.
+    A key goes on their command line: SGLang takes it nowhere else."""
+    (group, first_gpu), node = place, seat[0].node
+    http, rendezvous, bootstrap = ports.take(node, PORTS_PER_ENGINE)
+    http = http if http_port is None else http_port
+    own = _own_flags(config, device, group, installed) | _role_flags(group, bootstrap)
+    if config.use_rollout_routing_replay and model.update_weights:
+        own |= {ROUTED_EXPERTS: True}
+    own |= {"random-seed": config.seed + first_gpu} | ({} if key is None else {"api-key": key})
+    starts = []
+    for rank, (slots, where) in enumerate(_node_flags(by_node(seat), ports, http, rendezvous)):
+        own |= where | {"model-path": slots[0].node.path(model.model_path)}
+        defaults = ON_A_CPU if device == "cpu" else {}
+        flags = defaults | own | server_flags(config) | dict(group.overrides)
+        command = _command(config, name, rank, write_flags(flags, installed), installed)
+        env = engine_env(device, slots, seats=seats) | ({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {})
+        also = (engine_url(node.address, http),) if rank == 0 else ()
+        starts.append(Start(slots[0].node, replace(command, env=env, also=also)))
+    return Launch(
+        name,
+        node.address,
+        http,
+        tuple(starts),
+        worker_type=group.worker_type,
+        bootstrap_port=bootstrap if group.worker_type == "prefill" else None,
+    )
 
 
 def places(model: ServedModel) -> Iterator[tuple[ServerGroup, int]]:

@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from slime.engine.http.client import EngineClient, EngineError, EngineProtocolError
+from slime.engine.http.client import EngineError, EngineProtocolError
+from slime.engine.http.pool import EnginePool
 from slime.engine.http.protocol import quote
 
 TRIES = 4
@@ -22,8 +23,7 @@ class Teacher:
     """A served model that is asked for log-probs and never updated."""
 
     def __init__(self, url: str, *, timeout_s: float, concurrency: int, api_key: str | None = None) -> None:
-        address = url.rstrip("/").removesuffix("/generate")
-        self._client = EngineClient(address, timeout_s=timeout_s, api_key=api_key)
+        self.pool = EnginePool([url.rstrip("/").removesuffix("/generate")], timeout_s=timeout_s, api_key=api_key)
         self._semaphore = asyncio.Semaphore(concurrency)
 
     async def log_probs(self, tokens: Sequence[int], response_length: int) -> list[float]:
@@ -39,7 +39,7 @@ class Teacher:
         found = input_log_probs(answer, list(tokens)[-response_length:])
         if found is None:
             raise EngineProtocolError(
-                self._client.base_url,
+                " ".join(self.pool.urls),
                 "/generate",
                 f"gave no meta_info.input_token_logprobs for the {response_length} tokens asked for: {quote(answer)}",
             )
@@ -47,17 +47,17 @@ class Teacher:
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""
-        await self._client.aclose()
+        await self.pool.aclose()
 
     async def _ask(self, payload: dict[str, Any]) -> dict[str, Any]:
         for attempt in range(TRIES - 1):
             try:
-                return await self._client.generate(payload)
+                return await self.pool.generate(payload)
             except EngineError as error:
                 if not error.transient:
                     raise
             await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
-        return await self._client.generate(payload)
+        return await self.pool.generate(payload)
 
 
 def input_log_probs(answer: dict[str, Any], response: list[int]) -> list[float] | None:
