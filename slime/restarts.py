@@ -20,6 +20,7 @@ from slime.engine.fleet.supervisor import EnginesGivenUp
 from slime.engine.http.errors import EngineFailed, EngineTimeout, EngineUnreachable
 from slime.engine.sglang.router import RouterDied
 from slime.train.processes import TrainerDied, TrainerTimeout
+from slime.waits import waiting
 
 LOST = (
     TrainerDied, TrainerTimeout, NodeLost, EngineDied, EngineStartTimeout, EnginesGivenUp, EngineUnreachable,
@@ -27,6 +28,8 @@ LOST = (
 )  # fmt: skip
 """What may go well the next time, with other processes or on other nodes."""
 ON_RAY = 3
+PAUSES_S = (0.0, 5.0, 30.0)
+"""Before the first, second and each later restart in a row: a cluster may take that long to notice who is gone."""
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +96,17 @@ class Lives:
             return False
         self.restarts += 1
         self._in_a_row += 1
+        pause_s = PAUSES_S[min(self._in_a_row, len(PAUSES_S)) - 1]
         logger.warning(
-            "restart %d of %d without progress, from %s: %s",
+            "restart %d of %d without progress%s, from %s: %s",
             self._in_a_row,
             self._limit,
+            f" in {pause_s:g} s" if pause_s else "",
             self.config.load or "the start",
             str(error).partition("\n")[0],
         )
+        with waiting("the cluster", "to notice what is lost", timeout_s=pause_s):
+            time.sleep(pause_s)
         return True
 
     def _end(self, life: Life) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import slime.driver
+import slime.restarts
 from slime.cluster.node import NodeLost
 from slime.config import Config, derive
 from slime.driver import TrainingResult
@@ -32,6 +33,14 @@ class Lived:
     result: TrainingResult = field(default_factory=lambda: TrainingResult(Path("unused")))
 
 
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long runs paused, without pausing."""
+    slept: list[float] = []
+    monkeypatch.setattr(slime.restarts.time, "sleep", slept.append)
+    return slept
+
+
 def config(**changes: Any) -> Config:
     return derive(Config(**{"rollout_batch_size": 1, "num_rollout": 9, "hf_checkpoint": "model"} | changes))
 
@@ -53,6 +62,14 @@ def test_so_many_lives_in_a_row_may_come_no_further() -> None:
     assert [dies(0), dies(0), dies(1), dies(0), dies(None), dies(2)] == [True, True, True, True, False, True]
     assert lives.go_on_after(NodeLost("trainers could not start"))  # a life that did not come up counts too
     assert not lives.go_on_after(NodeLost("trainers could not start"))
+
+
+def test_a_cluster_gets_time_to_notice_who_is_gone(pauses: list[float]) -> None:
+    lives = Lives(config(max_restarts=4))
+    lives.began(Lived(trained=1))
+    while lives.go_on_after(NodeLost("still placed on a dead node")):
+        pass
+    assert pauses == [0.0, 5.0, 30.0, 30.0]
 
 
 def test_none_where_nobody_asked_for_it_and_three_on_ray() -> None:
