@@ -94,10 +94,11 @@ def _train_async(words: Sequence[str]) -> int:
 
 def _run(config: Config) -> int:
     if config.dry_run:
-        from slime.plan import make_plan, planned_device
+        from slime.plan import make_plan
+        from slime.plan_cluster import planned_machines
 
-        device, gpus = planned_device(config)
-        print(make_plan(config, device=device, gpu_count=gpus).render(), end="")
+        found = planned_machines(config)
+        print(make_plan(config, device=found.device, gpu_count=found.gpus, nodes=found.nodes).render(), end="")
         return EXIT_OK
     if config.progress != "none":  # importing what a run needs takes seconds
         print(f"checking the model and the prompts; the run's files go to {config.output_dir}", flush=True)

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from slime.cluster.choose import cluster_device
+from slime.cluster.choose import find_machines
 from slime.cluster.process import process_tree
 from slime.config import Config, resolve, save_config
 from slime.config.asynchronous import is_async
@@ -94,8 +94,11 @@ def train(args: Config | argparse.Namespace, *, reward: Callable[..., Any] | Non
     Flags, model config and prompts are read before the run folder is touched: a mistake in them leaves no trace.
     """
     config = resolve(as_config(args))
-    device, gpus = cluster_device(config)
-    plan = make_plan(config, device=device, gpu_count=gpus, reward_given=reward is not None)
+    machines = find_machines(config)
+    device = machines.device
+    plan = make_plan(
+        config, device=device, gpu_count=machines.gpus, nodes=machines.nodes, reward_given=reward is not None
+    )
     for folder in model_folders(config).values():
         check_model(folder, trust_remote_code=config.trust_remote_code)
     if needs_engines(config):

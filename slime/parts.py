@@ -21,6 +21,7 @@ from slime.cluster.secrets import is_secret
 from slime.config import Config
 from slime.config.algorithm import serves_teacher
 from slime.config.batch import num_trainers
+from slime.config.start import model_folders
 from slime.engine.fleet.engines import Engines, alone_engine
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.fleet.states import EngineStates, ask_load
@@ -28,7 +29,7 @@ from slime.engine.fleet.supervisor import Supervisor, Watch
 from slime.engine.http.errors import EngineError
 from slime.engine.http.key import made_key
 from slime.engine.http.pool import EnginePool
-from slime.errors import RunFailed
+from slime.errors import RunFailed, UserError
 from slime.models.shape import count_parameters
 from slime.observe.progress import Progress
 from slime.observe.run_dir import RunDir
@@ -36,6 +37,7 @@ from slime.plan import choose_rollout_backend, needs_engines, precisions
 from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.trajectory import generate_and_rm_group
+from slime.train.files import code_folders, files_to_provide, folders_written
 from slime.train.group import TrainerGroup
 from slime.weights.publisher import PublishResult, WeightPublisher
 from slime.weights.transport import make_publisher
@@ -68,6 +70,7 @@ class Parts:
         self.cluster = open_cluster(config, device, **places(config))
         stack.callback(self.cluster.close)
         self.config = config = outliving_nodes(config, self.cluster.placement)
+        self._bring_files()
         self.engines, self.teacher_engine = self._make_engines(stack)
         self.trainers: TrainerGroup | None = None
         if not config.debug_rollout_only:
@@ -89,6 +92,22 @@ class Parts:
         self.supervisors = self._make_supervisors(stack)
 
     # making
+
+    def _bring_files(self) -> None:
+        """What engines and trainers read is on their nodes; what trainers write, in folders that all of them share."""
+        config, cluster = self.config, self.cluster
+        if cluster.placement.is_here:
+            return
+        folders = [] if config.debug_rollout_only else files_to_provide(config)
+        cluster.provide([*folders, *model_folders(config).values()])
+        cluster.provide_code(code_folders(config))
+        trainers = tuple(dict.fromkeys(slot.node for slot in cluster.placement.trainers))
+        for flag, folder in folders_written(config).items():
+            if strangers := cluster.strangers_to(folder, trainers):
+                raise UserError(
+                    f"{flag} {folder} is not the same folder on the node {strangers[0]}, whose trainers write there: "
+                    "give a folder on a file system that all nodes share"
+                )
 
     def _make_engines(self, stack: ExitStack) -> tuple[Engines | None, EngineFleet | None]:
         """The engines that are updated (and frozen models beside them), and the one that serves a teacher."""

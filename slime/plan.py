@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from slime.cluster.bundles import NodeFacts
 from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dtype_note
 from slime.config import Config
 from slime.config.algorithm import compares_siblings, has_critic, needs_reference, serves_teacher
 from slime.config.batch import copy_size, num_trainers
 from slime.config.eval_datasets import eval_datasets, evaluates
-from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
+from slime.config.gpus import nvidia_gpu_memory
 from slime.config.groups.asynchronous import ONE_STEP
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN, SFT_ROLLOUT_FUNCTION
 from slime.config.layout import uses_megatron
@@ -32,6 +34,7 @@ from slime.engine.http.plain_http import why_unreachable
 from slime.engine.launch import EMBEDDED_PARSERS
 from slime.errors import UserError
 from slime.models.shape import ModelShape, check_context_parallel
+from slime.plan_cluster import check_one_machine, node_rows
 from slime.plan_data import check_data, data_rows
 from slime.plan_layout import check_layout, family_fields, layout_in_words
 from slime.plan_length import batch_rows, length_rows, optimizer_steps
@@ -87,8 +90,16 @@ class Plan:
         return "\n".join(lines[1:]) + "\n"
 
 
-def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool = False) -> Plan:
-    """The plan of a resolved config on a machine with `gpu_count` GPUs; refuses what cannot be placed or scored.
+def make_plan(
+    config: Config,
+    *,
+    device: str,
+    gpu_count: int,
+    nodes: Sequence[NodeFacts] = (),
+    reward_given: bool = False,
+) -> Plan:
+    """The plan of a resolved config on a machine with `gpu_count` GPUs, or on the nodes of a cluster; refuses what
+    cannot be placed or scored.
 
     `reward_given` says that a reward function comes as an object instead of by a flag.
     """
@@ -101,6 +112,9 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
     engines = 0 if backend == "none" else count_engines(config, backend)
     if backend == EXTERNAL:
         ExternalEngines(config).ask()
+    check_one_machine(config, device, nodes)
+    for_engines = 0 if not engines or config.rollout_external_engine_addrs else config.rollout_num_gpus
+    on_nodes = node_rows(config, device, nodes, trainers=trainers, rollout=for_engines)
     gpus_needed = _check_gpus(config, device, gpu_count, trainers, engines)
     shape = ModelShape.from_folder(config.hf_checkpoint)
     layout = _check_layout(config, device) if trainers else ()
@@ -117,7 +131,10 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
     data = data_rows(config) if config.dry_run else ()
     sections = (
         ("Model", (*_model_rows(config, shape), ("precision", precision))),
-        ("Processes", (*layout, *_process_rows(processes, (backend, backend_reason), (transport, transport_reason)))),
+        (
+            "Processes",
+            (*layout, *_process_rows(processes, (backend, backend_reason), (transport, transport_reason)), *on_nodes),
+        ),
         *((("Data", data),) if data else ()),
         ("Batches", batch_rows(config, trainers)),
         ("Length", length_rows(config, steps, generates=needs_engines(config))),
@@ -133,25 +150,10 @@ def make_plan(config: Config, *, device: str, gpu_count: int, reward_given: bool
     return Plan(device, gpus_needed, processes, backend, transport, steps, sections, tuple(notes))
 
 
-def planned_device(config: Config) -> tuple[str, int]:
-    """The device and the number of GPUs that a dry run is about."""
-    if config.plan_cluster is not None:
-        return "cuda", PlannedCluster.parse(config.plan_cluster).gpus
-    return detect_device(config.device)
-
-
 def _available(config: Config, device: str) -> int | None:
     if config.plan_cluster is not None:
         return PlannedCluster.parse(config.plan_cluster).gpu_memory
     return nvidia_gpu_memory() if device == "cuda" else available_memory()
-
-
-def detect_device(device: str) -> tuple[str, int]:
-    """`--device` and the number of GPUs, as far as that can be told without torch."""
-    gpus = nvidia_gpu_count()
-    if device == "auto":
-        return ("cuda" if gpus else "cpu"), gpus
-    return device, gpus
 
 
 def choose_rollout_backend(config: Config, device: str) -> tuple[str, str]:
@@ -207,11 +209,6 @@ def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, engi
         return 0
     if config.plan_cluster is not None:
         _check_nodes(config, PlannedCluster.parse(config.plan_cluster))
-    elif config.actor_num_nodes > 1:
-        raise UserError(
-            f"--actor-num-nodes {config.actor_num_nodes}: this version trains on one machine; "
-            "use --actor-num-gpus-per-node"
-        )
     rollout = config.rollout_num_gpus if engines and not config.rollout_external_engine_addrs else 0
     needed = max(trainers, rollout) if config.colocate else trainers + rollout
     if gpu_count == 0:
@@ -386,8 +383,7 @@ def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
 def _notes(config: Config, backend: str) -> list[str]:
     notes = [*start_notes(config), *_custom_file_notes(config), *_idle_notes(config)]
     if config.plan_cluster is not None:
-        several = "; a run over several machines is not in this version" if config.actor_num_nodes > 1 else ""
-        notes.append(f"--plan-cluster: planned for {PlannedCluster.parse(config.plan_cluster)}, not for here{several}")
+        notes.append(f"--plan-cluster: planned for {PlannedCluster.parse(config.plan_cluster)}, not for here")
     if (other := Path.cwd() / _OWN_PACKAGE.name).joinpath("__init__.py").is_file() and other.resolve() != _OWN_PACKAGE:
         notes.append(f"this folder has a {other.name} of its own ({other}); the run is that of {_OWN_PACKAGE}")
     if evaluates(config) and not needs_engines(config):

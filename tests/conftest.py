@@ -46,9 +46,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What is not going to run is not imported either, where that takes Megatron's seconds."""
-    left_out = "not megatron" in config.option.markexpr and collection_path == Path(__file__).parent / "megatron"
-    return True if left_out else None
+    """What is not going to run is not imported either, where that takes seconds (Megatron, Ray)."""
+    return (
+        True
+        if any(
+            f"not {name}" in config.option.markexpr and collection_path == Path(__file__).parent / name
+            for name in ("megatron", "ray")
+        )
+        else None
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,6 +76,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if path.parts[0] == "megatron":
             item.add_marker("processes")
             item.add_marker("megatron")
+        if path.parts[0] == "ray":
+            item.add_marker("processes")
+            item.add_marker("ray")
         if path.parts[0] == "agents_cli":
             item.add_marker("agents")
 

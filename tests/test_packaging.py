@@ -35,8 +35,9 @@ def test_every_dependency_has_a_pin_that_it_allows() -> None:
 
 
 def test_no_dependency_is_asked_for_by_an_extra() -> None:
-    """pip warns of an extra whose name it does not know, and spellings differ between versions."""
-    assert [str(one) for one in requirements() if one.extras] == []
+    """pip warns of an extra whose name it does not know, and spellings differ between versions. Ray's has had its name
+    since Ray 1, and without it there is no `ray job submit`."""
+    assert [str(one) for one in requirements() if one.extras and one.name != "ray"] == []
 
 
 def test_requirements_txt_is_the_dependencies_under_their_pins() -> None:

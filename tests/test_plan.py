@@ -12,7 +12,8 @@ from slime.cluster import precision
 from slime.config import Config, resolve
 from slime.errors import UserError
 from slime.models.shape import ModelShape
-from slime.plan import choose_rollout_backend, detect_device, make_plan
+from slime.plan import choose_rollout_backend, make_plan
+from slime.plan_cluster import planned_machines
 from slime.plan_memory import engine_memory, trainer_memory
 from tests.model_files import add_weights
 
@@ -290,7 +291,8 @@ def test_several_nodes_are_processes_on_a_cpu_and_refused_on_gpus(flags: dict[st
     with pytest.raises(UserError) as caught:
         make_plan(config, device="cuda", gpu_count=8)
     assert str(caught.value) == (
-        "--actor-num-nodes 2: this version trains on one machine; use --actor-num-gpus-per-node"
+        "--actor-num-nodes 2 with --cluster local: this machine is one node; use --cluster ray, or "
+        "--actor-num-gpus-per-node alone"
     )
 
 
@@ -400,11 +402,12 @@ def test_an_unknown_architecture_still_gets_a_plan(flags: dict[str, Any], tmp_pa
     assert "brand_new, 1 parameters" in text  # counted from the weights
 
 
-def test_detect_device_keeps_what_was_asked() -> None:
-    assert detect_device("cpu")[0] == "cpu"
-    assert detect_device("cuda")[0] == "cuda"
-    device, gpus = detect_device("auto")
-    assert device == ("cuda" if gpus else "cpu")
+def test_the_device_of_a_dry_run_is_what_was_asked(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert planned_machines(Config(**{**flags, "device": "cpu"})).device == "cpu"
+    assert planned_machines(Config(**{**flags, "device": "cuda"})).device == "cuda"
+    found = planned_machines(Config(**{**flags, "device": "auto"}))
+    assert found.device == ("cuda" if found.gpus else "cpu")
 
 
 def test_another_slime_in_the_working_folder_is_noted(

@@ -40,15 +40,20 @@ def channel_from(args: argparse.Namespace) -> Channel:
     """The channel that the flags name. The token leaves the environment: what the process starts need not know it."""
     if args.fd is not None:
         return Channel.from_fd(args.fd)
-    address, _, name = args.connect.rpartition("/")
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not name:
-        raise UserError(f"{CONNECT_FLAG} {args.connect} is not of the form HOST:PORT/NAME")
     token = os.environ.pop(TOKEN_VARIABLE, None)
     if token is None:
         raise UserError(
-            f"{CONNECT_FLAG} needs the run's token in {TOKEN_VARIABLE}: the run that expects {name} sets it"
+            f"{CONNECT_FLAG} needs the run's token in {TOKEN_VARIABLE}: the run that expects {args.connect} sets it"
         )
+    return connect_to(args.connect, token)
+
+
+def connect_to(where: str, token: str) -> Channel:
+    """The channel to HOST:PORT/NAME."""
+    address, _, name = where.rpartition("/")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not name:
+        raise UserError(f"{CONNECT_FLAG} {where} is not of the form HOST:PORT/NAME")
     return connect(host.strip("[]"), int(port), name=name, token=token)
 
 

@@ -8,36 +8,36 @@ from pathlib import Path
 from slime.cluster.channel import Channel, channel_pair
 from slime.cluster.connection import FD_FLAG
 from slime.cluster.devices import cpu_cores, visible_gpus
-from slime.cluster.node import Command, Placement, Slot
-from slime.cluster.ports import free_ports, loopback_sockets
+from slime.cluster.node import Command, Node, Placement, Slot
+from slime.cluster.ports import free_ports, loopback_sockets, sockets_at
 from slime.cluster.process import ChildProcess
 from slime.config import Config
 from slime.config.batch import num_trainers
 
 
 class LocalNode:
-    """This machine; `address` is where servers bind (`--host`)."""
+    """This machine; `address` is where servers bind (`--host`). `alone`: all of the run is here."""
 
     name = "this machine"
     is_here = True
     is_lost = False
 
-    def __init__(self, address: str = "127.0.0.1") -> None:
+    def __init__(self, address: str = "127.0.0.1", *, alone: bool = True) -> None:
         self.address = address
         self.cores = cpu_cores()
+        self._alone = alone
 
     @property
     def sockets(self) -> Mapping[str, str]:
-        return loopback_sockets()
+        return loopback_sockets() if self._alone else sockets_at(self.address)
 
     def start(self, command: Command, log_path: Path) -> ChildProcess:
-        return _child(command, command.argv(), log_path, ()).start()
+        return child_of(command, log_path)
 
     def start_connected(self, command: Command, log_path: Path) -> tuple[ChildProcess, Channel]:
         channel, theirs = channel_pair()
         with theirs:
-            argv = (*command.argv(), FD_FLAG, str(theirs.fileno()))
-            return _child(command, argv, log_path, (theirs.fileno(),)).start(), channel
+            return child_of(command, log_path, fd=theirs.fileno()), channel
 
     def free_ports(self, count: int) -> list[int]:
         return free_ports(count, self.address)
@@ -59,6 +59,12 @@ class LocalCluster:
 
     def provide(self, paths: Sequence[str]) -> None:
         """They are here."""
+
+    def provide_code(self, folders: Sequence[str]) -> None:
+        """So are they."""
+
+    def strangers_to(self, folder: str, nodes: Sequence[Node] | None = None) -> list[str]:
+        return []
 
     def spare(self, like: Slot) -> Slot | None:
         return None
@@ -86,14 +92,16 @@ def _slot(node: LocalNode, device: str, number: int) -> Slot:
     return Slot(node, visible_gpus([number]) if device == "cuda" else None)
 
 
-def _child(command: Command, argv: Sequence[str], log_path: Path, pass_fds: Sequence[int]) -> ChildProcess:
+def child_of(command: Command, log_path: Path, *, fd: int | None = None) -> ChildProcess:
+    """Start the command as a child of this process; with `fd` it serves the channel of that descriptor."""
+    own = () if fd is None else (FD_FLAG, str(fd))
     return ChildProcess(
         command.name,
-        argv,
+        (*command.argv(), *own),
         env=command.env,
         pass_env=command.pass_env,
         log_path=log_path,
-        pass_fds=pass_fds,
+        pass_fds=() if fd is None else (fd,),
         dumps_stacks=command.dumps_stacks,
         also=command.also,
-    )
+    ).start()

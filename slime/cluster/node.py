@@ -150,6 +150,13 @@ class Cluster(Protocol):
         """Make sure that every node has these files and folders of the driver's machine: found there, unchanged, or
         shipped. A node that cannot get one is named in a `UserError`."""
 
+    def provide_code(self, folders: Sequence[str]) -> None:
+        """The same for the Python modules in these folders: what is started from now on finds them."""
+
+    def strangers_to(self, folder: str, nodes: Sequence[Node] | None = None) -> list[str]:
+        """The names of those of the nodes (None: all) that do not see this folder of the driver's machine under the
+        same path; it is made if need be."""
+
     def spare(self, like: Slot) -> Slot | None:
         """A free slot in the place of one whose node is lost; None where there is none now."""
 

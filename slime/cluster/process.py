@@ -196,14 +196,7 @@ class ChildProcess:
 
     def tail(self, n: int = 20) -> str:
         """The last n lines of the log, without trailing blanks; empty if there is no log yet."""
-        try:
-            with self.log_path.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(0, size - _TAIL_BYTES))
-                text = log.read().decode("utf-8", errors="replace")
-        except FileNotFoundError:
-            return ""
-        return "\n".join(text.rstrip().splitlines()[-n:])
+        return log_tail(self.log_path, n)
 
     def __enter__(self) -> Self:
         return self if self._popen is not None else self.start()
@@ -274,6 +267,18 @@ class ProcessSet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def log_tail(path: Path, n: int) -> str:
+    """The last n lines of a log, without trailing blanks; empty if there is none yet."""
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - _TAIL_BYTES))
+            text = log.read().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-n:])
 
 
 def process_tree(root_pid: int) -> list[int]:

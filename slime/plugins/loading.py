@@ -23,7 +23,8 @@ from slime.plugins.contracts import check, check_call, contract_of
 _NOT_NEEDED = {
     "megatron": "Megatron-Core is not installed: pip install 'slime[megatron]', or drop the import, which "
     "slime.backends.megatron_utils works without",
-    "ray": "this version has no Ray: functions of yours are called in the processes of the run, drop the import",
+    "ray": "Ray is not installed: functions of yours are called in the processes of the run and need none; drop the "
+    "import, or pip install 'slime[ray]'",
 }
 """Packages that functions written for upstream slime may import, and what to do where they are not installed."""
 _OWN_PACKAGE = __name__.partition(".")[0]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 ANSWER_S = 2.0
 _SETTLED_S = 0.15
@@ -36,9 +37,19 @@ _STOPPED = ("T", "t", "Z", "X", "D")
 _A_THREAD = re.compile(r"^(Current thread|Thread) 0x", re.MULTILINE)
 
 
+class Elsewhere(Protocol):
+    """A process on another machine, which has to be asked."""
+
+    def state(self) -> str: ...
+
+    def ask_for_stacks(self) -> bool:
+        """Whether it was asked to write its stacks to its log."""
+
+
 @dataclass(frozen=True, eq=False)
 class KnownProcess:
-    """One child: `pid_of` gives its pid while it runs; `also` are other names, e.g. the address it listens on."""
+    """One child: `pid_of` gives its pid while it runs; `also` are other names, e.g. the address it listens on. One on
+    another machine has no pid here: `elsewhere` answers for it."""
 
     name: str
     pid_of: Callable[[], int | None]
@@ -46,9 +57,12 @@ class KnownProcess:
     also: tuple[str, ...] = ()
     dumps_stacks: bool = False
     last_word: Callable[[], str | None] = lambda: None
+    elsewhere: Elsewhere | None = None
 
     def state(self) -> str:
         """One line: name, pid, state, where it hangs in the kernel, in which call, and what it said last."""
+        if self.elsewhere is not None:
+            return self.elsewhere.state()
         pid = self.pid_of()
         if pid is None:
             return f"{self.name} is gone"
@@ -94,10 +108,11 @@ def know_process(
     also: Sequence[str] = (),
     dumps_stacks: bool = False,
     last_word: Callable[[], str | None] = lambda: None,
+    elsewhere: Elsewhere | None = None,
 ) -> KnownProcess:
     """Make a child known; `dumps_stacks` promises that it writes its stacks to its log on SIGQUIT, `last_word` is what
     it last told of its work."""
-    process = KnownProcess(name, pid_of, log_path, tuple(also), dumps_stacks, last_word)
+    process = KnownProcess(name, pid_of, log_path, tuple(also), dumps_stacks, last_word, elsewhere)
     registry.know(process)
     return process
 
@@ -123,6 +138,8 @@ def stacks_of(processes: Sequence[KnownProcess]) -> dict[str, str]:
 
 def _ask(process: KnownProcess) -> bool:
     """Send SIGQUIT to a process that answers it; whether it was sent."""
+    if process.elsewhere is not None:
+        return process.dumps_stacks and process.elsewhere.ask_for_stacks()
     pid = process.pid_of()
     if not process.dumps_stacks or process.log_path is None or pid is None:
         return False

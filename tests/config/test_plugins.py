@@ -76,7 +76,10 @@ def test_the_cause_of_a_failed_import_is_told(tmp_path: Path, monkeypatch: pytes
             "from megatron.core import mpu",
             "or drop the import, which slime.backends.megatron_utils works without)",
         ),
-        ("import ray", "functions of yours are called in the processes of the run, drop the import)"),
+        (
+            "import ray",
+            "functions of yours are called in the processes of the run and need none; drop the import, or pip install 'slime[ray]')",
+        ),
     ):
         monkeypatch.setitem(sys.modules, line.split()[1].partition(".")[0], None)  # not installed, wherever this runs
         broken.write_text(f"{line}\n")

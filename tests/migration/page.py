@@ -17,7 +17,7 @@ INTRODUCTION = """\
 Scripts, YAML files and plugins that were written for slime 0.3.1 are meant to run here as they are, but for what is
 marked absent below. Tried were files written after upstream's descriptions and signatures (`tests/migration/plugins`),
 not upstream's own: where one of yours does not run, that is a defect to report. Start from the script you have: put
-`slime plan` in the place of `python3 train.py` (there is no Ray to start or to submit to), and it says, without loading
+`slime plan` in the place of `python3 train.py` (Ray is for more than one machine), and it says, without loading
 a model, which model it trains from which folder, what every part takes, and which of your flags have no effect here.
 Then run `train.py` or `train_async.py` with the same flags. `source scripts/models/...` and the run scripts of those
 models are here too ([scripts.md](scripts.md)), and nothing has to be converted: a run starts from the Hugging Face

@@ -1,0 +1,97 @@
+"""Which devices of a run must be on one node, and whether a cluster has such nodes.
+
+Invariant: a bundle is never split. A training node's processes are one bundle, so are the GPUs of an engine as far as a
+node has so many; whoever asks for what no node can give is told what is missing on which node, before anything waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime.config import Config
+from slime.errors import UserError
+
+TRAINER = "trainer"
+ENGINE = "engine"
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """A node of a cluster, as its scheduler sees it."""
+
+    id: str
+    name: str
+    address: str
+    cpus: int
+    gpus: int
+
+    def devices(self, device: str) -> int:
+        """How many processes with a device of their own it takes."""
+        return self.gpus if device == "cuda" else self.cpus
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """So many devices of one node, for trainers (and for the engines that share them) or for an engine alone."""
+
+    role: str
+    count: int
+
+
+def make_bundles(
+    config: Config, device: str, nodes: Sequence[NodeFacts], *, trainers: int, rollout: int
+) -> tuple[Bundle, ...]:
+    """The training nodes first, then the engines that do not share devices with them."""
+    per_node = config.actor_num_gpus_per_node
+    bundles = [Bundle(TRAINER, min(per_node, trainers - first)) for first in range(0, trainers, per_node)]
+    left = max(0, rollout - trainers) if config.colocate else rollout
+    largest = max((node.devices(device) for node in nodes), default=0) or 1
+    while left > 0:
+        engine = min(config.rollout_num_gpus_per_engine, left)
+        left -= engine
+        bundles += [Bundle(ENGINE, min(largest, engine - first)) for first in range(0, engine, largest)]
+    return tuple(bundles)
+
+
+def fit(bundles: Sequence[Bundle], nodes: Sequence[NodeFacts], device: str) -> tuple[NodeFacts, ...]:
+    """A node for each bundle, the largest placed first; a `UserError` that names what is missing where."""
+    free = {node.id: node.devices(device) for node in nodes}
+    taken: dict[str, list[Bundle]] = {node.id: [] for node in nodes}
+    found: dict[int, NodeFacts] = {}
+    for place in sorted(range(len(bundles)), key=lambda place: -bundles[place].count):
+        bundle = bundles[place]
+        able = [node for node in nodes if free[node.id] >= bundle.count]
+        if not able:
+            raise UserError(_missing(bundle, nodes, taken, device))
+        node = min(able, key=lambda node: (not taken[node.id], free[node.id]))  # fill up before the next one
+        free[node.id] -= bundle.count
+        taken[node.id].append(bundle)
+        found[place] = node
+    return tuple(found[place] for place in range(len(bundles)))
+
+
+def _missing(bundle: Bundle, nodes: Sequence[NodeFacts], taken: dict[str, list[Bundle]], device: str) -> str:
+    unit = "GPU" if device == "cuda" else "CPU"
+    what = {TRAINER: "a training node", ENGINE: "an engine"}[bundle.role]
+    flags = {
+        TRAINER: "--actor-num-nodes or --actor-num-gpus-per-node",
+        ENGINE: "--rollout-num-gpus or --rollout-num-gpus-per-engine",
+    }
+    able = [node for node in nodes if node.devices(device)] or nodes
+    there = "; ".join(_use(node, taken[node.id], device, unit) for node in able) or "no node is alive"
+    return (
+        f"{what} needs {bundle.count} {unit}{'s' if bundle.count > 1 else ''} on one node, and no node of the Ray "
+        f"cluster has so many left: {there}: lower {flags[bundle.role]}, or add nodes"
+    )
+
+
+def _use(node: NodeFacts, taken: Sequence[Bundle], device: str, unit: str) -> str:
+    used = sum(bundle.count for bundle in taken)
+    roles = " and ".join(
+        f"{sum(bundle.count for bundle in taken if bundle.role == role)} for {role}s"
+        for role in (TRAINER, ENGINE)
+        if any(bundle.role == role for bundle in taken)
+    )
+    total = node.devices(device)
+    return f"{node.name} has {total} {unit}{'' if total == 1 else 's'}" + (f" ({roles})" if used else "")

@@ -1,0 +1,183 @@
+"""Folders of the driver's machine on other nodes: found there, or brought there piece by piece.
+
+Invariant: a folder counts as the same where every file has the same name and size and every small file the same
+content; what was brought has its final name only when it is whole, so that a cache is never half filled, not even by
+two nodes with one home.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.errors import UserError
+
+SMALL_BYTES = 4 * 2**20
+CHUNK_BYTES = 8 * 2**20
+CACHE_VARIABLE = "SLIME_NODE_CACHE"
+LEFT_OUT = ("__pycache__",)
+OWN_PACKAGE = __name__.partition(".")[0]
+MOST_CODE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The files of a folder, or a file alone (named ""): name, size, and the hash of a small one's content."""
+
+    files: tuple[tuple[str, int, str], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, size, _ in self.files)
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(repr(self.files).encode()).hexdigest()[:24]
+
+    def to_message(self) -> dict[str, Any]:
+        return {"files": [list(one) for one in self.files]}
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Inventory:
+        return cls(tuple((str(name), int(size), str(digest)) for name, size, digest in message["files"]))
+
+
+def inventory(path: Path) -> Inventory | None:
+    """What lies there; None where nothing does."""
+    if path.is_file():
+        return Inventory((_entry("", path),))
+    if not path.is_dir():
+        return None
+    return Inventory(tuple(_entry(name, path / name) for name in sorted(_names(path))))
+
+
+def code_inventory(folder: Path) -> Inventory | None:
+    """The Python files of a folder and of the packages in it, as far as they are the user's; None where it is none."""
+    if not folder.is_dir():
+        return None
+    names = [name for name in sorted(_code_names(folder)) if not name.startswith(f"{OWN_PACKAGE}{os.sep}")]
+    return Inventory(tuple(_entry(name, folder / name) for name in names))
+
+
+def _code_names(folder: Path) -> Iterator[str]:
+    for root, folders, files in os.walk(folder):
+        inside = [name for name in folders if name not in LEFT_OUT and name.isidentifier()]
+        folders[:] = [name for name in inside if os.path.isfile(os.path.join(root, name, "__init__.py"))]
+        yield from (os.path.relpath(os.path.join(root, file), folder) for file in files if file.endswith(".py"))
+
+
+def _names(folder: Path) -> Iterator[str]:
+    for root, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]
+        yield from (os.path.relpath(os.path.join(root, file), folder) for file in files)
+
+
+def _entry(name: str, path: Path) -> tuple[str, int, str]:
+    size = path.stat().st_size
+    return name, size, hashlib.sha256(path.read_bytes()).hexdigest() if size <= SMALL_BYTES else ""
+
+
+def node_cache() -> Path:
+    """Where a node keeps what was brought: `SLIME_NODE_CACHE`, else below the home folder."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "slime" / "node")
+
+
+class Arrival:
+    """A folder on its way into a node's cache. The key of its inventory names it, so that it is brought once."""
+
+    def __init__(self, cache: Path, name: str, expected: Inventory) -> None:
+        self.expected = expected
+        self.final = cache / f"{name}-{expected.key}" / name
+        self._partial = cache / f".{expected.key}-{secrets.token_hex(4)}"
+
+    @property
+    def is_there(self) -> bool:
+        return inventory(self.final) == self.expected
+
+    def begin(self) -> None:
+        self._partial.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._partial.parent).free
+        if free < self.expected.size:
+            raise UserError(
+                f"{self._partial.parent} has {free / 2**30:.1f} GiB left, and {self.final.name} has "
+                f"{self.expected.size / 2**30:.1f} GiB: make room, or set {CACHE_VARIABLE} to another folder there"
+            )
+        if self.final.parent.exists():  # and is not what it was
+            shutil.rmtree(self.final.parent)
+        self._partial.mkdir()
+        for name, _, _ in self.expected.files:
+            place = self._place(name)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Append to one of the files."""
+        if name not in {file for file, _, _ in self.expected.files}:
+            raise UserError(f"{name} is no part of {self.final.name}")
+        with self._place(name).open("ab") as file:
+            file.write(data)
+
+    def finish(self) -> None:
+        """Make it whole, unless somebody else has meanwhile."""
+        arrived = inventory(self._partial / self.final.name)
+        if arrived != self.expected:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise UserError(f"{self.final.name} changed while it was copied: start again")
+        try:
+            os.rename(self._partial, self.final.parent)
+        except OSError:
+            if not self.is_there:
+                raise
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _place(self, name: str) -> Path:
+        whole = self._partial / self.final.name
+        return whole / name if name else whole
+
+
+def chunks(path: Path, expected: Inventory) -> Iterator[tuple[str, bytes]]:
+    """The content of a folder in pieces, each with the name of its file."""
+    for name, _, _ in expected.files:
+        with (path / name if name else path).open("rb") as file:
+            while data := file.read(CHUNK_BYTES):
+                yield name, data
+
+
+def bring(path: Path, call: Callable[..., Any]) -> str:
+    """What this file or folder is called where `call` leads: the same where it is the same there, else a copy."""
+    ours = inventory(path)
+    if ours is None:
+        raise UserError(f"{path} is not there")
+    return _brought(path, ours, "inventory", call)
+
+
+def bring_code(folder: Path, call: Callable[..., Any]) -> str:
+    """The same for the modules in a folder, and nothing else of it; processes started there find them from now on."""
+    ours = code_inventory(folder)
+    if ours is None:
+        raise UserError(f"{folder} is not there")
+    if ours.size > MOST_CODE_BYTES:
+        raise UserError(
+            f"its Python files have {ours.size >> 20} MiB: put the run's functions into a folder of their own"
+        )
+    there = _brought(folder, ours, "code_inventory", call)
+    call("search_also", [there])
+    return there
+
+
+def _brought(path: Path, ours: Inventory, look: str, call: Callable[..., Any]) -> str:
+    theirs = call(look, str(path))
+    if theirs is not None and Inventory.from_message(theirs) == ours:
+        return str(path)
+    final, there = call("arrive", path.name, ours.to_message())
+    if not there:
+        for name, data in chunks(path, ours):
+            call("write", final, name, data)
+        call("arrived", final)
+    return str(final)

@@ -1,0 +1,180 @@
+"""What does a run's work on a node of its own: starts processes there, tells of them, and takes files.
+
+Invariant: everything it starts dies with it, and it dies with the driver. It answers with plain values; what goes wrong
+is an answer too, never an exception that the other side would have to unpickle.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.cluster.connection import connect_to
+from slime.cluster.files import Arrival, Inventory, code_inventory, inventory, node_cache
+from slime.cluster.local import child_of
+from slime.cluster.node import Command
+from slime.cluster.ports import free_ports, sockets_at
+from slime.cluster.process import ChildProcess
+from slime.errors import UserError
+
+MOST_NEWS_BYTES = 4 * 2**20
+SET_BY_RAY = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+"""What Ray's workers set for themselves: for a process that is to share the node with nobody but us."""
+
+OK = "ok"
+USER_ERROR = "user error"
+FAILED = "failed"
+
+
+class NodeAgent:
+    """One per node. `call` is all that the driver uses."""
+
+    def __init__(self, working_folder: str) -> None:
+        _forget_what_ray_set()
+        if os.path.isdir(working_folder):
+            os.chdir(working_folder)
+        self._logs = Path(tempfile.mkdtemp(prefix="slime-node-"))
+        self._processes: dict[int, ChildProcess] = {}
+        self._arrivals: dict[str, Arrival] = {}
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def call(self, method: str, *args: Any) -> tuple[str, Any]:
+        """How it went, and the value or the sentence."""
+        known: dict[str, Callable[..., Any]] = {
+            "start": self.start,
+            "news": self.news,
+            "stop": self.stop,
+            "terminate": self.terminate,
+            "state": self.state,
+            "ask_for_stacks": self.ask_for_stacks,
+            "free_ports": free_ports,
+            "sockets_at": sockets_at,
+            "inventory": lambda path: _message(inventory(Path(path))),
+            "code_inventory": lambda path: _message(code_inventory(Path(path))),
+            "arrive": self.arrive,
+            "write": self.write,
+            "arrived": self.arrived,
+            "sees": self.sees,
+            "search_also": self.search_also,
+            "close": self.close,
+        }
+        try:
+            return OK, known[method](*args)
+        except UserError as error:
+            return USER_ERROR, str(error)
+        except Exception as error:  # noqa: BLE001 - the boundary of the process: the driver raises it again
+            return FAILED, f"{type(error).__name__}: {error}"
+
+    def start(self, fields: Mapping[str, Any], where: str | None, token: str | None) -> tuple[int, int]:
+        """Start a process; with `where`, one whose channel leads to the driver there. Its number here, and its pid."""
+        command = Command(**fields)
+        with self._lock:
+            number = self._next
+            self._next += 1
+        log = self._logs / f"{number}-{command.name}.log"
+        if where is None or token is None:
+            process = child_of(command, log)
+        else:
+            try:
+                channel = connect_to(where, token)
+            except OSError as error:
+                raise UserError(f"the driver cannot be reached at {where.rpartition('/')[0]} ({error})") from error
+            with channel:
+                process = child_of(command, log, fd=channel.fileno())
+        with self._lock:
+            self._processes[number] = process
+        return number, process.pid
+
+    def news(self, offsets: Mapping[int, int]) -> dict[int, tuple[bytes, int | None]]:
+        """What each log has from the given byte on, and the exit code of a process that has ended and said all."""
+        return {number: self._news_of(self._processes[number], offset) for number, offset in offsets.items()}
+
+    def _news_of(self, process: ChildProcess, offset: int) -> tuple[bytes, int | None]:
+        code = process.poll()  # before the log is read: what a process wrote last is not missed
+        with process.log_path.open("rb") as log:
+            log.seek(offset)
+            data = log.read(MOST_NEWS_BYTES)
+        return data, None if len(data) == MOST_NEWS_BYTES else code
+
+    def stop(self, number: int, grace_s: float) -> int | None:
+        return self._processes[number].stop(grace_s)
+
+    def terminate(self, number: int) -> None:
+        self._processes[number].terminate()
+
+    def state(self, number: int) -> str:
+        return self._processes[number].state()
+
+    def ask_for_stacks(self, number: int) -> bool:
+        """SIGQUIT, if the process catches it now."""
+        pid = self._processes[number].child_pid()
+        return pid is not None and _sends_quit(pid)
+
+    def arrive(self, name: str, message: dict[str, Any]) -> tuple[str, bool]:
+        """Where a folder of this inventory is going to be; whether it is there already."""
+        arrival = Arrival(node_cache(), name, Inventory.from_message(message))
+        if not arrival.is_there:
+            arrival.begin()
+            self._arrivals[str(arrival.final)] = arrival
+        return str(arrival.final), arrival.is_there
+
+    def write(self, final: str, file: str, data: bytes) -> None:
+        self._arrivals[final].write(file, data)
+
+    def arrived(self, final: str) -> None:
+        self._arrivals.pop(final).finish()
+
+    def sees(self, path: str, text: str) -> bool:
+        """Whether the file is here and says so: a folder that the driver's machine shares."""
+        folder = os.path.dirname(path)
+        try:
+            os.listdir(folder)  # network file systems look again
+            return Path(path).read_text() == text
+        except OSError:
+            return False
+
+    def search_also(self, folders: list[str]) -> None:
+        """Folders with modules that processes started from now on find."""
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([before] if before else [])])
+
+    def close(self) -> None:
+        """Stop what still runs and leave nothing behind."""
+        for process in list(self._processes.values()):
+            process.stop(1.0)
+        shutil.rmtree(self._logs, ignore_errors=True)
+
+
+def _message(found: Inventory | None) -> dict[str, Any] | None:
+    return None if found is None else found.to_message()
+
+
+def _forget_what_ray_set() -> None:
+    """The node's own environment is the one that this process was started with."""
+    try:
+        pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:  # not Linux: what Ray set stays
+        return
+    names = {os.fsdecode(pair.partition(b"=")[0]) for pair in pairs}
+    for name in SET_BY_RAY:
+        if name not in names:
+            os.environ.pop(name, None)
+
+
+def _sends_quit(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+        if not int(caught.split()[1], 16) >> (signal.SIGQUIT - 1) & 1:
+            return False
+        os.kill(pid, signal.SIGQUIT)
+    except (OSError, StopIteration):
+        return False
+    return True

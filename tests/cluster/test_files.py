@@ -1,0 +1,113 @@
+"""Folders are found on a node or brought there, whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.cluster.files import CACHE_VARIABLE, CHUNK_BYTES, SMALL_BYTES, bring, bring_code, inventory
+from slime.cluster.node_agent import OK, NodeAgent
+from slime.errors import UserError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "here" / "model"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "inner" / "weights").write_bytes(os.urandom(2 * CHUNK_BYTES + 5))
+    (folder / "empty").touch()
+    return folder
+
+
+class There:
+    """A node that has other folders: what is looked up by a name of the driver's machine is below `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self.agent = NodeAgent(os.getcwd())
+        self.root = root
+        self.calls: list[str] = []
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.calls.append(method)
+        if method in ("inventory", "code_inventory"):
+            args = (str(self.root) + args[0],)
+        kind, value = self.agent.call(method, *args)
+        if kind == OK:
+            return value
+        raise UserError(value)
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> There:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return There(tmp_path / "root")
+
+
+def test_what_is_the_same_there_keeps_its_name(model: Path, there: There) -> None:
+    there.root = Path("/")
+    assert bring(model, there.call) == str(model)
+    assert there.calls == ["inventory"]
+
+
+def test_what_is_missing_is_brought_once(model: Path, there: There, tmp_path: Path) -> None:
+    copy = Path(bring(model, there.call))
+    assert copy.is_relative_to(tmp_path / "cache")
+    assert copy.name == "model"
+    assert inventory(copy) == inventory(model)
+    assert (copy / "inner" / "weights").read_bytes() == (model / "inner" / "weights").read_bytes()
+    there.calls.clear()
+    assert bring(model, there.call) == str(copy)
+    assert there.calls == ["inventory", "arrive"]
+
+
+def test_a_file_alone_is_brought_too(model: Path, there: There) -> None:
+    copy = Path(bring(model / "config.json", there.call))
+    assert copy.name == "config.json"
+    assert copy.read_text() == "{}"
+
+
+def test_another_content_under_the_same_name_is_not_taken(model: Path, there: There, tmp_path: Path) -> None:
+    other = Path(str(there.root) + str(model))
+    (other / "inner").mkdir(parents=True)
+    (other / "config.json").write_text("[]")
+    (other / "inner" / "weights").write_bytes((model / "inner" / "weights").read_bytes())
+    (other / "empty").touch()
+    assert SMALL_BYTES > 2
+    assert bring(model, there.call) != str(model)
+
+
+def test_a_cache_that_was_damaged_is_filled_anew(model: Path, there: There) -> None:
+    copy = Path(bring(model, there.call))
+    (copy / "config.json").write_text("broken")
+    assert inventory(Path(bring(model, there.call))) == inventory(model)
+
+
+def test_the_modules_of_a_folder_are_brought_and_found(
+    there: There, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    folder = tmp_path / "mine"
+    for name in ("plain.py", "package/__init__.py", "package/part.py", "slime/__init__.py", "data/no_package.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("WORD = 1\n")
+    (folder / "large.bin").write_bytes(b"no code")
+    copy = Path(bring_code(folder, there.call))
+    found = sorted(path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file())
+    assert found == ["package/__init__.py", "package/part.py", "plain.py"]
+    assert os.environ["PYTHONPATH"] == str(copy)
+
+
+def test_what_is_nowhere_is_refused(there: There, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="none is not there"):
+        bring(tmp_path / "none", there.call)
+
+
+def test_a_marker_tells_whether_a_folder_is_shared(there: There, tmp_path: Path) -> None:
+    (tmp_path / "marker").write_text("word")
+    assert there.call("sees", str(tmp_path / "marker"), "word")
+    assert not there.call("sees", str(tmp_path / "marker"), "other")
+    assert not there.call("sees", str(tmp_path / "nowhere" / "marker"), "word")

@@ -1,0 +1,120 @@
+"""A node that an agent works for: its processes are followed, their logs come here, and they end with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.cluster.connection import Listener
+from slime.cluster.node import OWN_PYTHON, Command, NodeLost
+from slime.cluster.node_agent import OK, USER_ERROR, NodeAgent
+from slime.cluster.remote import LOST_CODE, RemoteNode
+from slime.errors import RunFailed, UserError
+from slime.waits import state_of
+
+
+class Near:
+    """An agent in this process; `is_gone` is what a network would say of a node that died."""
+
+    def __init__(self) -> None:
+        self.agent = NodeAgent(os.getcwd())
+        self.is_gone = False
+
+    def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
+        if self.is_gone:
+            raise NodeLost("the node far cannot be reached")
+        kind, value = self.agent.call(method, *args)
+        if kind == OK:
+            return value
+        raise UserError(value) if kind == USER_ERROR else RunFailed(value)
+
+
+@pytest.fixture
+def near() -> Iterator[Near]:
+    agent = Near()
+    yield agent
+    agent.agent.close()
+
+
+@pytest.fixture
+def node(near: Near) -> Iterator[RemoteNode]:
+    listener = Listener("127.0.0.1", "token")
+    node = RemoteNode("far", "127.0.0.1", 2, near, listener, "token")
+    yield node
+    node.close()
+    listener.close()
+
+
+def python(name: str, code: str, **fields: Any) -> Command:
+    return Command(name, (OWN_PYTHON, "-c", code), **fields)
+
+
+def test_a_process_has_its_log_and_its_exit_code_here(node: RemoteNode, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "one.log"
+    process = node.start(python("one", "import os; print(os.environ['WORD'] * 3); exit(7)", env={"WORD": "so "}), log)
+    assert process.wait(60) == 7
+    assert log.read_text() == "so so so \n"
+    assert process.tail() == "so so so"
+    assert process.state() == "one on far is gone"
+
+
+def test_a_long_log_comes_whole_before_the_exit_code(node: RemoteNode, tmp_path: Path) -> None:
+    log = tmp_path / "long.log"
+    process = node.start(python("long", "print('x' * 9_000_000, end='!')"), log)
+    assert process.wait(60) == 0
+    assert log.stat().st_size == 9_000_001
+
+
+def test_a_process_serves_a_channel_and_ends_when_it_is_stopped(node: RemoteNode, tmp_path: Path) -> None:
+    code = (
+        "import argparse\n"
+        "from slime.cluster.connection import add_channel_flags, channel_from\n"
+        "parser = argparse.ArgumentParser(); add_channel_flags(parser)\n"
+        "channel = channel_from(parser.parse_args())\n"
+        "while True: channel.send({'twice': 2 * channel.recv(None)['number']})\n"
+    )
+    process, channel = node.start_connected(python("served", code), tmp_path / "served.log")
+    channel.send({"number": 21})
+    assert channel.recv(60.0) == {"twice": 42}
+    assert str(state_of("served")).endswith(" on far")
+    assert process.stop(5.0) == -signal.SIGTERM
+    channel.close()
+
+
+def test_stop_is_heard_through_the_agent(node: RemoteNode, near: Near, tmp_path: Path) -> None:
+    process = node.start(python("sleeper", "import time; time.sleep(600)"), tmp_path / "s.log")
+    there = near.agent._processes[0]
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(60) == -signal.SIGTERM
+    assert there.poll() == -signal.SIGTERM
+
+
+def test_the_processes_of_a_lost_node_have_ended(node: RemoteNode, near: Near, tmp_path: Path) -> None:
+    process = node.start(python("left", "import time; time.sleep(600)"), tmp_path / "left.log")
+    near.is_gone = True
+    assert process.wait(60) == LOST_CODE
+    assert node.is_lost
+    assert process.tail() == "its node (far) is gone: the node far cannot be reached"
+    with pytest.raises(NodeLost, match="the node far is gone"):
+        node.start(python("next", ""), tmp_path / "next.log")
+    process.stop()  # at once: there is nobody to wait for
+
+
+def test_a_refusal_of_the_agent_is_raised_here(node: RemoteNode, tmp_path: Path) -> None:
+    node._listener.close()
+    with pytest.raises(UserError, match=r"the driver cannot be reached at 127\.0\.0\.1:\d+ \("):
+        node.start_connected(python("lonely", ""), tmp_path / "lonely.log")
+
+
+def test_files_have_the_names_of_the_node(node: RemoteNode) -> None:
+    node.paths["/data/model"] = "/cache/model-1/model"
+    assert node.path("/data/model") == "/cache/model-1/model"
+    assert node.path("/data/model/part/a") == "/cache/model-1/model/part/a"
+    assert node.path("/data/models") == "/data/models"
+    assert node.path("rel") == str(Path.cwd() / "rel")

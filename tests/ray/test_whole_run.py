@@ -1,0 +1,61 @@
+"""A whole run over the nodes of a Ray cluster does what it does on this machine: the quickstart's task, shortened."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from tests.e2e.runs import TRAIN, assert_same_records, comparable, records, run
+from tests.test_quickstart import QUICKSTART, load
+
+PROCESSES = ("--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with the quickstart's model and sums, and another slime, which no process may import."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "slime").mkdir()
+    (folder / "slime" / "__init__.py").write_text("raise ImportError('this is another slime')\n")
+    arithmetic = load("arithmetic")
+    arithmetic.make_model(folder / "model", seed=1)
+    problems = arithmetic.write_problems(folder / "data", held_out=20, seed=1)
+    assert problems.training.parent == folder / "data"
+    return folder
+
+
+def flags(place: Path) -> list[str]:
+    training = load("arithmetic").write_problems(place / "data", held_out=20, seed=1).training
+    return [
+        *("--hf-checkpoint", "model", "--prompt-data", str(training), "--input-key", "prompt", "--label-key", "label"),
+        *("--custom-rm-path", f"{QUICKSTART / 'arithmetic.py'}:exact_match", "--rollout-shuffle", "--device", "cpu"),
+        *("--dtype", "float32", "--seed", "1", "--num-rollout", "3", "--rollout-batch-size", "8"),
+        *("--n-samples-per-prompt", "4", "--rollout-max-response-len", "8", "--use-dynamic-batch-size"),
+        *("--max-tokens-per-gpu", "8192", "--lr", "4e-4", "--progress", "plain", "--save-interval", "3"),
+        *PROCESSES,
+    ]
+
+
+def test_a_run_over_three_nodes_gives_the_numbers_of_one_machine(cluster: Cluster, place: Path) -> None:
+    here = run([*TRAIN, *flags(place), "--cluster", "local", "--output-dir", "here"], place)
+    assert (here.code, here.err) == (0, "")
+    there = run([*TRAIN, *flags(place), "--output-dir", "there"], place, RAY_ADDRESS=cluster.address)
+    assert there.code == 0, there.err
+    assert [record["rollout_id"] for record in records(place / "there", "train")] == [0, 1, 2]
+    assert_same_records(comparable(place / "there"), comparable(place / "here"), 0.0)
+    logs = {path.name: path.read_text() for path in (place / "there" / "logs").iterdir()}
+    assert {*logs} == {"driver.log", "engine-0.log", "engine-1.log", "trainer-0.log", "trainer-1.log"}
+    assert "error" not in there.err.lower()
+
+
+def test_a_dry_run_says_which_node_gets_what(cluster: Cluster, place: Path) -> None:
+    planned = run(
+        [sys.executable, "-m", "slime.cli", "train", *flags(place), "--dry-run", "--ray-address", cluster.address],
+        place,
+    )
+    assert planned.code == 0, planned.err
+    assert planned.out.count("CPUs for trainers") == 1
+    assert planned.out.count("1 CPU for engines") == 2
