@@ -43,11 +43,15 @@ def reward_groups(
             members.setdefault(group, {}).setdefault(rollout, []).append(position)
     return [
         RewardGroup(
-            means=np.array([sum(rewards[i] for i in own) / len(own) for own in group.values()], dtype=np.float64),
+            means=np.array([_mean([rewards[i] for i in own]) for own in group.values()], dtype=np.float64),
             positions=list(group.values()),
         )
         for group in members.values()
     ]
+
+
+def _mean(rewards: Sequence[float]) -> float:
+    return sum(rewards) / len(rewards)
 
 
 def normalize_group_rewards(

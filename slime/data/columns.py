@@ -62,7 +62,7 @@ class Packed:
     def array(self) -> np.ndarray:
         """The numbers, not to be written."""
         view = self._buffer.array[: self._length]
-        view.flags.writeable = False
+        view.setflags(write=False)  # a third of the time that `flags` takes
         return view
 
     def tolist(self) -> list[Any]:

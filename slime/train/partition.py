@@ -14,7 +14,7 @@ differ by at most one.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,20 +81,29 @@ def _swap(bins: list[list[int]], weights: Sequence[float]) -> None:
     """Lighten the heaviest bin by swaps with the lightest bin that helps; at most one for each number."""
     sums = [_sum(members, weights) for members in bins]
     enough = CLOSE_ENOUGH * sum(sums) / len(bins)
+    lightest_first = sorted((total, b) for b, total in enumerate(sums))
+    spans = [_span(members, weights) for members in bins]
     for _ in range(len(weights)):
-        lightest_first = sorted(range(len(bins)), key=lambda b: (sums[b], b))
-        top = lightest_first.pop()
-        if sums[top] <= enough:
+        heaviest, top = lightest_first.pop()
+        if heaviest <= enough:
             return
-        for other in lightest_first:
-            swap = _best_swap(bins[top], bins[other], weights, sums[top] - sums[other])
+        own = sorted(weights[i] for i in bins[top])
+        for light, other in lightest_first:
+            least, most = spans[other]
+            above = bisect_right(own, least)  # what is swapped is heavier than the other, by less than the difference
+            if above == len(own) or own[above] >= most + (heaviest - light):
+                continue
+            swap = _best_swap(bins[top], bins[other], weights, heaviest - light)
             if swap is not None:
                 break
         else:
             return
         mine, theirs = swap
         bins[top][bins[top].index(mine)], bins[other][bins[other].index(theirs)] = theirs, mine
-        sums[top], sums[other] = _sum(bins[top], weights), _sum(bins[other], weights)
+        del lightest_first[bisect_left(lightest_first, (light, other))]
+        for changed in (top, other):  # the rest stays in its order: sorting it again would take most of the time
+            insort(lightest_first, (_sum(bins[changed], weights), changed))
+            spans[changed] = _span(bins[changed], weights)
 
 
 def _best_swap(
@@ -110,6 +119,11 @@ def _best_swap(
             best = min(best, (abs(difference - 2 * (weights[i] - weight)), i, j))
     left, mine, theirs = best
     return (mine, theirs) if left < difference * (1 - 1e-9) else None
+
+
+def _span(members: Sequence[int], weights: Sequence[float]) -> tuple[float, float]:
+    own = [weights[i] for i in members]
+    return min(own, default=0.0), max(own, default=0.0)
 
 
 def _sum(members: Sequence[int], weights: Sequence[float]) -> float:

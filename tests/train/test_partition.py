@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import slime.train.partition as module
 from slime.train.partition import partition
 
 weights_lists = st.lists(st.floats(0, 1e6, allow_nan=False), max_size=40)
@@ -105,3 +107,20 @@ def test_the_work_does_not_grow_with_numbers_times_bins() -> None:
         work.append(Counted.added)
     assert work[1] < 3 * work[0]
     assert work[1] < 20 * 1000
+
+
+def test_bins_that_can_swap_nothing_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many bins of few numbers, some of them huge, the time stays in proportion to the numbers."""
+    rng = random.Random(0)
+    weights = [rng.lognormvariate(0.0, 1.0) ** 2 for _ in range(2000)]
+    tried = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        return best_swap(*args)
+
+    best_swap = module._best_swap
+    monkeypatch.setattr(module, "_best_swap", counted)
+    partition(weights, 256, equal_size=True)
+    assert 0 < tried < len(weights)

@@ -111,7 +111,7 @@ class TrainBatch:
         columns = self.to_dict()
         for name in _BY_TOKEN:
             if columns[name] is not None:
-                columns[name] = _column_message(columns[name])
+                columns[name] = _column_message(columns[name], may_be_constant=name == "loss_masks")
         return columns
 
     @classmethod
@@ -168,7 +168,10 @@ def _first_unused(ids: Iterable[int | None]) -> Iterator[int]:
 
 def _share_id(together: Sequence[Sample], name: str, new: int) -> None:
     """Give the id that the others of a list have, or a new one, to those that have none."""
-    known = {value for sample in together if (value := getattr(sample, name)) is not None}
+    values = [getattr(sample, name) for sample in together]
+    if None not in values:
+        return
+    known = set(values) - {None}
     shared = known.pop() if len(known) == 1 else new
     for sample in together:
         if getattr(sample, name) is None:
@@ -250,12 +253,13 @@ def _loss_mask(sample: Sample, excluded: bool) -> np.ndarray:
         return mask_of(1, length)
     if len(mask) != length:
         raise UserError(f"sample {sample.index} has {len(mask)} loss-mask entries for {length} tokens")
-    return mask if mask.dtype == np.int8 else mask.astype(np.float32)
+    return mask if mask.dtype.kind == "i" and mask.itemsize == 1 else mask.astype(np.float32)
 
 
-def _column_message(parts: Sequence[np.ndarray]) -> dict[str, Any]:
+def _column_message(parts: Sequence[np.ndarray], *, may_be_constant: bool) -> dict[str, Any]:
     """`lengths` of all parts, `constant`: those of one number only, by place, and the `values` of the others."""
-    constant = {place: part[0].item() for place, part in enumerate(parts) if is_constant(part)}
+    alike = ((place, part) for place, part in enumerate(parts) if is_constant(part)) if may_be_constant else ()
+    constant = {place: part[0].item() for place, part in alike}
     dtype = np.result_type(*{part.dtype for part in parts}) if parts else None
     others = [part for place, part in enumerate(parts) if place not in constant] if constant else parts
     return {"lengths": [len(part) for part in parts], "constant": constant, "values": Joined(others, dtype)}

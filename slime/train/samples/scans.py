@@ -19,6 +19,7 @@ from slime.data.columns import is_constant
 _AT_ONCE = 1 << 18
 """Numbers that are put together for one call: few enough to stay in a core's cache."""
 _WORTH_THREADS = 1 << 23
+_INT8 = np.dtype(np.int8).char
 
 
 def is_trained_on(mask: np.ndarray) -> bool:
@@ -31,10 +32,10 @@ def mask_totals(masks: Sequence[np.ndarray]) -> list[int]:
     totals = [0] * len(masks)
     counted = []
     for place, mask in enumerate(masks):
-        if is_constant(mask) and mask.dtype == np.int8:
-            totals[place] = int(mask[0]) * len(mask)
-        elif mask.dtype != np.int8:
+        if mask.dtype.char != _INT8:
             totals[place] = int(mask.sum())
+        elif is_constant(mask):
+            totals[place] = int(mask[0]) * len(mask)
         elif len(mask):
             counted.append(place)
 
