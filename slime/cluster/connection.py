@@ -23,6 +23,8 @@ from slime.errors import UserError
 FD_FLAG = "--fd"
 CONNECT_FLAG = "--connect"
 TOKEN_VARIABLE = "SLIME_RUN_TOKEN"
+GONE_AFTER_S = 120
+"""Whoever acknowledges nothing for so long is gone."""
 _CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
 _NAME_BYTES = 64
@@ -160,8 +162,15 @@ class Listener:
 
 
 def _channel(sock: socket.socket) -> Channel:
+    """A machine that disappears sends no end: by itself TCP would wait a quarter of an hour for it to take the rest of
+    a message, and two hours when there is nothing to send."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    every_s = GONE_AFTER_S // 4
+    options = {"TCP_KEEPIDLE": every_s, "TCP_KEEPINTVL": every_s, "TCP_KEEPCNT": 3}
+    for name, value in (options | {"TCP_USER_TIMEOUT": GONE_AFTER_S * 1000}).items():
+        if hasattr(socket, name):  # not all of them on macOS
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return Channel(sock)
 
 

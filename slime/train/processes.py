@@ -36,7 +36,7 @@ STOP_GRACE_S = 5.0
 DEATH_PATIENCE_S = 2.0
 """How long after a rank's failure the death of another one, which would explain it, may become known."""
 DEADLINE_FLAG = "--distributed-timeout-minutes"
-_STARTED_AT_ONCE = 64
+_STARTED_AT_ONCE = 512
 
 
 class TrainerDied(RunFailed):

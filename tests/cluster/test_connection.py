@@ -166,6 +166,16 @@ def test_closing_lets_nobody_in_and_leaves_whoever_came_unheard(listener: Listen
         connect("127.0.0.1", listener.port, name="trainer-0", token="right")
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux alone can be told")
+def test_a_machine_that_disappears_is_found_out_in_minutes_by_both_sides(listener: Listener) -> None:
+    listener.words_for("trainer-0")
+    with connect("127.0.0.1", listener.port, name="trainer-0", token="right") as theirs:
+        for channel in (theirs, listener.wait_for("trainer-0", 30)):
+            asked = [socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
+            values = [channel._sock.getsockopt(socket.IPPROTO_TCP, option) for option in asked]
+            assert values == [120_000, 30, 30, 3]
+
+
 @pytest.mark.parametrize(
     ("word", "token", "sentence"),
     [
