@@ -19,7 +19,9 @@ usage: slime COMMAND ...
   plan         say what a training run would do, and stop; the same as slime train --dry-run
   samples      list, filter and export the samples of a run (slime samples --help)
   serve        start the embedded inference engine alone (slime serve --help), or with --rollout-backend or
-               --rollout-num-gpus several engines and a router (the engine flags of train)
+               --rollout-num-gpus several engines and a router (the engine flags of train);
+               slime serve --join HOST:PORT works for a run that was started with --fleet-address
+  fleet        list the engines of such a run: slime fleet RUN_DIR (slime fleet --help)
   convert      write a checkpoint of a run, or a model folder in other numbers, as a Hugging Face folder
                (slime convert --help)
   models       list published models whose shape is known; slime models NAME prints a config.json to plan with
@@ -60,6 +62,7 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
         "train-async": _train_async,
         "plan": _plan,
         "serve": _serve,
+        "fleet": _fleet,
         "samples": _samples,
         "convert": _convert,
         "models": _models,
@@ -113,6 +116,10 @@ def _plan(words: Sequence[str]) -> int:
 
 
 def _serve(words: Sequence[str]) -> int:
+    from slime.engine.elastic.join import join_command, wants_to_join
+
+    if wants_to_join(words):
+        return join_command(words)
     from slime.engine.fleet.serve import serve_fleet, wants_fleet
 
     if wants_fleet(words):
@@ -121,6 +128,12 @@ def _serve(words: Sequence[str]) -> int:
 
     result = serve(list(words))
     return result if isinstance(result, int) else EXIT_OK
+
+
+def _fleet(words: Sequence[str]) -> int:
+    from slime.engine.elastic.listing import fleet_command
+
+    return fleet_command(words)
 
 
 def _samples(words: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,11 +23,15 @@ from slime.config import Config
 from slime.config.algorithm import serves_teacher
 from slime.config.batch import num_trainers
 from slime.config.start import model_folders
+from slime.engine.elastic.door import open_door
+from slime.engine.elastic.joined import JoinedEngines
+from slime.engine.elastic.listing import fleet_rows
+from slime.engine.elastic.wire import fleet_token, key_of_joined
 from slime.engine.fleet.engines import Engines, alone_engine
 from slime.engine.fleet.processes import EngineFleet
-from slime.engine.fleet.states import EngineStates, ask_load
+from slime.engine.fleet.states import EngineStates, Load, ask_load
 from slime.engine.fleet.supervisor import Supervisor, Watch
-from slime.engine.http.errors import EngineError
+from slime.engine.http.errors import EngineError, EngineProtocolError
 from slime.engine.http.key import made_key
 from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed, UserError
@@ -39,7 +44,7 @@ from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.trajectory import generate_and_rm_group
 from slime.train.files import code_folders, files_to_provide, folders_written
 from slime.train.group import TrainerGroup
-from slime.weights.publisher import PublishResult, WeightPublisher
+from slime.weights.publisher import PublishResult, WeightPublisher, WeightVersionMismatch
 from slime.weights.transport import make_publisher
 
 Status = Callable[[str, str], None]
@@ -66,6 +71,7 @@ class Parts:
         self._device = device
         self._run_dir = run_dir
         self._version: int | None = None
+        self._began = time.time()
         self._trainers_busy = threading.Lock()
         self.cluster = open_cluster(config, device, **places(config))
         stack.callback(self.cluster.close)
@@ -88,8 +94,10 @@ class Parts:
         if reward is not None:
             self.runtime.state.rewardless = False
         self._make_teacher(stack)
+        self.joined = self._make_joined(stack)
         self.publisher = self._make_publisher(stack)
         self.supervisors = self._make_supervisors(stack)
+        self._open_door(stack, progress)
 
     # making
 
@@ -203,21 +211,68 @@ class Parts:
             run_async=self.runtime.run,
             engine_kind=self.engines.kind,
             placement=self.cluster.placement,
+            delivery=self.joined,
         )
         stack.callback(publisher.close)
         return publisher
+
+    def _make_joined(self, stack: ExitStack) -> JoinedEngines | None:
+        if self.config.fleet_address is None or self.engines is None:
+            return None
+        joined = JoinedEngines(
+            self.config,
+            device=self._device,
+            kind=self.engines.kind,
+            pool=self.runtime.pool,
+            run_async=self.runtime.run,
+            watch=self._watch(),
+            refresh=self._refresh if self.trainers is not None else None,
+            key=key_of_joined(fleet_token(self._run_dir.path)),
+        )
+        stack.callback(joined.supervisor.close)
+        return joined
+
+    def _open_door(self, stack: ExitStack, progress: Progress) -> None:
+        if self.joined is None:
+            return
+        assert self.config.fleet_address is not None
+        staged_in = None if self.publisher is None else self.publisher.staged_in
+        door = open_door(
+            self.config.fleet_address, self._run_dir.path, self.joined, model=self.config.hf_checkpoint,
+            staged_in=staged_in, rows=self.fleet,
+        )  # fmt: skip
+        stack.push(lambda kind, error, trace: door.close(goodbye=kind is None))
+        progress.message(f"more engines may join: {door.invitation}")
+
+    def fleet(self) -> list[dict[str, Any]]:
+        """Every engine of the trained model: name, address, state, version, load, age."""
+        assert self.engines is not None
+        joined = [] if self.joined is None else self.joined.members()
+        names = {url: f"engine-{number}" for number, url in enumerate(self.engines.urls)}
+        names |= {member.request.url: member.name for member in joined}
+        since = dict.fromkeys(self.engines.urls, self._began) | {one.request.url: one.since for one in joined}
+        return self.runtime.run(fleet_rows(self.runtime.pool, names, since, self._away()), whom="the fleet")
+
+    def _away(self) -> dict[str, str]:
+        """Engines that get no requests now, and why."""
+        return {url: why for supervisor in self.supervisors for url, why in supervisor.away().items()}
 
     def watch_engines(self, stack: ExitStack) -> EngineStates | None:
         """What the engines of the trained model are doing, looked up from now on."""
         if self.engines is None:
             return None
+        engines, joined, pool = self.engines, self.joined, self.runtime.pool
 
-        def away() -> dict[str, str]:
-            return {url: why for supervisor in self.supervisors for url, why in supervisor.away().items()}
+        def urls() -> list[str]:
+            return [*engines.urls, *([] if joined is None else joined.urls)]
 
-        engines = self.engines
-        load_of = partial(ask_load, api_key=engines.key)
-        states = EngineStates(lambda: engines.urls, why_ended=self.engines.why_ended, away=away, load_of=load_of)
+        def why_ended(index: int) -> str | None:
+            return engines.why_ended(index) if index < len(engines.urls) else None
+
+        def load_of(url: str) -> Load | None:
+            return ask_load(url, api_key=pool.key_of(url))
+
+        states = EngineStates(urls, why_ended=why_ended, away=self._away, load_of=load_of)
         stack.callback(states.close)
         states.start()
         return states
@@ -226,12 +281,6 @@ class Parts:
         config = self.config
         if not config.use_fault_tolerance or self.engines is None:
             return []
-        watch = Watch(
-            config.rollout_health_check_interval,
-            config.rollout_health_check_timeout,
-            config.rollout_health_check_first_wait,
-            config.engine_max_restarts,
-        )
         made: list[tuple[EngineFleet, EnginePool, Refresh, Route]] = []
         if self.engines.own_fleet is not None:
             own = self._refresh if self.publisher is not None else None
@@ -240,12 +289,30 @@ class Parts:
             made.append((frozen, self.runtime.frozen_pools[name], None, partial(self.engines.route, model=name)))
         if self.teacher_engine is not None and self.runtime.state.teacher is not None:
             made.append((self.teacher_engine, self.runtime.state.teacher.pool, None, None))
-        supervisors = []
+        supervisors = [] if self.joined is None else [self.joined.supervisor]
         for fleet, pool, refresh, route in made:
-            one = Supervisor(fleet, pool, self.runtime.run, watch, refresh=refresh, route=route, key=fleet.key)
+            one = Supervisor(
+                fleet,
+                pool,
+                self.runtime.run,
+                self._watch(),
+                refresh=refresh,
+                route=route,
+                key=fleet.key,
+                may_be_empty=self.joined is not None and pool is self.runtime.pool,
+            )
             stack.callback(one.close)
             supervisors.append(one)
         return supervisors
+
+    def _watch(self) -> Watch:
+        config = self.config
+        return Watch(
+            config.rollout_health_check_interval,
+            config.rollout_health_check_timeout,
+            config.rollout_health_check_first_wait,
+            config.engine_max_restarts,
+        )
 
     # while it runs
 
@@ -295,8 +362,10 @@ class Parts:
         while True:
             try:
                 return self.publisher.publish(version)
-            except EngineError as error:
-                if not self.supervisors:
+            except (EngineError, WeightVersionMismatch) as error:
+                if self.joined is not None:
+                    self.joined.blame(error.url, str(error))  # what a joined engine cannot do ends that engine only
+                elif not self.supervisors or isinstance(error, WeightVersionMismatch):
                     raise
                 logger.warning("publishing version %d again: %s", version, error)
                 if not self._heal():
@@ -318,7 +387,12 @@ class Parts:
         try:
             assert self.publisher is not None
             client = next(client for client in self.runtime.pool.clients if client.base_url == url)
-            return self.publisher.bring([client], self._version)
+            base = None if self.joined is None else self.joined.version_of(url)
+            if base == self._version and self.runtime.run(client.get_weight_version()) == str(base):
+                return True  # it was away for a moment
+            return self.publisher.bring([client], self._version, base=base)
+        except WeightVersionMismatch as error:
+            raise EngineProtocolError(url, "/get_weight_version", str(error)) from error
         finally:
             self._trainers_busy.release()
 

@@ -40,6 +40,7 @@ CARRIED = ("--sglang-", "--router-")
 KNOWN_ELSEWHERE = {f"--{name}" for name in (*MEGATRON_FLAGS, *FIELD_FLAGS, *REFUSED)} | {
     f"--no-{name}" for name, kind in FIELD_FLAGS.items() if kind == SWITCH
 }
+JOIN_FLAGS = {"--join", "--join-token-file", "--join-patience", "--model-path", "--drain", "--json"}
 PAGES_BY_NAME = pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
 
 
@@ -102,7 +103,9 @@ def test_commands_use_flags_that_exist(page: Path, serve_flags: set[str]) -> Non
     for words in map(without_environment, commands(page)):
         program = [Path(word).name for word in words[:2]]
         flags = [word for word in words if re.match(r"--[a-z]", word)]
-        if program == ["slime", "serve"] and not wants_fleet(words):
+        if "--join" in flags:
+            wrong = [flag for flag in flags if flag not in JOIN_FLAGS and not is_flag_of_train(flag)]
+        elif program == ["slime", "serve"] and not wants_fleet(words):
             wrong = [flag for flag in flags if flag not in serve_flags]
         elif program in (["slime", "train"], ["slime", "plan"], ["slime", "serve"], ["python", "train.py"]):
             wrong = [flag for flag in flags if not is_flag_of_train(flag)]
@@ -116,6 +119,7 @@ def test_flags_named_in_the_text_exist(page: Path, serve_flags: set[str]) -> Non
     known = (
         serve_flags
         | KNOWN_ELSEWHERE
+        | JOIN_FLAGS
         | {"--markdown", "--tokenizer", "--scale-fmt", "--add-missing", "--force"}
         | {"--format", "--origin-hf-dir", "--args", "--layout", "--write", "--scripts"}
     )

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 Graph = Mapping[str, set[str]]
 BELOW: dict[str, set[str]] = {"http": set(), "sglang": {"http"}, "fleet": {"http", "sglang"}, "embedded": set()}
+BELOW["elastic"] = {"http", "fleet"}
 """The rooms of `slime.engine`, and which of the others each may import."""
 
 

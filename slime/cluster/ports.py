@@ -13,6 +13,7 @@ import os
 import random
 import socket
 import sys
+from urllib.parse import urlsplit
 
 from slime.errors import UserError
 
@@ -61,6 +62,16 @@ def host_address() -> str:
             return str(probe.getsockname()[0])
         except OSError:  # no route leads out
             return "127.0.0.1"
+
+
+def own_address(url: str) -> str:
+    """The address under which a process at `url` reaches this machine."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "127.0.0.1", parts.port or 80
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing: only chooses the interface
+        return str(probe.getsockname()[0])
 
 
 def require_free_port(port: int, host: str = "127.0.0.1", *, flag: str) -> int:

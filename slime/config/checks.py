@@ -29,6 +29,7 @@ from slime.errors import UserError
 DUMP_SUFFIXES = (".jsonl", ".pt")
 """Kinds of files that hold the samples of a rollout."""
 
+_ADDRESS = re.compile(r"(?:[^\s:]+:|\[[0-9a-fA-F:.]+\]:|:)?[0-9]{1,5}")
 _SLICE = re.compile(r"(?P<path>.*)@\[-?\d*:-?\d*\]")
 
 
@@ -109,6 +110,22 @@ def _placement(config: Config) -> Iterator[str]:
         yield (
             "--rollout-num-gpus 0 leaves nobody to generate responses: give at least one, or name engines that run "
             "already with --rollout-external-engine-addrs"
+        )
+    yield from _door(config, has_engines)
+
+
+def _door(config: Config, has_engines: bool) -> Iterator[str]:
+    address = config.fleet_address
+    if address is None:
+        return
+    if not _ADDRESS.fullmatch(address):
+        yield f"--fleet-address {address}: give HOST:PORT, or PORT for loopback alone"
+    if not has_engines or config.debug_train_only:
+        yield f"--fleet-address {address}: nothing is generated in this run, so that no engine can help it"
+    if config.offload_rollout:
+        yield (
+            "--fleet-address does not go with --offload-rollout: engines of other machines have no reason to give "
+            "their memory back; drop one of them"
         )
 
 

@@ -144,6 +144,8 @@ def _derive_rest(config: Config) -> Config:
     changes: dict[str, Any] = {}
     if config.over_sampling_batch_size is None:
         changes["over_sampling_batch_size"] = config.rollout_batch_size
+    if config.fleet_address is not None:
+        changes["use_fault_tolerance"] = True
     if config.offload:
         changes |= {"offload_rollout": True, "offload_train": True}
     if config.freeze_indexer and INDEXER not in (config.freeze_params_name_list or ()):

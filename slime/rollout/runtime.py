@@ -265,8 +265,9 @@ class RolloutRuntime:
         return {"sglang_router_ip": host, "sglang_router_port": port, "sglang_model_routers": models}
 
     def _address(self, urls: Sequence[str], pool: EnginePool) -> tuple[str, int]:
-        """The only URL, or a router of our own over the pool, which also shows engines the key that they ask for."""
-        if len(urls) > 1 or self._key is not None:
+        """The only URL, or a router of our own over the pool, which knows engines that join and their keys."""
+        may_grow = self.config.fleet_address is not None and pool is self._pool and self._router_url is None
+        if len(urls) > 1 or self._key is not None or may_grow:
             router = Router(pool)
             self._routers.append(router)
             return self.run(router.start(), CLOSE_TIMEOUT_S)

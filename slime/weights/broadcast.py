@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
-from urllib.parse import urlsplit
 
-from slime.cluster.ports import free_port
+from slime.cluster.ports import free_port, own_address
 from slime.engine.http.client import EngineClient, EngineFailed
 from slime.errors import RunFailed
 from slime.waits import named
@@ -153,7 +151,7 @@ class BroadcastPublisher(WeightPublisher):
             leaving = (client.destroy_weights_update_group(name, timeout_s=10) for client in self._clients)
             await asyncio.gather(*leaving, return_exceptions=True)
 
-    def bring(self, clients: Sequence[EngineClient], version: int) -> bool:
+    def bring(self, clients: Sequence[EngineClient], version: int, *, base: int | None = None) -> bool:
         """An engine that has just come is in no group: it waits for the next update, which makes a new one."""
         self.engines_changed()
         return False
@@ -167,16 +165,6 @@ class BroadcastPublisher(WeightPublisher):
     def close(self) -> None:
         """Leave the group. The trainer's side ends with its process."""
         self._run_async(named(self._disband(), "end of the weight update group"))
-
-
-def own_address(url: str) -> str:
-    """The address under which a process at `url` reaches this machine."""
-    parts = urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 80
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing: only chooses the interface
-        return str(probe.getsockname()[0])
 
 
 def _nbytes(tensor: dict[str, Any]) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime.engine.http.client import EngineClient, EngineRejected
-from slime.models.delta.folder import DeltaPart, join_parts
+from slime.models.delta.folder import BadDelta, DeltaPart, join_parts, read_index
 from slime.waits import named
 from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
 from slime.weights.local_checkpoint import LocalCheckpoint, LocalCheckpointBroken
@@ -42,12 +42,28 @@ class DeltaPublisher(DiskPublisher):
         self._base: int | None = None
         self._total_bytes = 0
 
-    def bring(self, clients: Sequence[EngineClient], version: int) -> bool:
-        """Whole weights. The trainers now remember these: the next update is a delta if the others have them too."""
+    def bring(self, clients: Sequence[EngineClient], version: int, *, base: int | None = None) -> bool:
+        """The last delta, for engines that have what it is based on; else whole weights. These the trainers remember,
+        so the next update is a delta only if all others have them too."""
+        if base is not None and self._bring_last(clients, version, base):
+            return True
         published, self._base = self._base, None
         brought = super().bring(clients, version)
         self._base = version if published == version else None
         return brought
+
+    def _bring_last(self, clients: Sequence[EngineClient], version: int, base: int) -> bool:
+        """Send what was sent last once more; whether all of them could apply it."""
+        folder = self._folder_of(version)
+        try:
+            index = read_index(folder) if folder.is_dir() else None
+        except BadDelta:
+            return False
+        if index is None or index.base_version != base:
+            return False
+        staged = Staged(file_bytes(folder.glob("*.safetensors")), folder, density=0.0)
+        swap = self._swap(clients, staged, version)
+        return not self._run_async(named(swap, f"delta {version} for engines that came back")).refused
 
     def _stage(self, version: int) -> Staged:
         base, self._base = self._base, None  # until this one has arrived
@@ -75,7 +91,7 @@ class DeltaPublisher(DiskPublisher):
     async def _transfer(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Sequence[EngineClient]:
         if staged.density is None:
             return await super()._transfer(clients, staged, version)
-        calls = [self._announce(client, staged, version) for client in clients]
+        calls = [self._announce(client, self._seen_by(client, staged), version) for client in clients]
         refused = []
         results = await asyncio.gather(*calls, return_exceptions=True)
         for client, result in zip(clients, results, strict=True):

@@ -50,6 +50,10 @@ class DiskPublisher(WeightPublisher):
         self._root = folders.root.absolute()
         self._root.mkdir(parents=True, exist_ok=True)
 
+    @property
+    def staged_in(self) -> Path:
+        return self._root
+
     def _stage(self, version: int) -> Staged:
         with self._version_folder(version) as unfinished:
             written = [Path(path) for path in self._source.export_weights(unfinished, version)]

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -147,6 +148,16 @@ class Swapped:
     refused: Sequence[EngineClient] = ()
 
 
+class Delivery(Protocol):
+    """Brings what is staged to engines that do not see this machine's files."""
+
+    async def deliver(self, client: EngineClient, folder: Path) -> Path | None:
+        """Where the folder is on the engine's machine; None where it sees the folder itself."""
+
+    async def forget(self, client: EngineClient, folder: Path) -> None:
+        """What was delivered is no longer needed."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """How every transport treats the engines; requests are only cut off by an update in pause mode `abort`."""
@@ -155,6 +166,7 @@ class Settings:
     pause_mode: PauseMode = "abort"
     check: Callable[[int], None] | None = None
     """Called with the version after an update (`slime.weights.check`)."""
+    delivery: Delivery | None = None
 
     @property
     def flush_cache(self) -> bool:
@@ -182,6 +194,7 @@ class WeightPublisher(ABC):
         self._clients = list(clients)
         self._run_async = run_async
         self._settings = settings or Settings()
+        self._copies: dict[EngineClient, Path] = {}
 
     def publish(self, version: int) -> PublishResult:
         """Bring every engine to the trainer's present weights under the number `version`."""
@@ -215,10 +228,16 @@ class WeightPublisher(ABC):
             staged.full_fallbacks,
         )
 
-    def bring(self, clients: Sequence[EngineClient], version: int) -> bool:
+    @property
+    def staged_in(self) -> Path | None:
+        """The folder in which engines find what is staged; None for a transport without files."""
+        return None
+
+    def bring(self, clients: Sequence[EngineClient], version: int, *, base: int | None = None) -> bool:
         """Send the trainer's present weights, which are `version`, to these engines only.
 
-        False where that cannot be done before the next update.
+        `base` is a version of this run that all of them have, if one is known. False where that cannot be done before
+        the next update.
         """
         staged = written_or_failed(self._stage, version)
         try:
@@ -259,14 +278,40 @@ class WeightPublisher(ABC):
 
     async def _transfer(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Sequence[EngineClient]:
         """Have the paused engines load what is staged; those that refused it and are to get whole weights."""
-        await all_of(clients, lambda client: self._announce(client, staged, version))
+        await all_of(clients, lambda client: self._announce(client, self._seen_by(client, staged), version))
         return ()
+
+    @asynccontextmanager
+    async def _delivered(self, clients: Sequence[EngineClient], staged: Staged) -> AsyncIterator[None]:
+        """While the body runs, what is staged is also where engines are that do not see this machine's files."""
+        delivery, folder = self._settings.delivery, staged.folder
+        if delivery is None or folder is None:
+            yield
+            return
+        copies = await all_of(clients, lambda client: delivery.deliver(client, folder))
+        self._copies = {client: copy for client, copy in zip(clients, copies, strict=True) if copy is not None}
+        try:
+            yield
+        finally:
+            copied, self._copies = self._copies, {}
+            for client, copy in copied.items():
+                await delivery.forget(client, copy)
+
+    def _seen_by(self, client: EngineClient, staged: Staged) -> Staged:
+        copy = self._copies.get(client)
+        if copy is None:
+            return staged
+        return replace(staged, folder=copy, files=tuple(copy / path.name for path in staged.files))
 
     def _send_whole(self, refused: Sequence[EngineClient], version: int) -> Staged:
         """Bring engines that refused an update, and are still paused, to `version` all the same."""
         raise NotImplementedError(f"{type(self).__name__} has no refusals")
 
     async def _swap(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Swapped:
+        async with self._delivered(clients, staged):
+            return await self._swapped(clients, staged, version)
+
+    async def _swapped(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Swapped:
         started = time.perf_counter()
         try:
             await all_of(clients, lambda client: client.pause(self._settings.pause_mode))

@@ -34,6 +34,10 @@ class TensorPublisher(WeightPublisher):
         remove_stale(root)
         self._staging = StagingFolder(root, "weights")
 
+    @property
+    def staged_in(self) -> Path:
+        return self._staging.path
+
     def _stage(self, version: int) -> Staged:
         folder = self._staging.subfolder(f"v{version:06d}")
         try:

@@ -24,7 +24,7 @@ from slime.weights.check import ChecksumCheck, ReloadCheck
 from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
 from slime.weights.disk import DiskPublisher, VersionFolders
 from slime.weights.kind import EngineKind
-from slime.weights.publisher import RunAsync, Settings, WeightPublisher, WeightSource
+from slime.weights.publisher import Delivery, RunAsync, Settings, WeightPublisher, WeightSource
 from slime.weights.tensor import FolderInMemoryPublisher, TensorPublisher
 
 POST_WRITE = "--custom-update-weight-post-write-path"
@@ -115,6 +115,7 @@ def make_publisher(
     run_async: RunAsync,
     engine_kind: EngineKind = "embedded",
     placement: Placement | None = None,
+    delivery: Delivery | None = None,
 ) -> WeightPublisher:
     """The publisher of this run; loading new weights gets as long as loading the first ones (engine_start_timeout).
     Without a placement trainers and engines are on this machine."""
@@ -122,7 +123,7 @@ def make_publisher(
     transport, reason = choose_transport(config, device, engine_kind, nodes=nodes)
     logger.info("weight updates by %s: %s", transport, reason)
     limit_s = Limit(config.engine_start_timeout, "--engine-start-timeout")
-    settings = Settings(limit_s, cast(PauseMode, config.update_weight_pause_mode))
+    settings = Settings(limit_s, cast(PauseMode, config.update_weight_pause_mode), delivery=delivery)
     if config.check_weight_update_equal:
         if nodes and engine_kind == "sglang":
             raise UserError(

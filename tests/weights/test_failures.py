@@ -92,10 +92,18 @@ def test_an_engine_that_joins_gets_whole_weights_and_the_next_update_is_a_delta_
     assert source.exports == ["whole 1", "delta 2", "whole 2", "delta 3"]
     assert_equal(source, clients, run_async, 3)
     source.step(3)
-    assert publisher.bring(clients[1:], 4)  # the others have version 3, and the trainers remember 4
+    there.pop()
     publisher.publish(4)
-    assert source.exports[4:] == ["whole 4", "whole 4"]
+    assert publisher.bring(clients[1:], 4, base=3)  # it was away for one update: nothing is written again
+    assert source.exports[4:] == ["delta 4"]
+    assert publisher.bring(clients[1:], 4, base=2)  # too long for the delta
+    there.append(clients[1])
     assert_equal(source, clients, run_async, 4)
+    source.step(4)
+    assert publisher.bring(clients[1:], 5)  # the other has version 4, and the trainers remember 5
+    publisher.publish(5)
+    assert source.exports[4:] == ["delta 4", "whole 4", "whole 5", "whole 5"]
+    assert_equal(source, clients, run_async, 5)
 
 
 # what can be wrong with a delta

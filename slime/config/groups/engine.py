@@ -41,6 +41,12 @@ class EngineFlags:
     sglang_router_python: str | None = flag(
         None, "Python interpreter that has sglang-router", metavar="FILE", derived="that of SGLang"
     )
+    fleet_address: str | None = flag(
+        None,
+        "open a door there, through which engines of other machines join the run (slime serve --join) and leave it; "
+        "PORT alone listens on loopback, port 0 takes a free one; implies --use-fault-tolerance",
+        metavar="[HOST:]PORT",
+    )
     use_fault_tolerance: bool = flag(False, "restart engines that die or hang, and go on with their requests elsewhere")
     rollout_health_check_interval: float = flag(30.0, "seconds between health checks of an engine", check=above(0))
     rollout_health_check_timeout: float = flag(30.0, "seconds until a health check must be answered", check=above(0))

@@ -280,10 +280,17 @@ class EnginePool:
         """Clients of the engines that are not down."""
         return [member.client for member in self._members if not member.down.is_set()]
 
-    def in_flight(self, url: str) -> int:
-        """Requests that this pool has at an engine now."""
+    def state_of(self, url: str) -> str:
+        """In a word: "up", "down", "leaving" or "gone"."""
         member = self._member(url)
-        return 0 if member is None else member.in_flight
+        if member is None:
+            return "gone"
+        return "leaving" if member.is_leaving else "down" if member.down.is_set() else "up"
+
+    def key_of(self, url: str) -> str | None:
+        """What an engine asks of whoever calls it."""
+        member = self._member(url)
+        return None if member is None else member.client.api_key
 
     def _member(self, url: str) -> _Member | None:
         return next((member for member in self._members if member.client.base_url == url), None)

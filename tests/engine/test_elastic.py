@@ -1,0 +1,266 @@
+"""Engines that join a run through its door and leave it: real processes, started as a user starts them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime.cli import main
+from slime.config import Config, derive
+from slime.engine.elastic.door import MARKER_FILE, Door, open_door
+from slime.engine.elastic.joined import JoinedEngines
+from slime.engine.elastic.listing import fleet_rows
+from slime.engine.elastic.wire import TOKEN_FILE, fleet_token, key_of_joined
+from slime.engine.fleet.processes import EngineFleet
+from slime.engine.fleet.supervisor import Watch
+from slime.engine.http.client import EngineClient
+from slime.engine.http.pool import EnginePool
+from slime.rollout.loop import LoopThread
+from slime.weights.publisher import Settings, WeightPublisher
+from slime.weights.tensor import TensorPublisher
+from tests.e2e.runs import started, wait_until
+from tests.tiny_models import make_model_folder
+from tests.weights.model_source import ModelSource
+from tests.weights.real import checksums
+
+JOIN = (sys.executable, "-m", "slime.cli", "serve", "--join")
+TOKENS = 300
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("elastic") / "model")
+
+
+class Run:
+    """What of a run matters to engines that join: a pool with one engine of its own, and the door."""
+
+    def __init__(self, folder: Path, run_dir: Path, own: EngineFleet) -> None:
+        self.run_dir, self.own = run_dir, own
+        self.loop = LoopThread("test")
+        self.config = derive(
+            Config(hf_checkpoint=str(folder), rollout_batch_size=1, num_rollout=1, rollout_num_gpus=1,
+                   fleet_address="0", rollout_backend="embedded")
+        )  # fmt: skip
+
+        async def make() -> EnginePool:
+            return EnginePool(own.urls, patience_s=60.0)
+
+        self.pool = self.loop.run(make())
+        self.publisher: WeightPublisher | None = None
+        self.brought: list[tuple[str, int | None]] = []
+        self.joined = JoinedEngines(
+            self.config, device="cpu", kind="embedded", pool=self.pool, run_async=self.loop.run,
+            watch=Watch(0.2, 8.0, 0.0, 1), refresh=self.refresh, key=key_of_joined(fleet_token(run_dir)),
+        )  # fmt: skip
+        self.door = self.open()
+
+    def refresh(self, url: str) -> bool:
+        self.brought.append((url, self.joined.version_of(url)))
+        if self.publisher is not None:
+            return self.publisher.bring([self.client(url)], 1)
+        return True
+
+    def client(self, url: str) -> EngineClient:
+        return next(client for client in self.pool.clients if client.base_url == url)
+
+    def open(self, address: str = "0") -> Door:
+        return open_door(
+            address, self.run_dir, self.joined, model=self.config.hf_checkpoint, staged_in=None, rows=self.rows
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        names = {one.request.url: one.name for one in self.joined.members()}
+        return self.loop.run(fleet_rows(self.pool, names, {}, {}))
+
+    def close(self) -> None:
+        self.door.close()
+        self.joined.supervisor.close()
+        self.loop.run(self.pool.aclose())
+        self.loop.close()
+
+    @property
+    def token_file(self) -> str:
+        return str(self.run_dir / TOKEN_FILE)
+
+
+@pytest.fixture(scope="module")
+def own(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFleet]:
+    config = derive(
+        Config(hf_checkpoint=str(folder), rollout_batch_size=1, num_rollout=1, rollout_num_gpus=1,
+               rollout_backend="embedded", use_fault_tolerance=True)
+    )  # fmt: skip
+    with EngineFleet(config, device="cpu", run_dir=tmp_path_factory.mktemp("own"), model_path=folder) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def run(folder: Path, own: EngineFleet, tmp_path: Path) -> Iterator[Run]:
+    made = Run(folder, tmp_path, own)
+    yield made
+    made.close()
+
+
+def joining(run: Run, tmp_path: Path, *flags: str, **env: str) -> Any:
+    words = (*JOIN, run.door.address, "--join-token-file", run.token_file, "--device", "cpu", *flags)
+    return started(words, tmp_path, HOME=str(tmp_path / "home"), **env)
+
+
+def payload(number: int, ids: list[int], tokens: int) -> dict[str, Any]:
+    params = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "sampling_seed": number}
+    return {"input_ids": ids, "sampling_params": params, "return_logprob": True}
+
+
+async def complete(pool: EnginePool, number: int) -> tuple[list[int], int]:
+    """All tokens of one request, continued from what it has whenever it was cut off; and how often that was."""
+    tokens: list[int] = []
+    cuts = 0
+    while len(tokens) < TOKENS:
+        request = payload(number, [5 + number % 50, 7, 9, *tokens], TOKENS - len(tokens))
+        result, error = await pool.generate_kept(request, number)
+        if result is not None:
+            tokens += result.token_ids
+        cuts += error is not None or (result is not None and result.finish_type == "abort")
+    return tokens, cuts
+
+
+def test_an_engine_fetches_the_model_joins_works_and_hands_over_when_it_is_told_to_stop(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with joining(run, tmp_path) as engine, ThreadPoolExecutor(1) as pool:
+        engine.wait_for("joined the run")
+        assert any("fetching the model" in line for line in engine.lines)
+        [member] = run.joined.members()
+        assert (member.name, member.request.shares_files) == ("joined-1", True)
+        assert run.brought == [(member.request.url, None)]
+        assert run.pool.key_of(member.request.url) == key_of_joined(Path(run.token_file).read_text().strip())
+        assert main(["fleet", str(run.run_dir)]) == 0
+        names = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+        assert names[0] == ["name", "address", "state"]
+        assert names[2] == ["joined-1", member.request.url.removeprefix("http://"), "up"]
+
+        async def everything() -> list[tuple[list[int], int]]:
+            return await asyncio.gather(*(complete(run.pool, number) for number in range(64)))
+
+        working = pool.submit(run.loop.run, everything(), 120)
+        assert wait_until(lambda: run.joined.members()[0] is member and run.rows()[1]["running"] > 8, 30)
+        engine.popen.send_signal(signal.SIGTERM)
+        done = engine.finish()
+        assert done.code == 0
+        assert "is out of the run" in done.out
+        results = working.result()
+        assert [len(tokens) for tokens, _ in results] == [TOKENS] * 64
+        assert sum(cuts for _, cuts in results) > 8
+        assert run.pool.urls == run.own.urls
+
+
+def test_an_engine_that_is_killed_is_forgotten_and_its_requests_go_on(run: Run, folder: Path, tmp_path: Path) -> None:
+    with joining(run, tmp_path, "--model-path", str(folder)) as engine, ThreadPoolExecutor(1) as pool:
+        engine.wait_for("joined the run")
+
+        async def everything() -> list[tuple[list[int], int]]:
+            return await asyncio.gather(*(complete(run.pool, number) for number in range(32)))
+
+        working = pool.submit(run.loop.run, everything(), 120)
+        assert wait_until(lambda: run.rows()[1]["running"] > 4, 30)
+        for pid in engine.processes():
+            os.kill(pid, signal.SIGKILL)
+        assert [len(tokens) for tokens, _ in working.result()] == [TOKENS] * 32
+        assert wait_until(lambda: not run.joined.members(), 30)
+        assert run.pool.urls == run.own.urls
+
+
+def test_an_engine_waits_for_a_run_that_comes_back_and_says_which_weights_it_has(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    with joining(run, tmp_path, "--model-path", str(folder)) as engine:
+        engine.wait_for("joined the run")
+        [member] = run.joined.members()
+        run.loop.run(run.client(member.request.url).update_weights_from_disk(folder, 7))
+        address = run.door.address
+        run.door.close(goodbye=False)
+        run.joined.lost(member, "the run stopped")
+        run.door = run.open(address)
+        engine.wait_for("joined the run")
+        assert run.brought == [(member.request.url, None), (member.request.url, 7)]
+        run.joined.life = "another one"  # whoever reads it again is another run: its versions are others
+        [again] = run.joined.members()
+        run.door.close(goodbye=False)
+        run.joined.lost(again, "the run stopped")
+        run.door = run.open(address)
+        engine.wait_for("joined the run")
+        assert run.brought[-1] == (member.request.url, None)
+        assert main(["fleet", str(run.run_dir), "--drain", "joined-3"]) == 0
+        assert engine.finish().code == 0
+        assert run.pool.urls == run.own.urls
+
+
+def test_an_engine_that_sees_no_files_of_the_run_gets_weights_through_the_door(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    source, root = ModelSource(folder, torch.float32), tmp_path / "shm"
+    root.mkdir()
+    settings = Settings(delivery=run.joined)
+    run.publisher = TensorPublisher(source, run.pool.roster, run.loop.run, root=root, settings=settings)
+    source.step(1)
+    run.publisher.publish(1)
+    (run.run_dir / MARKER_FILE).unlink()  # what another machine does not see either
+    with joining(run, tmp_path, "--model-path", str(folder), "--output-dir", str(tmp_path / "there")) as engine:
+        engine.wait_for("joined the run")
+        [member] = run.joined.members()
+        assert not member.request.shares_files
+        client, first = run.client(member.request.url), checksums(run.pool.clients[0], run.loop.run)
+        assert checksums(client, run.loop.run) == first
+        source.step(2)
+        run.publisher.publish(2)
+        second = checksums(run.pool.clients[0], run.loop.run)
+        assert checksums(client, run.loop.run) == second != first
+        assert wait_until(lambda: not list((tmp_path / "there" / "weights").iterdir()), 30)  # no copy is left
+        assert list(root.rglob("*.safetensors")) == []
+    run.publisher.close()
+
+
+@pytest.mark.parametrize("command", [["serve", "--join"], ["fleet"]])
+def test_a_wrong_token_is_one_sentence(
+    command: list[str], run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = tmp_path / "wrong.token"
+    wrong.write_text("guessed\n")
+    assert main([*command, run.door.address, "--join-token-file", str(wrong)]) == 2
+    [sentence] = capsys.readouterr().err.splitlines()
+    assert sentence.startswith(f"error: the run at {run.door.address} has another token: ")
+    wrong.write_text("")
+    assert main([*command, run.door.address, "--join-token-file", str(wrong)]) == 2
+    assert "has no token" in capsys.readouterr().err
+    assert run.pool.urls == run.own.urls
+
+
+def test_mistakes_of_who_joins_are_one_sentence_each(
+    run: Run, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = ["--join-token-file", run.token_file]
+    other = make_model_folder(tmp_path / "other", vocab_size=512)
+    capsys.readouterr()
+    for words, said in (
+        (["--join", "nowhere"], "--join nowhere: give HOST:PORT"),
+        (["--join", "127.0.0.1:9", *token], "no run answers at 127.0.0.1:9"),
+        (["--join", run.own.urls[0], *token], "no run answers at"),
+        (["--join", run.door.address, *token, "--model-path", str(other)], "has vocab_size 512, and the run's model"),
+    ):
+        assert main(["serve", *words]) == 2
+        [sentence] = capsys.readouterr().err.splitlines()
+        assert said in sentence
+    assert main(["fleet", str(tmp_path / "other")]) == 2
+    assert "fleet.json" in capsys.readouterr().err
+    assert json.loads((run.run_dir / "fleet.json").read_text()) == {"address": run.door.address}
+    assert os.stat(run.token_file).st_mode & 0o777 == 0o600
