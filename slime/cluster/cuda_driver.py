@@ -1,0 +1,142 @@
+"""Device memory by the CUDA driver itself (libcuda through ctypes): what torch's allocator has no words for.
+
+Invariant: a call that the driver refuses raises `CudaRefused` with the driver's own name for it; nothing is guessed.
+Addresses and handles are plain integers. The calling thread must have used the device through torch before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
+from typing import Any
+
+IPC_HANDLE_BYTES = 64
+_DEVICE, _PINNED, _READ_WRITE = 1, 1, 3  # CU_MEM_LOCATION_TYPE_, CU_MEM_ALLOCATION_TYPE_, CU_MEM_ACCESS_FLAGS_PROT_
+_LAZY_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag there is
+
+
+class CudaRefused(RuntimeError):
+    """The driver refused a call, or there is no driver that knows it."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class _AllocationFlags(ctypes.Structure):
+    _fields_ = (("compression", c_ubyte), ("rdma", c_ubyte), ("usage", c_ushort), ("reserved", c_ubyte * 4))
+
+
+class _AllocationProp(ctypes.Structure):
+    _fields_ = (
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", _Location),
+        ("windows", c_void_p),
+        ("flags", _AllocationFlags),
+    )
+
+
+class _AccessDesc(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", c_int))
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", c_char * IPC_HANDLE_BYTES),)
+
+
+class CudaDriver:
+    """The calls for one device."""
+
+    def __init__(self, device: int) -> None:
+        try:
+            self._library: Any = ctypes.CDLL("libcuda.so.1")
+        except OSError as cause:
+            raise CudaRefused(f"there is no CUDA driver here: {cause}") from cause
+        self._device = device
+        self._prop = _AllocationProp(type=_PINNED, location=_Location(_DEVICE, device))
+
+    # memory whose addresses outlive it
+
+    def granularity(self) -> int:
+        """What sizes and addresses of physical memory are multiples of."""
+        size = c_size_t()
+        self._call("cuMemGetAllocationGranularity", byref(size), byref(self._prop), c_uint(0))
+        return size.value
+
+    def reserve(self, size: int) -> int:
+        """A range of addresses without memory; its first."""
+        address = c_uint64()
+        self._call("cuMemAddressReserve", byref(address), c_size_t(size), c_size_t(0), c_uint64(0), c_uint64(0))
+        return address.value
+
+    def create(self, size: int) -> int:
+        """Physical memory; its handle."""
+        handle = c_uint64()
+        self._call("cuMemCreate", byref(handle), c_size_t(size), byref(self._prop), c_uint64(0))
+        return handle.value
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        """Put physical memory at addresses that have none, to be read and written by this device."""
+        self._call("cuMemMap", c_uint64(address), c_size_t(size), c_size_t(0), c_uint64(handle), c_uint64(0))
+        access = _AccessDesc(_Location(_DEVICE, self._device), _READ_WRITE)
+        self._call("cuMemSetAccess", c_uint64(address), c_size_t(size), byref(access), c_size_t(1))
+
+    def unmap(self, address: int, size: int) -> None:
+        self._call("cuMemUnmap", c_uint64(address), c_size_t(size))
+
+    def release(self, handle: int) -> None:
+        """Let go of physical memory, which is given back when no address has it."""
+        self._call("cuMemRelease", c_uint64(handle))
+
+    # memory that another process opens
+
+    def allocate(self, size: int) -> int:
+        """Plain memory that can be shared; its address."""
+        address = c_uint64()
+        self._call("cuMemAlloc_v2", byref(address), c_size_t(size))
+        return address.value
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree_v2", c_uint64(address))
+
+    def share(self, address: int) -> bytes:
+        """What another process opens the allocation at `address` with."""
+        handle = _IpcHandle()
+        self._call("cuIpcGetMemHandle", byref(handle), c_uint64(address))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> tuple[int, int]:
+        """Another process's allocation: its address here, and its size."""
+        address, base, size = c_uint64(), c_uint64(), c_size_t()
+        given = _IpcHandle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", byref(address), given, c_uint(_LAZY_PEERS))
+        self._call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
+        return address.value, base.value + size.value - address.value
+
+    def close(self, address: int) -> None:
+        """Let go of what `open` gave."""
+        self._call("cuIpcCloseMemHandle", c_uint64(address))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        function = getattr(self._library, name, None)
+        if function is None:
+            raise CudaRefused(f"this CUDA driver has no {name}")
+        status = function(*arguments)
+        if status:
+            told = ctypes.c_char_p()
+            self._library.cuGetErrorName(status, byref(told))
+            raise CudaRefused(f"{name}: {(told.value or b'error %d' % status).decode()}")
+
+
+class DeviceBytes:
+    """Memory at an address, as `torch.as_tensor` takes it: a tensor of bytes that owns nothing."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 2,
+        }

@@ -1,0 +1,143 @@
+"""Device memory that is given back and taken again under the same addresses.
+
+Invariant: a tensor made in a region is at one address for as long as the process lives, so what was compiled or
+captured with it stays valid. While the region is released its tensors have no memory: nobody may touch them, and after
+`take_back` their contents are whatever is written then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from slime.cluster.cuda_driver import CudaDriver, CudaRefused, DeviceBytes
+
+ALIGNMENT = 512  # as torch's own allocator
+
+
+class MemoryDriver(Protocol):
+    """The calls of `CudaDriver` that a region makes."""
+
+    def granularity(self) -> int: ...
+
+    def reserve(self, size: int) -> int: ...
+
+    def create(self, size: int) -> int: ...
+
+    def map(self, address: int, size: int, handle: int) -> None: ...
+
+    def unmap(self, address: int, size: int) -> None: ...
+
+    def release(self, handle: int) -> None: ...
+
+
+def aligned(size: int, multiple: int = ALIGNMENT) -> int:
+    return -(-size // multiple) * multiple
+
+
+class AddressRange:
+    """Reserved addresses, filled with memory from the front as it is asked for."""
+
+    def __init__(self, driver: MemoryDriver, size: int) -> None:
+        self._driver = driver
+        self._granularity = driver.granularity()
+        self._size = aligned(size, self._granularity)
+        self.first = driver.reserve(self._size)
+        self.used_bytes = 0
+        self._sizes: list[int] = []  # of the pieces of physical memory, one behind the other
+        self._handles: list[int] = []
+
+    @property
+    def backed_bytes(self) -> int:
+        """The physical memory that the range takes now."""
+        return sum(self._sizes[: len(self._handles)])
+
+    @property
+    def full_bytes(self) -> int:
+        """What it takes when it is not released."""
+        return sum(self._sizes)
+
+    @property
+    def is_released(self) -> bool:
+        return len(self._handles) < len(self._sizes)
+
+    def prepare(self, size: int) -> None:
+        """Have memory for so many more bytes in one piece."""
+        missing = self.used_bytes + size - sum(self._sizes)
+        if missing > 0:
+            piece = aligned(missing, self._granularity)
+            if sum(self._sizes) + piece > self._size:
+                raise CudaRefused(f"a region of {self._size} addresses has no room for {size} more bytes")
+            self._back(piece, sum(self._sizes))
+            self._sizes.append(piece)
+
+    def take(self, size: int) -> int:
+        """The address of so many bytes that nothing else has."""
+        assert not self.is_released, "a released region cannot grow"
+        self.prepare(aligned(size))
+        address = self.first + self.used_bytes
+        self.used_bytes += aligned(size)
+        return address
+
+    def release(self) -> None:
+        """Give all physical memory back; the addresses stay taken."""
+        offset = self.backed_bytes
+        while self._handles:
+            size, handle = self._sizes[len(self._handles) - 1], self._handles.pop()
+            offset -= size
+            self._driver.unmap(self.first + offset, size)
+            self._driver.release(handle)
+
+    def take_back(self) -> None:
+        """Physical memory at all addresses again; all of it, or `CudaRefused` and none."""
+        try:
+            while self.is_released:
+                self._back(self._sizes[len(self._handles)], self.backed_bytes)
+        except CudaRefused:
+            self.release()
+            raise
+
+    def _back(self, size: int, offset: int) -> None:
+        handle = self._driver.create(size)
+        try:
+            self._driver.map(self.first + offset, size, handle)
+        except CudaRefused:
+            self._driver.release(handle)
+            raise
+        self._handles.append(handle)
+
+
+class DeviceRegion:
+    """Tensors on one GPU whose memory comes and goes together."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)  # the thread has a context from here on
+        self._device = device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.range = AddressRange(CudaDriver(index), torch.cuda.get_device_properties(index).total_memory)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in this region, with whatever is in its memory."""
+        size = math.prod(shape) * dtype.itemsize
+        if not size:
+            return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        held = torch.as_tensor(DeviceBytes(self.range.take(size), size), device=self._device)
+        return held.view(dtype).view(tuple(shape))
+
+    def contents(self) -> torch.Tensor:
+        """All of it as bytes."""
+        first, size = self.range.first, self.range.used_bytes
+        if not size:
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        return torch.as_tensor(DeviceBytes(first, size), device=self._device)
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self.range.release()
+
+    def take_back(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self.range.take_back()
