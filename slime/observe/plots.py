@@ -5,12 +5,14 @@ A picture is replaced as a whole, so that whoever looks while the run goes on ne
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ LOSS = "train/loss"
 _EVAL_DETAIL = re.compile(r"eval/(.*/.*|.*-truncated_ratio|.*-pass@\d+|step)")
 _INK = "#334155"
 _TRAIN = "#2563eb"
+_GROUNDS = ("#f1f5f9", "#dbeafe", "#fee2e2", "#dcfce7", "#fef9c3", "#f3e8ff", "#cffafe")
+_MEMORY_S = 600.0  # what the picture of memory shows of a long run
 _EVALS = ("#ea580c", "#059669", "#9333ea", "#be123c")
 
 Points = list[tuple[int, float]]
@@ -71,7 +75,46 @@ def draw_curves(
     if losses and not train:
         own = ("training loss", losses)
         drawn["loss curve"] = _draw(Path(folder, "loss.png"), title, own, ("optimizer step", "loss"), {})
+    if (memory := memory_points(Path(folder, "memory.jsonl"))) is not None:
+        drawn["memory"] = draw_memory(memory, Path(folder, "memory.png"), title)
     return drawn
+
+
+def memory_points(file: Path, last_s: float = _MEMORY_S) -> list[dict[str, Any]] | None:
+    """The rows of the run's last so many seconds; None where there are no two."""
+    if not file.is_file():
+        return None
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    rows = [row for row in rows if row["t"] >= rows[-1]["t"] - last_s]
+    return rows if len(rows) > 1 else None
+
+
+def draw_memory(rows: Sequence[Mapping[str, Any]], out: Path, title: str) -> Path:
+    """What was taken of devices and host over time, with the phases as the ground."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    phases = dict.fromkeys(row["phase"] for row in rows)
+    grounds = {phase: _GROUNDS[index % len(_GROUNDS)] for index, phase in enumerate(phases)}
+    times = [row["t"] for row in rows]
+    for row, following in pairwise(rows):
+        axes.axvspan(row["t"], following["t"], color=grounds[row["phase"]], linewidth=0)
+    for name, color in (("device", _TRAIN), ("host", _EVALS[0])):
+        if name in rows[0]:
+            axes.plot(
+                times, [row[name] for row in rows], color=color, linewidth=1.6, drawstyle="steps-post", label=name
+            )
+    lines = axes.get_legend_handles_labels()[0]
+    grounds_shown = [Patch(color=color, label=phase) for phase, color in grounds.items()]
+    axes.legend(handles=[*lines, *grounds_shown], frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
+    axes.set_title(f"{title}: memory taken on the machine", loc="left", color=_INK, fontweight="bold")
+    axes.set_xlabel("seconds", color=_INK)
+    axes.set_ylabel("GiB", color=_INK)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    return _saved(figure, out)
 
 
 def _draw(out: Path, title: str, own: tuple[str, Points], scales: tuple[str, str], evals: Mapping[str, Points]) -> Path:
@@ -101,6 +144,10 @@ def _draw(out: Path, title: str, own: tuple[str, Points], scales: tuple[str, str
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, loc="best", fontsize=9)
+    return _saved(figure, out)
+
+
+def _saved(figure: Any, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
     figure.savefig(unfinished, dpi=150, format="png")

@@ -137,6 +137,11 @@ class RunDir(os.PathLike[str]):
         return self.path / "metrics.jsonl"
 
     @property
+    def memory(self) -> Path:
+        """What was taken of devices and host, over the phases of the steps."""
+        return self.path / "memory.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

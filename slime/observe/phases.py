@@ -1,0 +1,113 @@
+"""Memory of the devices and of the host in each phase of a step, as the machine sees it.
+
+Invariant: what is counted is taken on the whole machine, by whatever process; a phase's peak holds every sample of the
+time that it lasted, one at each of its ends among them. `memory.jsonl` has a row wherever something changed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self, TextIO
+
+from slime.cluster.gpu_memory import GpuMemory, NoGpuMemory
+
+INTERVAL_S = 0.05
+_WORTH_A_ROW = 64 * 2**20
+
+_MEMINFO = Path("/proc/meminfo")
+
+Used = Callable[[], int]
+
+logger = logging.getLogger(__name__)
+
+
+class PhaseMemory:
+    """Samples from its own thread; `used` are functions by name (`device`, `host`) that say how many bytes are so."""
+
+    def __init__(self, file: Path, used: dict[str, Used], *, interval_s: float = INTERVAL_S) -> None:
+        self._used = used
+        self._rows: TextIO = file.open("w")
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._phase = "start"
+        self._written: tuple[str, dict[str, int]] = ("", {})
+        self._peaks: dict[tuple[str, str], int] = {}
+        self._stopped = threading.Event()
+        self._interval_s = interval_s
+        self._thread = threading.Thread(target=self._sample_until_stopped, name="phase-memory", daemon=True)
+        self._thread.start()
+
+    def enter(self, phase: str) -> None:
+        """The phase that lasted ends here, and this one begins."""
+        self._sample(phase)
+
+    def peaks(self) -> dict[str, float]:
+        """The most of each phase since this was last asked, under the names used in metrics files."""
+        self._sample()
+        with self._lock:
+            peaks, self._peaks = self._peaks, {}
+        return {f"perf/{name}_memory_{phase}_peak_gib": size / 2**30 for (phase, name), size in peaks.items()}
+
+    def close(self) -> None:
+        """Safe to call again."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._thread.join()
+            self._rows.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def _sample_until_stopped(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            self._sample()
+
+    def _sample(self, next_phase: str | None = None) -> None:
+        sizes = {name: used() for name, used in self._used.items()}
+        with self._lock:
+            self._note(sizes)
+            if next_phase is not None:
+                self._phase = next_phase
+                self._note(sizes)
+
+    def _note(self, sizes: dict[str, int]) -> None:
+        for name, size in sizes.items():
+            key = (self._phase, name)
+            self._peaks[key] = max(self._peaks.get(key, 0), size)
+        phase, before = self._written
+        if phase == self._phase and all(abs(size - before[name]) < _WORTH_A_ROW for name, size in sizes.items()):
+            return
+        self._written = (self._phase, sizes)
+        row = {"t": round(time.monotonic() - self._began, 3), "phase": self._phase}
+        self._rows.write(json.dumps(row | {name: round(size / 2**30, 3) for name, size in sizes.items()}) + "\n")
+        self._rows.flush()
+
+
+def used_memory(device: str) -> dict[str, Used]:
+    """What can be asked of this machine."""
+    used: dict[str, Used] = {"host": host_used_bytes} if _MEMINFO.is_file() else {}
+    if device == "cuda":
+        try:
+            used["device"] = GpuMemory().used_bytes
+        except NoGpuMemory as reason:
+            logger.warning("peaks of the GPUs' memory are not recorded: %s", reason)
+    return used
+
+
+def host_used_bytes() -> int:
+    """Memory of this machine that cannot be had without giving something up."""
+    found: dict[str, int] = {}
+    with _MEMINFO.open() as lines:
+        for line in lines:
+            name, value = line.split(":")
+            if name in ("MemTotal", "MemAvailable"):
+                found[name] = int(value.split()[0]) * 1024
+    return found["MemTotal"] - found["MemAvailable"]
