@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import socket
@@ -207,6 +208,49 @@ def test_memory_is_released_and_resumed(engine: EngineProcess) -> None:
     assert engine.post("/resume_memory_occupation", {"tags": ["weights"]})[0] == 200
     assert engine.post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})[0] == 200
     assert waiting.result(30)["output_ids"] == before
+
+
+def test_weights_that_were_discarded_are_waited_for(engine: EngineProcess, qwen3_folder: Path) -> None:
+    probe: dict[str, Any] = {"input_ids": [20, 21, 22], "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+    before = engine.generate(**probe)["output_ids"]
+    assert engine.post("/release_memory_occupation", {"discard_weights": 1})[0] == 400
+    assert engine.post("/release_memory_occupation", {"discard_weights": True})[0] == 200
+    assert engine.post("/resume_memory_occupation", {})[0] == 200
+    status, answer = engine.post("/generate", probe)
+    assert (status, "released without a copy" in answer["error"]["message"]) == (503, True)
+    body = {"model_path": str(qwen3_folder), "weight_version": "whole"}
+    assert engine.post("/update_weights_from_disk", body)[0] == 200
+    assert engine.generate(**probe)["output_ids"] == before
+    assert engine.post("/release_memory_occupation", {})[0] == 200
+    assert engine.post("/resume_memory_occupation", {})[0] == 200
+    assert engine.generate(**probe)["output_ids"] == before
+
+
+HANDLE = base64.b64encode(bytes(64)).decode()
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "says"),
+    [
+        ({}, 409, "computes on cpu"),
+        ({"handle": None}, 400, "handle is missing"),
+        ({"handle": 7}, 400, "handle must be a string"),
+        ({"handle": "no base64!"}, 400, "handle must be base64"),
+        ({"handle": HANDLE[:-8]}, 400, "handle must have 64 bytes"),
+        ({"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[3]]}, 400, "has shape (3,)"),
+        ({"names": ["nothing.weight"], "dtypes": ["float32"], "shapes": [[3]]}, 400, "does not have"),
+        ({"names": ["model.norm.weight"], "dtypes": ["pickle"], "shapes": [[3]]}, 400, "dtype 'pickle'"),
+        ({"bucket": [2, 1]}, 400, "bucket must be"),
+    ],
+)
+def test_a_handle_that_is_none_changes_nothing(
+    engine: EngineProcess, changes: dict[str, Any], status: int, says: str
+) -> None:
+    version = engine.get("/get_weight_version")[1]["weight_version"]
+    body = {"handle": HANDLE, "names": [], "dtypes": [], "shapes": [], "weight_version": "9"} | changes
+    found, answer = engine.post("/update_weights_from_handle", body)
+    assert (found, says in answer["error"]["message"]) == (status, True), answer
+    assert engine.get("/get_weight_version")[1]["weight_version"] == version
 
 
 def test_openai_dialect(engine: EngineProcess) -> None:

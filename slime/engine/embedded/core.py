@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 
 from slime.cluster.precision import choose_dtype, slow_dtype_note
 from slime.engine.embedded.cache import KVCache
+from slime.engine.embedded.memory import EngineMemory
 from slime.engine.embedded.model.check import SLOTS, PlainNumbers, exact_until
 from slime.engine.embedded.model.runner import ModelRunner
 from slime.engine.embedded.options import EngineOptions
@@ -31,6 +32,7 @@ from slime.engine.embedded.sequence import Sequence
 from slime.engine.embedded.steps import Counters, Steps
 from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.adapter import ArrivingAdapter, MergedAdapter, adapter_in
+from slime.engine.embedded.weights.device import load_from_handle
 from slime.engine.embedded.weights.groups import Announced, WeightGroups
 from slime.engine.embedded.weights.views import FolderViews
 from slime.errors import UserError
@@ -56,6 +58,7 @@ class EngineCore:
         self.groups = WeightGroups()
         self._unfinished: str | None = None
         self._released: set[str] = set()
+        self._discarded = False  # the weights that are released have no copy
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
@@ -71,13 +74,17 @@ class EngineCore:
         note = slow_dtype_note("--dtype", o.dtype, device)
         if note is not None:
             log.warning(note)
+        self.memory = EngineMemory.on(torch.device(device))
         model = load_causal_lm(
             o.model_path,
             dtype=getattr(torch, name),
-            device=device,
+            device="cpu" if self.memory is not None else device,
             attn_implementation="eager",
             trust_remote_code=o.trust_remote_code,
         )
+        if self.memory is not None:
+            self.memory.adopt(model)
+            model.to(device)  # what is no parameter
         text_config = model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         longest = self._longest(text_config)
@@ -93,7 +100,7 @@ class EngineCore:
         self.capacity = o.max_total_tokens or self._affordable_slots()
         self.context_len = min(self.context_len, self.capacity)
         self.scheduler.cache = self._fresh_cache()
-        self.runner.allocate_kv(max(self.capacity, SLOTS))
+        self.runner.allocate_kv(max(self.capacity, SLOTS), None if self.memory is None else self.memory.zeros)
         self.steps = Steps(
             self.scheduler,
             self.runner,
@@ -372,8 +379,16 @@ class EngineCore:
         def load() -> int:
             return loading.load_tensors(self.views, self.groups.receive(bucket, self.runner.device), source)
 
-        left = None if bucket.is_last else f"only {bucket.number} of {bucket.count} buckets of version {version} came"
-        return self.update_weights(load, version, flush=flush, bucket=left)
+        return self.update_weights(load, version, flush=flush, bucket=bucket.left_of(version))
+
+    def update_from_handle(self, handle: bytes, bucket: Announced, version: str | None, *, flush: bool) -> int:
+        """One bucket in a trainer's device memory; the version is taken with the last."""
+        return self.update_weights(
+            lambda: load_from_handle(self.views, handle, bucket, self.runner.device),
+            version,
+            flush=flush,
+            bucket=bucket.left_of(version),
+        )
 
     def _adapter_from_group(self, bucket: Announced, facts: AdapterFacts, version: str | None, *, flush: bool) -> int:
         """One bucket of an adapter's broadcast; the weights change with the last, if at all."""
@@ -405,8 +420,11 @@ class EngineCore:
 
         return {"checksums": tensor_checksums(self.views.readable().items())}
 
-    def release_memory(self, tags: list[str]) -> None:
-        """Give device memory back: the KV cache is dropped, weights move to the host (CUDA graphs go with either)."""
+    def release_memory(self, tags: list[str], *, discard_weights: bool = False) -> None:
+        """Give device memory back: the KV cache is dropped, weights are kept on the host or, if told so, dropped too.
+
+        Without memory that keeps its addresses, CUDA graphs go with either.
+        """
         if not self.scheduler.idle:
             raise BadRequest(
                 f"{len(self.scheduler.all())} requests are running: abort them or wait before releasing memory"
@@ -414,25 +432,53 @@ class EngineCore:
         for tag in tags:
             if tag == "kv_cache" and tag not in self._released:
                 self.flush_cache()
-                self.runner.free_kv()
-            elif tag == "weights" and tag not in self._released and self.runner.cuda:
-                self.runner.model.to("cpu")
+                self._release_cache()
+            elif tag == "weights" and tag not in self._released:
+                self._release_weights(discard=discard_weights)
             self._released.add(tag)
         if self.runner.cuda:
-            self.steps.decoder = self.runner
+            if self.memory is None:
+                self.steps.decoder = self.runner
             torch.cuda.empty_cache()
+            log.info("released %s; torch keeps %.2f GiB", tags, torch.cuda.memory_reserved() / 2**30)
+
+    def _release_cache(self) -> None:
+        if self.memory is None:
+            self.runner.free_kv()
+        else:
+            self.runner.forget_kv()
+            self.memory.release_cache()
+
+    def _release_weights(self, *, discard: bool) -> None:
+        self._discarded = discard
+        if self.memory is not None:
+            self.memory.release_weights(keep=not discard)
+        elif self.runner.cuda:
+            self.runner.model.to("cpu")
 
     def resume_memory(self, tags: list[str]) -> None:
+        """Take memory again; discarded weights are stale until whole ones are published."""
         for tag in tags:
             if tag not in self._released:
                 continue
-            if tag == "weights" and self.runner.cuda:
-                self.runner.model.to(self.runner.device)
+            if tag == "weights":
+                self._restore_weights()
+            elif tag == "kv_cache" and self.memory is not None:
+                self.memory.restore_cache()
             elif tag == "kv_cache":
                 self.runner.allocate_kv(self.capacity)
-            if self.runner.cuda and self._released == {tag}:
+            if self.runner.cuda and self.memory is None and self._released == {tag}:
                 self._prepare_cuda()
             self._released.discard(tag)
+
+    def _restore_weights(self) -> None:
+        if self.memory is not None:
+            self.memory.restore_weights()
+        elif self.runner.cuda:
+            self.runner.model.to(self.runner.device)
+        if self._discarded:
+            self.stale, self._discarded = "they were released without a copy", False
+            self.adapter.overwritten()
 
     def info(self) -> dict[str, Any]:
         s, c = self.scheduler, self.counters

@@ -292,6 +292,28 @@ class EngineClient:
             body["adapter"] = adapter
         return await self._control_json("POST", "/update_weights_from_distributed", body, timeout_s)
 
+    async def update_weights_from_handle(
+        self,
+        handle: str,
+        tensors: Sequence[dict[str, Any]],
+        version: int | str,
+        *,
+        bucket: tuple[int, int],
+        flush_cache: bool = False,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Copy tensors (name, dtype, shape) out of a trainer's memory on the same GPU (embedded engine)."""
+        body: dict[str, Any] = {
+            "handle": handle,
+            "names": [tensor["name"] for tensor in tensors],
+            "dtypes": [tensor["dtype"] for tensor in tensors],
+            "shapes": [tensor["shape"] for tensor in tensors],
+            "bucket": list(bucket),
+            "flush_cache": flush_cache,
+            "weight_version": str(version),
+        }
+        return await self._control_json("POST", "/update_weights_from_handle", body, timeout_s)
+
     async def destroy_weights_update_group(self, group_name: str, *, timeout_s: float | None = None) -> None:
         """Leave such a group."""
         await self._control_json("POST", "/destroy_weights_update_group", {"group_name": group_name}, timeout_s)
@@ -314,9 +336,15 @@ class EngineClient:
             raise EngineProtocolError(self.base_url, call, f"gave an answer without weight_version: {quote(answer)}")
         return str(answer["weight_version"])
 
-    async def release_memory(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = None) -> None:
-        """Give device memory back ("weights", "kv_cache"); None means all."""
-        await self._control("POST", "/release_memory_occupation", _tags(tags), timeout_s)
+    async def release_memory(
+        self, tags: Sequence[str] | None = None, *, discard_weights: bool = False, timeout_s: float | None = None
+    ) -> None:
+        """Give device memory back ("weights", "kv_cache"); None means all.
+
+        `discard_weights` (embedded engine): no copy is kept, and the engine waits for whole weights when it resumes.
+        """
+        body = _tags(tags) | ({"discard_weights": True} if discard_weights else {})
+        await self._control("POST", "/release_memory_occupation", body, timeout_s)
 
     async def resume_memory(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = None) -> None:
         """Undo `release_memory`."""

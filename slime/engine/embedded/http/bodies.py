@@ -5,9 +5,12 @@ Invariant: what is made here has the right types throughout, so that a command t
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 from typing import Any
 
+from slime.cluster.cuda_driver import IPC_HANDLE_BYTES
 from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.refusals import BadRequest, shown
 from slime.engine.embedded.weights.groups import DTYPES, Announced, Rendezvous
@@ -37,6 +40,18 @@ def rendezvous(fields: Fields) -> Rendezvous:
         rank=fields.integer("rank_offset", low=1, high=world_size - 1),
         world_size=world_size,
     )
+
+
+def device_handle(fields: Fields) -> bytes:
+    """Device memory of another process, as CUDA names it: so many bytes in base64."""
+    given = fields.string("handle")
+    try:
+        handle = base64.b64decode(given, validate=True)
+    except (binascii.Error, ValueError) as cause:
+        raise BadRequest(f"handle must be base64, not {shown(given)}", "handle") from cause
+    if len(handle) != IPC_HANDLE_BYTES:
+        raise BadRequest(f"handle must have {IPC_HANDLE_BYTES} bytes, not {len(handle)}", "handle")
+    return handle
 
 
 def announced(fields: Fields) -> Announced:

@@ -16,7 +16,7 @@ from aiohttp import web
 
 import slime
 from slime.engine.embedded.core import PAUSE_MODES
-from slime.engine.embedded.http.bodies import announced, group_name, memory_tags, rendezvous
+from slime.engine.embedded.http.bodies import announced, device_handle, group_name, memory_tags, rendezvous
 from slime.engine.embedded.http.bridge import EngineBridge, in_daemon_thread
 from slime.engine.embedded.http.openai import OpenAIRoutes
 from slime.engine.embedded.http.pieces import answer, whole
@@ -72,6 +72,7 @@ class EngineServer:
         router.add_post("/init_weights_update_group", self.init_weights_update_group)
         router.add_post("/update_weights_from_distributed", self.update_weights_from_distributed)
         router.add_post("/destroy_weights_update_group", self.destroy_weights_update_group)
+        router.add_post("/update_weights_from_handle", self.update_weights_from_handle)
         router.add_post("/load_lora_adapter", self.load_lora_adapter)
         router.add_post("/unload_lora_adapter", self.unload_lora_adapter)
         router.add_post("/weights_checker", self.weights_checker)
@@ -228,8 +229,9 @@ class EngineServer:
         return json_answer({"success": True, "message": "continued"})
 
     async def release_memory(self, request: web.Request) -> web.Response:
-        tags = memory_tags(await json_body(request, optional=True))
-        await self._engine.call(lambda: self.core.release_memory(tags))
+        body = await json_body(request, optional=True)
+        tags, discard = memory_tags(body), body.flag("discard_weights", default=False)
+        await self._engine.call(lambda: self.core.release_memory(tags, discard_weights=discard))
         return json_answer({"success": True})
 
     async def resume_memory(self, request: web.Request) -> web.Response:
@@ -273,6 +275,13 @@ class EngineServer:
         bucket = announced(body)
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
         return await self._updated(lambda: self.core.update_from_group(bucket, version, flush=flush))
+
+    async def update_weights_from_handle(self, request: web.Request) -> web.Response:
+        """A bucket in device memory of a process on the same GPU (`slime.engine.embedded.weights.device`)."""
+        body = await json_body(request)
+        handle, bucket = device_handle(body), announced(body)
+        version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
+        return await self._updated(lambda: self.core.update_from_handle(handle, bucket, version, flush=flush))
 
     async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
         name = group_name(await json_body(request))

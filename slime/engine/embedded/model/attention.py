@@ -19,6 +19,9 @@ import torch.nn.functional as F
 
 _names = itertools.count()
 
+Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Makes a tensor of the cache."""
+
 
 class Rules(NamedTuple):
     """How a layer weighs what it sees: softmax(cap(scale q k)) over a window, with an optional sink logit per head."""
@@ -276,11 +279,11 @@ class AttentionContext:
         self.rows: torch.Tensor = self.slots  # CUDA, decode: table row of each sequence
         self.lens: torch.Tensor = self.table  # CUDA, decode: length of each sequence with its new token
 
-    def allocate(self, slots: int, dtype: torch.dtype) -> None:
+    def allocate(self, slots: int, dtype: torch.dtype, zeros: Zeros) -> None:
         """Room for `slots` tokens (and the padding slot 0) in every layer."""
         for layer, shape in self.shapes.items():
             for store, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
-                store[layer] = zeros((shape.kv_heads, slots + 1, dim), dtype, self.device)
+                store[layer] = zeros((shape.kv_heads, slots + 1, dim), dtype)
 
     def free(self) -> None:
         self.keys, self.values = {}, {}
@@ -324,7 +327,7 @@ class AttentionContext:
         return out
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros; on the CPU their memory is taken page by page when it is first written to, and costs no time before."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slime.engine.embedded.model.attention import zeros
+from slime.engine.embedded.model.attention import Zeros
 
 _CHUNK = 64  # tokens whose part of the delta rule is solved at once
 
@@ -113,11 +113,11 @@ class States:
     def total_bytes(self, dtype: torch.dtype) -> int:
         return len(self.held) * sum(shape.bytes_per_row(dtype) for shape in self.shapes.values())
 
-    def allocate(self, dtype: torch.dtype) -> None:
+    def allocate(self, dtype: torch.dtype, zeros: Zeros) -> None:
         rows = len(self.held)
         for layer, s in self.shapes.items():
-            self.conv[layer] = zeros((rows, s.kernel - 1, s.channels), dtype, self._device)
-            self.matrix[layer] = zeros((rows, s.heads, s.key_dim, s.value_dim), torch.float32, self._device)
+            self.conv[layer] = zeros((rows, s.kernel - 1, s.channels), dtype)
+            self.matrix[layer] = zeros((rows, s.heads, s.key_dim, s.value_dim), torch.float32)
 
     def free(self) -> None:
         self.conv, self.matrix = {}, {}

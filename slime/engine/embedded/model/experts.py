@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from slime.engine.embedded.model.attention import AttentionContext, zeros
+from slime.engine.embedded.model.attention import AttentionContext, Zeros
 
 _names = itertools.count()
 
@@ -34,10 +34,9 @@ class RoutedExperts:
         self._kind = torch.uint8
         self.multiply, self._write = _experts_code(context.device)
 
-    def allocate(self, slots: int) -> None:
+    def allocate(self, slots: int, zeros: Zeros) -> None:
         if self.topk:
-            shape = (slots + 1, self._layers, self.topk)
-            self._rows = zeros(shape, self._kind, self._context.device)
+            self._rows = zeros((slots + 1, self._layers, self.topk), self._kind)
 
     def free(self) -> None:
         self._rows = None

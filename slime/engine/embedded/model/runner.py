@@ -10,13 +10,21 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from slime.engine.embedded.model.attention import PREFILL_SLACK, AttentionContext, group_spans, register_attention
+from slime.engine.embedded.model.attention import (
+    PREFILL_SLACK,
+    AttentionContext,
+    Zeros,
+    group_spans,
+    register_attention,
+    zeros_on,
+)
 from slime.engine.embedded.model.cpu_layers import inputs_of_linears, prepare_layers
 from slime.engine.embedded.model.delta_net import adopt_states, lay_out
 from slime.engine.embedded.model.experts import watch_experts
@@ -105,12 +113,19 @@ class ModelRunner:
         values = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in self.context.shapes.values())
         return values * self.dtype.itemsize
 
-    def allocate_kv(self, slots: int) -> None:
-        self.context.allocate(slots, self.dtype)
-        self.experts.allocate(slots)
-        self.states.allocate(self.dtype)
+    def allocate_kv(self, slots: int, zeros: Zeros | None = None) -> None:
+        """Room for `slots` tokens, made by `zeros` or as torch does."""
+        zeros = zeros or partial(zeros_on, self.device)
+        self.context.allocate(slots, self.dtype, zeros)
+        self.experts.allocate(slots, zeros)
+        self.states.allocate(self.dtype, zeros)
         if self.cuda:
             self.context.table = torch.zeros(self._table.shape, dtype=torch.int32, device=self.device)
+
+    def forget_kv(self) -> None:
+        """What the slots and states hold is gone; their tensors stay."""
+        self.context.window.forget()
+        self.states.held[:] = -1
 
     def free_kv(self) -> None:
         self.context.free()

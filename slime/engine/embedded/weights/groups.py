@@ -42,6 +42,10 @@ class Announced:
     def is_last(self) -> bool:
         return self.number == self.count
 
+    def left_of(self, version: str | None) -> str | None:
+        """What is to be said of an update that ends with this bucket; None where it is whole."""
+        return None if self.is_last else f"only {self.number} of {self.count} buckets of version {version} came"
+
 
 @dataclass(frozen=True)
 class Rendezvous:

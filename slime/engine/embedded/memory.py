@@ -1,0 +1,96 @@
+"""The engine's device memory, which a trainer on the same GPU gets while the engine has nothing to do.
+
+Invariant: weights and KV cache stay at their addresses while their memory is away, so graphs and compiled code are made
+once. Nothing reads or writes them in the meantime; what comes back is empty, unless a copy was kept.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from slime.cluster.cuda_driver import CudaRefused
+from slime.cluster.device_region import DeviceRegion, aligned
+from slime.cluster.pinned import pinned_bytes
+from slime.engine.embedded.refusals import Conflict
+
+log = logging.getLogger(__name__)
+
+
+class EngineMemory:
+    """The two regions of one model on a GPU: its parameters, and what it keeps of running sequences."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._weights = DeviceRegion(device)
+        self._cache = DeviceRegion(device)
+        self._kept: torch.Tensor | None = None  # the weights on the host, while they are away
+        self._backup: torch.Tensor | None = None  # room for that, made once
+
+    @classmethod
+    def on(cls, device: torch.device) -> EngineMemory | None:
+        """None where the driver has no such memory: it is then torch's, and graphs are captured anew each time."""
+        if device.type != "cuda":
+            return None
+        try:
+            return cls(device)
+        except CudaRefused as reason:
+            log.warning("memory that is released comes back at other addresses, so graphs are made anew: %s", reason)
+            return None
+
+    # the weights
+
+    @torch.no_grad()
+    def adopt(self, model: nn.Module) -> None:
+        """Move all parameters here, wherever they are; those that share memory go on sharing it."""
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+        self._weights.range.prepare(sum(aligned(storage.nbytes()) for storage in storages.values()))
+        moved: dict[int, torch.Tensor] = {}
+        for address, storage in storages.items():
+            moved[address] = self._weights.empty((storage.nbytes(),), torch.uint8)
+            moved[address].copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        for parameter in model.parameters():
+            flat = moved[parameter.untyped_storage().data_ptr()].view(parameter.dtype)
+            parameter.data = flat.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+
+    def release_weights(self, *, keep: bool) -> None:
+        """Give their memory back; `keep`: with a copy on the host, from which they come back."""
+        if keep:
+            held = self._weights.contents()
+            if self._backup is None:
+                self._backup = pinned_bytes(held.numel())
+            self._kept = self._backup.copy_(held)
+        self._weights.release()
+
+    def restore_weights(self) -> None:
+        """Take memory for them again; they are what they were only if a copy was kept."""
+        self._take_back(self._weights, "weights")
+        if self._kept is not None:
+            self._weights.contents().copy_(self._kept)
+            self._kept = None
+
+    # the KV cache
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of the cache."""
+        return self._cache.empty(shape, dtype).zero_()
+
+    def release_cache(self) -> None:
+        self._cache.release()
+
+    def restore_cache(self) -> None:
+        """An empty one."""
+        self._take_back(self._cache, "KV cache")
+        self._cache.contents().zero_()
+
+    def _take_back(self, region: DeviceRegion, what: str) -> None:
+        try:
+            region.take_back()
+        except CudaRefused as reason:
+            free, needed = torch.cuda.mem_get_info(self._device)[0], region.range.full_bytes
+            raise Conflict(
+                f"there is no memory for the {what}: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} are "
+                f"free on this GPU ({reason}); have the trainer let go of its own first, or lower --mem-fraction"
+            ) from reason
