@@ -52,6 +52,7 @@ from slime.observe.logs import configure_logging
 from slime.observe.memory import MemorySampler
 from slime.observe.metrics import MetricsLog, read_metrics
 from slime.observe.patience import told_if_slow
+from slime.observe.phases import PhaseMemory, used_memory
 from slime.observe.progress import Progress
 from slime.observe.run_dir import RunDir
 from slime.observe.summary import earlier_metrics, show_summary
@@ -68,11 +69,10 @@ from slime.rollout.report.completions import PER_DATASET, PER_ROLLOUT, completio
 from slime.rollout.report.concerns import Concerns
 from slime.rollout.types import RolloutFnEvalOutput, call_rollout_fn, leaves
 from slime.train.self_check import check_grad_norms, check_numbers
+from slime.turns import Turns
 from slime.waits import watch_signals
 
 logger = logging.getLogger(__name__)
-
-ENGINE_MEMORY = ["weights", "kv_cache"]
 
 
 @dataclass
@@ -192,6 +192,7 @@ class Run:
         )
         self.config = config = self.parts.config
         self.runtime, self.trainers, self.start = self.parts.runtime, self.parts.trainers, self.parts.start
+        self.turns = Turns(self.parts, self._phase_memory(stack))
         self._watch(stack)
         if not again:
             save_config(config, run_dir.config)
@@ -216,6 +217,12 @@ class Run:
     @property
     def wandb_run_id(self) -> str | None:
         return self.metrics.wandb_run_id
+
+    def _phase_memory(self, stack: ExitStack) -> PhaseMemory | None:
+        """Where memory goes in each phase: on GPUs, and wherever somebody gives some back."""
+        if self.device != "cuda" and not (self.config.offload_rollout or self.config.offload_train):
+            return None
+        return stack.enter_context(PhaseMemory(self.run_dir.memory, used_memory(self.device)))
 
     def _watch(self, stack: ExitStack) -> None:
         """Tell the display where to look up what goes on inside a rollout and in the engines."""
@@ -286,6 +293,7 @@ class Run:
                         feed.weights_arrived(rollout_id + 1)
                     if not evaluates_now:  # else the feed is held on, or the evaluation would wait for a whole rollout
                         held.close()
+                    after |= self.turns.metrics()
                     after |= {"perf/rollout_wait_time": waited, "perf/step_time": time.monotonic() - began}
                     self._finish_step(rollout_id, rollout, after)
                     if evaluates_now:
@@ -325,6 +333,7 @@ class Run:
         return not any(record["kind"] == "eval" and record["step"] == self.start for record in records)
 
     def next_rollout(self, feed: Feed, rollout_id: int) -> Generated:
+        self.turns.to_rollout()
         self.progress.status("rollout", f"generating {self.config.rollout_batch_size} groups")
         rollout = feed.get(rollout_id)
         self.progress.status("rollout", "generating on" if is_async(self.config) else "waiting")
@@ -334,9 +343,7 @@ class Run:
         """Train on a rollout; its metrics, without any of an optimizer step when it filled none."""
         if self.trainers is None:
             return {}
-        if self.config.offload_rollout and self.parts.publisher is not None:
-            self.runtime.run(self.runtime.pool.broadcast("flush_cache"))
-            self.runtime.run(self.runtime.pool.broadcast("release_memory", ENGINE_MEMORY))
+        self.turns.to_training()
         self.progress.status("trainer", f"training on rollout {rollout_id}")
         with self.parts.trainers_at_work():
             trained = self.trainers.train(rollout_id, rollout.samples, last=rollout_id == self.total - 1)
@@ -361,8 +368,7 @@ class Run:
     def publish_weights(self, version: int) -> dict[str, float]:
         if self.parts.publisher is None:
             return {}
-        if self.config.offload_rollout and version > self.start:
-            self.runtime.run(self.runtime.pool.broadcast("resume_memory", ENGINE_MEMORY))
+        self.turns.to_publishing()
         self.progress.status("weights", f"publishing version {version}")
         with self.parts.engines_at_work():
             published = self.parts.publish(version)
@@ -373,6 +379,7 @@ class Run:
         """Evaluate the weights after `step` rollouts."""
         if not evaluates(self.config) or self.parts.engines is None:
             return
+        self.turns.to_rollout()
         self.progress.status("rollout", "evaluating")
         self.runtime.state.evaluation_id = step
         with self.parts.engines_at_work():

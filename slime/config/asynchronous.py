@@ -101,6 +101,11 @@ def async_contradictions(config: Config) -> Iterator[str]:
             f"--offload-rollout takes the engines' memory away during training, when --async-mode {mode} needs them: "
             "drop one"
         )
+    if config.offload_train:
+        yield (
+            f"--offload-train takes the trainers' memory away during rollouts, when --async-mode {mode} needs them: "
+            "drop one"
+        )
     for flag, given in (
         ("--load-debug-rollout-data", config.load_debug_rollout_data is not None),
         ("--debug-rollout-only", config.debug_rollout_only),

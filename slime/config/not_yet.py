@@ -8,7 +8,7 @@ from slime.config.megatron_fields import REFUSED_FIELDS
 _DEEPGEMM = "it chooses kernels of the Megatron trainer, and the trainer is FSDP: drop the flag"
 
 REFUSED: dict[str, str] = {
-    "release-train": "trainers live as long as the run: --offload-rollout frees the engines' memory instead",
+    "release-train": "trainers live as long as the run: --offload-train frees their memory instead",
     "opd-teacher-ckpt-step": "name the folder of that step with --opd-teacher-load",
     "load-forge-rollout-data": "replay with --load-debug-rollout-data, which starts no engines",
     "enable-mtp-training": "layers that predict several tokens at once are not trained, and their loss would change "

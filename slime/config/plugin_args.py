@@ -116,7 +116,6 @@ def upstream_view(config: Config) -> dict[str, Any]:
         "log_probs_max_tokens_per_gpu": config.max_tokens_per_gpu,
         "train_iters": _train_iters(config),
         "padded_vocab_size": view["vocab_size"],
-        "offload_train": False,
     }
     view |= {name: value for name, value in fallbacks.items() if view.get(name) is None}
     view["wandb_random_suffix"] = not view.get("disable_wandb_random_suffix")

@@ -147,6 +147,14 @@ class TrainerGroup:
         metrics = batch_metrics(fresh, with_rewards=self.config.loss_type != "sft_loss")
         return metrics | {"rollout/carried_rollouts": float(self._num_carried)}
 
+    def sleep(self) -> None:
+        """Give the devices' memory to the engines (`--offload-train`); what is asked of them meanwhile wakes them."""
+        self._call_same("sleep")
+
+    def wake(self) -> None:
+        """Take it again, for training."""
+        self._call_same("wake")
+
     def save(self, rollout_id: int, folder: str | None = None) -> Path:
         """What waits first, the checkpoint last: only a whole one is ever resumed from.
 
@@ -222,6 +230,15 @@ class TrainerGroup:
     def broadcast_weights(self, version: int) -> None:
         """Send every bucket; returns when the engines have them all."""
         self._call_same("broadcast_weights", version=version)
+
+    def share_bucket(self, number: int, version: int) -> dict[str, Any]:
+        """Put a bucket of `weight_buckets` into device memory that other processes open by the handle answered."""
+        shared: dict[str, Any] = self._call_same("share_bucket", number=number, version=version)[0]
+        return shared
+
+    def stop_sharing(self) -> None:
+        """Free that memory."""
+        self._call_same("stop_sharing")
 
     def export_adapter(self, out_dir: str | Path, version: int) -> list[Path]:
         """The LoRA adapter as PEFT writes it; its files."""

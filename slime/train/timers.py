@@ -10,7 +10,7 @@ import torch
 
 
 class Timers:
-    """Wall-clock seconds by name; on CUDA a part ends when the device is done with it."""
+    """Wall-clock seconds by name; on CUDA a part ends when its stream is done with it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -26,7 +26,7 @@ class Timers:
         begin = time.perf_counter()
         yield
         if self._device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.current_stream(self._device).synchronize()  # what is copied beside it may still be under way
         self._seconds[name] = time.perf_counter() - begin
 
     def metrics(self, num_tokens: int) -> dict[str, float]:

@@ -7,7 +7,8 @@ those of the whole batch, equal on every rank.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from slime.train.samples.shares import open_share
 from slime.train.sending.adapter import export_adapter
 from slime.train.sending.hf_folder import save_hf
 from slime.train.sending.sender import WeightSender
+from slime.train.sleep import Sleeper
 from slime.train.timers import Timers
 from slime.train.topology import Ranks
 
@@ -84,6 +86,10 @@ class Trainer:
         _seed_everything(config.seed + self.ranks.rank)
         self.critic = Critic(config, builder) if has_critic(config) else None
         self.actor = Actor(config, builder)
+        self.sleeper: Sleeper | None = None
+        if config.offload_train and ranks.device.type == "cuda":
+            models = [self.actor.backend, *([] if self.critic is None else [self.critic.backend])]
+            self.sleeper = Sleeper(models, ranks.device)
         begin = self.actor.state.next_rollout_id
         if self.critic is not None and self.critic.state.next_rollout_id != begin:
             raise UserError(
@@ -96,6 +102,9 @@ class Trainer:
     def train(self, rollout_id: int, data: dict[str, Any]) -> dict[str, Any]:
         """All optimizer steps of one rollout; `data` is this rank's part as `rank_shares` cut it, or its file."""
         self.timers.clear()
+        if self.sleeper is not None:
+            self.sleeper.wake()
+            self.sleeper.changed()
         self.progress.begin("preparing the samples")
         logged: list[tuple[dict[str, Any], str]] = []
         with self.timers.measure("train"), logged_to(lambda metrics, step_key: logged.append((metrics, step_key))):
@@ -110,11 +119,43 @@ class Trainer:
             metrics = self._optimize(rollout_id, columns, steps, [plan["num_rollouts"] for plan in data["steps"]])
             rollout_metrics = self._rollout_metrics(columns, flat)
         self.actor.finish_rollout(rollout_id)
+        if self.sleeper is not None:
+            self.sleeper.begin()
         rollout_metrics |= self.timers.metrics(data["num_tokens"])
         answer = {"metrics": metrics, "rollout_metrics": rollout_metrics, "logged": logged}
         if self.config.save_debug_train_data is not None:
             answer["dump"] = dump_rows(columns, rank=self.ranks.rank)
         return answer
+
+    def sleep(self) -> None:
+        """Give the device's memory to the engines (`--offload-train`); nothing to do on a CPU."""
+        if self.sleeper is not None:
+            self.progress.begin("moving the model to the host")
+            self.sleeper.sleep()
+            self.sender.shared.free()
+
+    def wake(self) -> None:
+        """Take it again."""
+        if self.sleeper is not None:
+            self.progress.begin("moving the model to the device")
+            self.sleeper.wake()
+
+    @contextmanager
+    def awake(self, *, whole: bool) -> Iterator[None]:
+        """Within, the model is on the device, the `whole` of it or without the optimizer; it goes on sleeping after."""
+        sleeper = self.sleeper
+        if sleeper is None:
+            yield
+            return
+        was_asleep = sleeper.is_asleep
+        sleeper.wake(with_optimizer=whole)
+        if whole:
+            sleeper.settle()
+        try:
+            yield
+        finally:
+            if was_asleep:
+                sleeper.sleep()
 
     def save(self, rollout_id: int, folder: str | None = None, in_background: bool = False) -> str:
         """A checkpoint under `--save`, or under another folder; its path, or a `NotWritten`.
@@ -186,6 +227,18 @@ class Trainer:
         """Send the adapter to the engines that joined."""
         self.actor.remember_exported(version)
         self.sender.broadcast_adapter(self.actor.backend)
+
+    def share_bucket(self, number: int, version: int) -> dict[str, Any]:
+        """One of `weight_buckets` in device memory, by its handle (`slime.train.sending.sharing`)."""
+        if number == 1:
+            self.actor.remember_exported(version)
+        return self.sender.shared.share(self.actor.backend, number)
+
+    def stop_sharing(self) -> None:
+        """The engines have all buckets; a trainer that is about to sleep frees their memory then."""
+        self.sender.shared.stop()
+        if self.sleeper is None:
+            self.sender.shared.free()
 
     def leave_engines(self) -> None:
         self.sender.leave()

@@ -50,9 +50,7 @@ class Worker:
         if self.trainer is None:
             raise RuntimeError(f"{method} was called before init")
         methods: dict[str, Callable[..., Any]] = {
-            "train": self.trainer.train,
             "save": self.trainer.save,
-            "finish_save": self.trainer.finish_save,
             "export_weights": self.trainer.export_weights,
             "export_delta": self.trainer.export_delta,
             "export_adapter": self.trainer.export_adapter,
@@ -62,10 +60,21 @@ class Worker:
             "broadcast_weights": self.trainer.broadcast_weights,
             "broadcast_adapter": self.trainer.broadcast_adapter,
             "leave_engines": self.trainer.leave_engines,
+            "share_bucket": self.trainer.share_bucket,
+            "stop_sharing": self.trainer.stop_sharing,
             "weight_checksums": self.trainer.weight_checksums,
             "save_hf": self.trainer.save_hf,
         }
-        return methods[method](**params)
+        asleep_too: dict[str, Callable[..., Any]] = {
+            "sleep": self.trainer.sleep,
+            "wake": self.trainer.wake,
+            "train": self.trainer.train,
+            "finish_save": self.trainer.finish_save,
+        }
+        if method in asleep_too:
+            return asleep_too[method](**params)
+        with self.trainer.awake(whole=method == "save"):
+            return methods[method](**params)
 
 
 def serve(channel: Channel) -> None:

@@ -55,6 +55,14 @@ class WeightSource(Protocol):
         """Leave that group."""
         ...
 
+    def share_bucket(self, number: int, version: int) -> dict[str, Any]:
+        """Put a bucket of `weight_buckets` into device memory: its `handle`, or why there is none (`refused`)."""
+        ...
+
+    def stop_sharing(self) -> None:
+        """Free that memory."""
+        ...
+
     def export_adapter(self, out_dir: Path, version: int) -> Sequence[Path]:
         """Write the LoRA adapter that is trained as PEFT does; the files written."""
         ...

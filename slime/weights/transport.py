@@ -22,6 +22,7 @@ from slime.weights.adapter import AdapterBroadcastPublisher, AdapterDiskPublishe
 from slime.weights.broadcast import BroadcastPublisher, Meet
 from slime.weights.check import ChecksumCheck, ReloadCheck
 from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
+from slime.weights.device import DeviceHandlePublisher
 from slime.weights.disk import DiskPublisher, VersionFolders
 from slime.weights.kind import EngineKind
 from slime.weights.publisher import Delivery, RunAsync, Settings, WeightPublisher, WeightSource
@@ -69,6 +70,8 @@ def choose_transport(
     if away := _addresses_elsewhere(config):
         return "nccl", f"engines run on other machines ({', '.join(away)})"
     how = "files in shared memory" if engine_kind == "embedded" else "a model folder in shared memory"
+    if device == "cuda" and engine_kind == "embedded" and not sends_adapter(config):
+        how = "device memory on a GPU that they share, else files in shared memory"
     what = f"{'the adapter' if sends_adapter(config) else 'weights'} on {device}"
     verb = "passes" if sends_adapter(config) else "pass"
     return "tensor", f"trainer and engines are on one machine, {what} {verb} through {how}"
@@ -85,6 +88,11 @@ def _refuse_local_folder(config: Config, nodes: Sequence[str]) -> None:
             f"{_some(nodes)} has not the driver's: use --update-weight-mode full, or name a folder that all share "
             "with --update-weight-local-checkpoint-dir"
         )
+
+
+def sends_whole_weights(config: Config, engine_kind: EngineKind) -> bool:
+    """Whether an update needs nothing of what an engine had before; asked for embedded engines, which can forget it."""
+    return engine_kind == "embedded" and config.update_weight_mode == "full" and not sends_adapter(config)
 
 
 def sends_adapter(config: Config) -> bool:
@@ -133,7 +141,7 @@ def make_publisher(
         check = _make_check(config, source, clients, run_async, engine_kind, settings)
         settings = replace(settings, check=check)
     if transport == "tensor":
-        return _in_memory(config, source, clients, run_async, engine_kind, settings)
+        return _in_memory(config, device, source, clients, run_async, engine_kind, settings)
     if transport == "nccl":
         by_broadcast = AdapterBroadcastPublisher if sends_adapter(config) else BroadcastPublisher
         return by_broadcast(
@@ -175,6 +183,7 @@ def largest_adapter_bytes(hf_checkpoint: Path, rank: int) -> int:
 
 def _in_memory(
     config: Config,
+    device: str,
     source: WeightSource,
     clients: Sequence[EngineClient],
     run_async: RunAsync,
@@ -191,7 +200,13 @@ def _in_memory(
             source, clients, run_async, root=root, hf_checkpoint=hf_checkpoint, settings=settings
         )
     if engine_kind == "embedded":
-        return TensorPublisher(source, clients, run_async, root=root, settings=settings)
+
+        def through_files() -> WeightPublisher:
+            return TensorPublisher(source, clients, run_async, root=root, settings=settings)
+
+        if device != "cuda":
+            return through_files()
+        return DeviceHandlePublisher(source, clients, run_async, through_files=through_files, settings=settings)
     return FolderInMemoryPublisher(
         source, clients, run_async, root=root, hf_checkpoint=hf_checkpoint, settings=settings
     )
@@ -207,7 +222,7 @@ def _make_check(
 ) -> Callable[[int], None]:
     if engine_kind == "embedded":
         return ChecksumCheck(source, clients, run_async, timeout_s=settings.timeout_s)
-    reload = _in_memory(config, source, clients, run_async, engine_kind, settings)
+    reload = _in_memory(config, "cpu", source, clients, run_async, engine_kind, settings)
     return ReloadCheck(reload, clients, run_async, timeout_s=settings.timeout_s)
 
 

@@ -81,6 +81,7 @@ def test_a_staleness_of_zero_is_the_synchronous_loop(mode: str, flags: dict[str,
         ({"async_mode": "full", "colocate": True}, "--colocate makes engines and trainers take turns on the same GPUs"),
         ({"async_mode": "one-step", "colocate": True}, "give the engines their own with --rollout-num-gpus"),
         ({"async_mode": "one-step", "offload_rollout": True}, "--offload-rollout takes the engines' memory away"),
+        ({"async_mode": "one-step", "offload_train": True}, "--offload-train takes the trainers' memory away"),
         ({"update_weights_interval": 3, "max_weight_staleness": 1}, "less than the 2 steps that samples get old"),
         (
             {"update_weights_interval": 2, "offload_rollout": True},

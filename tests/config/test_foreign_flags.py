@@ -78,8 +78,8 @@ def test_a_config_file_gets_the_same_hint(tmp_path: Path) -> None:
 def test_python_gets_the_same_hints_as_keywords() -> None:
     for keyword, sentence in {
         "learning_rate": "learning_rate is a name of TRL: here it is lr",
-        "release_train": "release_train is not taken: trainers live as long as the run: offload_rollout frees the "
-        "engines' memory instead",
+        "release_train": "release_train is not taken: trainers live as long as the run: offload_train frees their "
+        "memory instead",
         "lora_r": "lora_r is a name of TRL: here it is lora_rank",
     }.items():
         with pytest.raises(UserError) as caught:

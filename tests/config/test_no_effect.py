@@ -47,11 +47,12 @@ def test_a_buffer_server_is_the_matter_of_the_rollout_function() -> None:
     assert notes(*buffer, "--rollout-function-path", "mine.generate_rollout") == []
 
 
-def test_offload_is_that_of_the_engines(valid: dict[str, Any]) -> None:
+def test_offload_is_that_of_engines_and_trainers(valid: dict[str, Any]) -> None:
     config = resolve(Config(**valid, offload=True))
-    assert config.offload_rollout
-    assert flags_without_effect(config) == ["--offload-train has no effect: trainers keep their memory"]
-    assert not resolve(Config(**valid)).offload_rollout
+    assert (config.offload_rollout, config.offload_train) == (True, True)
+    assert flags_without_effect(config) == []
+    config = resolve(Config(**valid))
+    assert (config.offload_rollout, config.offload_train) == (False, False)
 
 
 def test_flags_of_kernels_that_the_layers_lack_are_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,8 @@ def numbers(run_dir: Path) -> list[tuple[float, float]]:
 
 @pytest.fixture(scope="module")
 def dumped(place: Path) -> Path:
-    """Two rollouts with training and dumps."""
-    flags = [*grpo_flags(), "--num-rollout", "2", "--save-debug-rollout-data", "dumps/{rollout_id}.jsonl"]
+    """Two rollouts with training and dumps, between which engines and trainers hand each other their memory."""
+    flags = [*grpo_flags(), "--offload", "--num-rollout", "2", "--save-debug-rollout-data", "dumps/{rollout_id}.jsonl"]
     done = run([*TRAIN, *flags, "--output-dir", "dumping"], place)
     assert (done.code, done.err) == (0, "")
     return place / "dumps"
@@ -61,6 +62,20 @@ def without_prompts(flags: list[str]) -> list[str]:
     """The flags of a machine that has the model and the dumps, and neither prompts nor the user's functions."""
     gone = ("--prompt-data", "--custom-rm-path", "--rollout-sample-hook-path")
     return [word for i, word in enumerate(flags) if word not in gone and flags[i - 1] not in gone]
+
+
+def test_engines_and_trainers_take_turns(place: Path, dumped: Path) -> None:
+    """On a CPU nothing is given back; who may take memory when is what it is on a GPU."""
+    rows = [json.loads(line) for line in (place / "dumping/memory.jsonl").read_text().splitlines()]
+    phases = [phase for phase, _ in groupby(row["phase"] for row in rows)]
+    step = ["sleep", "rollout", "release", "train", "publish"]
+    assert phases == ["start", "publish", *step, *step]
+    assert all(row["host"] > 0 for row in rows)
+    assert (place / "dumping/memory.png").stat().st_size > 0
+    for record in records(place / "dumping", "rollout"):
+        switches = ("sleep", "release", "wake", "resume_weights")
+        assert record["perf/switch_time"] >= sum(record[f"perf/switch_{name}_time"] for name in switches)
+        assert record["perf/host_memory_train_peak_gib"] > 0
 
 
 def test_training_on_dumps_repeats_the_run_bit_for_bit(place: Path, dumped: Path) -> None:

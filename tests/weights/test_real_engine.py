@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,61 @@ def test_the_engine_scores_with_the_published_weights(
     publisher.close()
     run_async(client.aclose())
     fleet.check()
+
+
+class Sharing(Trainer):
+    """Has a handle to give that no process on a CPU can open, or none."""
+
+    def __init__(self, folder: Path, shared: dict[str, str]) -> None:
+        super().__init__(folder)
+        self.shared = shared
+        self.calls: list[str] = []
+
+    def weight_buckets(self) -> list[list[dict[str, Any]]]:
+        tensors = dict(self.model.named_parameters())
+        return [[{"name": name, "dtype": "float32", "shape": list(one.shape)}] for name, one in tensors.items()]
+
+    def share_bucket(self, number: int, version: int) -> dict[str, str]:
+        self.calls.append(f"share {number}")
+        return self.shared
+
+    def stop_sharing(self) -> None:
+        self.calls.append("stop")
+
+
+@pytest.mark.parametrize(
+    ("shared", "reason"),
+    [
+        ({"handle": base64.b64encode(bytes(64)).decode()}, "this engine computes on cpu"),
+        ({"refused": "cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED"}, "no handle to give: cuIpcGetMemHandle"),
+    ],
+)
+def test_weights_go_through_files_where_handles_cannot_be_opened(
+    tmp_path: Path,
+    folder: Path,
+    fleet: EngineFleet,
+    run_async: Any,
+    shared: dict[str, str],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer, client = Sharing(folder, shared), EngineClient(fleet.urls[0])
+    config = Config(hf_checkpoint=str(folder), update_weight_transport="tensor", update_weight_pause_mode="abort")
+    publisher = make_publisher(
+        config, device="cuda", run_dir=tmp_path, source=trainer, clients=[client], run_async=run_async
+    )
+    for version in (1, 2):
+        trainer.step(version)
+        publisher.publish(version)
+        scored, engine_version = engine_log_probs(client, run_async, PROMPT)
+        assert engine_version == str(version)
+        assert scored == pytest.approx(trainer.log_probs(PROMPT), abs=1e-4)
+    assert trainer.calls == ["share 1", "stop"], "what was refused once is not tried again"
+    assert [reason in record.getMessage() for record in caplog.records if "by device handle" in record.message] == [
+        True
+    ]
+    publisher.close()
+    run_async(client.aclose())
 
 
 def test_a_folder_without_a_model_is_the_users_mistake(tmp_path: Path) -> None:

@@ -58,7 +58,12 @@ class ClusterFlags:
     offload: bool = flag(False, "--offload-rollout and --offload-train together")
     offload_rollout: bool = flag(
         False,
-        "engines give their memory back while the trainers work; CUDA graphs are captured anew each time",
+        "engines give their GPU memory back while the trainers work, and keep their CUDA graphs; nothing on a CPU",
+    )
+    offload_train: bool = flag(
+        False,
+        "trainers move weights, optimizer state and frozen models to pinned host memory while the engines generate; "
+        "nothing on a CPU",
     )
     device: str = flag("auto", "where tensors live; auto: CUDA if there is a GPU", choices=("auto", "cpu", "cuda"))
     distributed_timeout_minutes: int = flag(

@@ -22,9 +22,6 @@ _OWN_FUNCTION = "only a rollout function of your own reads it"
 class UpstreamFlags:
     """Of upstream's scripts: without effect here"""
 
-    offload_train: bool | None = flag(
-        None, "trainers give their memory back while engines generate", no_effect="trainers keep their memory"
-    )
     num_gpus_per_node: int = flag(
         8, "GPUs of one machine", check=at_least(1), no_effect="the GPUs of this machine are counted"
     )

@@ -91,6 +91,22 @@ class TrainedAdapter:
         return {**own, "base": str(self.base), "base_dtype": facts["base_dtype"]}
 
 
+OPTIMIZER_STATE = "optimizer"
+"""The kind of what only an update reads and writes."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Tensors that stay on the device between two passes, of one kind."""
+
+    kind: str
+    tensors: Sequence[Tensor]
+    version: int | None = None
+    """Equal for as long as they are the same; None: every update changes them."""
+    is_zero: bool = False
+    """Nothing but zeros between two passes, such as gradients that are kept in one buffer."""
+
+
 class TrainBackend(Protocol):
     """One model that is trained, with its optimizer, and the frozen sets of weights it is compared with."""
 
@@ -141,6 +157,14 @@ class TrainBackend(Protocol):
 
     def forget_optimizer_state(self) -> None:
         """Adam starts anew."""
+
+    # what is on the device
+
+    def resident(self) -> Iterator[Resident]:
+        """What stays there between two passes; weights that were gathered for a pass are let go of."""
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        """Have `call` made each time before the optimizer's state is used."""
 
     # frozen sets
 

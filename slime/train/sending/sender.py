@@ -20,13 +20,10 @@ from slime.train.backends.hf import cut_buckets
 from slime.train.backends.protocol import TrainBackend
 from slime.train.sending.adapter import adapter_layout, send_adapter, trained_adapter
 from slime.train.sending.export import export_weights
+from slime.train.sending.sharing import SOURCE, SharedBuckets
 
 if TYPE_CHECKING:
     from slime.train.sending.delta import Published
-
-
-SOURCE = (0,)
-"""Who broadcasts: the engines' group has one trainer in it."""
 
 
 class WeightSender:
@@ -38,6 +35,7 @@ class WeightSender:
         self._encoding = config.update_weight_delta_encoding
         self._checksum = config.update_weight_delta_checksum
         self._group: dist.ProcessGroup | None = None
+        self.shared = SharedBuckets(dtype=dtype, buffer_size=config.update_weight_buffer_size)
         self.published: Published | None = None
         if config.update_weight_mode == "delta":
             from slime.train.sending.delta import Published  # zstandard and xxhash, which other runs do without

@@ -39,7 +39,17 @@ from slime.train.backends.fsdp.sharding import (
 )
 from slime.train.backends.fsdp.state import Placed, optimizer_tensors, own_parts, placed, read_optimizer, read_parts
 from slime.train.backends.hf import Earlier, HfBucket, HfTensor
-from slime.train.backends.protocol import POLICY, NamedTensor, Objective, Reads, Scores, Totals, TrainedAdapter
+from slime.train.backends.protocol import (
+    OPTIMIZER_STATE,
+    POLICY,
+    NamedTensor,
+    Objective,
+    Reads,
+    Resident,
+    Scores,
+    Totals,
+    TrainedAdapter,
+)
 from slime.train.checkpoints.parts import MODEL, OPTIMIZER, Part
 from slime.train.checkpoints.saved_tensors import SavedTensors
 from slime.train.progress import Progress
@@ -90,6 +100,7 @@ class FSDPBackend:
             self._adapted = AdaptedModel(module, layers, base=base, base_dtype=compute_dtype)
             self.adapter = self._adapted.info
         self._active: PackedModel = module
+        self._before_update: Callable[[], None] = lambda: None
         own = self._parameters if self._adapted is None else self._adapted.leaving
         self._leaves: dict[str, Tensor] = {**own, **dict(persistent_buffers(model))}
         self._export = HfExport(
@@ -153,6 +164,7 @@ class FSDPBackend:
         return norm
 
     def update(self, rates: Rates) -> None:
+        self._before_update()
         set_rates(self.optimizer, rates)
         self.optimizer.step()
         self.drop_gradients()
@@ -161,7 +173,23 @@ class FSDPBackend:
         self.optimizer.zero_grad(set_to_none=True)
 
     def forget_optimizer_state(self) -> None:
+        self._before_update()
         self.optimizer.state.clear()
+
+    # what is on the device
+
+    def resident(self) -> Iterator[Resident]:
+        reshard(self.module)
+        own = list(self._parameters.values())
+        for kind, trained in (("weights", True), ("weights that are not trained", False)):
+            parts = [local_part(one.detach()) for one in own if one.requires_grad == trained]
+            yield Resident(kind, parts, None if trained else 0)
+        states = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
+        yield Resident(OPTIMIZER_STATE, [local_part(tensor) for tensor in states if isinstance(tensor, Tensor)])
+        yield from self._frozen.resident()
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        self._before_update = call
 
     # frozen sets
 

@@ -16,7 +16,7 @@ from slime.config.start import Start
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
 from slime.train.backends.fsdp.sharding import local_part, reshard, shard, whole
 from slime.train.backends.fsdp.state import Placed
-from slime.train.backends.protocol import NamedTensor
+from slime.train.backends.protocol import NamedTensor, Resident
 from slime.train.progress import Progress
 
 
@@ -29,11 +29,19 @@ class FrozenModel:
         shard(module, mesh, MixedPrecisionPolicy(), progress, on_host=on_host)
         self._parameters = dict(module.model.named_parameters())
         self._average: dict[str, torch.Tensor] = {}
+        self._changes = 0
+
+    def resident(self, name: str) -> Resident:
+        """What it has on the device."""
+        reshard(self.module)
+        parts = [local_part(parameter.detach()) for parameter in self._parameters.values()]
+        return Resident(f"frozen {name}", [*parts, *self._average.values()], self._changes)
 
     @torch.no_grad()
     def take(self, policy: PackedModel, *, decay: float = 0.0) -> None:
         """`decay` times its weights plus the rest of the policy's; what is an average is kept in float32 beside."""
         reshard(self.module)
+        self._changes += 1
         source = dict(policy.model.named_parameters())
         if decay:
             self.start_average()
@@ -51,6 +59,7 @@ class FrozenModel:
     def follow_average(self) -> None:
         """Round the average, where there is one, to the weights."""
         reshard(self.module)
+        self._changes += 1
         for name, average in self._average.items():
             local_part(self._parameters[name]).copy_(average)
 
@@ -63,6 +72,7 @@ class FrozenModel:
     def load_local(self, parts: Sequence[torch.Tensor]) -> None:
         """Take over what `local_copy` gave."""
         reshard(self.module)
+        self._changes += 1
         for parameter, part in zip(self._parameters.values(), parts, strict=True):
             local_part(parameter).copy_(part)
 
@@ -94,6 +104,13 @@ class FrozenSets:
 
     def __contains__(self, name: str) -> bool:
         return name in self._resident or name in self._on_host
+
+    def resident(self) -> Iterator[Resident]:
+        """What the sets have on the device."""
+        for name, model in self._resident.items():
+            yield model.resident(name)
+        if self._stage is not None:
+            yield self._stage.resident("stage of the host's sets")
 
     def load(self, name: str, source: Start) -> None:
         self._resident[name] = self._freeze(self._load(source))

@@ -36,7 +36,17 @@ from slime.train.backends.megatron.state import (
     weight_parts,
 )
 from slime.train.backends.megatron.weights import ModelFolder
-from slime.train.backends.protocol import POLICY, NamedTensor, Objective, Reads, Scores, Totals, TrainedAdapter
+from slime.train.backends.protocol import (
+    OPTIMIZER_STATE,
+    POLICY,
+    NamedTensor,
+    Objective,
+    Reads,
+    Resident,
+    Scores,
+    Totals,
+    TrainedAdapter,
+)
 from slime.train.checkpoints.parts import MODEL, OPTIMIZER, Part
 from slime.train.checkpoints.saved_tensors import SavedTensors
 from slime.train.progress import Progress
@@ -85,6 +95,7 @@ class MegatronBackend:
         self.masters = find_masters(self.optimizer.megatron, self._parameters, self.topology.world.rank)
         self._active = self.model
         self._has_gradients = False
+        self._before_update: Callable[[], None] = lambda: None
 
     # passes
 
@@ -141,6 +152,7 @@ class MegatronBackend:
         return self.optimizer.clip(self.topology.device)
 
     def update(self, rates: Rates) -> None:
+        self._before_update()
         self.optimizer.update(rates)
         self.drop_gradients()
 
@@ -149,7 +161,21 @@ class MegatronBackend:
         self._has_gradients = False
 
     def forget_optimizer_state(self) -> None:
+        self._before_update()
         self.optimizer.forget_state()
+
+    # what is on the device
+
+    def resident(self) -> Iterator[Resident]:
+        self.optimizer.gather_parameters()
+        yield Resident("weights", list(self._tensors.values()))
+        yield Resident("gradients", self.optimizer.gradient_buffers(), is_zero=True)
+        mains = [master.main for master in self.masters.values() if master.main is not None]
+        yield Resident(OPTIMIZER_STATE, [*mains, *self.optimizer.state_tensors()])
+        yield from self.frozen.resident()
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        self._before_update = call
 
     # frozen sets
 

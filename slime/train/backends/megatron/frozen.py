@@ -6,7 +6,7 @@ ranks. A set on the device has stages of its own; those on the host share one se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from slime.config.start import Start
 from slime.train.backends.megatron.names import global_buffers, global_names
 from slime.train.backends.megatron.passes import StagedModel
+from slime.train.backends.protocol import Resident
 
 
 class FrozenModel:
@@ -26,10 +27,16 @@ class FrozenModel:
             stage.eval()
         self.tensors: dict[str, Tensor] = {**global_names(model.stages), **global_buffers(model.stages)}
         self.average: dict[str, Tensor] = {}
+        self._changes = 0
+
+    def resident(self, name: str) -> Resident:
+        """What it has on the device."""
+        return Resident(f"frozen {name}", [*self.tensors.values(), *self.average.values()], self._changes)
 
     @torch.no_grad()
     def take(self, policy: Mapping[str, Tensor], *, decay: float = 0.0) -> None:
         """`decay` times its weights plus the rest of the policy's; what is an average is kept in float32 beside."""
+        self._changes += 1
         if decay:
             self.start_average()
         for name, tensor in self.tensors.items():
@@ -49,11 +56,13 @@ class FrozenModel:
     @torch.no_grad()
     def follow_average(self) -> None:
         """Round the average, where there is one, to the weights."""
+        self._changes += 1
         for name, average in self.average.items():
             self.tensors[name].copy_(average)
 
     @torch.no_grad()
     def load_local(self, parts: Mapping[str, Tensor]) -> None:
+        self._changes += 1
         for name, part in parts.items():
             self.tensors[name].copy_(part)
 
@@ -77,6 +86,13 @@ class FrozenSets:
 
     def __contains__(self, name: str) -> bool:
         return name in self._resident or name in self._on_host
+
+    def resident(self) -> Iterator[Resident]:
+        """What the sets have on the device."""
+        for name, model in self._resident.items():
+            yield model.resident(name)
+        if self._stage is not None:
+            yield self._stage.resident("stage of the host's sets")
 
     def load(self, name: str, source: Start) -> None:
         self._resident[name] = FrozenModel(self._load(source))

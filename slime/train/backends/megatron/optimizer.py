@@ -101,6 +101,16 @@ class StepOptimizer:
             if one.ddp_config.overlap_param_gather:
                 one.start_param_sync(force_sync=True)
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """Where gradients are summed; zero after `drop_gradients`."""
+        return [part.grad_data for one in self.wrapped for part in (*one.buffers, *one.expert_parallel_buffers)]
+
+    def state_tensors(self) -> list[Tensor]:
+        """The moments that there are."""
+        inner = [one.optimizer for one in self.megatron.chained_optimizers if not one.is_stub_optimizer]
+        states = [value for one in inner for state in one.state.values() for value in state.values()]
+        return [value for value in states if isinstance(value, Tensor)]
+
     def forget_state(self) -> None:
         for one in self.megatron.chained_optimizers:
             if not one.is_stub_optimizer:

@@ -1,0 +1,92 @@
+"""Whose turn it is on GPUs that engines and trainers share.
+
+Invariant: rollout -> [engines give their memory back, trainers wake] -> training -> [engines take weights' memory] ->
+publishing -> [trainers sleep, engines take the cache's memory] -> rollout. Trainers stay awake until engines are to
+generate, so whatever is saved in between is on the device. A call for a turn that it is already does nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from slime.observe.phases import PhaseMemory
+from slime.parts import Parts
+from slime.weights.transport import sends_whole_weights
+
+WEIGHTS, CACHE = "weights", "kv_cache"
+
+
+class Turns:
+    """Of a run whose engines are sent weights by its trainers; of any other, nobody waits for anybody."""
+
+    def __init__(self, parts: Parts, memory: PhaseMemory | None) -> None:
+        self._parts = parts
+        self._memory = memory
+        both = parts.publisher is not None
+        self._offload_rollout = both and parts.config.offload_rollout
+        self._offload_train = both and parts.config.offload_train
+        self._discard = parts.engines is not None and sends_whole_weights(parts.config, parts.engines.kind)
+        self._away: list[str] = []
+        self._are_asleep = False
+        self._seconds: dict[str, float] = {}
+
+    def to_training(self) -> None:
+        """The engines give their memory back, then the trainers take theirs."""
+        self._enter("release")
+        if self._offload_rollout and not self._away:
+            with self._timed("release"):
+                self._on_engines("flush_cache")
+                extra = {"discard_weights": True} if self._discard else {}
+                self._on_engines("release_memory", [WEIGHTS, CACHE], **extra)
+                self._away = [WEIGHTS, CACHE]
+        if self._are_asleep and self._parts.trainers is not None:
+            with self._timed("wake"), self._parts.trainers_at_work():
+                self._parts.trainers.wake()
+                self._are_asleep = False
+        self._enter("train")
+
+    def to_publishing(self) -> None:
+        """The engines can be written to."""
+        self._enter("publish")
+        self._resume(WEIGHTS)
+
+    def to_rollout(self) -> None:
+        """The trainers give their memory back, then the engines take all of theirs."""
+        if self._offload_train and not self._are_asleep and self._parts.trainers is not None:
+            self._enter("sleep")
+            with self._timed("sleep"), self._parts.trainers_at_work():
+                self._parts.trainers.sleep()
+                self._are_asleep = True
+        self._resume(WEIGHTS)
+        self._resume(CACHE)
+        self._enter("rollout")
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds of the switches since this was last asked, and the peaks of the phases."""
+        seconds, self._seconds = self._seconds, {}
+        found = {f"perf/switch_{name}_time": value for name, value in seconds.items()}
+        if seconds:
+            found["perf/switch_time"] = sum(seconds.values())
+        return found | ({} if self._memory is None else self._memory.peaks())
+
+    def _resume(self, tag: str) -> None:
+        if tag in self._away:
+            with self._timed(f"resume_{tag}"):
+                self._on_engines("resume_memory", [tag])
+                self._away.remove(tag)
+
+    def _on_engines(self, method: str, *args: object, **kwargs: object) -> None:
+        runtime = self._parts.runtime
+        runtime.run(runtime.pool.broadcast(method, *args, **kwargs))
+
+    def _enter(self, phase: str) -> None:
+        if self._memory is not None:
+            self._memory.enter(phase)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began

@@ -1,0 +1,100 @@
+"""A trainer that sleeps: its memory is given back, and it goes on as if it had never slept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime.train import sleep
+from slime.train.sleep import Sleeper
+from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import make_samples
+
+Folder = Callable[[str], Path]
+
+
+def storages_of(run: InProcess) -> list[torch.UntypedStorage]:
+    """Of everything that the trainer's models keep."""
+    found = []
+    for model in (run.trainer.actor, run.trainer.critic):
+        if model is not None:
+            found += [tensor.untyped_storage() for one in model.backend.resident() for tensor in one.tensors]
+    return found
+
+
+def sleeper_of(run: InProcess) -> Sleeper:
+    models = [one.backend for one in (run.trainer.actor, run.trainer.critic) if one is not None]
+    sleeper = run.trainer.sleeper = Sleeper(models, torch.device("cpu"), smallest=0)
+    return sleeper
+
+
+FLAGS: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "num_rollout": 3}
+
+
+def test_training_goes_on_as_if_it_had_never_slept(model_folder: Folder, tmp_path: Path) -> None:
+    flags = FLAGS | {"advantage_estimator": "ppo"}
+    plain = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
+    expected = [plain.train(step, make_samples(3, 3, seed=step))["metrics"] for step in range(3)]
+    run = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
+    sleeper = sleeper_of(run)
+    found = []
+    for step in range(3):
+        run.trainer.sleep()
+        assert {storage.nbytes() for storage in storages_of(run)} == {0}
+        run.trainer.wake()
+        assert all(storage.nbytes() for storage in storages_of(run))
+        found.append(run.train(step, make_samples(3, 3, seed=step))["metrics"])
+    assert found == expected
+    run.trainer.sleep()
+    with run.trainer.awake(whole=False):
+        assert all(torch.equal(run.weights[name], tensor) for name, tensor in plain.weights.items())
+        assert sleeper.is_asleep, "the optimizer sleeps on"
+    assert {storage.nbytes() for storage in storages_of(run)} == {0}
+
+
+def test_host_memory_is_taken_once_and_what_did_not_change_is_not_copied_again(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    copied: list[int] = []
+    make, read = sleep.pinned_bytes, sleep._bytes_of
+    monkeypatch.setattr(sleep, "pinned_bytes", lambda size: (taken.append(size), make(size))[1])
+    monkeypatch.setattr(sleep, "_bytes_of", lambda storage: (copied.append(storage.nbytes()), read(storage))[1])
+    run = InProcess(config_for(model_folder("qwen3"), tmp_path, **FLAGS))
+    sleeper = sleeper_of(run)
+    backend = run.trainer.actor.backend
+    run.train(0, make_samples(3, 3))
+    weights = sum(tensor.nbytes for tensor in dict(backend.module.model.named_parameters()).values())
+    taken.clear()
+    copied.clear()
+    sleeper.sleep()
+    reference = sum(tensor.nbytes for tensor in next(r for r in backend.resident() if "ref" in r.kind).tensors)
+    assert sum(copied) < 2 * weights + reference, "what the end of training began to copy is not copied again"
+    sleeper.wake()
+    taken.clear()
+    run.train(1, make_samples(3, 3))
+    copied.clear()
+    sleeper.sleep()
+    assert sum(taken) == 0
+    assert sum(copied) == 0, "the reference never changes, and the rest left at the end of training"
+
+
+def test_a_checkpoint_of_a_sleeping_trainer_is_whole(model_folder: Folder, tmp_path: Path) -> None:
+    config = config_for(model_folder("qwen3"), tmp_path, save=str(tmp_path / "c"), load=str(tmp_path / "c"), **FLAGS)
+    run = InProcess(config)
+    sleeper_of(run)
+    run.train(0, make_samples(3, 3))
+    before = run.weights
+    run.trainer.sleep()
+    with run.trainer.awake(whole=True):
+        run.trainer.save(0)
+    again = InProcess(config)
+    assert again.start == 1
+    assert all(torch.equal(again.weights[name], tensor) for name, tensor in before.items())
+    run.trainer.wake()
+    same = [one.train(1, make_samples(3, 3, seed=1))["metrics"] for one in (run, again)]
+    assert same[0] == same[1]
