@@ -4,18 +4,22 @@
     python benchmarks/grpo_step.py --shape qwen3-0.6b --device cuda --prompts 32 --samples 8 \
         --prompt-len 128 --response-len 512 --max-tokens 32768                           # 256 x (128 + 512) tokens
 
-`--backends fsdp megatron` measures both trainers in one run. Flags that it does not know are the run's own
-(--rollout-backend sglang --sglang-python FILE ...). The first steps warm up (compilation, graphs); the figures are
-medians of the others. Rewards are random: the work is the same as with real ones. MFU: the FLOPs of forward and
-backward (three forwards; recomputation is not counted) against --peak-tflops, by default what an H200 has in bfloat16.
-With LoRA a third of these FLOPs, the gradients of the frozen weights, need not be computed, and is not counted either.
+`--backends fsdp megatron` measures both trainers in one run. `--turns resident offload` measures a run in which trainer
+and engine both stay on the GPU, and one in which each gives its memory to the other (--offload). Flags that it does not
+know are the run's own (--rollout-backend sglang --sglang-python FILE ...). The first steps warm up (compilation,
+graphs); the figures are medians of the others, peaks of memory the largest. Rewards are random: the work is the same as
+with real ones. MFU: the FLOPs of forward and backward (three forwards; recomputation is not counted) against
+--peak-tflops, by default what an H200 has in bfloat16. With LoRA a third of these FLOPs, the gradients of the frozen
+weights, need not be computed, and is not counted either.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
+import re
 import string
 import tempfile
 from pathlib import Path
@@ -36,7 +40,14 @@ PARTS = {
     "reference log-probs": "perf/ref_log_probs_time",
     "training": "perf/actor_train_time",
     "weight sync": "perf/update_weights_time",
+    "switch": "perf/switch_time",
+    "switch: release": "perf/switch_release_time",
+    "switch: wake": "perf/switch_wake_time",
+    "switch: weights": "perf/switch_resume_weights_time",
+    "switch: sleep": "perf/switch_sleep_time",
+    "switch: cache": "perf/switch_resume_kv_cache_time",
 }
+MEMORY = re.compile(r"perf/(device|host)_memory_(\w+)_peak_gib")
 
 
 def main() -> None:
@@ -44,6 +55,9 @@ def main() -> None:
     parser.add_argument("--shape", default="tiny")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backends", nargs="+", default=["fsdp"], help="trainers, one after the other: fsdp megatron")
+    parser.add_argument(
+        "--turns", nargs="+", choices=("resident", "offload"), help="how the two share a GPU; see above"
+    )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt-len", type=int, default=32)
@@ -58,10 +72,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_model(Path(scratch) / "model", args.shape, dtype_of(args))
         data = write_prompts(Path(scratch) / "prompts.jsonl", args)
-        for backend in args.backends:
-            found[backend] = measure(configure(args, more, folder, data, backend), args)
-            told = {"backend": backend, "shape": args.shape, "device": args.device, "kl": args.kl}
-            print(json.dumps(told | {name: round(value, 4) for name, value in found[backend].items()}), flush=True)
+        for backend, turns in itertools.product(args.backends, args.turns or [None]):
+            own = [*more, *(["--offload"] if turns == "offload" else [])]
+            name = backend if turns is None else f"{backend}, {turns}"
+            found[name] = measure(configure(args, own, folder, data, name.replace(", ", "-")), args)
+            told = {"backend": name, "shape": args.shape, "device": args.device, "kl": args.kl}
+            print(json.dumps(told | {name: round(value, 4) for name, value in found[name].items()}), flush=True)
     Console().print(show(found, args))
 
 
@@ -76,14 +92,14 @@ def write_prompts(file: Path, args: argparse.Namespace) -> Path:
     return file
 
 
-def configure(args: argparse.Namespace, more: list[str], folder: Path, data: Path, backend: str) -> Config:
+def configure(args: argparse.Namespace, more: list[str], folder: Path, data: Path, name: str) -> Config:
     return parse_flags(more).replace(
         hf_checkpoint=str(folder), prompt_data=str(data), rm_type="random", device=args.device, dtype=dtype_of(args),
         num_rollout=args.steps, rollout_batch_size=args.prompts, n_samples_per_prompt=args.samples,
         rollout_max_response_len=args.response_len, use_dynamic_batch_size=True, max_tokens_per_gpu=args.max_tokens,
         engine_max_running_requests=args.prompts * args.samples, use_kl_loss=args.kl, kl_loss_coef=0.001 * args.kl,
-        lr=1e-6, skip_eval_before_train=True, train_backend=backend,
-        output_dir=str(Path("outputs") / f"grpo_step-{args.shape}-{backend}"),
+        lr=1e-6, skip_eval_before_train=True, train_backend=name.split("-")[0],
+        output_dir=str(Path("outputs") / f"grpo_step-{args.shape}-{name}"),
     )  # fmt: skip
 
 
@@ -94,7 +110,7 @@ def measure(config: Config, args: argparse.Namespace) -> dict[str, float]:
     figures = {"step_s": median(m["perf/step_time"] for m in measured)}
     for part, name in PARTS.items():
         if name in measured[0]:
-            figures[f"{part.replace(' ', '_').replace('-', '_')}_s"] = median(m[name] for m in measured)
+            figures[re.sub(r"\W+", "_", part) + "_s"] = median(m[name] for m in measured)
     sequences, length = args.prompts * args.samples, args.prompt_len + args.response_len
     figures["generated_tok_s"] = sequences * args.response_len / figures["generation_s"]
     figures["trained_tok_s"] = sequences * length / figures["training_s"]
@@ -103,6 +119,9 @@ def measure(config: Config, args: argparse.Namespace) -> dict[str, float]:
         flops = (2 / 3 if config.lora_rank else 1.0) * sequences * facts.sequence(length)
         figures["mfu"] = flops / figures["training_s"] / (args.peak_tflops * 1e12)
         figures["trainer_peak_gib"] = max(m["perf/trainer_peak_memory_gib"] for m in result.metrics)
+    peaks = [(found, name) for name in measured[-1] if (found := MEMORY.fullmatch(name)) is not None]
+    for found, name in peaks:
+        figures[f"{found[1]}_{found[2]}_peak_gib"] = max(m.get(name, 0.0) for m in measured)
     figures["logprob_abs_diff"] = max(m["train/train_rollout_logprob_abs_diff"] for m in measured)
     figures["peak_memory_gib"] = result.peak_memory_gib or 0.0
     return figures
@@ -117,9 +136,11 @@ def show(found: dict[str, dict[str, float]], args: argparse.Namespace) -> Table:
     first, *others = found.values()
     for other in list(found)[1:]:
         table.add_column(f"{other} / {next(iter(found))}", justify="right")
-    for name, value in first.items():
-        ratios = [f"{other[name] / value:.2f}" if value else "-" for other in others]
-        table.add_row(name.replace("_", " "), *(f"{figures[name]:,.3f}" for figures in found.values()), *ratios)
+    for name in dict.fromkeys(name for figures in found.values() for name in figures):
+        value = first.get(name)
+        ratios = [f"{other[name] / value:.2f}" if value and name in other else "-" for other in others]
+        cells = [f"{figures[name]:,.3f}" if name in figures else "-" for figures in found.values()]
+        table.add_row(name.replace("_", " "), *cells, *ratios)
     return table
 
 
