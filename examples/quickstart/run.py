@@ -2,7 +2,7 @@
 it to add.
 
 python examples/quickstart/run.py [--device cpu|cuda] [--output-dir DIR] [--seed N] [--mode sync|partial|one-step|full]
-                                  [--lora-rank N] [--tensor-parallel N] [--pipeline-parallel N]
+                                  [--lora-rank N] [--tensor-parallel N] [--pipeline-parallel N] [--offload]
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def main() -> int:
     parser.add_argument(
         "--pipeline-parallel", type=int, default=1, help="third step: cut the layers with Megatron-Core"
     )
+    parser.add_argument("--offload", action="store_true", help="third step: trainer and engine take turns on the GPU")
     args = parser.parse_args()
     out: Path = args.output_dir
     common = {"device": args.device, "dtype": "float32", "input_key": "prompt", "label_key": "label", "seed": args.seed}
@@ -91,6 +92,7 @@ def main() -> int:
         lr_decay_style="cosine",
         output_dir=str(out),
         save_hf=str(out / "model"),
+        offload=args.offload,
         **MODES[args.mode],
         **cut_by_megatron(args.tensor_parallel, args.pipeline_parallel),
     )
