@@ -258,14 +258,14 @@ class Case:
     ranks: int
 
 
-def refusal(lengths: np.ndarray) -> str | None:
+def refusal(lengths: np.ndarray, ways: Sequence[str]) -> str | None:
     """Why a case does not fit here: its samples, and once more what the ranks get."""
     needed = 2 * BYTES_PER_TOKEN * int(lengths.sum())
     free, room = available_bytes(), shutil.disk_usage("/dev/shm").free
-    if needed < 0.8 * free and needed / 2 < room:
+    if needed < 0.8 * free and (needed / 2 < room or "memory" not in ways):
         return None
     have = f"{free / 2**30:.1f} are free, {room / 2**30:.1f} in /dev/shm"
-    return f"SKIPPED: they take {needed / 2**30:.1f} GiB, half of it in /dev/shm; {have}"
+    return f"SKIPPED: they take {needed / 2**30:.1f} GiB, half of it for the ranks (--ways memory: in /dev/shm); {have}"
 
 
 def measure(case: Case, groups: list[list[Sample]], options: argparse.Namespace) -> tuple[Spent, float, float]:
@@ -325,7 +325,7 @@ def main() -> None:
     skipped = []
     for count in options.samples:
         lengths = lengths_of(options.tokens, count)
-        if (why := refusal(lengths)) is not None:
+        if (why := refusal(lengths, options.ways)) is not None:
             skipped.append(f"{count:,} samples of {options.tokens} tokens {why}")
             continue
         groups = make_samples(lengths, options.masked)
