@@ -34,7 +34,7 @@ from slime.engine.http.plain_http import why_unreachable
 from slime.engine.launch import EMBEDDED_PARSERS
 from slime.errors import UserError
 from slime.models.shape import ModelShape, check_context_parallel
-from slime.plan_cluster import check_one_machine, node_rows
+from slime.plan_cluster import check_one_machine, plan_nodes
 from slime.plan_data import check_data, data_rows
 from slime.plan_layout import check_layout, family_fields, layout_in_words
 from slime.plan_length import batch_rows, length_rows, optimizer_steps
@@ -114,14 +114,14 @@ def make_plan(
         ExternalEngines(config).ask()
     check_one_machine(config, device, nodes)
     for_engines = 0 if not engines or config.rollout_external_engine_addrs else config.rollout_num_gpus
-    on_nodes = node_rows(config, device, nodes, trainers=trainers, rollout=for_engines)
+    on_nodes = plan_nodes(config, device, nodes, trainers=trainers, rollout=for_engines)
     gpus_needed = _check_gpus(config, device, gpu_count, trainers, engines)
     shape = ModelShape.from_folder(config.hf_checkpoint)
     layout = _check_layout(config, device) if trainers else ()
     transport, transport_reason = ("none", "nothing is trained" if engines else "there is no engine")
     if engines and trainers:
         transport, transport_reason = choose_transport(
-            config, device, "sglang" if backend == SGLANG_SERVER else "embedded"
+            config, device, "sglang" if backend == SGLANG_SERVER else "embedded", nodes=on_nodes.elsewhere
         )
     available = _available(config, device)
     training, rollout = precisions(config, device, shape.num_parameters)
@@ -133,7 +133,11 @@ def make_plan(
         ("Model", (*_model_rows(config, shape), ("precision", precision))),
         (
             "Processes",
-            (*layout, *_process_rows(processes, (backend, backend_reason), (transport, transport_reason)), *on_nodes),
+            (
+                *layout,
+                *_process_rows(processes, (backend, backend_reason), (transport, transport_reason)),
+                *on_nodes.rows,
+            ),
         ),
         *((("Data", data),) if data else ()),
         ("Batches", batch_rows(config, trainers)),

@@ -6,6 +6,7 @@ Invariant: what a cluster cannot place is refused here, with what is missing on 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slime.cluster.bundles import ENGINE, TRAINER, NodeFacts, fit, make_bundles
 from slime.cluster.choose import RAY, Machines, cluster_kind, find_machines
@@ -26,12 +27,19 @@ def planned_machines(config: Config) -> Machines:
     return Machines(device, gpus)
 
 
-def node_rows(
-    config: Config, device: str, nodes: Sequence[NodeFacts], *, trainers: int, rollout: int
-) -> tuple[tuple[str, str], ...]:
-    """A row for each node of a cluster that gets something to do; none for a run on this machine."""
+@dataclass(frozen=True)
+class PlannedNodes:
+    """The nodes of a cluster that get something to do, a row for each; none for a run on this machine."""
+
+    rows: tuple[tuple[str, str], ...] = ()
+    elsewhere: tuple[str, ...] = ()
+    """Those of them that are not the driver's machine."""
+
+
+def plan_nodes(config: Config, device: str, nodes: Sequence[NodeFacts], *, trainers: int, rollout: int) -> PlannedNodes:
+    """Who probably sits where: Ray decides when the run starts."""
     if not nodes:
-        return ()
+        return PlannedNodes()
     bundles = make_bundles(config, device, nodes, trainers=trainers, rollout=rollout)
     places = fit(bundles, nodes, device)
     unit = "GPU" if device == "cuda" else "CPU"
@@ -43,9 +51,8 @@ def node_rows(
         given = [
             f"{count} {unit}{'s' if count > 1 else ''} for {names[role]}" for role, count in counts.items() if count
         ]
-        what = ", ".join(given)
-        rows.append((f"node {node.name}", f"{what} (has {node.devices(device)}, at {node.address})"))
-    return tuple(rows)
+        rows.append((f"node {node.name}", f"{', '.join(given)} (has {node.devices(device)}, at {node.address})"))
+    return PlannedNodes(tuple(rows), tuple(node.name for node in dict.fromkeys(places) if not node.is_here))
 
 
 def check_one_machine(config: Config, device: str, nodes: Sequence[NodeFacts]) -> None:

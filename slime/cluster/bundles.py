@@ -18,13 +18,14 @@ ENGINE = "engine"
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """A node of a cluster, as its scheduler sees it."""
+    """A node of a cluster, as its scheduler sees it; `is_here`: the driver's own."""
 
     id: str
     name: str
     address: str
     cpus: int
     gpus: int
+    is_here: bool = False
 
     def devices(self, device: str) -> int:
         """How many processes with a device of their own it takes."""

@@ -85,6 +85,7 @@ def ray_nodes() -> list[NodeFacts]:
     """The nodes that are alive, by address; a name that several have is followed by a piece of the id."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     names = [node["NodeManagerHostname"] for node in alive]
+    own = ray.get_runtime_context().get_node_id()
     facts = [
         NodeFacts(
             id=node["NodeID"],
@@ -92,6 +93,7 @@ def ray_nodes() -> list[NodeFacts]:
             address=node["NodeManagerAddress"],
             cpus=int(node["Resources"].get("CPU", 0)),
             gpus=int(node["Resources"].get("GPU", 0)),
+            is_here=node["NodeID"] == own,
         )
         for node, name in zip(alive, names, strict=True)
     ]

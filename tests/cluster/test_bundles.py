@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from slime.cluster.bundles import ENGINE, TRAINER, Bundle, NodeFacts, fit, make_bundles
 from slime.config import Config
 from slime.errors import UserError
-from slime.plan_cluster import node_rows
+from slime.plan_cluster import plan_nodes
 
 
 def node(name: str, gpus: int, cpus: int = 8) -> NodeFacts:
@@ -62,11 +63,13 @@ def test_what_is_missing_is_named_with_every_node() -> None:
 
 
 def test_the_plan_has_a_row_for_each_node() -> None:
-    nodes = [node("a", 4), node("b", 8)]
-    rows = node_rows(config_of(), "cuda", nodes, trainers=4, rollout=2)
-    assert rows == (
+    nodes = [replace(node("a", 4), is_here=True), node("b", 8)]
+    planned = plan_nodes(config_of(), "cuda", nodes, trainers=4, rollout=2)
+    assert planned.rows == (
         ("node a", "4 GPUs for trainers (has 4, at 10.0.0.1)"),
         ("node b", "2 GPUs for engines (has 8, at 10.0.0.2)"),
     )
-    shared = node_rows(config_of(colocate=True), "cuda", nodes, trainers=4, rollout=4)
-    assert shared == (("node a", "4 GPUs for trainers and engines (has 4, at 10.0.0.1)"),)
+    assert planned.elsewhere == ("b",)
+    shared = plan_nodes(config_of(colocate=True), "cuda", nodes, trainers=4, rollout=4)
+    assert shared.rows == (("node a", "4 GPUs for trainers and engines (has 4, at 10.0.0.1)"),)
+    assert shared.elsewhere == ()

@@ -34,15 +34,17 @@ def flags(place: Path) -> list[str]:
         *("--custom-rm-path", f"{QUICKSTART / 'arithmetic.py'}:exact_match", "--rollout-shuffle", "--device", "cpu"),
         *("--dtype", "float32", "--seed", "1", "--num-rollout", "3", "--rollout-batch-size", "8"),
         *("--n-samples-per-prompt", "4", "--rollout-max-response-len", "8", "--use-dynamic-batch-size"),
-        *("--max-tokens-per-gpu", "8192", "--lr", "4e-4", "--progress", "plain", "--save-interval", "3"),
+        *("--max-tokens-per-gpu", "8192", "--lr", "4e-4", "--progress", "plain"),
         *PROCESSES,
     ]
 
 
 def test_a_run_over_three_nodes_gives_the_numbers_of_one_machine(cluster: Cluster, place: Path) -> None:
-    here = run([*TRAIN, *flags(place), "--cluster", "local", "--output-dir", "here"], place)
+    here = run([*TRAIN, *flags(place), "--save-interval", "3", "--cluster", "local", "--output-dir", "here"], place)
     assert (here.code, here.err) == (0, "")
-    there = run([*TRAIN, *flags(place), "--output-dir", "there"], place, RAY_ADDRESS=cluster.address)
+    there = run(
+        [*TRAIN, *flags(place), "--save-interval", "3", "--output-dir", "there"], place, RAY_ADDRESS=cluster.address
+    )
     assert there.code == 0, there.err
     assert [record["rollout_id"] for record in records(place / "there", "train")] == [0, 1, 2]
     assert_same_records(comparable(place / "there"), comparable(place / "here"), 0.0)
@@ -59,3 +61,4 @@ def test_a_dry_run_says_which_node_gets_what(cluster: Cluster, place: Path) -> N
     assert planned.code == 0, planned.err
     assert planned.out.count("CPUs for trainers") == 1
     assert planned.out.count("1 CPU for engines") == 2
+    assert "nccl (trainers and engines are on several nodes" in planned.out
