@@ -1,0 +1,118 @@
+"""Hosts that share neither a network stack nor files: network and mount namespaces of this machine.
+
+Each host has an address of its own on a switch that is a namespace too, so nothing of this machine's network changes;
+a /tmp, a /dev/shm and (but for the first host) no copy of this repository. All needs root, and a kernel that lets it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.runs import ROOT, wait_until
+
+STORE_BYTES = 80 * 2**20
+PORT = 6379
+
+
+def why_impossible() -> str | None:
+    """Why there can be no such hosts here; None where there can."""
+    if os.geteuid() != 0:
+        return "network and mount namespaces need root"
+    if missing := [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]:
+        return f"{', '.join(missing)} is not installed"
+    tried = subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, text=True)
+    return None if tried.returncode == 0 else f"this system forbids namespaces: {tried.stderr.strip()}"
+
+
+@dataclass
+class Host:
+    namespace: str
+    address: str
+    ray: subprocess.Popen[bytes]
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """The same words, executed on this host."""
+        return ["nsenter", f"--target={self.ray.pid}", "--mount", "--net", f"--wd={os.getcwd()}", *words]
+
+
+@contextmanager
+def ray_hosts(cpus: Sequence[int], folder: Path) -> Iterator[list[Host]]:
+    """Hosts with so many CPUs for Ray each. The first is the head and has all files of this machine."""
+    mark = uuid.uuid4().hex[:6]
+    switch = f"slime-{mark}-switch"
+    names = [f"slime-{mark}-{number}" for number in range(len(cpus))]
+    hosts: list[Host] = []
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for number, name in enumerate(names):
+            _plug_in(name, f"10.77.0.{number + 1}", switch, number)
+        for number, name in enumerate(names):
+            hosts.append(_start_ray(name, f"10.77.0.{number + 1}", cpus[number], hosts[:1], folder))
+            if number == 0:
+                assert wait_until(lambda: _answers(hosts[0]), 60), (folder / f"{name}.log").read_text()
+        yield hosts
+    finally:
+        for name in [*names, switch]:
+            for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        for host in hosts:
+            host.ray.wait()
+        for name in [*names, switch]:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def _plug_in(name: str, address: str, switch: str, number: int) -> None:
+    _ip("netns", "add", name)
+    _ip("-n", switch, "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+    _ip("-n", switch, "link", "set", f"port{number}", "master", "switch", "up")
+    _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+    _ip("-n", name, "link", "set", "eth0", "up")
+    _ip("-n", name, "link", "set", "lo", "up")
+
+
+def _start_ray(name: str, address: str, cpus: int, head: Sequence[Host], folder: Path) -> Host:
+    own = ["/tmp/ray"] if not head else ["/tmp", str(ROOT / "slime"), *_installed_slime()]
+    mounts = [f"mkdir -p '{place}' && mount -t tmpfs tmpfs '{place}'" for place in ["/dev/shm", *own]]
+    words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    words += [f"--node-ip-address={address}", f"--num-cpus={cpus}", f"--object-store-memory={STORE_BYTES}"]
+    words += (
+        [f"--address={head[0].address}:{PORT}"] if head else ["--head", f"--port={PORT}", "--include-dashboard=false"]
+    )
+    script = " && ".join([f"hostname host-{address.rpartition('.')[2]}", *mounts, 'exec "$@"'])
+    environment = {**os.environ, "SLIME_NODE_CACHE": "/tmp/slime-node-cache", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    with (folder / f"{name}.log").open("wb") as log:
+        command = ["ip", "netns", "exec", name, "unshare", "--mount", "--uts", "sh", "-c", script, "sh", *words]
+        popen = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd="/", start_new_session=True
+        )
+    return Host(name, address, popen)
+
+
+def _installed_slime() -> list[str]:
+    """Where this interpreter has slime without PYTHONPATH, e.g. another checkout that is installed in place."""
+    code = "import slime, os; print(os.path.dirname(slime.__file__))"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", env=environment, capture_output=True, text=True)
+    return done.stdout.split() if done.returncode == 0 else []
+
+
+def _answers(host: Host) -> bool:
+    code = f"import socket; socket.create_connection(('{host.address}', {PORT}), 1)"
+    return subprocess.run(host.command([sys.executable, "-c", code]), capture_output=True).returncode == 0
