@@ -22,6 +22,7 @@ PROCESSES = (
     "e2e", "engine_contract", "learning", "warm", "agent/coding_agent/test_coding_agent.py",
     "agent/sandbox/test_containment.py", "agent/sandbox/test_ordinary_user.py", "agent/sandbox/test_owner.py",
     "algorithms/test_vocab_parallel.py",
+    "engine/test_elastic.py",
     "engine/test_fuzz.py", "engine/test_http.py", "engine/test_isolation.py", "engine/test_key.py",
     "engine/test_openai.py", "engine/test_supervisor.py", "plugins/test_examples_in_a_run.py",
     "rollout/test_partial_engine.py", "train/test_carry.py", "train/test_context_parallel.py",

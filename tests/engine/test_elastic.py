@@ -18,9 +18,9 @@ import torch
 from slime.cli import main
 from slime.config import Config, derive
 from slime.engine.elastic.door import MARKER_FILE, Door, open_door
-from slime.engine.elastic.joined import JoinedEngines
+from slime.engine.elastic.joined import Joined, JoinedEngines, Request
 from slime.engine.elastic.listing import fleet_rows
-from slime.engine.elastic.wire import TOKEN_FILE, fleet_token, key_of_joined
+from slime.engine.elastic.wire import TOKEN_FILE, Refused, fleet_token, key_of_joined
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.fleet.supervisor import Watch
 from slime.engine.http.client import EngineClient
@@ -230,6 +230,32 @@ def test_an_engine_that_sees_no_files_of_the_run_gets_weights_through_the_door(
     run.publisher.close()
 
 
+def test_an_address_where_engines_keep_dying_never_ends_the_run(run: Run) -> None:
+    class Gone:
+        def __init__(self) -> None:
+            self.told: list[str] = []
+
+        def dismiss(self, why: str) -> None:
+            self.told.append(why)
+
+        async def fetch(self, folder: Path) -> str:
+            raise AssertionError("it sees the files")
+
+        async def forget(self, folder: str) -> None:
+            raise AssertionError("it has fetched none")
+
+    terms = run.joined.terms()
+    facts = {name: terms[name] for name in ("model_type", "vocab_size", "dtype", "gpus")}
+    url, guest, supervisor = "http://127.0.0.1:9", Gone(), run.joined.supervisor
+    for number in range(1, 4):  # the fixture allows one restart
+        with supervisor.undisturbed():
+            run.joined._members[url] = Joined("joined-1", Request(url, shares_files=True, version=None, **facts), guest)
+            supervisor.welcome(url)
+            supervisor.heal()
+        assert (len(guest.told), run.pool.urls, supervisor.changes) == (number, run.own.urls, 2 * number)
+    assert run.joined.blame(url, "it is gone") is False
+
+
 @pytest.mark.parametrize("command", [["serve", "--join"], ["fleet"]])
 def test_a_wrong_token_is_one_sentence(
     command: list[str], run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -260,6 +286,10 @@ def test_mistakes_of_who_joins_are_one_sentence_each(
         assert main(["serve", *words]) == 2
         [sentence] = capsys.readouterr().err.splitlines()
         assert said in sentence
+    run.joined._config = run.config.replace(update_weight_transport="nccl")
+    facts = {name: run.joined.terms()[name] for name in ("model_type", "vocab_size", "dtype", "gpus")}
+    with pytest.raises(Refused, match=r"http://10.0.0.7:30000 cannot reach the group"):
+        run.joined._check(Request("http://10.0.0.7:30000", shares_files=False, version=None, **facts))
     assert main(["fleet", str(tmp_path / "other")]) == 2
     assert "fleet.json" in capsys.readouterr().err
     assert json.loads((run.run_dir / "fleet.json").read_text()) == {"address": run.door.address}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from slime.cluster.ports import is_loopback
 from slime.config import Config
 from slime.engine.elastic.wire import Message, Refused
 from slime.engine.fleet.capabilities import Capabilities, EngineKind, probe, without_missing
@@ -116,7 +117,9 @@ class JoinedEngines:
         self.life = secrets.token_hex(8)
         self._members: dict[str, Joined] = {}
         self._names = 0
-        self.supervisor = Supervisor(self, pool, run_async, watch, refresh=refresh, may_be_empty=True)
+        self.supervisor = Supervisor(
+            self, pool, run_async, watch, refresh=refresh, may_be_empty=True, restarts_any=False
+        )
 
     def terms(self) -> dict[str, Any]:
         """What an engine must be like to join."""
@@ -244,11 +247,22 @@ class JoinedEngines:
         ):
             if theirs != ours:
                 raise Refused(f"the engine at {request.url} has {name} {theirs}, and those of this run {ours}")
+        self._check_reach(request.url)
         try:
             found = probe(request.url, timeout_s=_PROBE_S, api_key=self._key)
         except (RunFailed, UserError) as error:
             raise Refused(f"the run cannot use the engine at {request.url}: {error}") from error
         self._check_abilities(request.url, found)
+
+    def _check_reach(self, url: str) -> None:
+        """A group for weights that is made on loopback has no room for engines of other machines."""
+        own = [one for one in self._pool.urls if one not in self._members]
+        is_here = [is_loopback(urlsplit(one).hostname or "") for one in (url, *own)]
+        if self._config.update_weight_transport == "nccl" and not is_here[0] and all(is_here[1:]):
+            raise Refused(
+                f"the engine at {url} cannot reach the group by which this run sends weights, which is on loopback: "
+                "start the run without --update-weight-transport nccl"
+            )
 
     def _check_abilities(self, url: str, found: Capabilities) -> None:
         if found.kind != self._kind:

@@ -66,6 +66,7 @@ class Supervisor:
     waits (`waiting`) until `weights_arrived` is called after the next update. A fleet of frozen models needs none.
     `route(url, up)` tells a router of another process who is there. `key` is what new engines of the fleet ask for.
     With `may_be_empty` engines may come from elsewhere, so that the end of the last one is not the end of the run.
+    A fleet that `restarts_any` engine of its own has `max_restarts` for each; others retire those that are not well.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Supervisor:
         route: Callable[[str, bool], None] | None = None,
         key: str | None = None,
         may_be_empty: bool = False,
+        restarts_any: bool = True,
     ) -> None:
         self._fleet = fleet
         self._pool = pool
@@ -88,6 +90,7 @@ class Supervisor:
         self._route = route
         self._key = key
         self._may_be_empty = may_be_empty
+        self._restarts_any = restarts_any
         self._restarts: Counter[str] = Counter()
         self._retired = 0
         self._lock = threading.RLock()  # held through one round: whoever holds it sees no engine change
@@ -240,9 +243,10 @@ class Supervisor:
     def _bring_back(self, url: str, reason: str) -> None:
         index = self._fleet.urls.index(url)
         self._set(url, up=False)
-        while self._restarts[url] < self._watch.max_restarts:
+        while not self._restarts_any or self._restarts[url] < self._watch.max_restarts:
             self._restarts[url] += 1
-            logger.warning("engine %s is restarted: %s", url, reason.splitlines()[0])
+            if self._restarts_any:
+                logger.warning("engine %s is restarted: %s", url, reason.splitlines()[0])
             self._restarting = url
             try:
                 self._fleet.restart(index)
@@ -278,7 +282,7 @@ class Supervisor:
 
     def _forget(self, url: str, reason: str) -> None:
         self.waiting.discard(url)
-        self._retired += 1
+        self._retired += 1 + self._restarts.pop(url, 0)  # another one there begins anew
         self._run_async(named(self._pool.remove(url), f"engine pool, removing {url}"))
         logger.warning("engine %s is done without: %s", url, reason.splitlines()[0])
         if not len(self._pool) and not self._may_be_empty:
