@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from slime.engine.http.client import EngineClient, EngineRejected
@@ -52,9 +53,13 @@ class DeviceHandlePublisher(WeightPublisher):
                 self._is_refused = True
         return self._by_files().publish(version)
 
-    def bring(self, clients: Sequence[EngineClient], version: int) -> bool:
+    @property
+    def staged_in(self) -> Path | None:
+        return self._by_files().staged_in
+
+    def bring(self, clients: Sequence[EngineClient], version: int, *, base: int | None = None) -> bool:
         """Through files: the trainers are asleep perhaps, and are woken once for it."""
-        return self._by_files().bring(clients, version)
+        return self._by_files().bring(clients, version, base=base)
 
     def engines_changed(self) -> None:
         if self._files is not None:
