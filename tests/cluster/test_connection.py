@@ -125,7 +125,7 @@ def test_who_stays_silent_or_dribbles_is_cut_off_and_keeps_nobody_waiting(
         connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
         listener.wait_for("trainer-0", 30).close()
         assert closed_by_the_other_side(silent)
-        assert dribbling.result(60) < 128
+        assert dribbling.result(60) < 64  # long before his proof was whole
 
 
 def test_a_listener_without_the_token_is_not_believed() -> None:
