@@ -71,6 +71,7 @@ def connected(address: str | None) -> Iterator[None]:
             "join one with `ray start --address HOST:PORT`, on this machine"
         ) from error
     except (RuntimeError, ValueError) as error:
+        ray.shutdown()
         raise UserError(f"{flag} {where}: Ray refuses ({_sentence(error)})") from error
     finally:
         if threading.current_thread() is threading.main_thread():

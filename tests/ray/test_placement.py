@@ -163,3 +163,13 @@ def test_fewer_devices_than_asked_for_is_one_sentence(cluster: Cluster) -> None:
     with pytest.raises(UserError, match=r"--device cuda, but no node of the Ray cluster \(.*\) has a GPU"):
         find_machines(config.replace(device="cuda"))
     assert not ray.is_initialized()
+
+
+def test_another_version_of_ray_is_one_sentence(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as changed:
+        changed.setattr(ray, "__version__", "2.9.0")
+        with pytest.raises(UserError, match=r"Ray refuses \(Version mismatch: .*Ray: 2\.9\.0") as refused:
+            find_machines(config_of(cluster))
+    assert "\n" not in str(refused.value)
+    assert not ray.is_initialized()
+    assert find_machines(config_of(cluster)).device == "cpu"
