@@ -45,7 +45,7 @@ from slime.rollout.trajectory import generate_and_rm_group
 from slime.train.files import code_folders, files_to_provide, folders_written
 from slime.train.group import TrainerGroup
 from slime.weights.publisher import PublishResult, WeightPublisher, WeightVersionMismatch
-from slime.weights.transport import make_publisher
+from slime.weights.transport import check_weights_folder, make_publisher
 
 Status = Callable[[str, str], None]
 Refresh = Callable[[str], bool] | None
@@ -116,6 +116,8 @@ class Parts:
                     f"{flag} {folder} is not the same folder on the node {strangers[0]}, whose trainers write there: "
                     "give a folder on a file system that all nodes share"
                 )
+        if needs_engines(config) and not config.debug_rollout_only:
+            check_weights_folder(config, cluster, self._run_dir)
 
     def _make_engines(self, stack: ExitStack) -> tuple[Engines | None, EngineFleet | None]:
         """The engines that are updated (and frozen models beside them), and the one that serves a teacher."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from slime.cluster.node import Node, Placement
+from slime.cluster.node import Cluster, Node, Placement
 from slime.cluster.staging import choose_root
 from slime.config import Config
 from slime.config.plugin_args import plugin_args
@@ -95,6 +95,23 @@ def sends_whole_weights(config: Config, engine_kind: EngineKind) -> bool:
     return engine_kind == "embedded" and config.update_weight_mode == "full" and not sends_adapter(config)
 
 
+def weights_folder(config: Config, run_dir: str | os.PathLike[str]) -> Path:
+    """Where versions on disk are."""
+    return Path(config.update_weight_disk_dir or Path(run_dir) / "weights")
+
+
+def check_weights_folder(config: Config, cluster: Cluster, run_dir: str | os.PathLike[str]) -> None:
+    """Weights that pass through files need a folder that all nodes share: one that does not see it is named."""
+    if config.update_weight_transport != "disk" and config.update_weight_mode != "delta":
+        return
+    folder = weights_folder(config, run_dir)
+    if strangers := cluster.strangers_to(str(folder)):
+        raise UserError(
+            f"weights pass through the folder {folder}, which is not the same on the node {strangers[0]}: give one on "
+            "a file system that all nodes share with --update-weight-disk-dir, or use --update-weight-transport nccl"
+        )
+
+
 def sends_adapter(config: Config) -> bool:
     """Whether the engines get a LoRA adapter in the place of whole weights."""
     return config.lora_rank > 0 and config.lora_sync == "adapter"
@@ -155,7 +172,7 @@ def make_publisher(
             settings=settings,
         )
     folders = VersionFolders(
-        Path(config.update_weight_disk_dir or Path(run_dir) / "weights"),
+        weights_folder(config, run_dir),
         Path(config.hf_checkpoint or ""),
         keep_files=config.update_weight_disk_keep_files,
         on_written=_post_write_hook(config, clients),

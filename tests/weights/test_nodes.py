@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from slime.cluster.node import Placement, Slot
+import pytest
+
+from slime.cluster.local import LocalCluster
+from slime.cluster.node import Node, Placement, Slot
 from slime.config import Config, derive
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient
+from slime.errors import UserError
 from slime.train.group import TrainerGroup
 from slime.weights import make_publisher
 from slime.weights.broadcast import BroadcastPublisher
+from slime.weights.transport import check_weights_folder
 from tests.cluster.nodes import FarNode
 from tests.other_node import OtherNode, listening
 from tests.tiny_models import make_model_folder
@@ -29,6 +36,26 @@ class Asked(OtherNode):
     def free_ports(self, count: int) -> list[int]:
         self.given += count
         return super().free_ports(count)
+
+
+class Cluster(LocalCluster):
+    """One whose node n2 does not see `hidden`."""
+
+    hidden = ""
+
+    def strangers_to(self, folder: str, nodes: Sequence[Node] | None = None) -> list[str]:
+        return ["n2"] if folder == self.hidden else []
+
+
+@pytest.mark.parametrize("flags", [{"update_weight_transport": "disk"}, {"update_weight_mode": "delta"}])
+def test_versions_on_disk_need_a_folder_that_all_nodes_share(tmp_path: Path, flags: dict[str, Any]) -> None:
+    config = Config(hf_checkpoint="unused", rollout_num_gpus=1)
+    cluster = Cluster(config, device="cpu")
+    cluster.hidden = str(tmp_path / "weights")
+    with pytest.raises(UserError, match=r"weights, which is not the same on the node n2: .*--update-weight-disk-dir"):
+        check_weights_folder(config.replace(**flags), cluster, tmp_path)
+    check_weights_folder(config.replace(**flags, update_weight_disk_dir=str(tmp_path)), cluster, tmp_path)
+    check_weights_folder(config, cluster, tmp_path)
 
 
 def test_weights_go_from_a_node_to_others(tmp_path: Path, run_async: Loop) -> None:
