@@ -19,7 +19,8 @@ FIRST_BACKOFF_S = 0.5
 FAULTY_RETRIES = 8
 MOST_BACKOFF_S = 10.0
 MOST_RESUMES = 16
-"""How often in a row an engine may abort a request that nobody here has given up."""
+"""How often in a row engines may abort a request that nobody here has given up, without one more token of it. Where
+engines come and go a long answer is cut off often, and gets on all the same."""
 
 
 class AbortedTooOften(Exception):
@@ -27,7 +28,7 @@ class AbortedTooOften(Exception):
 
     @classmethod
     def by_engine(cls) -> AbortedTooOften:
-        return cls(f"the engine aborted this request {MOST_RESUMES} times")
+        return cls(f"the engine aborted this request {MOST_RESUMES} times in a row without a new token")
 
 
 class Draws:

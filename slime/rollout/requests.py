@@ -95,7 +95,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
         if runtime.state.aborted:
             return sample
         if ticket is None or ticket.gate.is_open:
-            aborts += 1
+            aborts = 0 if len(result.id_array) else aborts + 1
     raise AbortedTooOften.by_engine()
 
 
@@ -207,13 +207,14 @@ class WholeAnswer:
         """
         aborts = 0
         while True:
+            before = len(self._sampled())
             answer = await self._next_part(send)
             if not _is_cut(answer) or self._state.aborted or self._is_given_up():
                 return answer
             if self._ticket is None or self._ticket.gate.is_open:
                 if self._payload.get("rid") is not None:
                     return answer
-                aborts += 1
+                aborts = 0 if len(self._sampled()) > before else aborts + 1
                 if aborts == MOST_RESUMES:
                     raise AbortedTooOften.by_engine()
 

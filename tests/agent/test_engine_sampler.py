@@ -132,8 +132,17 @@ def test_an_answer_that_is_given_up_is_aborted(tokenizer, prompt, play):
     assert answer.ids.tolist() == list(turn.ids[:3])
 
 
+def test_an_answer_that_gets_on_is_cut_off_as_often_as_it_likes(tokenizer, prompt, play):
+    ids = tuple(tokenizer.encode("abcdefghijklmnopqrstuvwx"))
+    pieces = [Turn((one,), finish="abort") for one in ids[:-1]]
+    assert len(pieces) > 16
+    _, url = play(*pieces, Turn(ids[-1:]))
+    answer, _ = sampled(url, tokenizer, prompt)
+    assert (answer.ids.tolist(), answer.finish_reason) == (list(ids), "stop")
+
+
 def test_an_engine_that_keeps_aborting_is_an_error(tokenizer, prompt, play):
-    _, url = play(*[Turn(tuple(tokenizer.encode("x")), finish="abort")] * 16)
+    _, url = play(*[Turn((), finish="abort")] * 16)
     with pytest.raises(AbortedTooOften, match="16 times"):
         sampled(url, tokenizer, prompt)
 

@@ -131,6 +131,12 @@ def test_an_abort_of_the_rollout_itself_returns_the_partial_sample(engine, make_
     assert (sample.status, sample.response, len(engine.requests)) == (Sample.Status.ABORTED, "ab", 1)
 
 
+def test_an_answer_that_gets_on_is_cut_off_as_often_as_it_likes(engine, make_runtime):
+    engine.respond = lambda body: {"text": "a", "finish": "abort" if len(engine.requests) < 20 else "stop"}
+    sample = run_generate(make_runtime([engine.url], rollout_max_response_len=64), Sample(prompt="x"))
+    assert (sample.response, len(engine.requests)) == ("a" * 20, 20)
+
+
 def test_endless_aborts_end(engine, make_runtime):
     engine.respond = lambda body: {"text": "", "finish": "abort"}
     with pytest.raises(AbortedTooOften):

@@ -84,11 +84,12 @@ class EngineSampler:
         answer = _Growing(ids, params, Detokenizer(self._tokenizer, self._stop_ids), on_text, more)
         aborts = 0
         while not answer.is_full:
-            answer.add(*await self._part(answer, affinity))
+            part, masks = await self._part(answer, affinity)
+            answer.add(part, masks)
             if not answer.is_cut or self._given_up():
                 break
             if self._ticket is None or self._ticket.gate.is_open:
-                aborts += 1
+                aborts = 0 if len(part.id_array) else aborts + 1
                 if aborts == MOST_RESUMES:
                     raise AbortedTooOften.by_engine()
         return await answer.whole()
