@@ -12,8 +12,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.cluster.bundles import NodeFacts
 from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dtype_note
+from slime.cluster.remote.bundles import NodeFacts
 from slime.config import Config
 from slime.config.algorithm import compares_siblings, has_critic, needs_reference, serves_teacher
 from slime.config.batch import copy_size, num_trainers

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.cluster.bundles import ENGINE, TRAINER, NodeFacts, fit, make_bundles
 from slime.cluster.choose import RAY, Machines, cluster_kind, find_machines
+from slime.cluster.remote.bundles import ENGINE, TRAINER, NodeFacts, fit, make_bundles
 from slime.config import Config
 from slime.config.gpus import nvidia_gpu_count
 from slime.config.planned_cluster import PlannedCluster

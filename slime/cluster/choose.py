@@ -10,10 +10,10 @@ import importlib.util
 import os
 from dataclasses import dataclass
 
-from slime.cluster.bundles import NodeFacts
 from slime.cluster.devices import gpu_count, resolve_device
 from slime.cluster.local import LocalCluster
 from slime.cluster.node import Cluster
+from slime.cluster.remote.bundles import NodeFacts
 from slime.config import Config
 from slime.errors import UserError
 

@@ -28,14 +28,14 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from slime.cluster.bundles import ENGINE, TRAINER, Bundle, NodeFacts, fit, make_bundles
 from slime.cluster.connection import Listener
-from slime.cluster.files import bring, bring_code
 from slime.cluster.local import LocalNode
 from slime.cluster.node import Node, NodeLost, Placement, Slot
-from slime.cluster.node_agent import OK, USER_ERROR
-from slime.cluster.remote import NodeSilent, RemoteNode
-from slime.cluster.survey import agent_class, package_digest
+from slime.cluster.remote.agent import OK, USER_ERROR
+from slime.cluster.remote.bundles import ENGINE, TRAINER, Bundle, NodeFacts, fit, make_bundles
+from slime.cluster.remote.files import bring, bring_code
+from slime.cluster.remote.node import NodeSilent, RemoteNode
+from slime.cluster.remote.survey import agent_class, package_digest
 from slime.config import Config
 from slime.errors import RunFailed, UserError
 from slime.waits import WaitTimeout, expired, waiting

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self, TextIO
 
-from slime.cluster.gpu_memory import GpuMemory, NoGpuMemory
+from slime.cluster.memory.gpu_memory import GpuMemory, NoGpuMemory
 
 INTERVAL_S = 0.05
 _WORTH_A_ROW = 64 * 2**20

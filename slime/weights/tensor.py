@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.cluster.staging import StagingFolder, remove_stale
+from slime.cluster.memory.staging import StagingFolder, remove_stale
 from slime.engine.http.client import EngineClient
 from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
 from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource

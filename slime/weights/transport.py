@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from slime.cluster.memory.staging import choose_root
 from slime.cluster.node import Cluster, Node, Placement
-from slime.cluster.staging import choose_root
 from slime.config import Config
 from slime.config.plugin_args import plugin_args
 from slime.engine.http.client import EngineClient, PauseMode

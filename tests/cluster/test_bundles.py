@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.bundles import ENGINE, TRAINER, Bundle, NodeFacts, fit, make_bundles
+from slime.cluster.remote.bundles import ENGINE, TRAINER, Bundle, NodeFacts, fit, make_bundles
 from slime.config import Config
 from slime.errors import UserError
 from slime.plan_cluster import plan_nodes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slime.cluster.cuda_driver import CudaRefused
-from slime.cluster.device_region import AddressRange, aligned
+from slime.cluster.memory.cuda_driver import CudaRefused
+from slime.cluster.memory.device_region import AddressRange, aligned
 
 PAGE = 2 << 20
 

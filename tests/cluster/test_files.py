@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.files import CACHE_VARIABLE, CHUNK_BYTES, SMALL_BYTES, bring, bring_code, inventory
-from slime.cluster.node_agent import OK, NodeAgent
+from slime.cluster.remote.agent import OK, NodeAgent
+from slime.cluster.remote.files import CACHE_VARIABLE, CHUNK_BYTES, SMALL_BYTES, bring, bring_code, inventory
 from slime.errors import UserError
 
 

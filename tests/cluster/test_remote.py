@@ -12,8 +12,8 @@ import pytest
 
 from slime.cluster.connection import Listener
 from slime.cluster.node import OWN_PYTHON, Command, NodeLost
-from slime.cluster.node_agent import OK, USER_ERROR, NodeAgent
-from slime.cluster.remote import LOST_CODE, RemoteNode
+from slime.cluster.remote.agent import OK, USER_ERROR, NodeAgent
+from slime.cluster.remote.node import LOST_CODE, RemoteNode
 from slime.errors import RunFailed, UserError
 from slime.waits import state_of
 

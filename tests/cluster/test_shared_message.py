@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime.cluster.memory.shared_message import SharedMessage, read_message
 from slime.cluster.message import DamagedMessage, Joined, pack, unpack
-from slime.cluster.shared_message import SharedMessage, read_message
 
 RNG = np.random.default_rng(0)
 LARGE = RNG.integers(0, 1000, 50_000).astype(np.int32)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster.staging import StagingFolder, choose_root, remove_stale
+from slime.cluster.memory.staging import StagingFolder, choose_root, remove_stale
 
 OWNER = """
 import os, signal, sys
 from pathlib import Path
-from slime.cluster.staging import StagingFolder
+from slime.cluster.memory.staging import StagingFolder
 staging = StagingFolder(Path(sys.argv[1]), sys.argv[3])
 (staging.subfolder("v000001") / "bucket").write_bytes(b"x" * 100)
 print(staging.path, flush=True)

@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 from slime.cluster.choose import find_machines, open_cluster
 from slime.cluster.node import OWN_PYTHON, Command
 from slime.cluster.ray import RayCluster
-from slime.cluster.remote import RemoteNode
+from slime.cluster.remote.node import RemoteNode
 from slime.config import Config
 from slime.errors import UserError
 from tests.ray.conftest import STORE_BYTES

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.cluster.devices import cpu_cores
-from slime.cluster.shared_message import SharedMessage, read_message
-from slime.cluster.staging import SHARED_MEMORY, StagingFolder, remove_stale
+from slime.cluster.memory.shared_message import SharedMessage, read_message
+from slime.cluster.memory.staging import SHARED_MEMORY, StagingFolder, remove_stale
 from slime.train.samples.batch import TrainBatch
 from slime.train.samples.scans import mask_totals
 from slime.train.schedule import Schedule

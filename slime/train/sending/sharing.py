@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from slime.cluster.cuda_driver import CudaDriver, CudaRefused, DeviceBytes
-from slime.cluster.device_region import aligned
+from slime.cluster.memory.cuda_driver import CudaDriver, CudaRefused, DeviceBytes
+from slime.cluster.memory.device_region import aligned
 from slime.train.backends.hf import HfBucket
 from slime.train.backends.protocol import TrainBackend
 

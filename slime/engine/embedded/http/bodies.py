@@ -10,7 +10,7 @@ import binascii
 import re
 from typing import Any
 
-from slime.cluster.cuda_driver import IPC_HANDLE_BYTES
+from slime.cluster.memory.cuda_driver import IPC_HANDLE_BYTES
 from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.refusals import BadRequest, shown
 from slime.engine.embedded.weights.groups import DTYPES, Announced, Rendezvous

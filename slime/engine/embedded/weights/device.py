@@ -11,8 +11,8 @@ from itertools import accumulate
 
 import torch
 
-from slime.cluster.cuda_driver import CudaDriver, CudaRefused, DeviceBytes
-from slime.cluster.device_region import aligned
+from slime.cluster.memory.cuda_driver import CudaDriver, CudaRefused, DeviceBytes
+from slime.cluster.memory.device_region import aligned
 from slime.engine.embedded.refusals import BadRequest, Conflict
 from slime.engine.embedded.weights.groups import Announced
 from slime.engine.embedded.weights.loading import check_shapes, load_tensors

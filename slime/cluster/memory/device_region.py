@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from slime.cluster.cuda_driver import CudaDriver, CudaRefused, DeviceBytes
+from slime.cluster.memory.cuda_driver import CudaDriver, CudaRefused, DeviceBytes
 
 ALIGNMENT = 512  # as torch's own allocator
 

@@ -38,7 +38,7 @@ class NodeSilent(NodeLost):
 
 
 class Agent(Protocol):
-    """The way to a `slime.cluster.node_agent.NodeAgent`."""
+    """The way to a `slime.cluster.remote.agent.NodeAgent`."""
 
     def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
         """Its answer, which may be a `UserError` or a `RunFailed`; `NodeLost` where none comes any more, `NodeSilent`

@@ -73,7 +73,7 @@ def agent_class() -> type:
 
             sys.path.insert(0, parent)
             importlib.invalidate_caches()
-            from slime.cluster.node_agent import NodeAgent
+            from slime.cluster.remote.agent import NodeAgent
 
             self.agent = NodeAgent(working_folder)
 
