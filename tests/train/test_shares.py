@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -15,6 +16,7 @@ import pytest
 from slime.cluster.channel import Channel, channel_pair
 from slime.config import Config
 from slime.data.sample import Sample
+from slime.train.group import collector_paused
 from slime.train.samples.batch import TrainBatch, make_train_batch
 from slime.train.samples.shares import HandOver, Share, open_share, rank_shares
 from slime.train.schedule import build_schedule
@@ -211,3 +213,20 @@ def test_without_shared_memory_shares_go_over_the_channels(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING), hand_over.given(shares, [True, True]) as given:
         assert given == shares
     assert "missing cannot be written" in caplog.text
+
+
+def test_the_collector_is_on_again_whatever_happens() -> None:
+    assert gc.isenabled()
+    with collector_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), collector_paused():
+        raise ZeroDivisionError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled(), "who had switched it off wants it off"
+    finally:
+        gc.enable()
