@@ -15,6 +15,7 @@ from slime.cluster.local import LocalCluster
 from slime.cluster.node import Cluster
 from slime.cluster.remote.bundles import NodeFacts
 from slime.config import Config
+from slime.config.gpus import nvidia_gpu_count
 from slime.errors import UserError
 
 LOCAL = "local"
@@ -28,7 +29,11 @@ def cluster_kind(config: Config) -> str:
         return config.cluster
     if config.ray_address is not None or os.environ.get(ADDRESS_VARIABLE):
         return RAY
-    return RAY if config.actor_num_nodes > 1 and config.device == "cuda" else LOCAL
+    return RAY if config.actor_num_nodes > 1 and _wants_gpus(config.device) else LOCAL
+
+
+def _wants_gpus(device: str) -> bool:
+    return device == "cuda" or (device == "auto" and nvidia_gpu_count() > 0)
 
 
 @dataclass(frozen=True)

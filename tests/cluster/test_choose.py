@@ -37,6 +37,17 @@ def test_flags_and_environment_say_where_a_run_is(
     assert cluster_kind(config_of(**flags)) == kind
 
 
+@pytest.mark.parametrize(("gpus", "kind"), [(0, "local"), (8, "ray")])
+def test_several_training_nodes_of_gpus_that_are_there_mean_ray(
+    gpus: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("slime.cluster.choose.nvidia_gpu_count", lambda: gpus)
+    assert cluster_kind(config_of(actor_num_nodes=2)) == kind
+    assert cluster_kind(config_of(actor_num_nodes=2, device="cpu")) == "local"
+    assert cluster_kind(config_of()) == "local"
+
+
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [

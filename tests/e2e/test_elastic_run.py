@@ -27,7 +27,7 @@ from slime.engine.fleet.states import ask_load
 from tests.e2e.runs import started, wait_until
 from tests.tiny_models import make_model_folder
 
-ROLLOUTS, PROMPTS, SAMPLES, VISITS = 4, 16, 4, 18
+ROLLOUTS, PROMPTS, SAMPLES, VISITS = 6, 16, 4, 18
 TOKEN = "token-of-this-test"
 
 

@@ -195,7 +195,7 @@ def test_tokens_that_were_sampled_before_the_engine_died_are_kept(
 def test_an_engine_that_keeps_dying_ends_the_run_with_its_last_words(folder: Path, tmp_path: Path) -> None:
     with two_engines(folder, tmp_path, max_restarts=1) as (fleet, _, _, supervisor):
         for _ in range(2):
-            victim = next(iter(fleet._processes))
+            victim = next(process for process in fleet._processes if process.name == "engine-0")
             os.kill(victim.pids()[-1], signal.SIGKILL)
             assert victim.wait(30) is not None
             if supervisor.restarts == 0:

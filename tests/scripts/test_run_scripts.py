@@ -143,7 +143,8 @@ def test_several_machines_are_refused_in_one_sentence(name: str, place: Path) ->
     with pytest.raises(UserError) as refused:
         make_plan(parse_args(flags), device="cuda", gpu_count=8)
     assert str(refused.value) == (
-        f"--actor-num-nodes {nodes}: this version trains on one machine; use --actor-num-gpus-per-node"
+        f"--actor-num-nodes {nodes} with --cluster local: this machine is one node; use --cluster ray, or "
+        "--actor-num-gpus-per-node alone"
     )
 
 
