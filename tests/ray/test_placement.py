@@ -158,7 +158,7 @@ def test_no_cluster_at_the_address_is_one_sentence(address: str, sentence: str) 
 
 def test_fewer_devices_than_asked_for_is_one_sentence(cluster: Cluster) -> None:
     config = config_of(cluster, actor_num_gpus_per_node=3)
-    with pytest.raises(UserError, match=r"a training node needs 3 CPUs on one node.* has 2 CPUs; .*or add nodes"):
+    with pytest.raises(UserError, match=r"a training node needs 3 CPUs on one node.* has 2 CPUs\b.*or add nodes"):
         open_cluster(config, "cpu", trainers=3, rollout=1)
     with pytest.raises(UserError, match=r"--device cuda, but no node of the Ray cluster \(.*\) has a GPU"):
         find_machines(config.replace(device="cuda"))
