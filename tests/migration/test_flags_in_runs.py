@@ -30,6 +30,8 @@ def init(**options):
     return Run()
 
 class Run:
+    id = "a1b2c3d4"
+
     def define_metric(self, *args, **kwargs): pass
     def log(self, values): pass
     def finish(self): pass
