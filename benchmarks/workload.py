@@ -36,6 +36,12 @@ SHAPES: dict[str, dict[str, Any]] = {
                    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
     "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
                  "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
+    "qwen3-30b-a3b-12": {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+                         "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_hidden_layers": 12,
+                         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+                         "tie_word_embeddings": False},  # 12 of its 48 layers
 }  # fmt: skip
 
 
@@ -72,18 +78,29 @@ def _make_model(folder: Path, shape: str, dtype: str) -> None:
 @contextmanager
 def engine(folder: Path, log: Path, options: Sequence[str], device: str) -> Iterator[str]:
     """A healthy embedded engine; its URL."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     argv = [sys.executable, "-m", "slime.engine.embedded", "--model-path", str(folder), "--port", str(port)]
     argv += ["--device", device, *options]
     env = {"PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}", **(threads_per_process(1) if device == "cpu" else {})}
-    with ChildProcess("engine", argv, env=env, log_path=log) as process:
+    with serving("engine", argv, env, log, port) as url:
+        yield url
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def serving(name: str, argv: Sequence[str], env: dict[str, str], log: Path, port: int) -> Iterator[str]:
+    """A server that is healthy; its URL."""
+    with ChildProcess(name, list(argv), env=env, log_path=log) as process:
         url = f"http://127.0.0.1:{port}"
         while not _healthy(url):
             if process.poll() is not None:
-                raise SystemExit(f"the engine ended:\n{process.tail()}")
-            time.sleep(0.2)
+                raise SystemExit(f"the {name} ended:\n{process.tail()}")
+            time.sleep(0.1)
         yield url
 
 
