@@ -76,7 +76,7 @@ def test_a_step_that_fails_leaves_no_state_behind(folder: Path, step: str, monke
         whole = core.runner._draw
         calls: list[int] = []
 
-        def draw(logits: torch.Tensor, sequences: list[Sequence], ahead: int) -> Any:
+        def draw(logits: torch.Tensor, sequences: list[Sequence], ahead: list[int]) -> Any:
             drawn = min(len(seq.output_ids) for seq in sequences)
             if len(sequences) > 1 and drawn == (0 if step == "extend" else 3):
                 calls.append(drawn)

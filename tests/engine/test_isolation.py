@@ -69,7 +69,7 @@ def test_a_prompt_that_fills_the_cache_beside_a_shared_prefix(qwen3_folder: Path
     assert tight.output_ids == roomy.output_ids
 
 
-@pytest.mark.parametrize("step", ["extend", "launch", "collect"])
+@pytest.mark.parametrize("step", ["extend", "collect_extend", "launch", "collect"])
 def test_a_sequence_that_cannot_be_computed_fails_alone(
     qwen3_folder: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,29 +78,29 @@ def test_a_sequence_that_cannot_be_computed_fails_alone(
         want = tokens(core, 1, 2, 3)
         core.flush_cache()
         bad = prompt(9, 14)
-        real_extend, real_launch, real_collect = core.runner.extend, core.runner.launch, core.runner.collect
+        runner = core.runner
+        real_extend, real_launch, real_collect = runner.launch_extend, runner.launch, runner.collect
 
         def refuse(prompts: list[list[int]]) -> None:
             if bad in prompts:
                 raise RuntimeError("broken on purpose")
 
         def extend(extends: list[Any]) -> Any:
-            sampled = real_extend(extends)
-            refuse([e.sequence.prompt_ids for e in extends])
-            return sampled
+            launched = real_extend(extends)
+            if step == "extend":
+                refuse([e.sequence.prompt_ids for e in extends])
+            return launched, [e.sequence.prompt_ids for e in extends if step == "collect_extend"]
 
-        def launch(running: list[Sequence], slots: Any, previous: Any) -> Any:
+        def launch(running: list[Sequence], slots: Any, ahead: Any) -> Any:
             if step == "launch":
                 refuse([s.prompt_ids for s in running])
-            return real_launch(running, slots, previous), [s.prompt_ids for s in running]
+            return real_launch(running, slots, ahead), [s.prompt_ids for s in running if step == "collect"]
 
         def collect(launched: Any) -> Any:
-            if step == "collect":
-                refuse(launched[1])
+            refuse(launched[1])
             return real_collect(launched[0])
 
-        if step == "extend":
-            monkeypatch.setattr(core.runner, "extend", extend)
+        monkeypatch.setattr(core.runner, "launch_extend", extend)
         monkeypatch.setattr(core.runner, "launch", launch)
         monkeypatch.setattr(core.runner, "collect", collect)
         scored = {"input_ids": bad, "sampling_params": GREEDY, "logprob_start_len": 0, "top_logprobs_num": 2}
@@ -119,7 +119,7 @@ def test_scores_are_not_doubled_when_a_step_is_done_once_more(
     qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_core(qwen3_folder) as core:
-        real, failures = core.runner.extend, [1]
+        real, failures = core.runner.launch_extend, [1]
 
         def once(extends: list[Any]) -> Any:
             sampled = real(extends)
@@ -129,7 +129,7 @@ def test_scores_are_not_doubled_when_a_step_is_done_once_more(
             return sampled
 
         body = {**bodies(4)[0], "logprob_start_len": 0, "top_logprobs_num": 2}
-        monkeypatch.setattr(core.runner, "extend", once)
+        monkeypatch.setattr(core.runner, "launch_extend", once)
         [again] = generate(core, [body])
         core.call(core.flush_cache).result(60)
         [plain] = generate(core, [body])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.engine.embedded.model.sampler import SamplingRows, draw_each
+from slime.engine.embedded.model.sampler import draw_each
 from slime.engine.embedded.refusals import BadRequest
 from slime.engine.embedded.sampling_params import parse_sampling_params
 from slime.engine.embedded.sequence import Sequence
@@ -19,16 +19,6 @@ VOCAB = 12
 def sequence(**raw: Any) -> Sequence:
     params = parse_sampling_params(raw, vocab_size=VOCAB)
     return Sequence("rid", [1, 2, 3], params, frozenset({5}), 9, notify=lambda seq: None, output_ids=[3, 4, 4])
-
-
-def test_a_newcomer_never_inherits_the_settings_of_one_that_left() -> None:
-    """Python gives the address of a sequence that is gone to the next one."""
-    rows = SamplingRows(4, torch.device("cpu"))
-    for round_ in range(50):
-        greedy = round_ % 2 == 0
-        rows.hold([sequence(temperature=0.0 if greedy else 0.25)])
-        assert bool(rows.greedy[0]) is greedy
-        assert float(rows.temperature[0]) == (1.0 if greedy else 0.25)
 
 
 @pytest.mark.parametrize(

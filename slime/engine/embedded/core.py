@@ -146,16 +146,14 @@ class EngineCore:
         return max(1, min(wanted, budget // self.runner.kv_bytes_per_token()))
 
     def _prepare_cuda(self) -> None:
+        from slime.engine.embedded.model.body import GeneralBody
         from slime.engine.embedded.model.cuda import CudaDecoder
 
         compile_model = self.options.compile is not False
         if compile_model:
             log.info("compiling the decode step: this takes about a minute (--no-compile skips it)")
-        decoder = CudaDecoder(
-            self.runner,
-            max_running=self.options.max_running_requests,
-            compile_model=compile_model,
-        )
+        body = GeneralBody(self.runner, compile_model=compile_model)
+        decoder = CudaDecoder(self.runner, body, max_running=self.options.max_running_requests)
         decoder.capture()
         self.steps.decoder = decoder
 

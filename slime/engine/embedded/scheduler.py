@@ -32,6 +32,10 @@ class Extend:
     end: int
     slots: np.ndarray
 
+    def __post_init__(self) -> None:
+        self.is_complete = self.end == self.sequence.length
+        self.is_sampled = self.is_complete and self.sequence.max_new_tokens > 0
+
 
 @dataclass
 class GrowthEstimate:

@@ -57,6 +57,11 @@ class Sequence:
     def tokens(self) -> list[int]:
         return self.prompt_ids + self.output_ids
 
+    def span(self, start: int, end: int) -> list[int]:
+        """`tokens[start:end]`"""
+        split = len(self.prompt_ids)
+        return self.prompt_ids[start:end] + self.output_ids[max(0, start - split) : max(0, end - split)]
+
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)

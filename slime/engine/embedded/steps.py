@@ -86,7 +86,7 @@ class Steps:
     def _extend(self, extends: list[Extend]) -> None:
         extends, sampled = self._computed(extends)
         self.counters.prefilled_tokens += sum(e.end - e.start for e in extends)
-        complete = [e.sequence for e in extends if e.end == e.sequence.length]
+        complete = [e.sequence for e in extends if e.is_complete]
         for seq in complete:
             self.counters.prompt_tokens += len(seq.prompt_ids)
             self.counters.cached_tokens += seq.cached_tokens
@@ -100,7 +100,7 @@ class Steps:
         """Run an extend step; if it raises, one sequence at a time: who raises again fails alone."""
         marks = [(len(e.sequence.input_logprobs), len(e.sequence.output_top)) for e in extends]
         try:
-            return extends, self.runner.extend(extends)
+            return extends, self.decoder.collect(self.decoder.launch_extend(extends))
         except Exception as error:
             log.error("an extend step of %d sequences failed", len(extends), exc_info=error)
             self._check_device()
@@ -110,7 +110,7 @@ class Steps:
         for e, (scored, tops) in zip(extends, marks, strict=True):
             del e.sequence.input_logprobs[scored:], e.sequence.output_top[tops:]
             try:
-                own = self.runner.extend([e])
+                own = self.decoder.collect(self.decoder.launch_extend([e]))
             except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
                 self._fail(e.sequence, error)
                 continue
@@ -136,7 +136,7 @@ class Steps:
             return None
         running = list(self.scheduler.running)
         try:
-            return Flight(running, slots, self.decoder.launch(running, slots, None))
+            return Flight(running, slots, self.decoder.launch(running, slots, [0] * len(running)))
         except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
             self._decode_apart(running, slots, error)
             return None
@@ -146,14 +146,17 @@ class Steps:
         s = self.scheduler
         if not self.decoder.looks_ahead or s.waiting or s.prefilling or not self._is_quiet():
             return False
-        return all(q.plain and len(q.output_ids) + 1 < q.max_new_tokens and q.finish is None for q in flight.running)
+        return all(
+            self.decoder.foresees(q) and len(q.output_ids) + 1 < q.max_new_tokens and q.finish is None
+            for q in flight.running
+        )
 
     def _follow(self, flight: Flight) -> Flight | None:
         slots = self.scheduler.cache.take(len(flight.running))
         if slots is None:
             return None
         try:
-            return Flight(flight.running, slots, self.decoder.launch(flight.running, slots, flight.launched))
+            return Flight(flight.running, slots, self.decoder.launch(flight.running, slots, [1] * len(flight.running)))
         except Exception as error:  # the step is tried again when it is due, and who is to blame is found there
             log.error("a decode step could not be launched ahead", exc_info=error)
             self.scheduler.cache.release(slots)
@@ -184,7 +187,7 @@ class Steps:
                 self.scheduler.cache.release(slot)
                 continue
             try:
-                sampled = self.decoder.collect(self.decoder.launch([seq], slot, None))
+                sampled = self.decoder.collect(self.decoder.launch([seq], slot, [0]))
             except Exception as cause:  # noqa: BLE001 - it belongs to one command or sequence
                 self.scheduler.cache.release(slot)
                 self._fail(seq, cause)

@@ -97,10 +97,11 @@ class PlainNumbers:
             table[seq.row, : seq.length] = slots
             extends.append(Extend(seq, 0, seq.length, slots))
             free += seq.length
-        first = runner.extend(extends)
+        first = decoder.collect(decoder.launch_extend(extends))
         for seq, i in zip(sequences, members, strict=True):
             seq.output_ids.append(self._tokens[i][-1])
-        second = decoder.collect(decoder.launch(sequences, np.arange(free, free + len(sequences)), None))
+        slots = np.arange(free, free + len(sequences))
+        second = decoder.collect(decoder.launch(sequences, slots, [0] * len(sequences)))
         return max(
             self._gap(i, at, token, logprob)
             for at, sampled in enumerate((first, second))

@@ -1,154 +1,254 @@
-"""Decoding on CUDA: one captured graph per batch size, replayed for every token.
+"""Steps on CUDA: captured graphs for decoding and for short prompts, launched without waiting for anything.
 
 Invariant: everything a graph reads lives at a fixed address (the input buffers, the KV slots, the weights, which are
-updated in place), so a replay sees the present values. Batches are padded to the next captured size with rows that
-write to slot 0.
+updated in place), so a replay sees the present values. What goes to the device and what comes back passes through
+pinned memory, so that launching a step never waits for the one before. Batches are padded to the next captured size
+with rows that write to slot 0.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from slime.engine.embedded.model.attention_cuda import attend_decode
-from slime.engine.embedded.model.runner import ModelRunner, Sampled, record_top
-from slime.engine.embedded.model.sampler import SamplingRows, draw, draw_each, uniforms
+from slime.engine.embedded.model.body import Body, DecodeBatch, Draw, DrawBatch, GeneralDraw
+from slime.engine.embedded.model.delta_net import lay_out
+from slime.engine.embedded.model.kernels import ExtendTiles
+from slime.engine.embedded.model.runner import ModelRunner, Sampled, last_token
+from slime.engine.embedded.model.sampler import temperature_of, uniforms
+from slime.engine.embedded.scheduler import Extend
 from slime.engine.embedded.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
-_RING = 4  # at most two steps are in flight
+T = TypeVar("T")
 
 
 @dataclass
 class OnDevice:
-    """A launched step: its tokens on the device, and where its results arrive on the host once `done`."""
+    """A launched step: where its results arrive on the host once `done`."""
 
-    tokens: torch.Tensor
-    results: torch.Tensor
-    count: int
-    done: torch.cuda.Event
+    results: torch.Tensor  # [rows, 2], pinned
+    done: torch.cuda.Event | None
 
 
 class CudaDecoder:
-    """Replays a graph for every step. The host's buffers are a ring: a step in flight keeps its own."""
+    """Replays a graph for every decode step, and for extend steps of few tokens."""
 
     looks_ahead = True
 
-    def __init__(self, runner: ModelRunner, *, max_running: int, compile_model: bool) -> None:
+    def __init__(self, runner: ModelRunner, body: Body, *, max_running: int, draw: Draw | None = None) -> None:
         self._runner = runner
-        self._context = runner.context
-        self._attend = attend_decode(runner.context)
-        self._body = torch.compile(runner.body, dynamic=True) if compile_model else runner.body
+        self._body = body
+        self._draw = draw or GeneralDraw()
         self._dummy_row = max_running
-        device = runner.device
-        self._inputs = torch.zeros(4, max_running, dtype=torch.int64, device=device)  # rows, lens, slots, last tokens
-        self._lens = torch.zeros(max_running, dtype=torch.int32, device=device)
-        self._sampling = SamplingRows(max_running, device)
-        self._uniform = torch.zeros(max_running, device=device)
-        self._ring = itertools.cycle([_HostBuffers(max_running) for _ in range(_RING)])
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        self._sizes = _batch_sizes(max_running)
+        self._device = runner.device
+        self._inputs = _StepInputs(max_running, self._device)
+        self._tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=self._device)
+        self._results = torch.zeros(max_running, 2, dtype=torch.float64, device=self._device)
+        self._graphs: dict[int, tuple[Callable[[], object], torch.Tensor]] = {}  # replay, logits
+        self._sizes = batch_sizes(body.fewest_rows, max_running)
 
     def capture(self) -> None:
         """Capture every batch size, largest first so that the smaller ones fit into its memory."""
         started = time.perf_counter()
-        pool = torch.cuda.graph_pool_handle()
-        self._upload(next(self._ring), 0)
+        pool = self._new_pool()
+        self._inputs.load(self._host_inputs(0, self._inputs.most))
         with torch.inference_mode():
             for size in reversed(self._sizes):
-                stream = torch.cuda.Stream()
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    for _ in range(2):
-                        self._step(size)
-                torch.cuda.current_stream().wait_stream(stream)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    outputs = self._step(size)
-                self._graphs[size] = (graph, *outputs)
+                self._graphs[size] = self._captured(lambda size=size: self._step(size), pool)  # type: ignore[misc]
         log.info("captured %d decode graphs in %.1f s", len(self._sizes), time.perf_counter() - started)
 
-    def _step(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, lens, slots, tokens = self._inputs[:, :size].unbind(0)
-        self._lens[:size].copy_(lens)
-        self._context.table[rows, lens - 1] = slots.int()
-        self._context.rows, self._context.lens, self._context.slots = rows, self._lens[:size], slots
-        self._context.attend = self._attend
-        self._runner.states.spans, self._runner.states.rows = None, rows
-        ids, positions = tokens[None], (lens - 1)[None]
-        hidden = self._body(input_ids=ids, position_ids=positions, use_cache=False)[0][0]
-        logits = self._runner.logits(hidden)
-        sampling = self._sampling
-        drawn, logprobs = draw(logits, sampling.temperature[:size], self._uniform[:size], sampling.greedy[:size])
-        return drawn, logprobs, logits
+    def _new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
 
-    def _upload(self, host: _HostBuffers, used: int) -> None:
-        """Rows behind the batch write to slot 0 of the dummy row, at position 0."""
-        host.inputs[0, used:] = self._dummy_row
-        host.inputs[1, used:] = 1
-        host.inputs[2:, used:] = 0
-        self._inputs.copy_(host.inputs, non_blocking=True)
-        self._uniform.copy_(host.uniform, non_blocking=True)
+    def _captured(self, run: Callable[[], T], pool: Any) -> tuple[Callable[[], object], T]:
+        """How to replay `run`, and what it returned when it was captured."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = run()
+        return graph.replay, outputs
+
+    def _step(self, size: int) -> torch.Tensor:
+        logits = self._body.decode(self._inputs.decode_batch(size, self._tokens))
+        self._draw.plain(logits, self._draw_batch(size))
+        return logits
+
+    def _draw_batch(self, size: int) -> DrawBatch:
+        return self._inputs.draw_batch(size, self._tokens, self._results)
+
+    # decode
 
     @torch.inference_mode()
-    def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, previous: OnDevice | None) -> OnDevice:
-        count, ahead = len(running), 0 if previous is None else 1
+    def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, ahead: SequenceOf[int]) -> OnDevice:
+        count = len(running)
         size = next(s for s in self._sizes if s >= count)
-        host = next(self._ring)
-        inputs = host.inputs.numpy()
-        inputs[0, :count] = [s.row for s in running]
-        inputs[1, :count] = [s.length + ahead for s in running]
-        inputs[2, :count] = slots
-        if previous is None:
-            inputs[3, :count] = [s.output_ids[-1] if s.output_ids else s.prompt_ids[-1] for s in running]
-        host.uniform.numpy()[:count] = uniforms(running, ahead)
-        self._runner.make_states(running, (inputs[1, :count] - 1).tolist())
-        held, rows = self._runner.states.held, inputs[0, :count].copy()
+        host = self._host_inputs(count, size)
+        numbers, floats = host.numbers.numpy(), host.floats.numpy()
+        rows = numbers[0, :count]
+        rows[:] = [s.row for s in running]
+        numbers[1, :count] = [s.length + more for s, more in zip(running, ahead, strict=True)]
+        numbers[2, :count] = slots
+        numbers[3, :count] = [-1 if more else last_token(s) for s, more in zip(running, ahead, strict=True)]
+        floats[:, :count] = _drawing(running, ahead)
+        lens = numbers[1, :count]
+        self._make_states(running, (lens - 1).tolist())
+        held = self._runner.states.held
         held[rows] = -1
-        self._runner.set_table(inputs[0, :count], inputs[1, :count] - 1, slots)
-        self._upload(host, count)
-        if previous is not None:
-            self._inputs[3, :count].copy_(previous.tokens)
-        self._sampling.hold(running)
-        graph, drawn, logprobs, logits = self._graphs[size]
-        graph.replay()
-        held[rows] = inputs[1, :count]
-        if all(s.plain for s in running):
-            tokens, scores = drawn[:count].clone(), logprobs[:count]
-        else:
-            tokens, scores = draw_each(logits[:count], running, self._uniform[:count], self._sampling.greedy[:count])
-            record_top(logits[:count], running)
-        host.results[:, :count].copy_(torch.stack([tokens.double(), scores.double()]), non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return OnDevice(tokens, host.results, count, done)
+        self._runner.set_table(rows, lens - 1, slots)
+        self._inputs.load(host)
+        replay, logits = self._graphs[size]
+        replay()
+        held[rows] = lens
+        if not all(s.plain for s in running):
+            self._draw.special(logits[:count], self._draw_batch(count), running, ahead)
+        return self._bring(self._results[:count])
+
+    def _host_inputs(self, used: int, size: int) -> _StepInputs:
+        """Pinned; rows behind those that are used write to slot 0 of the dummy row, at position 0."""
+        host = _StepInputs(self._inputs.most, None)
+        host.numbers.numpy()[:, used:size] = [[self._dummy_row], [1], [0], [0]]
+        host.floats.numpy()[:, used:size] = [[0.0], [1.0], [0.0]]
+        return host
+
+    def _bring(self, results: torch.Tensor) -> OnDevice:
+        """Let results come to the host when they are there; both sides are contiguous, or the copy would wait."""
+        host = _pinned(results.shape, results.dtype)
+        host.copy_(results, non_blocking=True)
+        return OnDevice(host, _mark(self._device))
 
     def collect(self, launched: OnDevice) -> Sampled:
-        launched.done.synchronize()
-        results = launched.results[:, : launched.count]
-        return results[0].long().tolist(), results[1].tolist()
+        if launched.done is not None:
+            launched.done.synchronize()
+        tokens, logprobs = launched.results.numpy().T
+        return tokens.astype(np.int64).tolist(), logprobs.tolist()
+
+    def foresees(self, seq: Sequence) -> bool:
+        return self._draw.foresees(seq)
+
+    # extend
+
+    @torch.inference_mode()
+    def launch_extend(self, extends: list[Extend]) -> OnDevice:
+        """Compute the pieces; a token for every sequence that is now complete and wants one, in order."""
+        self._make_states([e.sequence for e in extends], [e.start for e in extends])
+        hidden = self._pieces(extends)
+        ends = np.cumsum([e.end - e.start for e in extends])
+        self._runner.score_prompts(extends, hidden, ends)
+        wanted = [i for i, e in enumerate(extends) if e.is_sampled]
+        if not wanted:
+            return OnDevice(_pinned((0, 2), torch.float64), _mark(self._device))
+        sequences = [extends[i].sequence for i in wanted]
+        ahead = [0] * len(wanted)
+        rows, last, floats = _upload(
+            [np.array([s.row for s in sequences]), ends[wanted] - 1, _drawing(sequences, ahead)], self._device
+        )
+        logits = self._runner.logits(hidden[last])
+        results = torch.empty(len(wanted), 2, dtype=torch.float64, device=self._device)
+        uniform, temperature, greedy = floats.unbind(0)
+        batch = DrawBatch(rows, uniform, temperature, greedy, self._tokens, results)
+        self._draw.plain(logits, batch)
+        if not all(s.plain for s in sequences):
+            self._draw.special(logits, batch, sequences, ahead)
+        return self._bring(results)
+
+    def _pieces(self, extends: list[Extend]) -> torch.Tensor:
+        """Last hidden states `[T, H]` of the pieces, one behind the other."""
+        rows, starts, ends = (
+            np.array(x) for x in zip(*((e.sequence.row, e.start, e.end) for e in extends), strict=True)
+        )
+        ids = np.array([t for e in extends for t in e.sequence.span(e.start, e.end)])
+        positions = np.concatenate([np.arange(e.start, e.end) for e in extends])
+        slots = np.concatenate([e.slots for e in extends])
+        tiles = ExtendTiles.plan(rows.tolist(), (ends - starts).tolist(), ends.tolist())
+        there, positions_there, slots_there, tiles_there, places, kept = _upload(
+            [ids, positions, slots, tiles, *self._runner.table_entries(rows, ends)], self._device
+        )
+        self._runner.context.table.view(-1).index_copy_(0, places, kept)
+        states = self._runner.states
+        if states:
+            states.spans = lay_out(rows.tolist(), starts.tolist(), (ends - starts).tolist(), self._device)
+        states.held[rows] = -1
+        hidden = self._body.extend(there, positions_there, slots_there, ExtendTiles(*tiles_there.unbind(0)))
+        states.held[rows] = ends
+        return hidden
+
+    def _make_states(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
+        if stale := self._runner.stale_states(sequences, counts):
+            self._pieces(stale)
 
 
-class _HostBuffers:
-    """Pinned memory for what one step sends and gets back."""
+class _StepInputs:
+    """What one decode step reads, in one piece of memory: on the device, or pinned on the host."""
 
-    def __init__(self, size: int) -> None:
-        self.inputs = torch.zeros(4, size, dtype=torch.int64, pin_memory=True)
-        self.uniform = torch.zeros(size, pin_memory=True)
-        self.results = torch.zeros(2, size, dtype=torch.float64, pin_memory=True)
+    def __init__(self, most: int, device: torch.device | None) -> None:
+        self.most = most
+        size = most * (4 * 8 + 3 * 4)
+        self._bytes = (
+            _pinned((size,), torch.uint8) if device is None else torch.zeros(size, dtype=torch.uint8, device=device)
+        )
+        self.numbers = self._bytes[: most * 32].view(torch.int64).view(4, most)  # rows, lens, slots, known tokens
+        self.floats = self._bytes[most * 32 :].view(torch.float32).view(3, most)  # uniform, temperature, greedy
+
+    def load(self, host: _StepInputs) -> None:
+        self._bytes.copy_(host._bytes, non_blocking=True)
+
+    def decode_batch(self, size: int, tokens: torch.Tensor) -> DecodeBatch:
+        rows, lens, slots, known = self.numbers[:, :size].unbind(0)
+        return DecodeBatch(rows, lens, slots, known, tokens)
+
+    def draw_batch(self, size: int, tokens: torch.Tensor, results: torch.Tensor) -> DrawBatch:
+        uniform, temperature, greedy = self.floats[:, :size].unbind(0)
+        return DrawBatch(self.numbers[0, :size], uniform, temperature, greedy, tokens, results[:size])
 
 
-def _batch_sizes(most: int) -> list[int]:
-    """Powers of two, then multiples of 64: a padded row costs its share of the matrix products and no attention.
+def _drawing(sequences: SequenceOf[Sequence], ahead: SequenceOf[int]) -> np.ndarray:
+    """Uniform numbers, temperatures and arg-max marks `[3, b]`."""
+    degrees, greedy = [temperature_of(s) for s in sequences], [s.params.greedy for s in sequences]
+    return np.stack([uniforms(sequences, ahead), np.array(degrees, np.float32), np.array(greedy, np.float32)])
 
-    Size 1 is padded as well: compilers specialise on it.
-    """
-    sizes = [2, 4, 8, 16, 32, 64, *range(128, most, 64)]
-    return [s for s in sizes if s < most] + [most]
+
+def _pinned(shape: SequenceOf[int], dtype: torch.dtype) -> torch.Tensor:
+    """torch keeps such memory, and hands it out again when the copies from and to it are done."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """This moment of the stream; None on a device that is never behind."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _upload(arrays: SequenceOf[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """All of them in one copy, each at a multiple of 16 bytes: kernels are compiled for how pointers are aligned."""
+    starts = np.cumsum([0, *(-(-a.nbytes // 16) * 16 for a in arrays)])
+    host = _pinned((int(starts[-1]),), torch.uint8)
+    for array, start in zip(arrays, starts, strict=False):
+        host.numpy()[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+    there = host.to(device, non_blocking=True)
+    return [
+        there[start : start + a.nbytes].view(torch.from_numpy(a[:0]).dtype).view(a.shape)
+        for a, start in zip(arrays, starts, strict=False)
+    ]
+
+
+def batch_sizes(fewest: int, most: int) -> list[int]:
+    """Powers of two, then multiples of 64: a padded row costs its share of the matrix products and no attention."""
+    sizes = [1, 2, 4, 8, 16, 32, 64, *range(128, most, 64)]
+    return [s for s in sizes if fewest <= s < most] + [most]

@@ -139,13 +139,21 @@ class ExtendTiles:
     TILE = 64
 
     @classmethod
-    def build(cls, rows: list[int], query_lens: list[int], key_lens: list[int], device: torch.device) -> ExtendTiles:
+    def plan(cls, rows: list[int], query_lens: list[int], key_lens: list[int]) -> np.ndarray:
+        """The four lists `[4, tiles]`, padded with empty tiles to a multiple of four.
+
+        Kernels are compiled for pointers at multiples of 16 bytes: any other count would compile them anew.
+        """
         tiles, first = [], 0
         for row, m, n in zip(rows, query_lens, key_lens, strict=True):
             tiles += [(row, first + at, min(cls.TILE, m - at), n - m + at) for at in range(0, m, cls.TILE)]
             first += m
-        table = torch.from_numpy(np.array(tiles, dtype=np.int32).T.copy()).to(device)
-        return cls(*table.unbind(0))
+        tiles += [(0, 0, 0, 0)] * (-len(tiles) % 4)
+        return np.ascontiguousarray(np.array(tiles, dtype=np.int32).T)
+
+    @classmethod
+    def build(cls, rows: list[int], query_lens: list[int], key_lens: list[int], device: torch.device) -> ExtendTiles:
+        return cls(*torch.from_numpy(cls.plan(rows, query_lens, key_lens)).to(device).unbind(0))
 
 
 def _power(n: int) -> int:

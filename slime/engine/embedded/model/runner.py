@@ -42,27 +42,44 @@ Sampled = tuple[list[int], list[float]]
 
 @dataclass
 class Launched:
-    """A decode step that has been started: where its tokens and log-probs will be."""
+    """A step on the CPU: what it sampled."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
 
 
 class Decoder(Protocol):
-    """One token for every running sequence, in two halves, so that the next step can start before this one is read."""
+    """Steps in two halves, so that the next one can start before this one is read.
+
+    Steps are computed in the order of their launch, and each leaves the token that a sequence got where the next one
+    finds it. A step that was launched may be forgotten instead of collected.
+    """
 
     looks_ahead: bool
+    """Whether launching returns before the step is computed."""
 
-    def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, previous: Any) -> Any: ...
+    def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, ahead: SequenceOf[int]) -> Any:
+        """One token for each sequence; `slots` keep those before, of which `ahead` each are not read yet."""
+        ...
 
-    def collect(self, launched: Any) -> Sampled: ...
+    def launch_extend(self, extends: list[Extend]) -> Any:
+        """Compute the pieces; one token for each piece that `is_sampled`, in order."""
+        ...
+
+    def collect(self, launched: Any) -> Sampled:
+        """What a launched step sampled."""
+        ...
+
+    def foresees(self, seq: Sequence) -> bool:
+        """Whether a step for `seq` can be launched before its last token is read."""
+        ...
 
 
 _LOGPROB_ROWS = 512  # prompt positions scored at once
 
 
 class ModelRunner:
-    """The model and its KV slots; on the CPU it is its own `Decoder`."""
+    """The model and its KV slots; on the CPU it is the `Decoder` too."""
 
     looks_ahead = False  # the CPU would only wait for itself
 
@@ -76,6 +93,7 @@ class ModelRunner:
         self.body = model.get_decoder()
         self._head = OutputHead.from_config(model.config)
         self._table = table
+        self._tokens = torch.zeros(len(table), dtype=torch.int64)  # the last one of each row
         self._forget_weights: Callable[[], None] | None = None
         if not self.cuda and self.dtype == torch.float32:
             with inputs_of_linears(model) as inputs:
@@ -154,26 +172,28 @@ class ModelRunner:
     # extend
 
     @torch.inference_mode()
-    def extend(self, extends: list[Extend]) -> Sampled:
-        """Compute the pieces; sample one token for every sequence that is now complete (in order)."""
-        self.make_states([e.sequence for e in extends], [e.start for e in extends])
+    def launch_extend(self, extends: list[Extend]) -> Launched:
+        self._make_states([e.sequence for e in extends], [e.start for e in extends])
         hidden = self._pieces(extends)
         ends = np.cumsum([e.end - e.start for e in extends])
-        self._score_prompts(extends, hidden, ends)
-        complete = [(i, e.sequence) for i, e in enumerate(extends) if e.end == e.sequence.length]
-        wanted = [(i, s) for i, s in complete if s.max_new_tokens > 0]
+        self.score_prompts(extends, hidden, ends)
+        wanted = [i for i, e in enumerate(extends) if e.is_sampled]
         if not wanted:
-            return [], []
-        last = torch.from_numpy(ends[[i for i, _ in wanted]] - 1).to(self.device)
-        return self._sample(self.logits(hidden[last]), [s for _, s in wanted])
+            return Launched(self._tokens[:0], torch.empty(0))
+        logits = self.logits(hidden[torch.from_numpy(ends[wanted] - 1)])
+        return self._drawn(logits, [extends[i].sequence for i in wanted], [0] * len(wanted))
 
     def _pieces(self, extends: list[Extend]) -> torch.Tensor:
         """Last hidden states `[T, H]` of the pieces, one behind the other."""
         rows, lens = [e.sequence.row for e in extends], [e.end - e.start for e in extends]
-        ids = torch.tensor([t for e in extends for t in e.sequence.tokens[e.start : e.end]], device=self.device)
-        positions = torch.from_numpy(np.concatenate([np.arange(e.start, e.end) for e in extends])).to(self.device)
-        self.context.slots = torch.from_numpy(np.concatenate([e.slots for e in extends])).to(self.device)
-        self._place_extend(extends)
+        ids = torch.tensor([t for e in extends for t in e.sequence.span(e.start, e.end)])
+        positions = torch.from_numpy(np.concatenate([np.arange(e.start, e.end) for e in extends]))
+        context = self.context
+        context.slots = torch.from_numpy(np.concatenate([e.slots for e in extends]))
+        context.attend = context.extend_cpu
+        context.window.forget()  # the next decode step has other sequences
+        kept = [self._table[row, : e.end] for row, e in zip(rows, extends, strict=True)]
+        context.groups = group_spans(lens, kept, PREFILL_SLACK)
         if self.states:
             self.states.spans = lay_out(rows, [e.start for e in extends], lens, self.device)
         self.states.held[rows] = -1
@@ -181,49 +201,34 @@ class ModelRunner:
         self.states.held[rows] = [e.end for e in extends]
         return hidden
 
-    def make_states(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
-        """See that the state of each sequence has taken in the first `count` tokens, whatever a failed step left there.
+    def _make_states(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
+        if stale := self.stale_states(sequences, counts):
+            self._pieces(stale)
 
-        What is not so is computed anew from the beginning, over the slots that the tokens have.
+    def stale_states(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[Extend]:
+        """What has to be computed so that the state of each sequence has taken in its first `count` tokens.
+
+        A state for which that is not so, after a failed step, is made from the beginning, over the slots that the
+        tokens have.
         """
         if not self.states:
-            return
-        stale = [
+            return []
+        return [
             Extend(seq, 0, count, self._table[seq.row, :count].astype(np.int64))
             for seq, count in zip(sequences, counts, strict=True)
             if count and self.states.held[seq.row] != count
         ]
-        if stale:
-            self._pieces(stale)
-
-    def _place_extend(self, extends: list[Extend]) -> None:
-        rows = [e.sequence.row for e in extends]
-        query_lens = [e.end - e.start for e in extends]
-        if not self.cuda:
-            self.context.attend = self.context.extend_cpu
-            self.context.window.forget()  # the next decode step has other sequences
-            kept = [self._table[row, : e.end] for row, e in zip(rows, extends, strict=True)]
-            self.context.groups = group_spans(query_lens, kept, PREFILL_SLACK)
-            return
-        from slime.engine.embedded.model.attention_cuda import attend_extend
-        from slime.engine.embedded.model.kernels import ExtendTiles
-
-        self.upload_rows(rows, [e.end for e in extends])
-        self.context.tiles = ExtendTiles.build(rows, query_lens, [e.end for e in extends], self.device)
-        self.context.attend = attend_extend(self.context)
 
     def set_table(self, rows: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
-        """The host's copy of the table; the device's is written by the decode graph."""
+        """The host's copy of the table; a device's is written by its decode step."""
         self._table[rows, positions] = slots
 
-    def upload_rows(self, rows: list[int], ends: list[int]) -> None:
-        """Copy the first `end` entries of each table row to the device."""
-        row = np.concatenate([np.full(n, r) for r, n in zip(rows, ends, strict=True)])
-        column = np.concatenate([np.arange(n) for n in ends])
-        packed = torch.from_numpy(np.stack([row, column, self._table[row, column]])).to(self.device)
-        self.context.table[packed[0], packed[1]] = packed[2].int()
+    def table_entries(self, rows: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The first `end` entries of each row of the table: where they stand in it as one piece, and what they are."""
+        places = np.concatenate([row * self._table.shape[1] + np.arange(n) for row, n in zip(rows, ends, strict=True)])
+        return places, self._table.reshape(-1)[places]
 
-    def _score_prompts(self, extends: list[Extend], hidden: torch.Tensor, ends: np.ndarray) -> None:
+    def score_prompts(self, extends: list[Extend], hidden: torch.Tensor, ends: np.ndarray) -> None:
         """Log-probs of prompt tokens for the requests that asked; position i scores token i + 1, at temperature 1."""
         for e, stop in zip(extends, ends, strict=True):
             seq = e.sequence
@@ -241,48 +246,48 @@ class ModelRunner:
     # decode
 
     @torch.inference_mode()
-    def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, previous: Launched | None) -> Launched:
-        """Start one decode step: `slots` keep the tokens that were sampled last.
-
-        With `previous`, the step after that one: its tokens are still on the device and nobody has read them yet.
-        """
-        ahead = 0 if previous is None else 1
+    def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, ahead: SequenceOf[int]) -> Launched:
         rows = np.array([s.row for s in running])
-        lens = np.array([s.length + ahead for s in running])
-        self.make_states(running, (lens - 1).tolist())
+        lens = np.array([s.length + more for s, more in zip(running, ahead, strict=True)])
+        self._make_states(running, (lens - 1).tolist())
         self.set_table(rows, lens - 1, slots)
         self.states.spans, self.states.rows = None, torch.from_numpy(rows)
         self.states.held[rows] = -1
-        ids = last_tokens(running) if previous is None else previous.tokens
+        known = torch.tensor([-1 if more else last_token(s) for s, more in zip(running, ahead, strict=True)])
+        ids = torch.where(known < 0, self._tokens[torch.from_numpy(rows)], known) if any(ahead) else known
         self.context.attend = self.context.decode_cpu
         self.context.slots = torch.from_numpy(slots)
         self.context.window.advance(rows.tolist(), lens.tolist(), self._table)
         hidden = self.hidden(ids[None], torch.from_numpy(lens - 1)[None])
         self.states.held[rows] = lens
-        return Launched(*self._draw(self.logits(hidden), running, ahead))
+        return self._drawn(self.logits(hidden), running, ahead)
 
     def collect(self, launched: Launched) -> Sampled:
         return launched.tokens.tolist(), launched.logprobs.tolist()
 
-    def _sample(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
-        tokens, logprobs = self._draw(logits, sequences, 0)
-        return tokens.tolist(), logprobs.tolist()
+    def foresees(self, seq: Sequence) -> bool:
+        return seq.plain
+
+    def _drawn(self, logits: torch.Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]) -> Launched:
+        tokens, logprobs = self._draw(logits, sequences, ahead)
+        self._tokens[[s.row for s in sequences]] = tokens
+        return Launched(tokens, logprobs)
 
     def _draw(
-        self, logits: torch.Tensor, sequences: SequenceOf[Sequence], ahead: int
+        self, logits: torch.Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        uniform = torch.from_numpy(uniforms(sequences, ahead)).to(self.device)
-        greedy = torch.tensor([s.params.greedy for s in sequences], device=self.device)
+        uniform = torch.from_numpy(uniforms(sequences, ahead))
+        greedy = torch.tensor([s.params.greedy for s in sequences])
         if all(s.plain for s in sequences):
             degrees = [temperature_of(s) for s in sequences]
-            temperature = torch.tensor(degrees, device=self.device) if set(degrees) != {1.0} else None
+            temperature = torch.tensor(degrees) if set(degrees) != {1.0} else None
             return draw(logits, temperature, uniform, greedy if any(s.params.greedy for s in sequences) else None)
         record_top(logits, sequences)
         return draw_each(logits, sequences, uniform, greedy)
 
 
-def last_tokens(running: SequenceOf[Sequence]) -> torch.Tensor:
-    return torch.tensor([s.output_ids[-1] if s.output_ids else s.prompt_ids[-1] for s in running])
+def last_token(seq: Sequence) -> int:
+    return seq.output_ids[-1] if seq.output_ids else seq.prompt_ids[-1]
 
 
 def record_top(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:

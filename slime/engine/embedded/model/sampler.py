@@ -23,10 +23,10 @@ def stream_seed(seed: int, choice: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest(), "little")
 
 
-def uniforms(sequences: SequenceOf[Sequence], ahead: int = 0) -> np.ndarray:
-    """One number in [0, 1) per sequence: splitmix64 of its seed, at the next position (or `ahead` of it)."""
+def uniforms(sequences: SequenceOf[Sequence], ahead: SequenceOf[int]) -> np.ndarray:
+    """One number in [0, 1) per sequence: splitmix64 of its seed, at the position behind `ahead` unread tokens."""
     state = np.array([s.seed for s in sequences], dtype=np.uint64)
-    position = np.array([len(s.output_ids) + 1 + ahead for s in sequences], dtype=np.uint64)
+    position = np.array([len(s.output_ids) + 1 + n for s, n in zip(sequences, ahead, strict=True)], dtype=np.uint64)
     with np.errstate(over="ignore"):
         z = state + position * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -62,26 +62,6 @@ def draw_each(
     drawn = _invert(restrict(logprobs, sequences).exp(), uniform)
     tokens = torch.where(greedy, logprobs.argmax(-1), drawn)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
-
-
-class SamplingRows:
-    """Temperatures and arg-max marks of a batch, on the device, written anew only when other sequences are in it.
-
-    The sequences themselves are kept to compare with: while they are, no newcomer can be taken for one of them.
-    """
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.temperature = torch.ones(rows, device=device)
-        self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
-        self._sequences: list[Sequence] = []
-
-    def hold(self, running: SequenceOf[Sequence]) -> None:
-        if self._sequences == running:  # sequences are equal when they are the same object
-            return
-        self._sequences = list(running)
-        count, device = len(running), self.temperature.device
-        self.temperature[:count] = torch.tensor([temperature_of(s) for s in running]).to(device)
-        self.greedy[:count] = torch.tensor([s.params.greedy for s in running]).to(device)
 
 
 def temperature_of(seq: Sequence) -> float:

@@ -1,0 +1,76 @@
+"""The decoder for CUDA on the CPU: graphs are the steps themselves, kernels are spelled out over the device's table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.model.attention import Rules, _attention_spelled_out
+from slime.engine.embedded.model.body import DecodeBatch
+from slime.engine.embedded.model.cuda import CudaDecoder
+from slime.engine.embedded.model.kernels import ExtendTiles
+from slime.engine.embedded.model.runner import ModelRunner
+
+
+class TableBody:
+    """Reads what the kernels read: the table, the rows and lengths of the batch or the tiles, and the tokens by row."""
+
+    fewest_rows = 1
+    extends_in_graphs = True
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self._context = runner, runner.context
+        self._pieces: list[tuple[int, int, int, int]] = []  # table row, first query, queries, keys
+
+    def decode(self, batch: DecodeBatch) -> torch.Tensor:
+        rows, lens = batch.rows, batch.lens
+        ids = torch.where(batch.known < 0, batch.tokens[rows], batch.known)
+        self._context.table[rows, lens - 1] = batch.slots.int()
+        self._pieces = [(row, i, 1, n) for i, (row, n) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True))]
+        return self._runner.logits(self._hidden(ids, lens - 1, batch.slots))
+
+    def extend(
+        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, tiles: ExtendTiles
+    ) -> torch.Tensor:
+        lists = (x.tolist() for x in (tiles.rows, tiles.first_query, tiles.count, tiles.position))
+        self._pieces = [(row, first, n, at + n) for row, first, n, at in zip(*lists, strict=True) if n]
+        return self._hidden(ids, positions, slots)
+
+    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        self._context.slots, self._context.attend = slots, self._attend
+        return self._runner.hidden(ids[None], positions[None])
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
+        keys, values = self._context._keep(layer, k, v)
+        out = q.new_zeros(q.shape[2], q.shape[1], v.shape[3])
+        for row, first, m, n in self._pieces:
+            kept = self._context.table[row, :n].long()
+            seen = torch.arange(n) <= torch.arange(n - m, n)[:, None]
+            mixed = _attention_spelled_out(
+                q[:, :, first : first + m], keys[None, :, kept], values[None, :, kept], seen[None, None], rules
+            )
+            out[first : first + m] = mixed[0].transpose(0, 1)
+        return out
+
+
+class DecoderOnCpu(CudaDecoder):
+    """Replaying a graph is doing its step."""
+
+    def _captured(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], object], Any]:
+        outputs = run()
+        return lambda: outputs.copy_(run()), outputs
+
+    def _new_pool(self) -> Any:
+        return None
+
+
+def decode_as_on_cuda(core: EngineCore) -> DecoderOnCpu:
+    """Let a loaded engine on the CPU make its steps as it does on CUDA."""
+    core.runner.context.table = torch.zeros(core.scheduler.table.shape, dtype=torch.int32)
+    decoder = DecoderOnCpu(core.runner, TableBody(core.runner), max_running=core.scheduler.max_running)
+    decoder.capture()
+    core.steps.decoder = decoder
+    return decoder
