@@ -50,7 +50,7 @@ def routed(core: EngineCore, *bodies: dict[str, Any]) -> list[tuple[Sequence, di
         made += [(seq, request) for seq in request.sequences(facts, waiter.notify)]
     core.submit([seq for seq, _ in made])
     waiter.wait(len(made))
-    return [(seq, answer(seq, whole(seq, facts), request, "")["meta_info"]) for seq, request in made]
+    return [(seq, answer(seq, whole(seq, ""), request, "")["meta_info"]) for seq, request in made]
 
 
 def rows_of(meta: dict[str, Any], topk: int, layers: int = LAYERS) -> np.ndarray:
@@ -136,11 +136,11 @@ def test_an_aborted_sequence_has_the_experts_of_what_it_sampled(folder: Path) ->
         core.submit([late])
         core.call(lambda: core.abort("unborn")).result()
         waiter.wait(2)
-    meta = answer(seq, whole(seq, facts), request, "")["meta_info"]
+    meta = answer(seq, whole(seq, ""), request, "")["meta_info"]
     assert len(seq.output_ids) >= 5
     assert meta["finish_reason"]["type"] == "abort"
     assert_same(rows_of(meta, 2), true_rows(folder, seq.tokens[:-1], 2))
-    assert "routed_experts" not in answer(late, whole(late, facts), unborn, "")["meta_info"]
+    assert "routed_experts" not in answer(late, whole(late, ""), unborn, "")["meta_info"]
 
 
 def test_experts_come_over_http(folder: Path) -> None:

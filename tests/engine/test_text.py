@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.engine.embedded.text import TextStream, final_text
+from slime.engine.embedded.text import FinalText, TextStream
 from tests.tiny_models import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -46,7 +46,7 @@ def streamed(
         if matched is not None:
             break
         pieces.append(stream.take())
-    final = final_text(tokenizer, pushed, matched, skip_special_tokens=skip, keep_stop=keep_stop, cut=stream.cut)
+    final = FinalText(pushed, matched, skip_special_tokens=skip, keep_stop=keep_stop, cut=stream.cut).text(tokenizer)
     assert final.startswith("".join(pieces))
     return pieces, final, matched
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import logging
 import os
 import secrets
@@ -27,6 +28,8 @@ from slime.engine.embedded.options import EngineOptions, parse_options
 from slime.errors import UserError
 
 log = logging.getLogger("slime.engine.embedded")
+
+BACKLOG = 2048  # connections that wait to be taken; the kernel's net.core.somaxconn may say less
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,8 +70,17 @@ def bind(host: str, port: int) -> socket.socket:
         raise UserError(
             f"cannot listen on {host}:{port} ({cause.strerror or cause}): stop the other process or choose another port"
         ) from cause
-    sock.listen(1024)
+    sock.listen(BACKLOG)
     return sock
+
+
+async def listen(app: web.Application, sock: socket.socket) -> web.AppRunner:
+    """Answer on `sock`. aiohttp listens anew, and with 128 places of its own: of more clients at once, some would wait
+    until TCP tries again."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+    await runner.setup()
+    await web.SockSite(runner, sock, backlog=BACKLOG).start()
+    return runner
 
 
 async def serve(options: EngineOptions) -> int:
@@ -85,9 +97,7 @@ async def serve(options: EngineOptions) -> int:
     core = EngineCore(options, on_death=lambda error: loop.call_soon_threadsafe(end, error))
     engine = EngineBridge(core)
     server = EngineServer(engine)
-    runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
-    await runner.setup()
-    await web.SockSite(runner, sock).start()
+    runner = await listen(server.app, sock)
     address = f"http://{options.host}:{sock.getsockname()[1]}"
     log.info("listening on %s, loading %s", address, options.model_path)
     try:
@@ -97,6 +107,7 @@ async def serve(options: EngineOptions) -> int:
         if not loading.done():
             return 0
         engine.facts = loading.result()
+        gc.freeze()  # what is loaded stays: looking through it for garbage would hold up requests and steps
         core.start()
         log.info("ready on %s: %s tokens of KV cache, %s of context", address, core.capacity, core.context_len)
         return 0 if await stop is None else 1

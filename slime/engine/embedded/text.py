@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _MOST_PENDING = 16  # tokens that may wait for a character to be finished
@@ -122,18 +123,32 @@ class TextStream:
         return before[1] + min(place - before[0], after[1] - before[1])
 
 
-def final_text(
-    tokenizer: Any,
-    ids: Sequence[int],
-    matched: int | str | None,
-    *,
-    skip_special_tokens: bool,
-    keep_stop: bool,
-    cut: int | None,
-) -> str:
+@dataclass(frozen=True)
+class FinalText:
     """Text of a finished response. Unless `keep_stop`, the token that ended it is left out, or all from `cut` on."""
-    ids = list(ids)
-    if isinstance(matched, int) and not keep_stop and ids and ids[-1] == matched:
-        ids.pop()
-    text = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-    return text if keep_stop else text[:cut]
+
+    ids: list[int]
+    matched: int | str | None
+    skip_special_tokens: bool
+    keep_stop: bool
+    cut: int | None
+
+    def text(self, tokenizer: Any) -> str:
+        return self._trimmed(tokenizer.decode(self._shown_ids(), skip_special_tokens=self.skip_special_tokens))
+
+    @staticmethod
+    def together(tokenizer: Any, wanted: Sequence[FinalText]) -> list[str]:
+        """The same for many, in one call of the tokenizer for each way of decoding."""
+        texts: dict[int, str] = {}
+        for skip in {each.skip_special_tokens for each in wanted}:
+            places = [place for place, each in enumerate(wanted) if each.skip_special_tokens == skip]
+            decoded = tokenizer.batch_decode([wanted[p]._shown_ids() for p in places], skip_special_tokens=skip)
+            texts |= {place: wanted[place]._trimmed(text) for place, text in zip(places, decoded, strict=True)}
+        return [texts[place] for place in range(len(wanted))]
+
+    def _shown_ids(self) -> list[int]:
+        is_stop = isinstance(self.matched, int) and not self.keep_stop and self.ids[-1:] == [self.matched]
+        return self.ids[:-1] if is_stop else self.ids
+
+    def _trimmed(self, text: str) -> str:
+        return text if self.keep_stop else text[: self.cut]

@@ -11,15 +11,26 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future as ThreadFuture
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from slime.engine.embedded.core import EngineCore
-from slime.engine.embedded.http.pieces import Cutter, Piece, whole_text
+from slime.engine.embedded.http.pieces import Cutter, Piece, TokenJson, final_text
 from slime.engine.embedded.http.requests import GenerateRequest, ModelFacts
+from slime.engine.embedded.http.writer import AnswerWriter
 from slime.engine.embedded.refusals import BadRequest, RequestFailed, TooMany
 from slime.engine.embedded.sequence import Sequence
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A sequence that has ended, and what is written of its tokens: perhaps not yet the last ones."""
+
+    request: GenerateRequest
+    sequence: Sequence
+    written: TokenJson
 
 
 class EngineBridge:
@@ -28,6 +39,7 @@ class EngineBridge:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.facts: ModelFacts | None = None
+        self.writer = AnswerWriter(lambda: self.loaded.tokenizer)
         self._open = 0
 
     @property
@@ -56,7 +68,7 @@ class EngineBridge:
         finally:
             self._open -= count
 
-    async def run(self, request: GenerateRequest) -> list[Sequence]:
+    async def run(self, request: GenerateRequest) -> list[Finished]:
         """All samples of a request, finished; a client that goes away aborts them."""
         loop = asyncio.get_running_loop()
         left = request.params.n
@@ -69,15 +81,22 @@ class EngineBridge:
                 done.set_result(None)
 
         sequences = request.sequences(self.loaded, lambda _: loop.call_soon_threadsafe(finished))
-        self.core.submit(sequences)
+        written = self.writer.watch(sequences)
         try:
+            self.core.submit(sequences)
             await done
         except asyncio.CancelledError:
             self._abandon(sequences)
             raise
+        finally:
+            self.writer.forget(sequences)
         for seq in sequences:
             _raise_failure(seq)
-        return sequences
+        return [Finished(request, seq, tokens) for seq, tokens in zip(sequences, written, strict=True)]
+
+    async def answered(self, finished: SequenceOf[Finished], make: Callable[[list[str]], T]) -> T:
+        """What `make`, in the thread that writes answers, says of the texts of finished sequences."""
+        return await self.writer.make([final_text(each.sequence) for each in finished], make)
 
     def _abandon(self, sequences: list[Sequence]) -> None:
         self.core.call(lambda: self.core.abort_sequences(sequences, "the client went away"))
@@ -102,7 +121,8 @@ class EngineBridge:
                     piece.join(news.get_nowait())
                 if piece.finish is not None:
                     _raise_failure(seq)
-                    piece.text = whole_text(seq, self.loaded)[sent:]
+                    [text] = await self.writer.make([final_text(seq)], lambda texts: texts)
+                    piece.text = text[sent:]
                 sent += len(piece.text)
                 yield seq, piece
                 if piece.finish is not None:

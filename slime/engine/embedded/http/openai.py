@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from slime.engine.embedded.http.bridge import EngineBridge
+from slime.engine.embedded.http.bridge import EngineBridge, Finished
 from slime.engine.embedded.http.chat import chat_text, forced_call
 from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.http.pieces import Piece, whole
@@ -127,29 +127,35 @@ class OpenAIRoutes:
             if requests[0].stream:
                 return await self._stream(http, body, requests, head, reading)
             results = await asyncio.gather(*(self._engine.run(request) for request in requests))
-        choices = [
-            {**self._choice(seq, request, reading), "index": at * request.params.n + seq.choice}
-            for at, (request, sequences) in enumerate(zip(requests, results, strict=True))
-            for seq in sequences
-        ]
-        return json_answer({**head, "object": kind, "choices": choices, "usage": _usage(results),
-                            "metadata": {"weight_version": self._engine.core.weight_version}})  # fmt: skip
+        done = [each for finished in results for each in finished]
+        rest = {"usage": _usage(results), "metadata": {"weight_version": self._engine.core.weight_version}}
 
-    def _choice(self, seq: Sequence, request: GenerateRequest, reading: Reading | None) -> dict[str, Any]:
-        piece = whole(seq, self._engine.loaded)
+        def make(texts: list[str]) -> web.Response:
+            choices = [
+                {**self._choice(each, text, reading), "index": at}
+                for at, (each, text) in enumerate(zip(done, texts, strict=True))
+            ]
+            return json_answer({**head, "object": kind, "choices": choices, **rest})
+
+        return await self._engine.answered(done, make)
+
+    def _choice(self, finished: Finished, text: str, reading: Reading | None) -> dict[str, Any]:
+        piece = whole(finished.sequence, text)
         reply = Reply(None) if reading is None else reading.reply()
-        content = {"text": piece.text} if reading is None else {"message": reply.message(piece.text)}
-        return {**content, "finish_reason": _reason(piece, reply), "logprobs": self._logprobs(piece, request)}
+        content = {"text": text} if reading is None else {"message": reply.message(text)}
+        return {**content, "finish_reason": _reason(piece, reply), "logprobs": self._logprobs(piece, finished.request)}
 
     def _logprobs(self, piece: Piece, request: GenerateRequest) -> dict[str, Any] | None:
         if not request.return_logprob:
             return None
-        decode = self._engine.loaded.tokenizer.decode
         tops = piece.top or [[] for _ in piece.ids]
+        named = list({*piece.ids, *(i for best in tops for _, i in best)})
+        texts = self._engine.loaded.tokenizer.batch_decode([[i] for i in named]) if named else []
+        words = dict(zip(named, texts, strict=True))
         return {
             "content": [
-                {"token": decode([t]), "logprob": lp,
-                 "top_logprobs": [{"token": decode([i]), "logprob": p} for p, i in best]}
+                {"token": words[t], "logprob": lp,
+                 "top_logprobs": [{"token": words[i], "logprob": p} for p, i in best]}
                 for t, lp, best in zip(piece.ids, piece.logprobs, tops, strict=True)
             ]
         }  # fmt: skip
@@ -176,7 +182,7 @@ class OpenAIRoutes:
                 ends = {"finish_reason": _reason(piece, reply), "logprobs": self._logprobs(piece, request)}
                 await send_event(response, {**head, "object": kind, "choices": [{"index": 0, **said, **ends}]})
                 if piece.finish is not None and with_usage:
-                    await send_event(response, {**head, "object": kind, "choices": [], "usage": _usage([[seq]])})
+                    await send_event(response, {**head, "object": kind, "choices": [], "usage": _counted([[seq]])})
         return response
 
 
@@ -187,7 +193,11 @@ def _reason(piece: Piece, reply: Reply) -> str | None:
     return "tool_calls" if reply.calls and kind == "stop" else kind
 
 
-def _usage(results: list[list[Sequence]]) -> dict[str, Any]:
+def _usage(results: list[list[Finished]]) -> dict[str, Any]:
+    return _counted([[each.sequence for each in finished] for finished in results])
+
+
+def _counted(results: list[list[Sequence]]) -> dict[str, Any]:
     """Each prompt counts once, however many samples it has."""
     prompt = sum(len(sequences[0].prompt_ids) for sequences in results)
     completion = sum(len(seq.output_ids) for sequences in results for seq in sequences)

@@ -7,14 +7,17 @@ the pieces of a sequence, put together, are its whole answer. Making one costs w
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
+import orjson
 
-from slime.engine.embedded.http.requests import GenerateRequest, ModelFacts
+from slime.engine.embedded.http.requests import GenerateRequest
 from slime.engine.embedded.sequence import Sequence
-from slime.engine.embedded.text import final_text
+from slime.engine.embedded.text import FinalText
 
 
 @dataclass(slots=True)
@@ -69,16 +72,15 @@ def _from(seq: Sequence, start: int, text: str) -> Piece:
     )
 
 
-def whole(seq: Sequence, facts: ModelFacts) -> Piece:
-    """All of a finished sequence."""
-    return _from(seq, 0, whole_text(seq, facts))
+def whole(seq: Sequence, text: str) -> Piece:
+    """All of a finished sequence, whose text is `text`."""
+    return _from(seq, 0, text)
 
 
-def whole_text(seq: Sequence, facts: ModelFacts) -> str:
-    """The text of a finished sequence."""
+def final_text(seq: Sequence) -> FinalText:
+    """What makes the text of a finished sequence."""
     assert seq.finish is not None
-    return final_text(
-        facts.tokenizer,
+    return FinalText(
         seq.output_ids,
         seq.finish.get("matched"),
         skip_special_tokens=seq.params.skip_special_tokens,
@@ -87,12 +89,60 @@ def whole_text(seq: Sequence, facts: ModelFacts) -> str:
     )
 
 
-def answer(seq: Sequence, piece: Piece, request: GenerateRequest, version: str) -> dict[str, Any]:
-    """SGLang's JSON of a piece; `version` is that of an engine that has sampled nothing for it yet."""
-    return {"text": piece.text, "output_ids": piece.ids, "meta_info": _meta_info(seq, piece, request, version)}
+class TokenJson:
+    """JSON of a sequence's first `count` tokens: their ids, and `[logprob, id, null]` of each.
+
+    It grows by what is new, in one call for many tokens: a list of tuples that hold no containers is nothing that
+    Python's garbage collector has to walk, which for lists of lists takes ten times as long as the JSON.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._ids: list[bytes] = []
+        self._entries: list[bytes] = []
+
+    def catch_up(self, seq: Sequence) -> None:
+        """Take in what the sequence has by now, which another thread may be adding to."""
+        end = len(seq.logprobs)  # grows after the ids do
+        self.take(seq.output_ids[self.count : end], seq.logprobs[self.count : end])
+
+    def take(self, ids: list[int], logprobs: list[float]) -> None:
+        """Take in the tokens that follow."""
+        if ids:
+            self._ids.append(orjson.dumps(ids)[1:-1])
+            self._entries.append(_entries(logprobs, ids)[1:-1])
+            self.count += len(ids)
+
+    @property
+    def ids(self) -> orjson.Fragment:
+        return orjson.Fragment(b"[" + b",".join(self._ids) + b"]")
+
+    @property
+    def entries(self) -> orjson.Fragment:
+        return orjson.Fragment(b"[" + b",".join(self._entries) + b"]")
 
 
-def _meta_info(seq: Sequence, piece: Piece, request: GenerateRequest, version: str) -> dict[str, Any]:
+def _entries(logprobs: SequenceOf[float | None], ids: SequenceOf[int]) -> bytes:
+    return orjson.dumps(list(zip(logprobs, ids, repeat(None))))
+
+
+def answer(
+    seq: Sequence, piece: Piece, request: GenerateRequest, version: str, written: TokenJson | None = None
+) -> dict[str, Any]:
+    """SGLang's JSON of a piece, for orjson; `version` is that of an engine that has sampled nothing for it yet.
+
+    `written` has the piece's tokens as JSON, all of them.
+    """
+    if written is None:
+        written = TokenJson()
+        written.take(piece.ids, piece.logprobs)
+    meta = _meta_info(seq, piece, request, version, written)
+    return {"text": piece.text, "output_ids": written.ids, "meta_info": meta}
+
+
+def _meta_info(
+    seq: Sequence, piece: Piece, request: GenerateRequest, version: str, written: TokenJson
+) -> dict[str, Any]:
     meta: dict[str, Any] = {
         "id": seq.rid,
         "finish_reason": piece.finish,
@@ -107,9 +157,9 @@ def _meta_info(seq: Sequence, piece: Piece, request: GenerateRequest, version: s
             {"version": v, "start": start, "end": end} for (v, start), end in zip(piece.versions, ends, strict=True)
         ]
     if request.return_logprob:
-        meta["output_token_logprobs"] = [[lp, t, None] for lp, t in zip(piece.logprobs, piece.ids, strict=True)]
+        meta["output_token_logprobs"] = written.entries
         if seq.top_logprobs:
-            meta["output_top_logprobs"] = [[[lp, t, None] for lp, t in best] for best in piece.top]
+            meta["output_top_logprobs"] = [[(lp, t, None) for lp, t in best] for best in piece.top]
     if piece.finish is not None:
         meta |= _at_the_end(seq)
     return meta
@@ -123,7 +173,7 @@ def _at_the_end(seq: Sequence) -> dict[str, Any]:
     if seq.logprob_start is not None:
         scores = [None, *seq.input_logprobs]
         asked = seq.prompt_ids[seq.logprob_start :]
-        meta["input_token_logprobs"] = [[lp, t, None] for lp, t in zip(scores, asked, strict=False)]
+        meta["input_token_logprobs"] = orjson.Fragment(_entries(scores, asked))
     if seq.routed_from is not None:
         meta |= _routed(seq, seq.routed_from)
     return meta

@@ -17,9 +17,9 @@ from aiohttp import web
 import slime
 from slime.engine.embedded.core import PAUSE_MODES
 from slime.engine.embedded.http.bodies import announced, device_handle, group_name, memory_tags, rendezvous
-from slime.engine.embedded.http.bridge import EngineBridge, in_daemon_thread
+from slime.engine.embedded.http.bridge import EngineBridge, Finished, in_daemon_thread
 from slime.engine.embedded.http.openai import OpenAIRoutes
-from slime.engine.embedded.http.pieces import answer, whole
+from slime.engine.embedded.http.pieces import TokenJson, answer, whole
 from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
 from slime.engine.embedded.http.wire import (
     error_answer,
@@ -121,27 +121,28 @@ class EngineServer:
                 return await self._stream(request, requests[0])
         with self._engine.admitted(requests):
             results = await asyncio.gather(*(self._engine.run(r) for r in requests))
-        version = self.core.weight_version
-        done = [(s, whole(s, self._engine.loaded), r) for r, seqs in zip(requests, results, strict=True) for s in seqs]
+        version, done = self.core.weight_version, [each for finished in results for each in finished]
+        is_list = batched or requests[0].params.n > 1
 
-        def make() -> web.Response:
-            answers = [answer(s, piece, r, version) for s, piece, r in done]
-            return json_answer(answers if batched or requests[0].params.n > 1 else answers[0])
+        def make(texts: list[str]) -> web.Response:
+            answers = [_whole_answer(each, text, version) for each, text in zip(done, texts, strict=True)]
+            return json_answer(answers if is_list else answers[0])
 
-        if any(r.routed_from is not None for r in requests):  # megabytes, which other requests should not wait for
-            return await asyncio.to_thread(make)
-        return make()
+        return await self._engine.answered(done, make)
 
     async def _stream(self, http: web.Request, request: GenerateRequest) -> web.StreamResponse:
         """Events with the whole answer so far, as SGLang's are; with its flag, with what is new."""
-        only_new, so_far = self.core.options.incremental_streaming_output, None
+        only_new, so_far, written = self.core.options.incremental_streaming_output, None, TokenJson()
         async with event_stream(http) as response:
             async for seq, piece in self._engine.pieces(request):
+                if only_new:
+                    written = TokenJson()
+                written.take(piece.ids, piece.logprobs)
                 if only_new or so_far is None:
                     so_far = piece
                 else:
                     so_far.join(piece)
-                await send_event(response, answer(seq, so_far, request, self.core.weight_version))
+                await send_event(response, answer(seq, so_far, request, self.core.weight_version, written))
         return response
 
     # state
@@ -323,3 +324,9 @@ class EngineServer:
                 **more,
             }
         )
+
+
+def _whole_answer(finished: Finished, text: str, version: str) -> dict[str, Any]:
+    seq, written = finished.sequence, finished.written
+    written.catch_up(seq)
+    return answer(seq, whole(seq, text), finished.request, version, written)

@@ -1,0 +1,122 @@
+"""Answers are written beside the engine and the event loop: piece by piece, many at once, each failing for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+
+from slime.engine.embedded.__main__ import bind, listen
+from slime.engine.embedded.http.pieces import TokenJson, answer, final_text, whole
+from slime.engine.embedded.http.requests import GenerateRequest
+from slime.engine.embedded.http.writer import AnswerWriter
+from slime.engine.embedded.sampling_params import SamplingParams
+from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.text import FinalText
+
+
+class Words:
+    """A tokenizer that writes numbers and refuses 13; it counts its calls."""
+
+    def __init__(self) -> None:
+        self.together = self.alone = 0
+
+    def batch_decode(self, lists: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        self.together += 1
+        return [self._text(ids) for ids in lists]
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.alone += 1
+        return self._text(ids)
+
+    def _text(self, ids: list[int]) -> str:
+        if 13 in ids:
+            raise ValueError("no token 13")
+        return " ".join(map(str, ids))
+
+
+def sequence(count: int) -> Sequence:
+    """One with `count` of 1,000 tokens."""
+    seq = Sequence("a", [1], SamplingParams(), frozenset(), 1000, notify=lambda _: None)
+    grow(seq, count)
+    return seq
+
+
+def grow(seq: Sequence, count: int) -> None:
+    for at in range(len(seq.output_ids), len(seq.output_ids) + count):
+        seq.append(at, -at / 7, "3")
+
+
+def wanted(*ids: int) -> FinalText:
+    return FinalText(list(ids), None, skip_special_tokens=True, keep_stop=False, cut=None)
+
+
+def test_tokens_are_written_while_the_sequence_runs_and_the_answer_is_the_same() -> None:
+    writer, seq = AnswerWriter(Words), sequence(200)
+    [written] = writer.watch([seq])
+    deadline = time.monotonic() + 60
+    while written.count < 200 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert written.count == 200
+    grow(seq, 800)
+    writer.forget([seq])
+    written.catch_up(seq)
+    request = GenerateRequest("a", [1], seq.params, True, None, 0, False, None)
+    made = orjson.loads(orjson.dumps(answer(seq, whole(seq, "text"), request, "", written)))
+    assert made["output_ids"] == list(range(1000))
+    assert made["meta_info"]["output_token_logprobs"] == [[-at / 7, at, None] for at in range(1000)]
+    assert made == orjson.loads(orjson.dumps(answer(seq, whole(seq, "text"), request, "")))
+
+
+def test_a_sequence_without_tokens_has_empty_lists() -> None:
+    assert orjson.dumps([TokenJson().ids, TokenJson().entries]) == b"[[],[]]"
+
+
+def test_the_token_that_ended_a_response_is_in_no_text_unless_asked_for() -> None:
+    seq = sequence(3)
+    seq.end({"type": "stop", "matched": 2})
+    assert FinalText.together(Words(), [final_text(seq), wanted(5)]) == ["0 1", "5"]
+
+
+def test_answers_that_are_due_together_are_decoded_together_and_one_that_fails_fails_alone() -> None:
+    words = Words()
+
+    async def ask(*texts: FinalText) -> list[Any]:
+        writer = AnswerWriter(lambda: words)
+        with writer._news:  # nothing begins before all are there
+            asked = [asyncio.ensure_future(writer.make([text], lambda found: found[0])) for text in texts]
+            await asyncio.sleep(0)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    assert asyncio.run(ask(wanted(1, 2), wanted(3), wanted(4))) == ["1 2", "3", "4"]
+    assert (words.together, words.alone) == (1, 0)
+    first, failed, last = asyncio.run(ask(wanted(1), wanted(13), wanted(2)))
+    assert (first, last) == ("1", "2")
+    assert isinstance(failed, ValueError)
+
+
+def test_hundreds_of_clients_at_once_are_let_in_before_the_server_looks() -> None:
+    limit = Path("/proc/sys/net/core/somaxconn")
+    count = min(400, int(limit.read_text())) if limit.exists() else 128
+    if count <= 128:
+        pytest.skip(f"this machine lets {count} connections wait")
+
+    async def connect() -> None:
+        sock = bind("127.0.0.1", 0)
+        runner = await listen(web.Application(), sock)
+        clients = []
+        try:
+            for _ in range(count):  # the event loop accepts none of them meanwhile
+                clients.append(socket.create_connection(sock.getsockname(), timeout=2))
+        finally:
+            for client in clients:
+                client.close()
+            await runner.cleanup()
+
+    asyncio.run(connect())
