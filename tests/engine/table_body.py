@@ -59,7 +59,7 @@ class TableBody:
 class DecoderOnCpu(CudaDecoder):
     """Replaying a graph is doing its step."""
 
-    def _captured(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], object], Any]:
+    def _captured(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
         outputs = run()
         return lambda: outputs.copy_(run()), outputs
 
@@ -72,5 +72,7 @@ def decode_as_on_cuda(core: EngineCore) -> DecoderOnCpu:
     core.runner.context.table = torch.zeros(core.scheduler.table.shape, dtype=torch.int32)
     decoder = DecoderOnCpu(core.runner, TableBody(core.runner), max_running=core.scheduler.max_running)
     decoder.capture()
+    while decoder.capture_next():
+        pass
     core.steps.decoder = decoder
     return decoder

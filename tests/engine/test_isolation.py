@@ -69,12 +69,17 @@ def test_a_prompt_that_fills_the_cache_beside_a_shared_prefix(qwen3_folder: Path
     assert tight.output_ids == roomy.output_ids
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("step", ["extend", "collect_extend", "launch", "collect"])
 def test_a_sequence_that_cannot_be_computed_fails_alone(
-    qwen3_folder: Path, step: str, monkeypatch: pytest.MonkeyPatch
+    qwen3_folder: Path, step: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`bad` raises whenever it is in a step; the others get the tokens that they get without it."""
-    with running_core(qwen3_folder) as core:
+    """`bad` raises whenever it is in a step; the others get the tokens that they get without it.
+
+    Where steps are launched ahead, some are in flight on top of the one that fails.
+    """
+    with running_core(qwen3_folder, "--chunked-prefill-size", "12") as core:
+        core.runner.looks_ahead = ahead
         want = tokens(core, 1, 2, 3)
         core.flush_cache()
         bad = prompt(9, 14)

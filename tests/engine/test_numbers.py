@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.core import EngineCore, Work
 from slime.engine.embedded.http.requests import ModelFacts, parse_generate
 from slime.engine.embedded.model.sampler import edit
 from slime.engine.embedded.options import parse_options
@@ -249,7 +249,7 @@ class LateInbox:
     """An engine's inbox into which a command comes right after somebody saw it empty while a step was in flight."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self.put, self.get = self._queue.put, self._queue.get
         self.late: Callable[[], None] | None = None
         self.in_flight: Callable[[], bool] = lambda: False
@@ -257,7 +257,7 @@ class LateInbox:
     def empty(self) -> bool:
         answer = self._queue.empty()
         if answer and self.late is not None and self.in_flight():
-            self._queue.put(self.late)
+            self._queue.put(Work(self.late))
             self.late = None
         return answer
 
@@ -273,24 +273,24 @@ def test_a_command_that_comes_while_a_step_is_in_flight_meets_its_tokens(
     core._inbox = inbox  # type: ignore[assignment]
     core.load("cpu")
     core.runner.looks_ahead = True
-    flights: list[object] = []
+    flights: list[int] = []
 
     def late() -> None:
-        flights.append(core.steps.flight)
+        flights.append(len(core.steps.flights))
         if command == "update":
             core.update_from_folder(str(other), "new", flush=True)
         else:
             core.pause("retract")
             core.resume()
 
-    inbox.late, inbox.in_flight = late, lambda: core.steps.flight is not None
+    inbox.late, inbox.in_flight = late, lambda: bool(core.steps.flights)
     core.start()
     params = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
     [seq] = generate(core, [{"input_ids": prompt(1, 6), "sampling_params": params}])
     core.call(core.flush_cache).result()
     assert core.scheduler.cache.pool.free == core.capacity
     core.stop()
-    assert flights == [None]
+    assert flights == [0]
     old = (torch.tensor(seq.logprobs) - reference_logprobs(qwen3_folder, seq)).abs() < 2e-5
     spans = dict(seq.versions)
     assert old[: spans.get("new", len(old))].all()

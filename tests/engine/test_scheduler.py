@@ -35,6 +35,7 @@ class Engine:
                 self.prefilled += sum(e.end - e.start for e in extends)
                 for seq in [e.sequence for e in extends if e.end == e.sequence.length]:
                     s.prefilled(seq)
+                    s.share(seq)
                     self._grow(seq)
             elif s.running:
                 self._decode(s.next_decode())

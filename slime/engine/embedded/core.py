@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,8 +46,18 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+
+@dataclass(frozen=True)
+class Work:
+    """What another thread wants done; `meets_steps`: while steps are in flight, too."""
+
+    run: Callable[[], None]
+    meets_steps: bool = False
+
+
 PAUSE_MODES = ("abort", "in_place", "retract")
 _CPU_KV_BYTES = 2 << 30
+_ANSWERS_FIRST_S = 0.1
 
 
 class EngineCore:
@@ -60,7 +71,7 @@ class EngineCore:
         self._released: set[str] = set()
         self._discarded = False  # the weights that are released have no copy
         self._on_death = on_death
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -107,7 +118,6 @@ class EngineCore:
             self.counters,
             version=o.weight_version,
             fresh_cache=self._fresh_cache,
-            is_quiet=self._inbox.empty,
         )
         if self.runner.cuda:
             self._prepare_cuda()
@@ -168,15 +178,18 @@ class EngineCore:
         self._thread.start()
 
     def stop(self) -> None:
-        self._inbox.put(self._set_stopping)
+        self._inbox.put(Work(self._set_stopping))
         if self._thread is not None:
             self._thread.join(timeout=30)
 
     def submit(self, sequences: list[Sequence]) -> None:
-        self._inbox.put(lambda: self._accept(sequences))
+        self._inbox.put(Work(lambda: self._accept(sequences), meets_steps=True))
 
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` in the engine's thread between two steps, unless the future is cancelled before."""
+    def call(self, function: Callable[[], T], *, meets_steps: bool = False) -> Future[T]:
+        """Run `function` in the engine's thread between two steps, unless the future is cancelled before.
+
+        All steps are read before, unless it does not mind to meet some that are launched.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -189,7 +202,7 @@ class EngineCore:
             else:
                 future.set_result(result)
 
-        self._inbox.put(run)
+        self._inbox.put(Work(run, meets_steps))
         return future
 
     # the thread
@@ -222,13 +235,30 @@ class EngineCore:
     def _take_work(self, *, wait: bool) -> None:
         """Run what came in, and wait for something first if asked to.
 
-        A step in flight lands before: commands and newcomers meet a quiet engine, whenever they come in.
+        Commands meet a quiet engine, whenever they come in: all steps that are in flight land before. Newcomers and
+        whoever leaves do not mind them.
         """
-        while wait or not self._inbox.empty():
-            if self.steps.flight is not None:
-                self.steps.land(self.steps.flight)
-            self._inbox.get()()
-            wait = False
+        if wait:
+            self._do(self._awaited())
+        while not self._inbox.empty():
+            self._do(self._inbox.get())
+
+    def _awaited(self) -> Work:
+        """Answers first: whoever was told of an end makes one now, and settling takes the interpreter away from it."""
+        self.steps.land()
+        if self.steps.is_unsettled:
+            try:
+                return self._inbox.get(timeout=_ANSWERS_FIRST_S)
+            except queue.Empty:
+                self.steps.settle()
+        while not self.halted and self._inbox.empty() and self.steps.decoder.capture_next():
+            pass
+        return self._inbox.get()
+
+    def _do(self, work: Work) -> None:
+        if not work.meets_steps:
+            self.steps.quiesce()
+        work.run()
 
     def _accept(self, sequences: list[Sequence]) -> None:
         self.counters.requests += len(sequences)
@@ -479,6 +509,7 @@ class EngineCore:
             self.adapter.overwritten()
 
     def info(self) -> dict[str, Any]:
+        self.steps.settle()
         s, c = self.scheduler, self.counters
         return {
             "weight_version": self.weight_version,

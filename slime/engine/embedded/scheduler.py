@@ -1,11 +1,11 @@
 """Which sequences run next.
 
 Every step is either an extend step (prompt tokens of waiting sequences, at most `chunk` of them, long prompts in
-pieces) or a decode step (one token for each running sequence). Extend steps go first, so that decode steps are as
-wide as they can be. A sequence whose prompt shares a prefix with one that is being computed waits for that one, so
-that the n samples of a prompt compute it once. A sequence begins only when there are slots for its tokens and for what
-it and the others are expected to grow by. When the slots run out all the same, the youngest running sequences give
-theirs back and start over from their tokens.
+pieces) or a decode step (one token for each running sequence). On a CPU extend steps go first, so that decode steps are
+as wide as they can be; where steps are launched ahead they take turns (`Turns`). A sequence whose prompt shares a
+prefix with one that is being computed waits for that one, so that the n samples of a prompt compute it once. A sequence
+begins only when there are slots for its tokens and for what it and the others are expected to grow by. When the slots
+run out all the same, the youngest running sequences give theirs back and start over from their tokens.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Extend:
     slots: np.ndarray
 
     def __post_init__(self) -> None:
+        self.scored = len(self.sequence.input_logprobs)  # before this piece
         self.is_complete = self.end == self.sequence.length
         self.is_sampled = self.is_complete and self.sequence.max_new_tokens > 0
 
@@ -67,6 +68,49 @@ class GrowthEstimate:
         self.share = min(self.highest, max(self.lowest, generated / max(allowed, 1)))
 
 
+@dataclass
+class Turns:
+    """Whose turn it is where prompts are computed between the decode steps of others.
+
+    Between two decode steps there is at most one extend step, of few prompt tokens unless more sequences come than
+    decode. Newcomers are let in some at a time, so that many small extend steps do not break decoding up; one that
+    comes alone waits for nobody.
+    """
+
+    mixed_tokens: int = 2048
+    rows: int = 16  # so many newcomers at once are let in
+    steps: int = 12  # or those there are, so many decode steps after the last ones
+    _decoded: int = 0  # since the last extend step
+    _was_refused: bool = False  # nobody found room, and nobody has left since
+
+    def prompt_tokens(self, s: Scheduler, decoding: int, *, mixes: bool) -> int:
+        """Of the next step at most; 0: it is the turn of those who decode."""
+        coming = len(s.waiting) + len(s.prefilling)
+        if coming == 0:
+            return 0
+        if not mixes or decoding == 0:
+            return s.chunk
+        if self._decoded == 0 or not (s.prefilling or self._lets_in(s, decoding)):
+            return 0
+        return s.chunk if coming > decoding else self.mixed_tokens
+
+    def _lets_in(self, s: Scheduler, decoding: int) -> bool:
+        if self._decoded >= self.steps:
+            return True
+        return not self._was_refused and (
+            decoding < s.max_running // 2 or min(len(s.waiting), s.free_rows) >= self.rows
+        )
+
+    def extended(self, found_room: bool) -> None:
+        self._decoded, self._was_refused = 0, not found_room
+
+    def decoded(self) -> None:
+        self._decoded += 1
+
+    def made_room(self) -> None:
+        self._was_refused = False
+
+
 class Scheduler:
     def __init__(
         self,
@@ -91,6 +135,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._unshared: list[Sequence] = []  # they run, and others will share their prompts
         self._rows = list(range(self.max_running - 1, -1, -1))
 
     @property
@@ -100,14 +145,18 @@ class Scheduler:
     def all(self) -> list[Sequence]:
         return [*self.running, *self.prefilling, *self.waiting]
 
+    @property
+    def free_rows(self) -> int:
+        return len(self._rows)
+
     def slots_of(self, seq: Sequence) -> np.ndarray:
         return self.table[seq.row, : seq.computed].astype(np.int64)
 
     # extend
 
-    def next_extends(self, version: str) -> list[Extend]:
-        """Pieces of prompts for one extend step; empty when there is nothing to extend or no room."""
-        budget = self.chunk
+    def next_extends(self, version: str, budget: int | None = None) -> list[Extend]:
+        """Pieces of prompts for one extend step of `budget` tokens (or `chunk`); empty when there is no room."""
+        budget = self.chunk if budget is None else min(budget, self.chunk)
         extends: list[Extend] = []
         for seq in self.prefilling:
             budget -= self._extend(seq, budget, extends)
@@ -136,7 +185,7 @@ class Scheduler:
 
     def _in_flight_prompts(self) -> dict[tuple[int, ...], list[np.ndarray]]:
         found: dict[tuple[int, ...], list[np.ndarray]] = {}
-        for seq in self.prefilling:
+        for seq in [*self.prefilling, *self._unshared]:
             found.setdefault(tuple(seq.prompt_ids[:_KEY]), []).append(np.asarray(seq.tokens))
         return found
 
@@ -177,20 +226,43 @@ class Scheduler:
         return count
 
     def prefilled(self, seq: Sequence) -> None:
-        """All tokens of `seq` are computed: others may share them, unless the weights changed meanwhile; it decodes."""
+        """All tokens of `seq` are computed, or will be when the next step is: it decodes."""
         self.prefilling.remove(seq)
         self.running.append(seq)
-        if seq.kv_version is not None:
+        self._unshared.append(seq)
+
+    def share(self, seq: Sequence) -> None:
+        """What `prefilled` promised has come: others may share it, unless the weights changed meanwhile."""
+        if seq in self._unshared:
+            self._unshared.remove(seq)
+        if seq.row >= 0 and seq.kv_version is not None:
             self.cache.remember(seq.tokens, self.slots_of(seq))
 
+    def not_prefilled(self, seq: Sequence) -> None:
+        """It has not come."""
+        self._unshared.remove(seq)
+        self.running.remove(seq)
+        self.prefilling.append(seq)
+
+    def not_extended(self, extend: Extend) -> None:
+        """The last piece of a sequence was not computed: its slots are free again."""
+        extend.sequence.computed = extend.start
+        self.cache.release(extend.slots)
+
     # decode
+
+    def slots_for(self, count: int) -> np.ndarray | None:
+        """New slots for one decode step of so many, if there are."""
+        slots = self.cache.take(count)
+        if slots is not None:
+            self.growth.found_room()
+        return slots
 
     def next_decode(self) -> np.ndarray | None:
         """One new slot for every running sequence; sequences are retracted until they fit, with some steps to spare."""
         while self.running:
-            slots = self.cache.take(len(self.running))
+            slots = self.slots_for(len(self.running))
             if slots is not None:
-                self.growth.found_room()
                 return slots
             self.retract(self.running[-1])
             while len(self.running) > 1 and self.cache.available < len(self.running) * self.growth.spare_steps:
@@ -202,20 +274,23 @@ class Scheduler:
 
     def retract(self, seq: Sequence) -> None:
         """Take the slots away; the sequence starts over from its tokens when there is room."""
-        self._leave(seq)
+        self.leave(seq)
         self._give_back(seq)
         self.waiting.appendleft(seq)
         self.retractions += 1
 
     def drop(self, seq: Sequence, *, version: str) -> None:
         """A finished or aborted sequence leaves; what it computed under the present weights stays shareable."""
-        self._leave(seq)
+        self.leave(seq)
         if seq.row >= 0:
             if seq.kv_version == version:
                 self.cache.remember(seq.tokens, self.slots_of(seq))
             self._give_back(seq)
 
-    def _leave(self, seq: Sequence) -> None:
+    def leave(self, seq: Sequence) -> None:
+        """It is in no queue any more; its slots are still its own."""
+        if seq in self._unshared:
+            self._unshared.remove(seq)
         for place in (self.running, self.prefilling, self.waiting):
             if seq in place:
                 place.remove(seq)

@@ -42,6 +42,7 @@ class Sequence:
     )  # experts of the first positions, as they were first computed
     row: int = -1
     computed: int = 0
+    ahead: int = 0  # tokens that were launched and not read yet
     cached_tokens: int = 0
     kv_version: str | None = None  # weights that computed the slots; None once they are mixed
     versions: list[tuple[str, int]] = field(default_factory=list)  # (weight version, first output token under it)
@@ -65,6 +66,11 @@ class Sequence:
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether it needs another token, as far as is known, when those are read that were launched."""
+        return self.finish is None and len(self.output_ids) + self.ahead < self.max_new_tokens
 
     def append(self, token: int, logprob: float, version: str) -> None:
         """Take a sampled token and decide whether the sequence is finished."""

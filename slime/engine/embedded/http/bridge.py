@@ -47,9 +47,9 @@ class EngineBridge:
         assert self.facts is not None
         return self.facts
 
-    async def call(self, function: Callable[[], T]) -> T:
+    async def call(self, function: Callable[[], T], *, meets_steps: bool = False) -> T:
         """Run `function` in the engine's thread between two steps."""
-        return await asyncio.wrap_future(self.core.call(function))
+        return await asyncio.wrap_future(self.core.call(function, meets_steps=meets_steps))
 
     @contextmanager
     def admitted(self, requests: SequenceOf[GenerateRequest]) -> Iterator[None]:
@@ -99,7 +99,7 @@ class EngineBridge:
         return await self.writer.make([final_text(each.sequence) for each in finished], make)
 
     def _abandon(self, sequences: list[Sequence]) -> None:
-        self.core.call(lambda: self.core.abort_sequences(sequences, "the client went away"))
+        self.core.call(lambda: self.core.abort_sequences(sequences, "the client went away"), meets_steps=True)
 
     async def pieces(self, request: GenerateRequest) -> AsyncIterator[tuple[Sequence, Piece]]:
         """What is new of a streaming request, each `stream_interval` tokens (or --stream-interval) and at the end."""

@@ -181,12 +181,12 @@ class EngineServer:
         del info["api_key"]
         info["status"] = "loading" if self._engine.facts is None else "ready"
         if self._engine.facts is not None:
-            info |= await self._engine.call(self.core.info)
+            info |= await self._engine.call(self.core.info, meets_steps=True)
         return json_answer(info)
 
     async def loads(self, request: web.Request) -> web.Response:
         """Requests at this engine in the form of SGLang, which has one entry for each data-parallel rank."""
-        info = await self._engine.call(self.core.info)
+        info = await self._engine.call(self.core.info, meets_steps=True)
         running, waiting = info["num_running_reqs"], info["num_waiting_reqs"]
         rank = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}
         rank |= {"num_total_reqs": running + waiting, "generated_tokens": info["totals"]["generated_tokens"]}
@@ -213,9 +213,9 @@ class EngineServer:
     async def abort_request(self, request: web.Request) -> web.Response:
         body = await json_body(request)
         if body.flag("abort_all"):
-            count = await self._engine.call(self.core.abort_all)
+            count = await self._engine.call(self.core.abort_all, meets_steps=True)
         elif (rid := body.optional_string("rid")) is not None:
-            count = await self._engine.call(lambda: self.core.abort(rid))
+            count = await self._engine.call(lambda: self.core.abort(rid), meets_steps=True)
         else:
             raise BadRequest('give {"rid": "..."} or {"abort_all": true}')
         return json_answer({"success": True, "aborted": count})

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PROMPT_TOKENS = (128, 256, 512, 1024, 2048)  # extend steps of up to so many are captured; longer ones hide launches
+_PROMPT_PIECES = 64  # pieces of prompts in one of them, beside what fills whole tiles
+
 
 @dataclass
 class OnDevice:
@@ -54,32 +57,52 @@ class CudaDecoder:
         self._tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=self._device)
         self._results = torch.zeros(max_running, 2, dtype=torch.float64, device=self._device)
         self._graphs: dict[int, tuple[Callable[[], object], torch.Tensor]] = {}  # replay, logits
+        self._prompts: dict[int, _PromptGraph] = {}
         self._sizes = batch_sizes(body.fewest_rows, max_running)
+        self._pool = self._new_pool()
+        # the largest first, so that the others fit into its memory; with the two ends any batch can be decoded
+        self._uncaptured = [max_running, *(s for s in self._sizes[:1] if s < max_running)]
+        self._uncaptured += reversed(self._sizes[1:-1])
+        self._uncaptured_prompts = sorted(_PROMPT_TOKENS, reverse=True) if body.extends_in_graphs else []
 
     def capture(self) -> None:
-        """Capture every batch size, largest first so that the smaller ones fit into its memory."""
+        """Capture what is needed to begin: `capture_next` does the rest."""
         started = time.perf_counter()
-        pool = self._new_pool()
-        self._inputs.load(self._host_inputs(0, self._inputs.most))
-        with torch.inference_mode():
-            for size in reversed(self._sizes):
-                self._graphs[size] = self._captured(lambda size=size: self._step(size), pool)  # type: ignore[misc]
-        log.info("captured %d decode graphs in %.1f s", len(self._sizes), time.perf_counter() - started)
+        while self._uncaptured and len(self._graphs) < 2:
+            self.capture_next()
+        log.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture one more graph, at any time between two steps; False when there are all."""
+        if self._uncaptured:
+            size = self._uncaptured.pop(0)
+            self._inputs.load(self._host_inputs(0, self._inputs.most))
+            self._graphs[size] = self._captured(lambda: self._step(size))
+        elif self._uncaptured_prompts:
+            size = self._uncaptured_prompts.pop(0)
+            graph = _PromptGraph(size, self._device)
+            ids, positions, slots = graph.numbers.unbind(0)
+            graph.replay, graph.hidden = self._captured(lambda: self._body.extend(ids, positions, slots, graph.tiles))
+            self._prompts = {size: graph, **self._prompts}
+        return bool(self._uncaptured or self._uncaptured_prompts)
 
     def _new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
-    def _captured(self, run: Callable[[], T], pool: Any) -> tuple[Callable[[], object], T]:
+    def _captured(self, run: Callable[[], T]) -> tuple[Callable[[], object], T]:
         """How to replay `run`, and what it returned when it was captured."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             for _ in range(2):
                 run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+            stream.synchronize()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             outputs = run()
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
         return graph.replay, outputs
 
     def _step(self, size: int) -> torch.Tensor:
@@ -95,7 +118,7 @@ class CudaDecoder:
     @torch.inference_mode()
     def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, ahead: SequenceOf[int]) -> OnDevice:
         count = len(running)
-        size = next(s for s in self._sizes if s >= count)
+        size = min(s for s in self._graphs if s >= count)
         host = self._host_inputs(count, size)
         numbers, floats = host.numbers.numpy(), host.floats.numpy()
         rows = numbers[0, :count]
@@ -174,21 +197,51 @@ class CudaDecoder:
         positions = np.concatenate([np.arange(e.start, e.end) for e in extends])
         slots = np.concatenate([e.slots for e in extends])
         tiles = ExtendTiles.plan(rows.tolist(), (ends - starts).tolist(), ends.tolist())
-        there, positions_there, slots_there, tiles_there, places, kept = _upload(
-            [ids, positions, slots, tiles, *self._runner.table_entries(rows, ends)], self._device
-        )
+        places, kept = _upload(self._runner.table_entries(rows, ends), self._device)
         self._runner.context.table.view(-1).index_copy_(0, places, kept)
         states = self._runner.states
         if states:
             states.spans = lay_out(rows.tolist(), starts.tolist(), (ends - starts).tolist(), self._device)
         states.held[rows] = -1
-        hidden = self._body.extend(there, positions_there, slots_there, ExtendTiles(*tiles_there.unbind(0)))
+        hidden = self._hidden(np.stack([ids, positions, slots]), tiles)
         states.held[rows] = ends
         return hidden
+
+    def _hidden(self, inputs: np.ndarray, tiles: np.ndarray) -> torch.Tensor:
+        """Of the tokens, positions and slots `[3, T]`; behind them may stand what belongs to nobody."""
+        fits = (g for g in self._prompts.values() if g.has_room(inputs.shape[1], tiles.shape[1]))
+        if (graph := next(fits, None)) is not None:
+            graph.load(inputs, tiles)
+            graph.replay()
+            return graph.hidden
+        numbers, work = _upload([inputs, tiles], self._device)
+        ids, positions, slots = numbers.unbind(0)
+        return self._body.extend(ids, positions, slots, ExtendTiles(*work.unbind(0)))
 
     def _make_states(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
         if stale := self._runner.stale_states(sequences, counts):
             self._pieces(stale)
+
+
+class _PromptGraph:
+    """A captured extend step of up to `size` tokens; empty tiles and slot 0 stand behind what is used."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.numbers = torch.zeros(3, size, dtype=torch.int64, device=device)
+        self._work = torch.zeros(4, size // ExtendTiles.TILE + _PROMPT_PIECES, dtype=torch.int32, device=device)
+        self.tiles = ExtendTiles(*self._work.unbind(0))
+        self.replay: Callable[[], object]
+        self.hidden: torch.Tensor
+
+    def has_room(self, tokens: int, tiles: int) -> bool:
+        return tokens <= self.numbers.shape[1] and tiles <= self._work.shape[1]
+
+    def load(self, inputs: np.ndarray, tiles: np.ndarray) -> None:
+        for there, array in ((self.numbers, inputs), (self._work, tiles)):
+            host = _pinned(there.shape, there.dtype)
+            host.numpy()[:, : array.shape[1]] = array
+            host.numpy()[:, array.shape[1] :] = 0
+            there.copy_(host, non_blocking=True)
 
 
 class _StepInputs:

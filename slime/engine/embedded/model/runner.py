@@ -70,6 +70,10 @@ class Decoder(Protocol):
         """What a launched step sampled."""
         ...
 
+    def capture_next(self) -> bool:
+        """Prepare one more of the step's sizes; False when all are. Steps of any size can be launched before."""
+        ...
+
     def foresees(self, seq: Sequence) -> bool:
         """Whether a step for `seq` can be launched before its last token is read."""
         ...
@@ -267,6 +271,9 @@ class ModelRunner:
 
     def foresees(self, seq: Sequence) -> bool:
         return seq.plain
+
+    def capture_next(self) -> bool:
+        return False
 
     def _drawn(self, logits: torch.Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]) -> Launched:
         tokens, logprobs = self._draw(logits, sequences, ahead)
