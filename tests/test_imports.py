@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -83,6 +84,20 @@ def test_the_rooms_of_the_engine_import_downwards(room: str, graph: Graph) -> No
         if name.startswith(f"slime.engine.{room}."):
             others = {target.split(".")[2] for target in targets if target.startswith("slime.engine.")} & BELOW.keys()
             assert others <= BELOW[room] | {room}, f"{name} imports {targets}"
+
+
+def test_the_rooms_of_the_embedded_engine_import_as_their_table_says(graph: Graph) -> None:
+    inside = "slime.engine.embedded."
+    table = (ROOT / "docs" / "architecture.md").read_text().split("| room of `embedded` |")[1].split("\n\n")[0]
+    cells = [line.split("|") for line in table.splitlines()[2:]]
+    allowed = {re.findall("`embedded/(.*?)`", row[1])[0]: set(re.findall("`(.*?)`", row[3])) for row in cells}
+    folders = {path.name for path in (ROOT / "slime/engine/embedded").iterdir() if (path / "__init__.py").exists()}
+    assert allowed.keys() == folders
+    for name, targets in graph.items():
+        room = name.removeprefix(inside).split(".")[0]
+        if name.startswith(inside) and room in allowed:
+            others = {target.removeprefix(inside).split(".")[0] for target in targets if target.startswith(inside)}
+            assert others & allowed.keys() <= allowed[room] | {room}, f"{name} imports {targets}"
 
 
 def test_one_file_of_training_knows_which_backends_there_are(graph: Graph) -> None:

@@ -7,6 +7,9 @@ once. Nothing reads or writes them in the meantime; what comes back is empty, un
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import nn
@@ -43,17 +46,45 @@ class EngineMemory:
     # the weights
 
     @torch.no_grad()
-    def adopt(self, model: nn.Module) -> None:
-        """Move all parameters here, wherever they are; those that share memory go on sharing it."""
+    def adopt(self, model: nn.Module, together: Iterable[SequenceOf[str]] = ()) -> None:
+        """Move all parameters here, wherever they are; those that share memory go on sharing it.
+
+        Parameters that are named `together` come to lie one behind the other.
+        """
+        own = dict(model.named_parameters(remove_duplicate=False))
+        groups = [[own[name] for name in names] for names in together]
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
         self._weights.range.prepare(sum(aligned(storage.nbytes()) for storage in storages.values()))
+        _move_together(groups, lambda size: self._weights.empty((size,), torch.uint8))
+        grouped = {id(p) for group in groups for p in group}
         moved: dict[int, torch.Tensor] = {}
-        for address, storage in storages.items():
-            moved[address] = self._weights.empty((storage.nbytes(),), torch.uint8)
-            moved[address].copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         for parameter in model.parameters():
-            flat = moved[parameter.untyped_storage().data_ptr()].view(parameter.dtype)
+            if id(parameter) in grouped:
+                continue
+            storage = parameter.untyped_storage()
+            address = storage.data_ptr()
+            if address not in moved:
+                moved[address] = self._weights.empty((storage.nbytes(),), torch.uint8)
+                moved[address].copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+            flat = moved[address].view(parameter.dtype)
             parameter.data = flat.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+
+    def place(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, together: Iterable[SequenceOf[str]] = ()
+    ) -> dict[str, torch.Tensor]:
+        """Room for tensors of one dtype, to be filled; those named `together` lie one behind the other."""
+        groups = [list(names) for names in together]
+        grouped = {name for names in groups for name in names}
+        groups += [[name] for name in shapes if name not in grouped]
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+        totals = [sum(sizes[name] for name in names) for names in groups]
+        self._weights.range.prepare(sum(aligned(total) for total in totals))
+        placed: dict[str, torch.Tensor] = {}
+        for names, total in zip(groups, totals, strict=True):
+            room = self._weights.empty((total,), torch.uint8)
+            for name, part in zip(names, room.split([sizes[name] for name in names]), strict=True):
+                placed[name] = part.view(dtype).view(shapes[name])
+        return placed
 
     def release_weights(self, *, keep: bool) -> None:
         """Give their memory back; `keep`: with a copy on the host, from which they come back."""
@@ -94,3 +125,21 @@ class EngineMemory:
                 f"there is no memory for the {what}: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} are "
                 f"free on this GPU ({reason}); have the trainer let go of its own first, or lower --mem-fraction"
             ) from reason
+
+
+@torch.no_grad()
+def lay_together(model: nn.Module, together: Iterable[SequenceOf[str]]) -> None:
+    """The same where memory is torch's own: parameters of a group come to lie one behind the other."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    device = next(model.parameters()).device
+    _move_together(
+        [[own[name] for name in names] for names in together],
+        lambda size: torch.empty(size, dtype=torch.uint8, device=device),
+    )
+
+
+def _move_together(groups: list[list[nn.Parameter]], room: Callable[[int], torch.Tensor]) -> None:
+    for group in groups:
+        sizes = [parameter.nbytes for parameter in group]
+        for parameter, part in zip(group, room(sum(sizes)).split(sizes), strict=True):
+            parameter.data = part.view(parameter.dtype).view(parameter.shape).copy_(parameter)

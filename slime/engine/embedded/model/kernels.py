@@ -223,6 +223,21 @@ def paged_extend(
     """The same for many query tokens per sequence: q `[T, H, D]` in the order of `tiles`."""
     keys.index_copy_(1, slots, k.transpose(0, 1))
     values.index_copy_(1, slots, v.transpose(0, 1))
+    return extend_attention(q, keys, values, table, tiles, sinks, scale, softcap, window)
+
+
+def extend_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    tiles: ExtendTiles,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> torch.Tensor:
+    """Where keys and values are kept already."""
     heads, kv_heads, dim, value_dim = q.shape[1], keys.shape[0], q.shape[2], values.shape[2]
     out = q.new_empty(q.shape[0], heads, value_dim)
     wide = max(dim, value_dim) > 128 or q.dtype == torch.float32

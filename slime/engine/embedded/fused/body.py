@@ -1,0 +1,156 @@
+"""A model's step from a few large kernels and cuBLAS: fused products, norms with the residual stream, one attention.
+
+Up to two sequences decode through our own products, which read each weight once and compute the norm, the gate and the
+sum around it; more go through cuBLAS. Prompt tokens take cuBLAS and the attention kernel for prompts.
+Invariant: `decode` reads and writes fixed addresses only, so that it can be captured. What it computes of a sequence
+does not depend on the others, beyond floating-point rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime.engine.embedded.fused import attention, gemv
+from slime.engine.embedded.fused.attention import DecodeScratch, Heads
+from slime.engine.embedded.fused.begin import begin
+from slime.engine.embedded.fused.families import Block
+from slime.engine.embedded.fused.norm import add_norm
+from slime.engine.embedded.fused.swiglu import swiglu
+from slime.engine.embedded.fused.weights import FusedWeights, Layer, Product
+from slime.engine.embedded.model.attention import AttentionContext
+from slime.engine.embedded.model.kernels import ExtendTiles, extend_attention
+
+if TYPE_CHECKING:
+    from slime.engine.embedded.model.body import DecodeBatch
+
+
+class FusedBody:
+    """`context` has the KV slots and the table; at most `most` sequences of `positions` tokens decode at once."""
+
+    fewest_rows = 1
+    extends_in_graphs = True
+
+    def __init__(
+        self,
+        block: Block,
+        tensors: Mapping[str, torch.Tensor],
+        context: AttentionContext,
+        *,
+        most: int,
+        positions: int,
+    ) -> None:
+        self._weights = FusedWeights(block, tensors)
+        self._block, self._context = block, context
+        self._shape = Heads(block.heads, block.kv_heads, block.head_dim, block.eps)
+        device, dtype = self._weights.embedding.device, self._weights.embedding.dtype
+        self._angles = block.rope.tables(block.head_dim, positions, dtype, device)
+        self._scratch = DecodeScratch(self._shape, most, positions, device)
+        self._positions = positions
+        self._few = gemv.MOST if max(block.intermediate, block.hidden) <= gemv.WIDEST else 0
+
+        def room(width: int, kind: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros(most, width, dtype=kind, device=device)
+
+        self._stream, self._normed, self._delta = (room(block.hidden) for _ in range(3))
+        self._qkv, self._mixed = room(block.qkv_rows), room(block.heads * block.head_dim)
+        self._gate_up, self._inner = room(2 * block.intermediate), room(block.intermediate)
+        self._logits = room(block.vocab, torch.float32)
+
+    def decode(self, batch: DecodeBatch) -> torch.Tensor:
+        """fp32 logits `[b, V]`, until the next call."""
+        b = batch.rows.shape[0]
+        few, weights = b <= self._few, self._weights
+        pdl = b == 1 and few
+        begin(
+            batch.known, batch.tokens, batch.rows, batch.lens, batch.slots, self._context.table, weights.embedding,
+            weights.layers[0].norm, self._stream[:b], None if few else self._normed[:b], self._block.eps, pdl=pdl,
+        )  # fmt: skip
+        for index, layer in enumerate(weights.layers):
+            if few:
+                self._few_tokens(index, layer, batch, pdl)
+            else:
+                self._many_tokens(index, layer, batch)
+        logits = self._logits[:b]
+        if few:
+            each = 8 if self._block.hidden <= 1024 else 4
+            gemv.gemv(
+                self._stream[:b], weights.head, logits, norm=weights.norm, eps=self._block.eps, rows_each=each, pdl=pdl
+            )
+        else:
+            _project(self._normed[:b], weights.head, logits)
+        return logits
+
+    def _attend(self, index: int, layer: Layer, batch: DecodeBatch, pdl: bool) -> torch.Tensor:
+        b, context = batch.rows.shape[0], self._context
+        attention.decode(
+            self._qkv[:b], context.keys[index], context.values[index], self._mixed[:b], context.table, batch.rows,
+            batch.lens, layer.q_norm, layer.k_norm, self._angles, self._scratch, self._shape, window=layer.window,
+            parts=attention.parts_for(b, self._shape, self._positions), pdl=pdl,
+        )  # fmt: skip
+        return self._mixed[:b]
+
+    def _few_tokens(self, index: int, layer: Layer, batch: DecodeBatch, pdl: bool) -> None:
+        b, eps = batch.rows.shape[0], self._block.eps
+        stream, inner = self._stream[:b], self._inner[:b]
+
+        def product(x: torch.Tensor, by: Product, out: torch.Tensor, **how: Any) -> None:
+            gemv.gemv(x, by.weight, out, bias=by.bias, eps=eps, pdl=pdl, **how)
+
+        product(stream, layer.qkv, self._qkv[:b], norm=layer.norm)
+        product(self._attend(index, layer, batch, pdl), layer.out, stream, add=True, rows_each=2)
+        product(stream, layer.gate_up, inner, norm=layer.mlp_norm, gate=True)
+        product(inner, layer.down, stream, add=True, rows_each=2, warps=4 if inner.shape[1] <= 4096 else 16)
+
+    def _many_tokens(self, index: int, layer: Layer, batch: DecodeBatch) -> None:
+        b, eps = batch.rows.shape[0], self._block.eps
+        stream, normed, delta = self._stream[:b], self._normed[:b], self._delta[:b]
+        layer.qkv(normed, self._qkv[:b])
+        layer.out(self._attend(index, layer, batch, False), delta)
+        add_norm(delta, stream, layer.mlp_norm, normed, eps)
+        swiglu(layer.gate_up(normed, self._gate_up[:b]), self._inner[:b])
+        layer.down(self._inner[:b], delta)
+        add_norm(delta, stream, self._norm_behind(index), normed, eps)
+
+    def _norm_behind(self, index: int) -> torch.Tensor:
+        """The norm that comes after a layer."""
+        layers = self._weights.layers
+        return layers[index + 1].norm if index + 1 < len(layers) else self._weights.norm
+
+    def extend(
+        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, tiles: ExtendTiles
+    ) -> torch.Tensor:
+        """Last hidden states `[T, H]`, after the final norm; the table has the slots of all tokens that are seen."""
+        context, eps, shape = self._context, self._block.eps, self._shape
+        stream = self._weights.embedding[ids]
+        normed, tokens = torch.empty_like(stream), len(ids)
+        queries = stream.new_empty(tokens, shape.heads, shape.dim)
+        inner = stream.new_empty(tokens, self._block.intermediate)
+        add_norm(None, stream, self._weights.layers[0].norm, normed, eps)
+        for index, layer in enumerate(self._weights.layers):
+            keys, values = context.keys[index], context.values[index]
+            attention.keep(
+                layer.qkv(normed), queries, keys, values, slots, positions, layer.q_norm, layer.k_norm, self._angles,
+                shape,
+            )  # fmt: skip
+            mixed = extend_attention(queries, keys, values, context.table, tiles, None, shape.scale, 0.0, layer.window)
+            add_norm(layer.out(mixed.view(tokens, -1)), stream, layer.mlp_norm, normed, eps)
+            swiglu(layer.gate_up(normed), inner)
+            add_norm(layer.down(inner), stream, self._norm_behind(index), normed, eps)
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 `[T, V]` of last hidden states."""
+        out = torch.empty(len(hidden), self._block.vocab, dtype=torch.float32, device=hidden.device)
+        return _project(hidden, self._weights.head, out)
+
+
+def _project(hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """CUDA accumulates half-precision products in fp32 and hands that out unrounded."""
+    if hidden.dtype == torch.float32:
+        return torch.mm(hidden, head.t(), out=out)
+    if hidden.is_cuda:
+        return torch.mm(hidden, head.t(), out_dtype=torch.float32, out=out)
+    return out.copy_(hidden @ head.t())

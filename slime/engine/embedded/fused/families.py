@@ -1,0 +1,169 @@
+"""Which models the fused kernels compute, and what their blocks are made of: facts of config.json, no model code.
+
+All of them are the same block, x + attention(norm(x)) and then x + swiglu(norm(x)), and differ in parts: a norm of each
+head of queries and keys, biases, a window, the scaling of rotary frequencies, a head that is the embedding.
+Invariant: a config with something about it that the kernels do not compute is refused (`NotFused`) with the reason, and
+its model takes the general path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.engine.embedded.fused.rope import NotFused, Rope
+from slime.models.folder import SAME_CODE
+
+
+@dataclass(frozen=True)
+class _Family:
+    qk_norm: bool = False
+    qkv_bias: bool = False  # whatever the config says
+    has_attention_bias: bool = False  # where the config says so: of q, k, v and the output
+    has_mlp_bias: bool = False
+    default_head_dim: int | None = None  # None: the hidden size over the heads
+    default_window: int | None = None  # where the config says nothing
+    has_window_switch: bool = False  # windows only with `use_sliding_window`, in the layers behind `max_window_layers`
+
+
+_FAMILIES = {
+    "qwen3": _Family(qk_norm=True, has_attention_bias=True, default_head_dim=128, has_window_switch=True),
+    "qwen2": _Family(qkv_bias=True, has_window_switch=True),
+    "llama": _Family(has_attention_bias=True, has_mlp_bias=True),
+    "mistral": _Family(default_window=4096),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """What there is to know of a fused model beside its weights."""
+
+    model_type: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    eps: float
+    qk_norm: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    tied: bool
+    windows: tuple[int, ...]  # by layer; 0: none
+    rope: Rope
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def head_name(self) -> str:
+        return EMBEDDING if self.tied else "lm_head.weight"
+
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+
+
+def layer_names(layer: int, projection: str, kind: str = "weight") -> list[str]:
+    """The folder's names of what one fused product of a layer multiplies with, in the order they lie in memory."""
+    parts = {
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "out": ("self_attn.o_proj",),
+        "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "down": ("mlp.down_proj",),
+        "norm": ("input_layernorm",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "q_norm": ("self_attn.q_norm",),
+        "k_norm": ("self_attn.k_norm",),
+    }[projection]
+    return [f"model.layers.{layer}.{part}.{kind}" for part in parts]
+
+
+def block_of(facts: Mapping[str, Any]) -> Block:
+    """The block of a model whose (text) config has these facts; raises NotFused."""
+    model_type = str(facts.get("model_type"))
+    family = _FAMILIES.get(SAME_CODE.get(model_type, model_type))
+    if family is None:
+        raise NotFused(f"there are no fused kernels for {model_type} models")
+    if facts.get("hidden_act", "silu") != "silu":
+        raise NotFused(f"its activation is {facts['hidden_act']!r}")
+    layers, heads, hidden = (int(facts[name]) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    head_dim = int(facts.get("head_dim") or family.default_head_dim or hidden // heads)
+    kv_heads = int(facts.get("num_key_value_heads") or heads)
+    if heads % kv_heads or head_dim % 2 or head_dim > 256:
+        raise NotFused(f"{heads} query and {kv_heads} key heads of {head_dim} numbers are no shape that it has")
+    attention_bias = family.has_attention_bias and bool(facts.get("attention_bias"))
+    return Block(
+        model_type=model_type,
+        hidden=hidden,
+        intermediate=int(facts["intermediate_size"]),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=int(facts["vocab_size"]),
+        eps=float(facts.get("rms_norm_eps", 1e-6)),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias or attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=family.has_mlp_bias and bool(facts.get("mlp_bias")),
+        tied=bool(facts.get("tie_word_embeddings", False)),
+        windows=_windows(family, facts, layers),
+        rope=Rope.from_facts(facts),
+    )
+
+
+def _windows(family: _Family, facts: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    window = facts.get("sliding_window", family.default_window)
+    if family.has_window_switch:
+        if not facts.get("use_sliding_window"):
+            return (0,) * layers
+        kinds = facts.get("layer_types")
+        if kinds is not None:
+            return tuple(int(window or 0) if kind == "sliding_attention" else 0 for kind in kinds)
+        first = int(facts.get("max_window_layers", 28))
+        return tuple(int(window or 0) if layer >= first else 0 for layer in range(layers))
+    if family.default_window is None:
+        return (0,) * layers
+    return (int(window or 0),) * layers
+
+
+def together(block: Block) -> list[list[str]]:
+    """Tensors of the folder that must lie one behind the other, so that one product can read them all."""
+    groups = []
+    for layer in range(block.layers):
+        groups += [layer_names(layer, "qkv"), layer_names(layer, "gate_up")]
+        if block.qkv_bias:
+            groups.append(layer_names(layer, "qkv", "bias"))
+        if block.mlp_bias:
+            groups.append(layer_names(layer, "gate_up", "bias"))
+    return groups
+
+
+def tensor_shapes(block: Block) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a folder of this model has, by name."""
+    hidden, inner, dim = block.hidden, block.intermediate, block.head_dim
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (block.vocab, hidden), FINAL_NORM: (hidden,)}
+    shapes[block.head_name] = (block.vocab, hidden)
+    queries, keys = block.heads * dim, block.kv_heads * dim
+    products = {
+        "qkv": ((queries, keys, keys), hidden, block.qkv_bias),
+        "out": ((hidden,), queries, block.out_bias),
+        "gate_up": ((inner, inner), hidden, block.mlp_bias),
+        "down": ((hidden,), inner, block.mlp_bias),
+    }
+    for layer in range(block.layers):
+        for projection, (rows, depth, has_bias) in products.items():
+            for name, count in zip(layer_names(layer, projection), rows, strict=True):
+                shapes[name] = (count, depth)
+            if has_bias:
+                shapes |= {n: (r,) for n, r in zip(layer_names(layer, projection, "bias"), rows, strict=True)}
+        shapes |= {layer_names(layer, norm)[0]: (hidden,) for norm in ("norm", "mlp_norm")}
+        if block.qk_norm:
+            shapes |= {layer_names(layer, norm)[0]: (dim,) for norm in ("q_norm", "k_norm")}
+    return shapes

@@ -1,0 +1,119 @@
+"""Products of a weight with one or two tokens: each weight is read once, with the norm, the gate or the sum around it.
+
+A row of the weight is read whole, in two pieces of a power of two each, so that all of it is under way before the
+first number of the input is there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from slime.engine.embedded.fused.launch import early, gdc_launch_dependents, gdc_wait, power
+from slime.engine.embedded.fused.swiglu import gated
+
+MOST = 2  # tokens; beyond them cuBLAS is faster
+WIDEST = 32768  # of what is multiplied
+
+
+@triton.jit
+def _piece(W, n, rows, k, K: tl.constexpr):
+    """Numbers `k` of the rows `n`."""
+    ok = (n[:, None] < rows) & (k[None, :] < K)
+    return tl.load(W + n[:, None].to(tl.int64) * K + k[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
+def _scaled(X, k, NORM_W, scale, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
+    x = tl.load(X + k, mask=k < K, other=0.0).to(tl.float32)
+    if NORM:
+        w = tl.load(NORM_W + k, mask=k < K, other=0.0).to(tl.float32)
+        x = ((x * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _gemv_kernel(
+    X, W, BIAS, Y, NORM_W, eps, rows,
+    K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = W.dtype.element_ty
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    ka, kb = tl.arange(0, KA), KA + tl.arange(0, KB if KB > 0 else 1)
+    second = W + rows.to(tl.int64) * K
+    if PDL:
+        gdc_launch_dependents()
+    wa = _piece(W, n, rows, ka, K)
+    if KB > 0:
+        wb = _piece(W, n, rows, kb, K)
+    if GATED:
+        ua = _piece(second, n, rows, ka, K)
+        if KB > 0:
+            ub = _piece(second, n, rows, kb, K)
+    if PDL:
+        gdc_wait()
+    for t in tl.static_range(M):
+        scale = 1.0
+        if NORM:
+            a = tl.load(X + t * K + ka, mask=ka < K, other=0.0).to(tl.float32)
+            squares = tl.sum(a * a, 0)
+            if KB > 0:
+                b = tl.load(X + t * K + kb, mask=kb < K, other=0.0).to(tl.float32)
+                squares += tl.sum(b * b, 0)
+            scale = tl.rsqrt(squares / K + eps)
+        xa = _scaled(X + t * K, ka, NORM_W, scale, K, NORM, dtype)
+        y = tl.sum(wa.to(tl.float32) * xa[None, :], 1)
+        if GATED:
+            u = tl.sum(ua.to(tl.float32) * xa[None, :], 1)
+        if KB > 0:
+            xb = _scaled(X + t * K, kb, NORM_W, scale, K, NORM, dtype)
+            y += tl.sum(wb.to(tl.float32) * xb[None, :], 1)
+            if GATED:
+                u += tl.sum(ub.to(tl.float32) * xb[None, :], 1)
+        if HAS_BIAS:
+            y += tl.load(BIAS + n, mask=n < rows, other=0.0).to(tl.float32)
+            if GATED:
+                u += tl.load(BIAS + rows + n, mask=n < rows, other=0.0).to(tl.float32)
+        if GATED:
+            y = gated(y, u, dtype)
+        out = Y + t * rows + n
+        if ADD:
+            y = y.to(dtype).to(tl.float32) + tl.load(out, mask=n < rows, other=0.0).to(tl.float32)
+        tl.store(out, y.to(Y.dtype.element_ty), mask=n < rows)
+
+
+def pieces(k: int) -> tuple[int, int]:
+    """A row of `k` numbers as two pieces, powers of two; one where that wastes little."""
+    whole = power(k)
+    if whole == k or whole < 512:
+        return whole, 0
+    return whole // 2, power(k - whole // 2)
+
+
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    gate: bool = False,
+    add: bool = False,
+    pdl: bool = False,
+    rows_each: int = 4,
+    warps: int = 4,
+) -> None:
+    """`out [m, rows] = norm(x [m, K]) weight^T (+ bias)`, each part where asked for.
+
+    gate: `weight` has gate and up one behind the other, out is silu(gate) * up. add: `out` is added to.
+    """
+    k, rows = weight.shape[1], weight.shape[0] // (2 if gate else 1)
+    first, second = pieces(k)
+    _gemv_kernel[(triton.cdiv(rows, rows_each),)](
+        x, weight, weight if bias is None else bias, out, x if norm is None else norm, eps, rows,
+        K=k, KA=first, KB=second, M=x.shape[0], BN=rows_each, NORM=norm is not None, GATED=gate,
+        HAS_BIAS=bias is not None, ADD=add, num_warps=warps, **early(pdl),
+    )  # fmt: skip

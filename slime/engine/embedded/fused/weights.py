@@ -1,0 +1,78 @@
+"""The weights of a fused model, found under the names of its folder.
+
+Invariant: nothing is copied. A product of several of the folder's tensors reads one matrix that is a view over them,
+which is why they must lie one behind the other (`families.together`); whoever writes to a tensor of the folder changes
+what is multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slime.engine.embedded.fused.families import EMBEDDING, FINAL_NORM, Block, layer_names
+
+
+@dataclass(frozen=True)
+class Product:
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+
+@dataclass(frozen=True)
+class Layer:
+    norm: torch.Tensor
+    qkv: Product
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Product
+    mlp_norm: torch.Tensor
+    gate_up: Product
+    down: Product
+    window: int
+
+
+class FusedWeights:
+    def __init__(self, block: Block, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.embedding = tensors[EMBEDDING]
+        self.norm = tensors[FINAL_NORM]
+        self.head = tensors[block.head_name]
+        self.layers = [_layer(block, layer, tensors) for layer in range(block.layers)]
+
+
+def _layer(block: Block, layer: int, tensors: Mapping[str, torch.Tensor]) -> Layer:
+    def joined(projection: str, kind: str = "weight") -> torch.Tensor:
+        return one_view([tensors[name] for name in layer_names(layer, projection, kind)])
+
+    def product(projection: str, has_bias: bool) -> Product:
+        return Product(joined(projection), joined(projection, "bias") if has_bias else None)
+
+    return Layer(
+        norm=joined("norm"),
+        qkv=product("qkv", block.qkv_bias),
+        q_norm=joined("q_norm") if block.qk_norm else None,
+        k_norm=joined("k_norm") if block.qk_norm else None,
+        out=product("out", block.out_bias),
+        mlp_norm=joined("mlp_norm"),
+        gate_up=product("gate_up", block.mlp_bias),
+        down=product("down", block.mlp_bias),
+        window=block.windows[layer],
+    )
+
+
+def one_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All of them as one tensor, one behind the other along the first axis."""
+    first, after = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != after or not tensor.is_contiguous() or tensor.shape[1:] != first.shape[1:]:
+            raise ValueError("weights that are multiplied in one product do not lie one behind the other")
+        after += tensor.nbytes
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())

@@ -1,0 +1,127 @@
+"""The fused path: what it takes of a config, its plain reference and, in Triton's interpreter, its kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slime.engine.embedded.fused.families import block_of, tensor_shapes, together
+from slime.engine.embedded.fused.plain import PlainModel
+from slime.engine.embedded.fused.rope import NotFused
+from slime.engine.embedded.fused.weights import one_view
+from slime.engine.embedded.memory import lay_together
+from tests.tiny_models import SMALL
+
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {"tie_word_embeddings": True}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "attention_bias": True}),
+    ("qwen3", {"rope_parameters": _YARN}),
+    ("qwen2", {}),
+    ("llama", {"rope_parameters": _LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
+    ("mistral", {"sliding_window": 5}),
+    ("mistral", {"sliding_window": None, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}),
+]
+
+
+def config_of(model_type: str, own: dict[str, Any]) -> Any:
+    return AutoConfig.for_model(model_type, **{**SMALL, **own})
+
+
+@pytest.mark.parametrize(("model_type", "own"), _MODELS)
+def test_the_plain_block_computes_what_transformers_does(model_type: str, own: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    config = config_of(model_type, own)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    block = block_of(config.to_dict())
+    tensors = model.state_dict()
+    assert tensor_shapes(block).keys() | {"lm_head.weight"} == tensors.keys()
+    assert all(tuple(tensors[name].shape) == shape for name, shape in tensor_shapes(block).items())
+    ids = torch.randint(0, config.vocab_size, (2, 90))
+    with torch.inference_mode():
+        wanted = model(ids).logits.log_softmax(-1)
+    assert (PlainModel(block, tensors).logits(ids).log_softmax(-1) - wanted).abs().max() < 5e-4
+
+
+@pytest.mark.parametrize("own", [own for _, own in _MODELS if "rope_parameters" in own])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_tables_are_those_of_transformers(own: dict[str, Any], dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = config_of("llama", own)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=dtype), torch.arange(400)[None])
+    mine = block_of(config.to_dict()).rope.tables(16, 400, dtype, torch.device("cpu"))
+    for table, wanted in zip(mine, (cos, sin), strict=True):
+        torch.testing.assert_close(table, wanted[0, :, :8], rtol=0, atol=0 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_a_config_in_older_words_says_the_same() -> None:
+    newer = {**config_of("llama", {"rope_parameters": _LLAMA3}).to_dict()}
+    older = {name: value for name, value in newer.items() if name not in ("rope_parameters", "head_dim")}
+    older |= {"rope_theta": 500000.0, "rope_scaling": {**_LLAMA3, "type": "llama3"}}
+    assert block_of(older) == block_of(newer)
+    assert block_of({**older, "model_type": "mistral"}).windows == (4096, 4096)
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [
+        ({"model_type": "gemma2"}, "no fused kernels for gemma2"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"partial_rotary_factor": 0.5}, "only a part"),
+        ({"num_key_value_heads": 3}, "no shape"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_takes_the_general_path(own: dict[str, Any], reason: str) -> None:
+    facts = {**config_of("llama", {}).to_dict(), "rope_parameters": None, "rope_theta": 10000.0}
+    block_of(facts)
+    with pytest.raises(NotFused, match=reason):
+        block_of({**facts, **own})
+
+
+def test_weights_of_one_product_are_a_view_that_updates_reach() -> None:
+    model = AutoModelForCausalLM.from_config(config_of("qwen2", {}))
+    block = block_of(model.config.to_dict())
+    own = dict(model.named_parameters())
+    names = together(block)[0]
+    with pytest.raises(ValueError, match="one behind the other"):
+        one_view([own[name] for name in reversed(names)])
+    before = torch.cat([own[name].detach().clone() for name in names])
+    lay_together(model, together(block))
+    whole = one_view([own[name] for name in names])
+    assert torch.equal(whole, before)
+    assert whole.shape == (block.qkv_rows, block.hidden)
+    with torch.no_grad():
+        own[names[1]].fill_(3.0)
+    q, k = block.heads * block.head_dim, block.kv_heads * block.head_dim
+    assert bool((whole[q : q + k] == 3.0).all())
+    assert torch.equal(whole[:q], before[:q])
+    assert torch.equal(whole[q + k :], before[q + k :])
+
+
+def test_bodies_from_the_kernels_compute_what_transformers_does() -> None:
+    cases = ("qwen3", "qwen2", "llama", "mistral", "long")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.fused_program", *cases],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = dict(line.split() for line in done.stdout.splitlines())
+    assert found.keys() == set(cases)
+    assert max(float(error) for error in found.values()) < 1e-4, found
