@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import PretrainedConfig
 
 from slime.cluster.precision import choose_dtype, slow_dtype_note
+from slime.engine.embedded.bodies import fused_block
 from slime.engine.embedded.cache import KVCache
+from slime.engine.embedded.fused.families import together
 from slime.engine.embedded.memory import EngineMemory
-from slime.engine.embedded.model.check import SLOTS, PlainNumbers, exact_until
+from slime.engine.embedded.model.check import SLOTS, PlainNumbers, WrongNumbers, exact_until
 from slime.engine.embedded.model.runner import ModelRunner
 from slime.engine.embedded.options import EngineOptions
 from slime.engine.embedded.refusals import BadRequest, Conflict, HalfWritten, shown
@@ -93,14 +94,22 @@ class EngineCore:
             attn_implementation="eager",
             trust_remote_code=o.trust_remote_code,
         )
+        facts = model.config.get_text_config().to_dict()
+        self._block = fused_block(facts, model) if device == "cuda" and o.fused_kernels else None
         if self.memory is not None:
-            self.memory.adopt(model)
+            self.memory.adopt(model, () if self._block is None else together(self._block))
             model.to(device)  # what is no parameter
-        text_config = model.config.get_text_config()
-        self.vocab_size: int = text_config.vocab_size
-        longest = self._longest(text_config)
+        self.vocab_size: int = facts["vocab_size"]
+        longest = self._longest(facts)
         self.context_len = min(longest, o.max_total_tokens or longest)
-        plain = PlainNumbers(model, self.context_len)
+        plain = PlainNumbers(
+            lambda ids: model(input_ids=ids, use_cache=False).logits,
+            model_type=facts["model_type"],
+            vocab_size=self.vocab_size,
+            dtype=model.dtype,
+            device=model.device,
+            context_len=self.context_len,
+        )
         self.scheduler = Scheduler(
             KVCache(0), max_running=o.max_running_requests, context_len=self.context_len, chunk=o.chunked_prefill_size
         )
@@ -121,16 +130,27 @@ class EngineCore:
         )
         if self.runner.cuda:
             self._prepare_cuda()
-        plain.compare(self.runner, self.steps.decoder, self.scheduler.table)
+        self._check(plain)
 
-    def _longest(self, config: PretrainedConfig) -> int:
+    def _check(self, plain: PlainNumbers) -> None:
+        try:
+            plain.compare(self.runner, self.steps.decoder, self.scheduler.table)
+        except WrongNumbers as wrong:
+            if self._block is None:
+                raise
+            log.error("the fused kernels are not used, transformers' own code computes the model: %s", wrong)
+            self._block = None
+            self._prepare_cuda()
+            plain.compare(self.runner, self.steps.decoder, self.scheduler.table)
+
+    def _longest(self, facts: dict[str, Any]) -> int:
         """The longest sequence that the model and the options allow."""
-        asked, ends = self.options.context_length, exact_until(config)
-        longest: int = asked or config.max_position_embeddings
+        asked, ends = self.options.context_length, exact_until(facts)
+        longest: int = asked or facts["max_position_embeddings"]
         if ends is None or longest <= ends[0]:
             return longest
         limit, what = ends
-        reason = f"this {config.model_type} model {what} in sequences above {limit} tokens"
+        reason = f"this {facts['model_type']} model {what} in sequences above {limit} tokens"
         if asked is not None:
             raise UserError(f"{reason}: set --context-length to {limit} at most, or serve it with SGLang")
         log.warning("%s: the context ends there", reason)
@@ -156,14 +176,19 @@ class EngineCore:
         return max(1, min(wanted, budget // self.runner.kv_bytes_per_token()))
 
     def _prepare_cuda(self) -> None:
-        from slime.engine.embedded.model.body import GeneralBody
+        from slime.engine.embedded.bodies import make_body
         from slime.engine.embedded.model.cuda import CudaDecoder
 
-        compile_model = self.options.compile is not False
-        if compile_model:
-            log.info("compiling the decode step: this takes about a minute (--no-compile skips it)")
-        body = GeneralBody(self.runner, compile_model=compile_model)
-        decoder = CudaDecoder(self.runner, body, max_running=self.options.max_running_requests)
+        o = self.options
+        body = make_body(
+            self.runner,
+            self._block,
+            most=o.max_running_requests,
+            positions=self.context_len,
+            owned=self.memory is not None,
+            compile_layers=o.compile is not False,
+        )
+        decoder = CudaDecoder(self.runner, body, max_running=o.max_running_requests)
         decoder.capture()
         self.steps.decoder = decoder
 

@@ -22,6 +22,7 @@ class EngineOptions:
     chunked_prefill_size: int
     mem_fraction: float
     compile: bool | None
+    fused_kernels: bool
     share_prefixes: bool
     served_model_name: str
     weight_version: str
@@ -60,7 +61,9 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
     add("--mem-fraction", "--mem-fraction-static", type=float, default=0.3,
         help="share of the free memory (GPU, or RAM up to 2 GiB) for the KV cache")  # fmt: skip
     add("--compile", action=argparse.BooleanOptionalAction, default=None,
-        help="torch.compile the decode step; default: on cuda")  # fmt: skip
+        help="torch.compile the decoder layers of a model without fused kernels; default: on cuda")  # fmt: skip
+    add("--fused-kernels", action=argparse.BooleanOptionalAction, default=True,
+        help="on cuda, kernels of our own for the model families that have them")  # fmt: skip
     add("--share-prefixes", action=argparse.BooleanOptionalAction, default=True,
         help="keep computed prefixes and share them between requests")  # fmt: skip
     add("--served-model-name", help="name in /v1/models; default: the folder's")

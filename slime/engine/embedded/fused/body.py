@@ -49,7 +49,7 @@ class FusedBody:
         self._angles = block.rope.tables(block.head_dim, positions, dtype, device)
         self._scratch = DecodeScratch(self._shape, most, positions, device)
         self._positions = positions
-        self._few = gemv.MOST if max(block.intermediate, block.hidden) <= gemv.WIDEST else 0
+        self._few = gemv.most_tokens(block.hidden, block.intermediate)
 
         def room(width: int, kind: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(most, width, dtype=kind, device=device)

@@ -13,8 +13,7 @@ import triton.language as tl
 from slime.engine.embedded.fused.launch import early, gdc_launch_dependents, gdc_wait, power
 from slime.engine.embedded.fused.swiglu import gated
 
-MOST = 2  # tokens; beyond them cuBLAS is faster
-WIDEST = 32768  # of what is multiplied
+_WIDE, _WIDEST = 2048, 32768  # numbers in a row
 
 
 @triton.jit
@@ -82,6 +81,13 @@ def _gemv_kernel(
         if ADD:
             y = y.to(dtype).to(tl.float32) + tl.load(out, mask=n < rows, other=0.0).to(tl.float32)
         tl.store(out, y.to(Y.dtype.element_ty), mask=n < rows)
+
+
+def most_tokens(hidden: int, intermediate: int) -> int:
+    """Up to how many tokens this is faster than cuBLAS, for a model of these sizes."""
+    if max(hidden, intermediate) > _WIDEST:
+        return 0
+    return 2 if hidden <= _WIDE else 1
 
 
 def pieces(k: int) -> tuple[int, int]:

@@ -271,6 +271,7 @@ class AttentionContext:
         self.keys: dict[int, torch.Tensor] = {}  # by layer
         self.values: dict[int, torch.Tensor] = {}
         self.attend: Callable[..., torch.Tensor] = self._probe
+        self.opaque: Callable[..., torch.Tensor] | None = None  # CUDA: `attend` as one op to a compiler
         self.slots: torch.Tensor = torch.empty(0, dtype=torch.int64, device=device)  # where each new token is kept
         self.groups: list[SpanGroup] = []  # CPU, prefill
         self.window = DecodeWindow()  # CPU, decode
@@ -387,8 +388,11 @@ def register_attention(context: AttentionContext, mask: torch.Tensor | None = No
     ) -> tuple[torch.Tensor, None]:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         layer: int = module.layer_idx  # type: ignore[assignment]
-        rules = Rules(scale, sliding_window, softcap, s_aux)
-        return context.attend(layer, query, key, value, rules)[None], None
+        if context.opaque is not None and torch.compiler.is_compiling():
+            mixed = context.opaque(query, key, value, layer, scale, sliding_window or 0, softcap or 0.0, s_aux)
+        else:
+            mixed = context.attend(layer, query, key, value, Rules(scale, sliding_window, softcap, s_aux))
+        return mixed[None], None
 
     name = f"slime_paged_{next(_names)}"
     AttentionInterface.register(name, paged_attention)

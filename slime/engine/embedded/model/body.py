@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from slime.engine.embedded.model.attention_cuda import attend_decode, attend_extend
+from slime.engine.embedded.model.compiled import CompiledLayers
 from slime.engine.embedded.model.kernels import ExtendTiles
 from slime.engine.embedded.model.runner import ModelRunner, record_top
 from slime.engine.embedded.model.sampler import draw, draw_each
@@ -81,14 +82,14 @@ class Draw(Protocol):
 
 
 class GeneralBody:
-    """Any model, through transformers' own modules."""
+    """Any model, through transformers' own modules; with `compile_layers` decode steps go through compiled layers."""
 
-    def __init__(self, runner: ModelRunner, *, compile_model: bool) -> None:
+    def __init__(self, runner: ModelRunner, *, compile_layers: bool) -> None:
         self._runner = runner
         self._context = runner.context
         self._decode, self._extend = attend_decode(runner.context), attend_extend(runner.context)
-        self._modules = torch.compile(runner.body, dynamic=True) if compile_model else runner.body
-        self.fewest_rows = 2 if compile_model else 1  # compilers specialise on 1
+        self._compiled = CompiledLayers(runner.body, runner.context) if compile_layers else None
+        self.fewest_rows = 2 if compile_layers else 1  # compilers specialise on 1
         self.extends_in_graphs = not runner.states
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
@@ -99,7 +100,10 @@ class GeneralBody:
         context.rows, context.lens, context.slots = rows, lens.int(), slots
         context.attend = self._decode
         states.spans, states.rows = None, rows
-        hidden = self._modules(input_ids=ids[None], position_ids=(lens - 1)[None], use_cache=False)[0][0]
+        if self._compiled is None:
+            hidden = self._runner.hidden(ids[None], (lens - 1)[None])
+        else:
+            hidden = self._compiled.run(lambda: self._runner.hidden(ids[None], (lens - 1)[None]))
         return self._runner.logits(hidden)
 
     def extend(

@@ -1,19 +1,21 @@
-"""Whether the engine computes what transformers does: tried once, when a model is loaded.
+"""Whether the engine computes what the model does: tried once, when a model is loaded.
 
-Two short prompts go through transformers' own forward, then side by side through the engine, with one decode step each.
-A model that keeps state beside the KV slots, or mixes the tokens of a row, gives other numbers there.
-Invariant: a model that passes gave the arg-max of its plain forward, with its log-prob, at all four positions.
+Short prompts go through a plain forward (transformers' own, or the fused block in plain operations), then side by side
+through the engine, with one decode step each; on a GPU one and two of them alone as well, because few sequences go
+through kernels of their own. A model that keeps state beside the KV slots, or mixes the tokens of a row, gives other
+numbers there.
+Invariant: a model that passes gave the arg-max of its plain forward, with its log-prob, at every position.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
 
 from slime.engine.embedded.model.runner import Decoder, ModelRunner
 from slime.engine.embedded.sampling_params import SamplingParams
@@ -21,7 +23,7 @@ from slime.engine.embedded.scheduler import Extend
 from slime.engine.embedded.sequence import Sequence
 from slime.errors import UserError
 
-PROMPT_LENGTHS = (3, 5)
+PROMPT_LENGTHS = (3, 5, 4)
 SLOTS = sum(PROMPT_LENGTHS) + len(PROMPT_LENGTHS)  # what the check writes to
 # How far a log-prob may be off, in standard deviations of the position's log-probs. What is computed wrongly is off by
 # whole ones; rounding by a hundred-thousandth in float32, and by up to a tenth in half precision.
@@ -29,16 +31,22 @@ _TOLERANCE = {torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.5
 
 
-def exact_until(config: PretrainedConfig) -> tuple[int, str] | None:
-    """The length up to which the engine computes what the model does, and what changes there; None: for ever."""
-    facts = config.to_dict()
-    limits = [(limit, "changes its rotary frequencies") for limit in _same_rope_until(config, facts)]
+class WrongNumbers(UserError):
+    """What the engine computes is not what the model does."""
+
+
+def exact_until(facts: Mapping[str, Any]) -> tuple[int, str] | None:
+    """The length up to which the engine computes what the model of this (text) config does, and what changes there.
+
+    None: it does for ever.
+    """
+    limits = [(limit, "changes its rotary frequencies") for limit in _same_rope_until(facts)]
     if isinstance(topk := facts.get("index_topk"), int):
         limits.append((topk, "does not attend to every token"))
     return min(limits, default=None)
 
 
-def _same_rope_until(config: PretrainedConfig, facts: dict[str, Any]) -> list[int]:
+def _same_rope_until(facts: Mapping[str, Any]) -> list[int]:
     """Keys that are kept would not stay right: the frequencies of `dynamic` and `longrope` models are others behind."""
     given = facts.get("rope_parameters") or {}
     limits = []
@@ -47,27 +55,35 @@ def _same_rope_until(config: PretrainedConfig, facts: dict[str, Any]) -> list[in
         if kind == "longrope":
             limits.append(int(rope["original_max_position_embeddings"]))
         elif "dynamic" in kind:
-            limits.append(int(config.max_position_embeddings))
+            limits.append(int(facts["max_position_embeddings"]))
     return limits
 
 
 class PlainNumbers:
-    """What transformers' own forward says of the prompts; taken before the engine changes anything about the model."""
+    """What a plain forward says of the prompts: `logits [B, T, V]` of tokens `[B, T]`, asked once."""
 
-    def __init__(self, model: PreTrainedModel, context_len: int) -> None:
-        config = model.config.get_text_config()
-        self._model_type: str = config.model_type
-        self._dtype = model.dtype
+    def __init__(
+        self,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        model_type: str,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        context_len: int,
+    ) -> None:
+        self._model_type = model_type
+        self._dtype = dtype
         lengths = [max(1, min(length, context_len - 1)) for length in PROMPT_LENGTHS]
         generator = np.random.default_rng(0)
-        self._tokens = [generator.integers(0, config.vocab_size, length + 1).tolist() for length in lengths]
+        self._tokens = [generator.integers(0, vocab_size, length + 1).tolist() for length in lengths]
         padded = torch.zeros(len(lengths), max(lengths) + 1, dtype=torch.int64)
         for row, tokens in zip(padded, self._tokens, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
         with torch.inference_mode():
-            logits = model(input_ids=padded.to(model.device), use_cache=False).logits.float()
+            found = logits(padded.to(device)).float()
         # [prompt, its end or the token after it, V]; what stands behind in a row is seen by neither
-        ends = [logits[i, length - 1 : length + 1] for i, length in enumerate(lengths)]
+        ends = [found[i, length - 1 : length + 1] for i, length in enumerate(lengths)]
         self._log_probs = torch.stack(ends).log_softmax(-1).cpu()
         if not bool(torch.isfinite(self._log_probs).all()):
             raise UserError(
@@ -76,16 +92,24 @@ class PlainNumbers:
             )
 
     def compare(self, runner: ModelRunner, decoder: Decoder, table: np.ndarray) -> None:
-        """Let the engine compute the same; raises UserError where it does not."""
-        together = [[0, 1]] if len(table) > 2 else [[0], [1]]  # the last row is padding's
-        worst = max((self._run(members, runner, decoder, table) for members in together), key=lambda gap: gap[0])
+        """Let the engine compute the same; raises WrongNumbers where it does not."""
+        worst = max(
+            (self._run(members, runner, decoder, table) for members in self._batches(len(table) - 1, runner.cuda)),
+            key=lambda gap: gap[0],
+        )
         runner.context.window.forget()
         gap, difference = worst
         if not gap <= _TOLERANCE.get(self._dtype, _HALF_TOLERANCE):
-            raise UserError(
+            raise WrongNumbers(
                 f"the embedded engine computes {self._model_type} models wrongly (a log-prob differs by "
-                f"{difference:.2g} from transformers' own): serve it with SGLang instead"
+                f"{difference:.2g} from its plain forward): serve it with SGLang instead"
             )
+
+    def _batches(self, most: int, cuda: bool) -> list[list[int]]:
+        """Which prompts are computed together; all of them as far as there are rows, on a GPU also fewer."""
+        everyone = list(range(len(self._tokens)))
+        whole = [everyone[i : i + most] for i in range(0, len(everyone), most)]
+        return [*whole, *(everyone[:few] for few in (2, 1) if cuda and few < len(whole[0]))]
 
     def _run(
         self, members: SequenceOf[int], runner: ModelRunner, decoder: Decoder, table: np.ndarray
