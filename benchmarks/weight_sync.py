@@ -1,14 +1,21 @@
-"""Bytes and seconds of a weight update: all weights (shared memory, disk), changed bytes (xor, overwrite), and of LoRA
-(`--lora-rank`, all linear layers) the merged weights or the adapter alone, both through shared memory.
+"""Bytes and seconds of a weight update: all weights (the GPU's memory, a pinned region of the host, files in shared
+memory, disk), changed bytes (xor, overwrite), and of LoRA (`--lora-rank`, all linear layers) the merged weights or the
+adapter alone, both through shared memory.
 
     python benchmarks/weight_sync.py                            # 29 M parameters on the CPU
     python benchmarks/weight_sync.py --shape qwen3-0.6b         # 0.6 B: 15 GiB of memory on the CPU
     python benchmarks/weight_sync.py --shape qwen3-0.6b --device cuda
+    python benchmarks/weight_sync.py --shape qwen3-0.6b --device cuda --untrained --modes "full, GPU memory"
 
 A real trainer makes real Adam steps (`--lr`, 1e-6 unless told) and publishes to a real engine after each; weights are
 bfloat16 on the wire. Every figure is the median over `--repeat` updates after the first one, which is whole in every
 mode. `encode` is finding, gathering and compressing (for whole weights: casting and writing), `write` the rest until
 the files are there, `apply` the engine's own part, `paused` how long it stood still, `total` the whole update.
+`--untrained` leaves the steps out: whole weights take as long whatever changed.
+
+Of weights in shared memory the parts are told besides: `export` (the trainer gathers them into the memory), `open` (the
+engine checks names and opens the memory, while it generates), `copy`, `stop` (what else of the pause: ending requests,
+dropping prefixes, going on), `request` (HTTP and JSON), `free` (the trainer's memory is its own again).
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import asyncio
 import json
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -33,8 +41,13 @@ from slime.data.sample import Sample
 from slime.engine.http.client import EngineClient
 from slime.train.group import TrainerGroup
 from slime.weights import make_publisher
+from slime.weights.publisher import WeightPublisher
+from slime.weights.shared import DEVICE, HOST, SharedMemoryPublisher
+from slime.weights.transport import largest_export_bytes
 
+WAYS = {"full, GPU memory": DEVICE, "full, pinned region": HOST}
 MODES: dict[str, dict[str, Any]] = {
+    **{mode: {"update_weight_transport": "tensor"} for mode in WAYS},
     "full, shared memory": {"update_weight_transport": "tensor"},
     "full, disk": {"update_weight_transport": "disk"},
     "delta, xor": {"update_weight_mode": "delta", "update_weight_delta_encoding": "xor"},
@@ -57,14 +70,30 @@ class MeasuredTrainers(TrainerGroup):
 
 
 class MeasuredEngine(EngineClient):
-    """Keeps what the engine says about its last update."""
+    """Keeps what the engine says about its last update, and how long the call took."""
 
-    apply_seconds = 0.0
+    told: dict[str, float] = {}  # noqa: RUF012
 
     async def _control_json(self, *call: Any) -> dict[str, Any]:
+        began = time.perf_counter()
         answer = await super()._control_json(*call)
-        self.apply_seconds = answer.get("seconds", self.apply_seconds)
+        if "seconds" in answer:
+            self.told = {"call": time.perf_counter() - began} | {
+                name.removesuffix("_seconds"): value for name, value in answer.items() if name.endswith("seconds")
+            }
         return answer
+
+    def parts(self, export: float, total: float) -> dict[str, float]:
+        """Of an update through shared memory."""
+        told = self.told
+        return {
+            "export": export,
+            "open": told["open"],
+            "copy": told["copy"],
+            "stop": told["seconds"] - told["copy"],
+            "request": told["call"] - told["open"] - told["seconds"],
+            "free": total - export - told["call"],
+        }
 
 
 def make_samples(count: int, length: int, seed: int) -> list[list[Sample]]:
@@ -74,6 +103,24 @@ def make_samples(count: int, length: int, seed: int) -> list[list[Sample]]:
                 loss_mask=[1] * (length - 4), status=Sample.Status.COMPLETED)]
         for i in range(count)
     ]  # fmt: skip
+
+
+def publisher_of(
+    mode: str, config: Config, trainers: TrainerGroup, client: EngineClient, run_dir: Path, run_async: Any
+) -> WeightPublisher:
+    """The publisher of a mode; of shared memory, one that goes that way and no other."""
+    if mode not in WAYS:
+        return make_publisher(
+            config, device="cpu", run_dir=run_dir, source=trainers, clients=[client], run_async=run_async
+        )
+
+    def refuse() -> WeightPublisher:
+        raise SystemExit(f"{mode}: the engine could not open the memory")
+
+    largest = largest_export_bytes(Path(config.hf_checkpoint or ""))
+    return SharedMemoryPublisher(
+        trainers, [client], run_async, through_files=refuse, largest_bytes=largest, ways=[WAYS[mode]]
+    )
 
 
 def measure(
@@ -91,18 +138,17 @@ def measure(
     client = MeasuredEngine(url)
     with MeasuredTrainers(config, device=args.device, run_dir=run_dir) as trainers:
         trainers.start()
-        publisher = make_publisher(
-            config, device=args.device, run_dir=run_dir, source=trainers, clients=[client], run_async=run_async
-        )
+        publisher = publisher_of(mode, config, trainers, client, run_dir, run_async)
         for version in range(args.repeat + 1):
-            if version:
+            if version and not args.untrained:
                 trainers.train(version - 1, make_samples(args.samples, args.length, version))
             result = publisher.publish(version)
             encode = max((part["encode_seconds"] for part in trainers.parts), default=result.write_seconds)
             rows.append({
                 "bytes": result.bytes, "density": 1.0 if result.density is None else result.density, "encode": encode,
-                "write": result.write_seconds - encode, "apply": client.apply_seconds, "paused": result.paused_seconds,
-                "total": result.seconds,
+                "write": result.write_seconds - encode, "apply": client.told["seconds"],
+                "paused": result.paused_seconds, "total": result.seconds,
+                **(client.parts(result.write_seconds, result.seconds) if mode in WAYS else {}),
             })  # fmt: skip
         publisher.close()
     run_async(client.aclose())
@@ -110,15 +156,24 @@ def measure(
 
 
 def show(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
-    full = {row["mode"]: row for row in results}["full, disk"]
+    full = {row["mode"]: row for row in results}.get("full, disk", results[0])
     title = f"{args.shape}, bfloat16, {args.device}, lr {args.lr:g}: one update, median of {args.repeat}"
-    table = Table("mode", "MiB", "of full", "changed", *(f"{part} s" for part in PARTS), "total vs disk", title=title)
+    table = Table(
+        "mode", "MiB", "of full", "changed", *(f"{part} s" for part in PARTS), f"total vs {full['mode']}", title=title
+    )
     for row in results:
         table.add_row(
             row["mode"], f"{row['bytes'] / 2**20:.1f}", f"{row['bytes'] / full['bytes']:.2%}", f"{row['density']:.2%}",
             *(f"{row[part]:.3f}" for part in PARTS), f"{full['total'] / row['total']:.2f}x",
         )  # fmt: skip
     Console(width=140).print(table)
+    shared = [row for row in results if row["mode"] in WAYS]
+    names = ("export", "open", "copy", "stop", "request", "free")
+    parts = Table("mode", *(f"{name} ms" for name in names), "paused ms", "total ms", title="through shared memory")
+    for row in shared:
+        parts.add_row(row["mode"], *(f"{1e3 * row[name]:.1f}" for name in (*names, "paused", "total")))
+    if shared:
+        Console(width=140).print(parts)
     print(json.dumps({"benchmark": "weight_sync", **vars(args), "results": list(results)}))
 
 
@@ -133,8 +188,10 @@ def main() -> None:
     add("--lr", type=float, default=1e-6)
     add("--lora-rank", type=int, default=16)
     add("--disk-dir", help="where versions are written; default: a temporary folder")
-    add("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    add("--untrained", action="store_true", help="no training between updates")
+    add("--modes", nargs="+", choices=list(MODES), help="default: all that the device has")
     args = parser.parse_args()
+    args.modes = args.modes or [mode for mode in MODES if args.device == "cuda" or WAYS.get(mode) != DEVICE]
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 

@@ -43,6 +43,8 @@ class Piece:
     sources: tuple[str, ...]
     makes: tuple[Made, ...]
     rows: tuple[int, int] | None = None
+    is_same: bool = False
+    """One parameter that is a tensor of the folder as it is: the conversion hands it on."""
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +71,9 @@ def pieces_of(facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], convert:
 def _pieces_of_layer(members: dict[str, Tensor], convert: Convert) -> list[Piece]:
     wanted = convert(members)
     if {name: t.shape for name, t in members.items()} == {name: t.shape for name, t in wanted.items()}:
-        return [Piece((name,), _made({name: tensor})) for name, tensor in members.items()]
+        return [
+            Piece((name,), _made({name: tensor}), is_same=wanted[name] is tensor) for name, tensor in members.items()
+        ]
     found, together = [], []
     for name, tensor in members.items():
         alone = _converted_alone(name, tensor, convert)

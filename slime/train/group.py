@@ -247,13 +247,13 @@ class TrainerGroup:
         """Send every bucket; returns when the engines have them all."""
         self._call_same("broadcast_weights", version=version)
 
-    def share_bucket(self, number: int, version: int) -> dict[str, Any]:
-        """Put a bucket of `weight_buckets` into device memory that other processes open by the handle answered."""
-        shared: dict[str, Any] = self._call_same("share_bucket", number=number, version=version)[0]
+    def share_bucket(self, number: int, version: int, region: str | None = None) -> dict[str, Any]:
+        """Put tensors into memory that other processes open: of the device, or a region of the host at that path."""
+        shared: dict[str, Any] = self._call_same("share_bucket", number=number, version=version, region=region)[0]
         return shared
 
     def stop_sharing(self) -> None:
-        """Free that memory."""
+        """All engines have them: memory of the device is free again."""
         self._call_same("stop_sharing")
 
     def export_adapter(self, out_dir: str | Path, version: int) -> list[Path]:

@@ -132,7 +132,6 @@ class Trainer:
         if self.sleeper is not None:
             self.progress.begin("moving the model to the host")
             self.sleeper.sleep()
-            self.sender.shared.free()
 
     def wake(self) -> None:
         """Take it again."""
@@ -228,17 +227,15 @@ class Trainer:
         self.actor.remember_exported(version)
         self.sender.broadcast_adapter(self.actor.backend)
 
-    def share_bucket(self, number: int, version: int) -> dict[str, Any]:
-        """One of `weight_buckets` in device memory, by its handle (`slime.train.sending.sharing`)."""
+    def share_bucket(self, number: int, version: int, region: str | None) -> dict[str, Any]:
+        """Weights in memory that engines open (`slime.train.sending.sharing`)."""
         if number == 1:
             self.actor.remember_exported(version)
-        return self.sender.shared.share(self.actor.backend, number)
+        return self.sender.shared.share(self.actor.backend, number, region)
 
     def stop_sharing(self) -> None:
-        """The engines have all buckets; a trainer that is about to sleep frees their memory then."""
+        """The engines have all buckets."""
         self.sender.shared.stop()
-        if self.sleeper is None:
-            self.sender.shared.free()
 
     def leave_engines(self) -> None:
         self.sender.leave()

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 from slime.cluster.ports import free_port, own_address
@@ -19,9 +18,8 @@ from slime.engine.http.client import EngineClient, EngineFailed
 from slime.errors import RunFailed
 from slime.waits import named
 from slime.weights.kind import EngineKind
-from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource, all_of
+from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource, all_of, tensor_bytes
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
 _JOIN_TIMEOUT_S = 120.0
 
 logger = logging.getLogger(__name__)
@@ -61,7 +59,7 @@ class BroadcastPublisher(WeightPublisher):
             self._buckets = self._plan_buckets()
             self._run_async(named(self._compare_shapes(), f"shape check of weight update {version}"))
             self._group = self._run_async(named(self._connect(), "weight update group"))
-        return Staged(sum(_nbytes(tensor) for bucket in self._buckets for tensor in bucket))
+        return Staged(sum(tensor_bytes(tensor) for bucket in self._buckets for tensor in bucket))
 
     def _plan_buckets(self) -> Buckets:
         """What is going to be sent."""
@@ -165,10 +163,6 @@ class BroadcastPublisher(WeightPublisher):
     def close(self) -> None:
         """Leave the group. The trainer's side ends with its process."""
         self._run_async(named(self._disband(), "end of the weight update group"))
-
-
-def _nbytes(tensor: dict[str, Any]) -> int:
-    return prod(tensor["shape"]) * _ITEM_BYTES[tensor["dtype"]]
 
 
 def _raise_first(results: Sequence[object]) -> None:

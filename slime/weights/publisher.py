@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +23,7 @@ from slime.waits import named
 
 T = TypeVar("T")
 
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
 _CONTINUE_S = 10.0
 """How long an engine of a failed update may take to go on: one that hangs is the reason why it failed."""
 
@@ -55,12 +57,14 @@ class WeightSource(Protocol):
         """Leave that group."""
         ...
 
-    def share_bucket(self, number: int, version: int) -> dict[str, Any]:
-        """Put a bucket of `weight_buckets` into device memory: its `handle`, or why there is none (`refused`)."""
+    def share_bucket(self, number: int, version: int, region: str | None = None) -> dict[str, Any]:
+        """Put tensors into memory that engines of this machine open: of the device, or a region of the host at that
+        path. Where it is (`memory`), or why it cannot be (`refused`). The first answer of an update also says
+        `buckets`: name, dtype and shape of each tensor in each of them, one bucket if the memory has room for all."""
         ...
 
     def stop_sharing(self) -> None:
-        """Free that memory."""
+        """All engines have them: memory of the device is free again."""
         ...
 
     def export_adapter(self, out_dir: Path, version: int) -> Sequence[Path]:
@@ -331,9 +335,7 @@ class WeightPublisher(ABC):
         await all_of(updated, lambda client: client.continue_())
         paused_seconds = time.perf_counter() - started
         found = await all_of(updated, lambda client: client.get_weight_version())
-        for client, engine_version in zip(updated, found, strict=True):
-            if engine_version != str(version):
-                raise WeightVersionMismatch(client.base_url, version, engine_version)
+        require_version(updated, version, found)
         return Swapped(paused_seconds, refused)
 
     async def _continue_whatever(self, clients: Sequence[EngineClient]) -> None:
@@ -349,6 +351,18 @@ def written_or_failed(stage: Callable[[int], Staged], version: int) -> Staged:
         raise WeightsNotWritten(
             f"cannot write version {version} of the weights: {cause}; the engines keep the version they have"
         ) from cause
+
+
+def tensor_bytes(tensor: dict[str, Any]) -> int:
+    """The size of a tensor that is described by `dtype` and `shape`."""
+    return prod(tensor["shape"]) * _ITEM_BYTES[tensor["dtype"]]
+
+
+def require_version(clients: Sequence[EngineClient], version: int, found: Sequence[str]) -> None:
+    """Refuse an update after which an engine names another version."""
+    for client, engine_version in zip(clients, found, strict=True):
+        if engine_version != str(version):
+            raise WeightVersionMismatch(client.base_url, version, engine_version)
 
 
 def _urls(clients: Sequence[EngineClient]) -> str:

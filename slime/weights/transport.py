@@ -22,10 +22,10 @@ from slime.weights.adapter import AdapterBroadcastPublisher, AdapterDiskPublishe
 from slime.weights.broadcast import BroadcastPublisher, Meet
 from slime.weights.check import ChecksumCheck, ReloadCheck
 from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
-from slime.weights.device import DeviceHandlePublisher
 from slime.weights.disk import DiskPublisher, VersionFolders
 from slime.weights.kind import EngineKind
 from slime.weights.publisher import Delivery, RunAsync, Settings, WeightPublisher, WeightSource
+from slime.weights.shared import SharedMemoryPublisher
 from slime.weights.tensor import FolderInMemoryPublisher, TensorPublisher
 
 POST_WRITE = "--custom-update-weight-post-write-path"
@@ -71,7 +71,7 @@ def choose_transport(
         return "nccl", f"engines run on other machines ({', '.join(away)})"
     how = "files in shared memory" if engine_kind == "embedded" else "a model folder in shared memory"
     if device == "cuda" and engine_kind == "embedded" and not sends_adapter(config):
-        how = "device memory on a GPU that they share, else files in shared memory"
+        how = "memory of the GPU where they can open it, else a pinned region of the host, else files in shared memory"
     what = f"{'the adapter' if sends_adapter(config) else 'weights'} on {device}"
     verb = "passes" if sends_adapter(config) else "pass"
     return "tensor", f"trainer and engines are on one machine, {what} {verb} through {how}"
@@ -223,7 +223,14 @@ def _in_memory(
 
         if device != "cuda":
             return through_files()
-        return DeviceHandlePublisher(source, clients, run_async, through_files=through_files, settings=settings)
+        return SharedMemoryPublisher(
+            source,
+            clients,
+            run_async,
+            through_files=through_files,
+            largest_bytes=largest_export_bytes(hf_checkpoint),
+            settings=settings,
+        )
     return FolderInMemoryPublisher(
         source, clients, run_async, root=root, hf_checkpoint=hf_checkpoint, settings=settings
     )

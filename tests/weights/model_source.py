@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from slime.models.delta.tensors import tensor_checksums
 from slime.models.loading import as_in_folder
 from slime.train.backends.fsdp.exporting import HfExport
-from slime.train.backends.hf import Earlier, HfBucket
+from slime.train.backends.hf import Earlier, HfBucket, HfTensor
 from slime.train.progress import Progress
 from slime.train.sending.delta import DeltaExporter, Published
 from slime.train.sending.export import export_weights
@@ -27,15 +27,26 @@ class OneRank:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.progress = Progress()
-        self.topology = SimpleNamespace(world=SimpleNamespace(rank=0, union=set))
+        self.topology = SimpleNamespace(world=SimpleNamespace(rank=0, union=set), device=torch.device("cpu"))
         parameters = dict(model.named_parameters())
         self._export = HfExport(
             parameters, partial(as_in_folder, model), rank=0, world_size=1, value=lambda name: parameters[name].detach()
         )
-        self.hf_plan = self._export.plan
 
-    def hf_buckets(self, dtype: torch.dtype, max_bytes: int, *, earlier: Earlier | None = None) -> Iterator[HfBucket]:
-        return self._export.buckets(dtype, max_bytes)
+    def hf_plan(
+        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
+    ) -> list[tuple[HfTensor, ...]]:
+        return [load.tensors for load in self._export.plan(dtype, max_bytes, owners)]
+
+    def hf_buckets(
+        self,
+        dtype: torch.dtype,
+        max_bytes: int,
+        *,
+        owners: Sequence[int] | None = None,
+        earlier: Earlier | None = None,
+    ) -> Iterator[HfBucket]:
+        return self._export.buckets(dtype, max_bytes, owners)
 
 
 class ModelSource:

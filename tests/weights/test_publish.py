@@ -14,9 +14,9 @@ from slime.engine.http.client import EngineFailed
 from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed, UserError
 from slime.weights import PublishResult, WeightPublisher, WeightVersionMismatch, choose_transport, make_publisher
-from slime.weights.device import DeviceHandlePublisher
 from slime.weights.disk import DiskPublisher, VersionFolders, copy_model_assets
 from slime.weights.publisher import Settings
+from slime.weights.shared import SharedMemoryPublisher
 from slime.weights.tensor import FolderInMemoryPublisher, TensorPublisher
 from slime.weights.transport import largest_export_bytes
 
@@ -100,13 +100,13 @@ def test_an_update_is_for_the_engines_that_are_there_when_it_begins(
     run_async(pool.aclose())
 
 
-def test_an_engine_that_comes_back_to_a_run_with_device_handles_gets_files(
+def test_an_engine_that_comes_back_to_a_run_with_shared_memory_gets_files(
     tmp_path: Path, engines: Any, source: Any, run_async: Any
 ) -> None:
     (tmp_path / "shm").mkdir()
     clients = [engine.client for engine in engines]
     files = TensorPublisher(source, clients, run_async, root=tmp_path / "shm")
-    made = DeviceHandlePublisher(source, clients, run_async, through_files=lambda: files)
+    made = SharedMemoryPublisher(source, clients, run_async, through_files=lambda: files, largest_bytes=1)
     assert made.bring(clients[1:], 4, base=3)
     assert [engine.version for engine in engines] == ["default", "4"]
     assert made.staged_in == files.staged_in

@@ -12,12 +12,18 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from slime.cluster.memory.device_region import aligned
+from slime.cluster.memory.host_region import HostRegion
 from slime.config import Config
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient
 from slime.errors import UserError
+from slime.train.sending.sharing import SharedWeights
 from slime.weights import make_publisher
+from slime.weights.shared import HOST, SharedMemoryPublisher
+from slime.weights.tensor import TensorPublisher
 from tests.tiny_models import make_model_folder
+from tests.weights.model_source import OneRank
 
 PROMPT = [5, 9, 3, 17, 4, 11]
 
@@ -100,56 +106,110 @@ def test_the_engine_scores_with_the_published_weights(
 
 
 class Sharing(Trainer):
-    """Has a handle to give that no process on a CPU can open, or none."""
+    """Shares its tensors as a trainer rank does, in regions of the host; of a device it says `device`."""
 
-    def __init__(self, folder: Path, shared: dict[str, str]) -> None:
+    def __init__(self, folder: Path, device: dict[str, Any], *, has_region: bool = True) -> None:
         super().__init__(folder)
-        self.shared = shared
+        self.backend: Any = OneRank(self.model)
+        self.weights = SharedWeights(dtype=torch.float32, buffer_size=2**14)
+        self.device = device
+        self.has_region = has_region
         self.calls: list[str] = []
 
-    def weight_buckets(self) -> list[list[dict[str, Any]]]:
-        tensors = dict(self.model.named_parameters())
-        return [[{"name": name, "dtype": "float32", "shape": list(one.shape)}] for name, one in tensors.items()]
-
-    def share_bucket(self, number: int, version: int) -> dict[str, str]:
-        self.calls.append(f"share {number}")
-        return self.shared
+    def share_bucket(self, number: int, version: int, region: str | None) -> dict[str, Any]:
+        self.calls.append(f"{'device' if region is None else 'region'} {number}")
+        if region is None:
+            return self.device
+        return self.weights.share(self.backend, number, region) if self.has_region else {"refused": "no space left"}
 
     def stop_sharing(self) -> None:
         self.calls.append("stop")
+        self.weights.stop()
+
+
+UNOPENABLE = {
+    "memory": {"handle": base64.b64encode(bytes(64)).decode(), "offset": 0, "device": "GPU-0"},
+    "buckets": [[{"name": "model.norm.weight", "dtype": "float32", "shape": [64]}]],
+}
 
 
 @pytest.mark.parametrize(
-    ("shared", "reason"),
+    ("device", "reason", "has_region"),
     [
-        ({"handle": base64.b64encode(bytes(64)).decode()}, "this engine computes on cpu"),
-        ({"refused": "cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED"}, "no handle to give: cuIpcGetMemHandle"),
+        (UNOPENABLE, "this engine computes on cpu", True),
+        ({"refused": "cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED"}, "none to give: cuIpcGetMemHandle", False),
     ],
 )
-def test_weights_go_through_files_where_handles_cannot_be_opened(
+def test_what_engines_cannot_open_goes_the_next_way(
     tmp_path: Path,
     folder: Path,
     fleet: EngineFleet,
     run_async: Any,
-    shared: dict[str, str],
+    device: dict[str, Any],
     reason: str,
+    has_region: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    trainer, client = Sharing(folder, shared), EngineClient(fleet.urls[0])
+    trainer, client = Sharing(folder, device, has_region=has_region), EngineClient(fleet.urls[0])
     config = Config(hf_checkpoint=str(folder), update_weight_transport="tensor", update_weight_pause_mode="abort")
     publisher = make_publisher(
         config, device="cuda", run_dir=tmp_path, source=trainer, clients=[client], run_async=run_async
     )
     for version in (1, 2):
         trainer.step(version)
-        publisher.publish(version)
+        result = publisher.publish(version)
         scored, engine_version = engine_log_probs(client, run_async, PROMPT)
         assert engine_version == str(version)
         assert scored == pytest.approx(trainer.log_probs(PROMPT), abs=1e-4)
-    assert trainer.calls == ["share 1", "stop"], "what was refused once is not tried again"
-    assert [reason in record.getMessage() for record in caplog.records if "by device handle" in record.message] == [
-        True
-    ]
+        assert 0 < result.paused_seconds < result.seconds
+    told = [record.getMessage() for record in caplog.records if "instead of" in record.message]
+    assert reason in told[0]
+    tried = ["device 1", "stop"] if "memory" in device else ["device 1"]
+    if has_region:
+        assert trainer.calls == [*tried, "region 1", "stop", "region 1", "stop"], "a refusal is not tried again"
+    else:
+        assert trainer.calls == [*tried, "region 1"]
+        assert "through files in shared memory instead of a pinned region" in told[1]
+    publisher.close()
+    run_async(client.aclose())
+
+
+class InParts(Trainer):
+    """Has room for every third tensor at a time."""
+
+    def share_bucket(self, number: int, version: int, region: str | None) -> dict[str, Any]:
+        assert region is not None
+        tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        parts = [list(tensors)[first::3] for first in range(3)]
+        if number == 1:
+            sizes = [sum(aligned(tensors[name].nbytes) for name in part) for part in parts]
+            self.region = HostRegion.create(Path(region), max(sizes))
+        begin = 0
+        for name in parts[number - 1]:
+            self.region.data[begin:][: tensors[name].nbytes].copy_(tensors[name].view(-1).view(torch.uint8))
+            begin += aligned(tensors[name].nbytes)
+        told = [
+            [{"name": name, "dtype": "float32", "shape": list(tensors[name].shape)} for name in one] for one in parts
+        ]
+        return {"memory": {"region": region}, "buckets": told}
+
+    def stop_sharing(self) -> None:
+        pass
+
+
+def test_weights_that_do_not_fit_at_once_come_in_buckets(
+    tmp_path: Path, folder: Path, fleet: EngineFleet, run_async: Any
+) -> None:
+    trainer, client = InParts(folder), EngineClient(fleet.urls[0])
+    files = TensorPublisher(trainer, [client], run_async, root=tmp_path)
+    publisher = SharedMemoryPublisher(
+        trainer, [client], run_async, through_files=lambda: files, largest_bytes=1, ways=[HOST]
+    )
+    trainer.step(1)
+    publisher.publish(1)
+    scored, engine_version = engine_log_probs(client, run_async, PROMPT)
+    assert engine_version == "1"
+    assert scored == pytest.approx(trainer.log_probs(PROMPT), abs=1e-4)
     publisher.close()
     run_async(client.aclose())
 

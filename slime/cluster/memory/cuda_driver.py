@@ -91,28 +91,24 @@ class CudaDriver:
 
     # memory that another process opens
 
-    def allocate(self, size: int) -> int:
-        """Plain memory that can be shared; its address."""
-        address = c_uint64()
-        self._call("cuMemAlloc_v2", byref(address), c_size_t(size))
-        return address.value
-
-    def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", c_uint64(address))
-
-    def share(self, address: int) -> bytes:
-        """What another process opens the allocation at `address` with."""
-        handle = _IpcHandle()
+    def share(self, address: int) -> tuple[bytes, int]:
+        """What another process opens the allocation around `address` with, and how far into it that is."""
+        handle, base, size = _IpcHandle(), c_uint64(), c_size_t()
         self._call("cuIpcGetMemHandle", byref(handle), c_uint64(address))
-        return bytes(handle)
+        self._call("cuMemGetAddressRange_v2", byref(base), byref(size), c_uint64(address))
+        return bytes(handle), address - base.value
 
     def open(self, handle: bytes) -> tuple[int, int]:
-        """Another process's allocation: its address here, and its size."""
+        """Another process's allocation, of this device or of one that this one reaches: its address here, its size."""
         address, base, size = c_uint64(), c_uint64(), c_size_t()
         given = _IpcHandle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", byref(address), given, c_uint(_LAZY_PEERS))
         self._call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
         return address.value, base.value + size.value - address.value
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Begin to copy between addresses, of this device or of one whose memory is open here."""
+        self._call("cuMemcpyDtoDAsync_v2", c_uint64(target), c_uint64(source), c_size_t(size), c_void_p(stream))
 
     def close(self, address: int) -> None:
         """Let go of what `open` gave."""

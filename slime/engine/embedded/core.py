@@ -34,8 +34,8 @@ from slime.engine.embedded.sequence import Sequence
 from slime.engine.embedded.steps import Counters, Steps
 from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.adapter import ArrivingAdapter, MergedAdapter, adapter_in
-from slime.engine.embedded.weights.device import load_from_handle
 from slime.engine.embedded.weights.groups import Announced, WeightGroups
+from slime.engine.embedded.weights.shared import DeviceMemory, HostMemory, OpenBucket, SharedMemory
 from slime.engine.embedded.weights.views import FolderViews
 from slime.errors import UserError
 from slime.models.adapter import Adapter, AdapterFacts
@@ -68,6 +68,7 @@ class EngineCore:
         self.paused = False
         self.stale: str | None = None
         self.groups = WeightGroups()
+        self._shared = SharedMemory()
         self._unfinished: str | None = None
         self._released: set[str] = set()
         self._discarded = False  # the weights that are released have no copy
@@ -434,14 +435,23 @@ class EngineCore:
 
         return self.update_weights(load, version, flush=flush, bucket=bucket.left_of(version))
 
-    def update_from_handle(self, handle: bytes, bucket: Announced, version: str | None, *, flush: bool) -> int:
-        """One bucket in a trainer's device memory; the version is taken with the last."""
-        return self.update_weights(
-            lambda: load_from_handle(self.views, handle, bucket, self.runner.device),
-            version,
-            flush=flush,
-            bucket=bucket.left_of(version),
-        )
+    def open_shared(self, memory: DeviceMemory | HostMemory, bucket: Announced) -> OpenBucket:
+        """A bucket in a trainer's memory, ready to be copied; for any thread: nothing of the model changes."""
+        return self._shared.open(memory, bucket, self.views, self.runner.device)
+
+    def update_from_shared(
+        self, opened: OpenBucket, version: str | None, *, flush: bool, pause_mode: str | None
+    ) -> int:
+        """Copy such a bucket; the version is taken with the last. With a pause mode it is all of `pause`, update and
+        `resume`."""
+        if pause_mode is not None:
+            self.pause(pause_mode)
+        try:
+            left = opened.bucket.left_of(version)
+            return self.update_weights(lambda: opened.load(self.views), version, flush=flush, bucket=left)
+        finally:
+            if pause_mode is not None:
+                self.resume()
 
     def _adapter_from_group(self, bucket: Announced, facts: AdapterFacts, version: str | None, *, flush: bool) -> int:
         """One bucket of an adapter's broadcast; the weights change with the last, if at all."""

@@ -294,17 +294,20 @@ class EngineClient:
 
     async def update_weights_from_handle(
         self,
-        handle: str,
+        memory: dict[str, Any],
         tensors: Sequence[dict[str, Any]],
         version: int | str,
         *,
         bucket: tuple[int, int],
+        pause_mode: PauseMode | None = None,
         flush_cache: bool = False,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """Copy tensors (name, dtype, shape) out of a trainer's memory on the same GPU (embedded engine)."""
+        """Copy tensors (name, dtype, shape) out of a trainer's memory on the same machine (embedded engine): `memory`
+        is its `handle`, `offset` and `device`, or a `region`. With a pause mode the engine pauses by itself, for the
+        copy alone."""
         body: dict[str, Any] = {
-            "handle": handle,
+            **memory,
             "names": [tensor["name"] for tensor in tensors],
             "dtypes": [tensor["dtype"] for tensor in tensors],
             "shapes": [tensor["shape"] for tensor in tensors],
@@ -312,6 +315,8 @@ class EngineClient:
             "flush_cache": flush_cache,
             "weight_version": str(version),
         }
+        if pause_mode is not None:
+            body["pause_mode"] = pause_mode
         return await self._control_json("POST", "/update_weights_from_handle", body, timeout_s)
 
     async def destroy_weights_update_group(self, group_name: str, *, timeout_s: float | None = None) -> None:

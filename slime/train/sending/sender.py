@@ -20,7 +20,7 @@ from slime.train.backends.hf import cut_buckets
 from slime.train.backends.protocol import TrainBackend
 from slime.train.sending.adapter import adapter_layout, send_adapter, trained_adapter
 from slime.train.sending.export import export_weights
-from slime.train.sending.sharing import SOURCE, SharedBuckets
+from slime.train.sending.sharing import SOURCE, SharedWeights, described
 
 if TYPE_CHECKING:
     from slime.train.sending.delta import Published
@@ -35,7 +35,7 @@ class WeightSender:
         self._encoding = config.update_weight_delta_encoding
         self._checksum = config.update_weight_delta_checksum
         self._group: dist.ProcessGroup | None = None
-        self.shared = SharedBuckets(dtype=dtype, buffer_size=config.update_weight_buffer_size)
+        self.shared = SharedWeights(dtype=dtype, buffer_size=config.update_weight_buffer_size)
         self.published: Published | None = None
         if config.update_weight_mode == "delta":
             from slime.train.sending.delta import Published  # zstandard and xxhash, which other runs do without
@@ -77,13 +77,7 @@ class WeightSender:
 
     def buckets(self, backend: TrainBackend) -> list[list[dict[str, Any]]]:
         """What `broadcast` is going to send."""
-        return [
-            [
-                {"name": one.name, "dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape)}
-                for one in bucket
-            ]
-            for bucket in backend.hf_plan(self._dtype, self._buffer_size, owners=SOURCE)
-        ]
+        return [described(bucket) for bucket in backend.hf_plan(self._dtype, self._buffer_size, owners=SOURCE)]
 
     def join(self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float) -> None:
         """Wait for all engines in a process group of its own, as rank 0."""

@@ -14,6 +14,7 @@ from slime.cluster.memory.cuda_driver import IPC_HANDLE_BYTES
 from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.refusals import BadRequest, shown
 from slime.engine.embedded.weights.groups import DTYPES, Announced, Rendezvous
+from slime.engine.embedded.weights.shared import DeviceMemory, HostMemory
 from slime.models.adapter import AdapterFacts, BadAdapter
 
 _GROUP = "weight_update_group"
@@ -42,8 +43,10 @@ def rendezvous(fields: Fields) -> Rendezvous:
     )
 
 
-def device_handle(fields: Fields) -> bytes:
-    """Device memory of another process, as CUDA names it: so many bytes in base64."""
+def shared_memory(fields: Fields) -> DeviceMemory | HostMemory:
+    """A `region` of the host by its path, or device memory: CUDA's `handle` in base64, and an `offset` into it."""
+    if "region" in fields:
+        return HostMemory(fields.string("region"))
     given = fields.string("handle")
     try:
         handle = base64.b64decode(given, validate=True)
@@ -51,7 +54,7 @@ def device_handle(fields: Fields) -> bytes:
         raise BadRequest(f"handle must be base64, not {shown(given)}", "handle") from cause
     if len(handle) != IPC_HANDLE_BYTES:
         raise BadRequest(f"handle must have {IPC_HANDLE_BYTES} bytes, not {len(handle)}", "handle")
-    return handle
+    return DeviceMemory(handle, fields.integer("offset", 0, low=0, high=1 << 50), fields.optional_string("device"))
 
 
 def announced(fields: Fields) -> Announced:

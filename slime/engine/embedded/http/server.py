@@ -9,14 +9,14 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
 import slime
 from slime.engine.embedded.core import PAUSE_MODES
-from slime.engine.embedded.http.bodies import announced, device_handle, group_name, memory_tags, rendezvous
+from slime.engine.embedded.http.bodies import announced, group_name, memory_tags, rendezvous, shared_memory
 from slime.engine.embedded.http.bridge import EngineBridge, Finished, in_daemon_thread
 from slime.engine.embedded.http.openai import OpenAIRoutes
 from slime.engine.embedded.http.pieces import TokenJson, answer, whole
@@ -278,11 +278,19 @@ class EngineServer:
         return await self._updated(lambda: self.core.update_from_group(bucket, version, flush=flush))
 
     async def update_weights_from_handle(self, request: web.Request) -> web.Response:
-        """A bucket in device memory of a process on the same GPU (`slime.engine.embedded.weights.device`)."""
+        """A bucket in the memory of a process of this machine (`slime.engine.embedded.weights.shared`). It is opened
+        before the engine's thread hears of it, which is disturbed for the copy alone."""
         body = await json_body(request)
-        handle, bucket = device_handle(body), announced(body)
+        memory, bucket = shared_memory(body), announced(body)
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
-        return await self._updated(lambda: self.core.update_from_handle(handle, bucket, version, flush=flush))
+        mode = body.one_of("pause_mode", PAUSE_MODES, "abort") if "pause_mode" in body else None
+        opened = await asyncio.to_thread(self.core.open_shared, memory, bucket)
+        try:
+            return await self._updated(
+                lambda: self.core.update_from_shared(opened, version, flush=flush, pause_mode=mode), opened.seconds
+            )
+        finally:
+            await asyncio.to_thread(opened.close)
 
     async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
         name = group_name(await json_body(request))
@@ -295,21 +303,25 @@ class EngineServer:
         name, folder = body.string("lora_name"), body.string("lora_path")
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
         return await self._updated(
-            lambda: self.core.load_adapter(name, folder, version, flush=flush), loaded_adapters={name: folder}
+            lambda: self.core.load_adapter(name, folder, version, flush=flush), {"loaded_adapters": {name: folder}}
         )
 
     async def unload_lora_adapter(self, request: web.Request) -> web.Response:
         body = await json_body(request)
         name = body.string("lora_name")
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
-        return await self._updated(lambda: self.core.unload_adapter(name, version, flush=flush), loaded_adapters={})
+        return await self._updated(
+            lambda: self.core.unload_adapter(name, version, flush=flush), {"loaded_adapters": {}}
+        )
 
     async def weights_checker(self, request: web.Request) -> web.Response:
         action = (await json_body(request)).one_of("action", ("checksum", "shapes"), "checksum")
         found = await self._engine.call(lambda: self.core.check_weights(action))
         return json_answer({"success": True, "message": "", **found})
 
-    async def _updated(self, update: Callable[[], int], **more: Any) -> web.Response:
+    async def _updated(self, update: Callable[[], int], more: Mapping[str, Any] | None = None) -> web.Response:
+        """Update in the engine's thread; `more` is what else is to be said then."""
+
         def timed() -> tuple[int, float]:
             started = time.perf_counter()
             return update(), time.perf_counter() - started
@@ -321,7 +333,7 @@ class EngineServer:
                 "message": f"{copied} bytes",
                 "weight_version": self.core.weight_version,
                 "seconds": seconds,
-                **more,
+                **(more or {}),
             }
         )
 

@@ -317,4 +317,4 @@ class FSDPBackend:
         """This rank's rows of a parameter as they leave; a buffer as it is."""
         if self._adapted is not None and name in self._parameters:
             return self._adapted.rows(name)
-        return part_on_device(self._leaves[name].detach())
+        return part_on_device(self._leaves[name]).detach()

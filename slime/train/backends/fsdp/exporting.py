@@ -51,6 +51,7 @@ class HfExport:
         self._world_size = world_size
         self._value = value
         self._pieces: dict[torch.dtype, list[Piece]] = {}
+        self._cuts: dict[str, Cut] = {}
 
     def plan(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> list[Load]:
         """Who gets what, in the order of `buckets`. Owners take turns: one puts its bucket away while those of the
@@ -103,7 +104,7 @@ class HfExport:
         tensor, dtype, is_owner = self._tensors[name], piece.makes[0].dtype, owner == self._rank
         if not isinstance(tensor, DTensor):  # all ranks have it
             return (self._value(name)[slice(*piece.rows) if piece.rows else ...].to(dtype) if is_owner else None), []
-        cut = Cut.of(tensor)
+        cut = self._cuts.get(name) or self._cuts.setdefault(name, Cut.of(tensor))
         if owner not in cut.ranks:  # another copy of the model sends it
             return None, []
         begin, end = piece.rows or (0, cut.count)
@@ -127,12 +128,19 @@ class HfExport:
         return whole, transfers
 
     def _converted(self, load: Load, gathered: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """As in a model folder: whole parameters all at once, rows of stacks each for themselves."""
+        """As in a model folder: whole parameters all at once, rows of stacks each for themselves; those that are the
+        same there are not looked at."""
         parts = list(zip(load.pieces, gathered, strict=True))
-        plain = {name: tensor for piece, members in parts if piece.rows is None for name, tensor in members.items()}
+        plain: dict[str, Tensor] = {}
+        for piece, members in parts:
+            if piece.rows is None and not piece.is_same:
+                plain |= members
         converted = self._convert(plain) if plain else {}
         found: dict[str, Tensor] = {}
         for piece, members in parts:
+            if piece.is_same:
+                found |= members
+                continue
             own = converted if piece.rows is None else self._convert(members)
             found |= {made.name: own[made.made_as] for made in piece.makes}
         return found

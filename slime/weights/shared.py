@@ -1,0 +1,162 @@
+"""Weights through memory that trainer and engines of one machine share: the GPU's own where they are on one, or where
+one GPU reaches the other's; else a pinned region of the host.
+
+The invariant: engines are told where the memory is by CUDA's handle or a path, in JSON, and nothing is unpickled. What
+fits is exported before any engine hears of it, and each engine stands still for its own copy alone; what does not is
+sent in buckets while all are paused. Where memory of a kind cannot be had or opened (in other containers, say), nothing
+has changed yet: this update and all later ones go the next way, through files at last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.cluster.memory.staging import SHARED_MEMORY, StagingFolder, choose_root
+from slime.engine.http.client import EngineClient, EngineRejected
+from slime.weights.publisher import (
+    PublishResult,
+    RunAsync,
+    Settings,
+    Staged,
+    Swapped,
+    WeightPublisher,
+    WeightSource,
+    all_of,
+    require_version,
+    tensor_bytes,
+)
+
+DEVICE, HOST = "device memory", "a pinned region"
+
+logger = logging.getLogger(__name__)
+
+
+class NotShared(Exception):
+    """The first bucket could not be shared; the engines are as they were."""
+
+
+class SharedMemoryPublisher(WeightPublisher):
+    """`ways` are tried in their order; `through_files` makes what takes over where none works. A region is at most
+    `largest_bytes`."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        clients: Sequence[EngineClient],
+        run_async: RunAsync,
+        *,
+        through_files: Callable[[], WeightPublisher],
+        largest_bytes: int,
+        ways: Sequence[str] = (DEVICE, HOST),
+        settings: Settings | None = None,
+    ) -> None:
+        super().__init__(source, clients, run_async, settings=settings)
+        self._through_files = through_files
+        self._largest_bytes = largest_bytes
+        self._ways = list(ways)
+        self._files: WeightPublisher | None = None
+        self._staging: StagingFolder | None = None
+        self._buckets: Sequence[Sequence[dict[str, Any]]] = ()
+        self._first: dict[str, Any] = {}
+
+    def publish(self, version: int) -> PublishResult:
+        while self._ways:
+            try:
+                return super().publish(version)
+            except NotShared as reason:
+                way, *self._ways = self._ways
+                instead = self._ways[0] if self._ways else "files in shared memory"
+                logger.warning("weights go through %s instead of %s: %s", instead, way, reason)
+        return self._by_files().publish(version)
+
+    @property
+    def staged_in(self) -> Path | None:
+        return self._by_files().staged_in
+
+    def bring(self, clients: Sequence[EngineClient], version: int, *, base: int | None = None) -> bool:
+        """Through files: the trainers are asleep perhaps, and are woken once for it."""
+        return self._by_files().bring(clients, version, base=base)
+
+    def engines_changed(self) -> None:
+        if self._files is not None:
+            self._files.engines_changed()
+
+    def close(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+        if self._files is not None:
+            self._files.close()
+
+    def _by_files(self) -> WeightPublisher:
+        if self._files is None:
+            self._files = self._through_files()
+        return self._files
+
+    def _region(self) -> str | None:
+        """Where the trainers' region of the host is, if that is the way."""
+        if self._ways[0] != HOST:
+            return None
+        if self._staging is None:
+            root, why = choose_root(self._largest_bytes)
+            if root != SHARED_MEMORY:
+                raise NotShared(why)
+            self._staging = StagingFolder(root, "weights")
+        return str(self._staging.path / "region")
+
+    def _stage(self, version: int) -> Staged:
+        self._first = self._share(1, version)
+        self._buckets = self._first["buckets"]
+        return Staged(sum(tensor_bytes(one) for each in self._buckets for one in each))
+
+    def _share(self, number: int, version: int) -> dict[str, Any]:
+        shared = self._source.share_bucket(number, version, self._region())
+        if "refused" in shared:
+            raise NotShared(f"the trainer has none to give: {shared['refused']}")
+        return shared
+
+    async def _swapped(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Swapped:
+        if len(self._buckets) > 1:
+            return await super()._swapped(clients, staged, version)
+        answers = await self._send(clients, 1, self._first, version)
+        require_version(clients, version, [str(answer["weight_version"]) for answer in answers])
+        return Swapped(max((answer["seconds"] for answer in answers), default=0.0))
+
+    async def _transfer(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Sequence[EngineClient]:
+        await self._send(clients, 1, self._first, version)
+        for number in range(2, len(self._buckets) + 1):
+            shared = await asyncio.to_thread(self._share, number, version)
+            await self._send(clients, number, shared, version)
+        return ()
+
+    async def _send(
+        self, clients: Sequence[EngineClient], number: int, shared: dict[str, Any], version: int
+    ) -> list[dict[str, Any]]:
+        """Have all engines copy a bucket. Where it is the only one they pause by themselves."""
+        count, settings = len(self._buckets), self._settings
+        try:
+            return await all_of(
+                clients,
+                lambda client: client.update_weights_from_handle(
+                    shared["memory"],
+                    self._buckets[number - 1],
+                    version,
+                    bucket=(number, count),
+                    pause_mode=settings.pause_mode if count == 1 else None,
+                    flush_cache=settings.flush_cache and number == count,
+                    timeout_s=settings.timeout_s,
+                ),
+            )
+        except EngineRejected as refused:
+            if number > 1:
+                raise
+            raise NotShared(str(refused)) from refused
+
+    async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
+        raise NotImplementedError("buckets go to all engines together")
+
+    def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
+        self._source.stop_sharing()

@@ -1,0 +1,101 @@
+"""Memory that a trainer shares and an engine opens: what is copied, what is refused, and what is opened anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime.cluster.memory.host_region import HostRegion
+from slime.engine.embedded.refusals import BadRequest
+from slime.engine.embedded.weights.groups import Announced
+from slime.engine.embedded.weights.shared import HostMemory, SharedMemory
+from slime.engine.embedded.weights.views import FolderViews
+from slime.train.sending.sharing import SharedWeights
+from tests.tiny_models import make_model_folder
+from tests.weights.model_source import OneRank
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def model_of(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def announced(answer: dict[str, Any]) -> Announced:
+    (bucket,) = answer["buckets"]
+    dtypes = [getattr(torch, one["dtype"]) for one in bucket]
+    shapes = [tuple(one["shape"]) for one in bucket]
+    return Announced("", [one["name"] for one in bucket], dtypes, shapes, 1, 1)
+
+
+def shared(model: Any, path: Path) -> tuple[SharedWeights, dict[str, Any]]:
+    """What a trainer rank says that shares its weights in bfloat16, gathered in several parts."""
+    weights = SharedWeights(dtype=torch.bfloat16, buffer_size=2**16)
+    backend: Any = OneRank(model)
+    assert len(backend.hf_plan(torch.bfloat16, 2**16)) > 1
+    return weights, weights.share(backend, 1, str(path))
+
+
+def test_all_tensors_are_one_bucket_and_arrive_in_the_models_dtype(tmp_path: Path, folder: Path) -> None:
+    trained, served, engine = model_of(folder), model_of(folder), SharedMemory()
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.37)
+    _, answer = shared(trained, tmp_path / "region")
+    views = FolderViews(served)
+    opened = engine.open(HostMemory(answer["memory"]["region"]), announced(answer), views, CPU)
+    assert opened.load(views) == sum(parameter.numel() * 2 for parameter in trained.parameters())
+    for name, parameter in served.named_parameters():
+        assert torch.equal(parameter, trained.state_dict()[name].to(torch.bfloat16).float()), name
+    assert set(opened.seconds) == {"open_seconds", "copy_seconds"}
+
+
+def test_a_bucket_that_was_closed_changes_nothing(tmp_path: Path, folder: Path) -> None:
+    served, engine = model_of(folder), SharedMemory()
+    before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
+    _, answer = shared(model_of(folder), tmp_path / "region")
+    views = FolderViews(served)
+    opened = engine.open(HostMemory(answer["memory"]["region"]), announced(answer), views, CPU)
+    opened.close()
+    with pytest.raises(BadRequest, match="did not wait"):
+        opened.load(views)
+    assert all(torch.equal(before[name], tensor) for name, tensor in served.state_dict().items())
+
+
+def test_memory_that_is_too_small_is_refused(tmp_path: Path, folder: Path) -> None:
+    served, engine = model_of(folder), SharedMemory()
+    _, answer = shared(served, tmp_path / "region")
+    small = HostRegion.create(tmp_path / "small", 512)
+    with pytest.raises(BadRequest, match="bytes and the shared memory has 512"):
+        engine.open(HostMemory(str(small.path)), announced(answer), FolderViews(served), CPU)
+
+
+def test_a_region_is_kept_and_one_of_another_trainer_is_opened_anew(tmp_path: Path, folder: Path) -> None:
+    """A trainer that was started again makes another file under the same name."""
+    served, engine = model_of(folder), SharedMemory()
+    views, path = FolderViews(served), tmp_path / "region"
+    for factor in (2.0, 3.0):
+        trained = model_of(folder)
+        weights, backend = SharedWeights(dtype=torch.float32, buffer_size=2**16), OneRank(trained)
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.mul_(factor)
+            inode = path.stat().st_ino if path.exists() else None
+            answer = weights.share(backend, 1, str(path))  # type: ignore[arg-type]
+            weights.stop()
+            opened = engine.open(HostMemory(str(path)), announced(answer), views, CPU)
+            opened.load(views)
+            opened.close()
+            for name, tensor in served.state_dict().items():
+                assert torch.equal(tensor, trained.state_dict()[name]), name
+        assert path.stat().st_ino == inode, "the second update of a trainer has the region of its first"
