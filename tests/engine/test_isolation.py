@@ -120,6 +120,32 @@ def test_a_sequence_that_cannot_be_computed_fails_alone(
         assert core.scheduler.cache.pool.free == core.capacity
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_sequence_without_numbers_fails_alone(
+    qwen3_folder: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits that are nan from the third token on; what was drawn before them is still in the answer."""
+    with running_core(qwen3_folder) as core:
+        want = tokens(core, 1, 2)
+        core.flush_cache()
+        bad, real = prompt(9, 14), core.runner._draw
+
+        def spoiled(logits: Any, sequences: list[Sequence], ahead: Any) -> Any:
+            for row, seq in zip(logits, sequences, strict=True):
+                if seq.prompt_ids == bad and len(seq.output_ids) == 2:
+                    row[7] = float("nan")
+            return real(logits, sequences, ahead)
+
+        monkeypatch.setattr(core.runner, "_draw", spoiled)
+        params = {**GREEDY, "temperature": temperature}
+        first, failed, last = generate(core, [*bodies(1), {"input_ids": bad, "sampling_params": params}, *bodies(2)])
+        assert [first.output_ids, last.output_ids] == want
+        assert failed.finish is not None
+        assert failed.finish["status_code"] == 500
+        assert "its logits are not numbers" in failed.finish["message"]
+        assert len(failed.output_ids) == len(failed.logprobs) == 2
+
+
 def test_scores_are_not_doubled_when_a_step_is_done_once_more(
     qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

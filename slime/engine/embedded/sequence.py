@@ -73,7 +73,9 @@ class Sequence:
         return self.finish is None and len(self.output_ids) + self.ahead < self.max_new_tokens
 
     def append(self, token: int, logprob: float, version: str) -> None:
-        """Take a sampled token and decide whether the sequence is finished."""
+        """Take a sampled token and decide whether the sequence is finished; ValueError when there was none to draw."""
+        if logprob != logprob:
+            raise ValueError("its logits are not numbers, so that no token could be drawn: look at the weights")
         if not self.versions or self.versions[-1][0] != version:
             self.versions.append((version, len(self.output_ids)))
         self.output_ids.append(token)
