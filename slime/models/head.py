@@ -7,11 +7,14 @@ where a family does nothing. Code that computes log-probs from hidden states nee
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
 
 from slime.errors import UserError
+
+if TYPE_CHECKING:  # importing transformers takes longer than a start without it
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)

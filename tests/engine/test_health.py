@@ -51,7 +51,7 @@ def test_an_engine_with_all_rows_taken_is_well(qwen3_folder: Path) -> None:
         assert await health(core) == (200, {"status": "ok"})
         assert not any(task.done() for task in working)
         done = await asyncio.gather(*working)
-        assert [len(sequence.output_ids) for [sequence] in done] == [250, 250]
+        assert [len(finished.sequence.output_ids) for [finished] in done] == [250, 250]
         assert core.counters.requests == 2  # nothing was put into the queue for the probe
 
     with running_core(qwen3_folder, "--max-running-requests", "1") as core:

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
-from transformers.utils.logging import disable_progress_bar
 
 from slime.cluster.ports import is_loopback
 from slime.cluster.secrets import ENGINE_KEY_VARIABLE
@@ -24,7 +23,9 @@ from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.http.bridge import EngineBridge, in_daemon_thread
 from slime.engine.embedded.http.requests import ModelFacts
 from slime.engine.embedded.http.server import EngineServer
+from slime.engine.embedded.loaded_model import ids_in
 from slime.engine.embedded.options import EngineOptions, parse_options
+from slime.engine.embedded.tokenizer import ChatTokenizer, plain_tokenizer
 from slime.errors import UserError
 
 log = logging.getLogger("slime.engine.embedded")
@@ -37,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    disable_progress_bar()
     try:
         return asyncio.run(serve(options))
     except UserError as mistake:
@@ -109,6 +109,8 @@ async def serve(options: EngineOptions) -> int:
         engine.facts = loading.result()
         gc.freeze()  # what is loaded stays: looking through it for garbage would hold up requests and steps
         core.start()
+        took = ", ".join(f"{name} {seconds:.1f}" for name, seconds in core.phases.items() if seconds >= 0.05)
+        log.info("loaded in %.1f s (%s)", sum(core.phases.values()), took)
         log.info("ready on %s: %s tokens of KV cache, %s of context", address, core.capacity, core.context_len)
         return 0 if await stop is None else 1
     finally:
@@ -120,24 +122,14 @@ async def serve(options: EngineOptions) -> int:
 def load(core: EngineCore) -> ModelFacts:
     """Load tokenizer and model; everything wrong with the folder is a `UserError`."""
     from slime.cluster.devices import resolve_device
-    from slime.data.tokenizer import load_tokenizer
 
     options = core.options
-    tokenizer = load_tokenizer(options.model_path, trust_remote_code=options.trust_remote_code)
+    chat = ChatTokenizer(options.model_path, trust_remote_code=options.trust_remote_code)
+    tokenizer = plain_tokenizer(options.model_path) or chat.get()
     core.load(resolve_device(options.device))
-    stops, has_experts = eos_ids(core, tokenizer), core.runner.experts.topk > 0
-    return ModelFacts(tokenizer, core.vocab_size, core.context_len, stops, has_experts)
-
-
-def eos_ids(core: EngineCore, tokenizer: object) -> frozenset[int]:
-    """What ends a response: the tokenizer's end token and those of the model's configs."""
-    model = core.runner.model
-    found: set[int] = set()
-    for source in (tokenizer, model.config.get_text_config(), model.generation_config):
-        value = getattr(source, "eos_token_id", None)
-        if value is not None:
-            found |= set(value) if isinstance(value, list | tuple) else {int(value)}
-    return frozenset(found)
+    stops = core.model.eos_ids | ids_in(tokenizer.eos_token_id)
+    has_experts = core.runner.experts.topk > 0
+    return ModelFacts(tokenizer, core.vocab_size, core.context_len, stops, has_experts, chat_tokenizer=chat.get)
 
 
 if __name__ == "__main__":

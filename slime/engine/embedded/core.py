@@ -20,28 +20,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from slime.cluster.precision import choose_dtype, slow_dtype_note
-from slime.engine.embedded.bodies import fused_block
-from slime.engine.embedded.cache import KVCache
-from slime.engine.embedded.fused.families import together
-from slime.engine.embedded.memory import EngineMemory
-from slime.engine.embedded.model.check import SLOTS, PlainNumbers, WrongNumbers, exact_until
-from slime.engine.embedded.model.runner import ModelRunner
+from slime.engine.embedded.loaded_engine import LoadedEngine
 from slime.engine.embedded.options import EngineOptions
 from slime.engine.embedded.refusals import BadRequest, Conflict, HalfWritten, shown
-from slime.engine.embedded.scheduler import Scheduler
 from slime.engine.embedded.sequence import Sequence
-from slime.engine.embedded.steps import Counters, Steps
 from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.adapter import ArrivingAdapter, MergedAdapter, adapter_in
 from slime.engine.embedded.weights.groups import Announced, WeightGroups
 from slime.engine.embedded.weights.shared import DeviceMemory, HostMemory, OpenBucket, SharedMemory
-from slime.engine.embedded.weights.views import FolderViews
-from slime.errors import UserError
 from slime.models.adapter import Adapter, AdapterFacts
 from slime.models.delta.folder import BadDelta, DeltaIndex, read_index
-from slime.models.loading import load_causal_lm
-from slime.models.shape import count_parameters
 
 log = logging.getLogger(__name__)
 
@@ -57,14 +45,12 @@ class Work:
 
 
 PAUSE_MODES = ("abort", "in_place", "retract")
-_CPU_KV_BYTES = 2 << 30
 _ANSWERS_FIRST_S = 0.1
 
 
-class EngineCore:
+class EngineCore(LoadedEngine):
     def __init__(self, options: EngineOptions, *, on_death: Callable[[BaseException], object]) -> None:
-        self.options = options
-        self.counters = Counters()
+        super().__init__(options)
         self.paused = False
         self.stale: str | None = None
         self.groups = WeightGroups()
@@ -77,127 +63,14 @@ class EngineCore:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    # loading
-
     def load(self, device: str) -> None:
-        """Load the model and make room for keys and values; slow, called once before `start`."""
-        o = self.options
-        name, reason = choose_dtype(o.dtype, device, count_parameters(o.model_path))
-        log.info("computing in %s on %s: %s", name, device, reason)
-        note = slow_dtype_note("--dtype", o.dtype, device)
-        if note is not None:
-            log.warning(note)
-        self.memory = EngineMemory.on(torch.device(device))
-        model = load_causal_lm(
-            o.model_path,
-            dtype=getattr(torch, name),
-            device="cpu" if self.memory is not None else device,
-            attn_implementation="eager",
-            trust_remote_code=o.trust_remote_code,
-        )
-        facts = model.config.get_text_config().to_dict()
-        self._block = fused_block(facts, model) if device == "cuda" and o.fused_kernels else None
-        if self.memory is not None:
-            self.memory.adopt(model, () if self._block is None else together(self._block))
-            model.to(device)  # what is no parameter
-        self.vocab_size: int = facts["vocab_size"]
-        longest = self._longest(facts)
-        self.context_len = min(longest, o.max_total_tokens or longest)
-        plain = PlainNumbers(
-            lambda ids: model(input_ids=ids, use_cache=False).logits,
-            model_type=facts["model_type"],
-            vocab_size=self.vocab_size,
-            dtype=model.dtype,
-            device=model.device,
-            context_len=self.context_len,
-        )
-        self.scheduler = Scheduler(
-            KVCache(0), max_running=o.max_running_requests, context_len=self.context_len, chunk=o.chunked_prefill_size
-        )
-        self.runner = ModelRunner(model, self.scheduler.table)
-        self.views = FolderViews(model)
+        """Load the model; called once before `start`."""
+        super().load(device)
+        self.views, o = self.model.views, self.options
         self._arriving = ArrivingAdapter(self.views)
         self.adapter = MergedAdapter(self.views, o.model_path, trust_remote_code=o.trust_remote_code)
-        self.capacity = o.max_total_tokens or self._affordable_slots()
-        self.context_len = min(self.context_len, self.capacity)
-        self.scheduler.cache = self._fresh_cache()
-        self.runner.allocate_kv(max(self.capacity, SLOTS), None if self.memory is None else self.memory.zeros)
-        self.steps = Steps(
-            self.scheduler,
-            self.runner,
-            self.counters,
-            version=o.weight_version,
-            fresh_cache=self._fresh_cache,
-        )
-        if self.runner.cuda:
-            self._prepare_cuda()
-        self._check(plain)
-
-    def _check(self, plain: PlainNumbers) -> None:
-        try:
-            plain.compare(self.runner, self.steps.decoder, self.scheduler.table)
-        except WrongNumbers as wrong:
-            if self._block is None:
-                raise
-            log.error("the fused kernels are not used, transformers' own code computes the model: %s", wrong)
-            self._block = None
-            self._prepare_cuda()
-            plain.compare(self.runner, self.steps.decoder, self.scheduler.table)
-
-    def _longest(self, facts: dict[str, Any]) -> int:
-        """The longest sequence that the model and the options allow."""
-        asked, ends = self.options.context_length, exact_until(facts)
-        longest: int = asked or facts["max_position_embeddings"]
-        if ends is None or longest <= ends[0]:
-            return longest
-        limit, what = ends
-        reason = f"this {facts['model_type']} model {what} in sequences above {limit} tokens"
-        if asked is not None:
-            raise UserError(f"{reason}: set --context-length to {limit} at most, or serve it with SGLang")
-        log.warning("%s: the context ends there", reason)
-        return limit
-
-    def _fresh_cache(self) -> KVCache:
-        shares = self.options.share_prefixes and not self.runner.states  # a state cannot be cut at a prefix
-        return KVCache(self.capacity, share_prefixes=shares)
-
-    def _affordable_slots(self) -> int:
-        if self.runner.cuda:
-            budget = int(torch.cuda.mem_get_info()[0] * self.options.mem_fraction)
-        else:
-            budget = int(_available_ram() * self.options.mem_fraction)
-        states = self.runner.states.total_bytes(self.runner.dtype)
-        if states > budget:
-            raise UserError(
-                f"the states of {self.options.max_running_requests} running requests take {states / 2**30:.1f} GiB, "
-                f"and there are {budget / 2**30:.1f}: lower --max-running-requests, or raise --mem-fraction"
-            )
-        budget = budget - states if self.runner.cuda else min(budget - states, _CPU_KV_BYTES)
-        wanted = self.options.max_running_requests * self.context_len
-        return max(1, min(wanted, budget // self.runner.kv_bytes_per_token()))
-
-    def _prepare_cuda(self) -> None:
-        from slime.engine.embedded.bodies import make_body
-        from slime.engine.embedded.model.cuda import CudaDecoder
-
-        o = self.options
-        body = make_body(
-            self.runner,
-            self._block,
-            most=o.max_running_requests,
-            positions=self.context_len,
-            owned=self.memory is not None,
-            compile_layers=o.compile is not False,
-        )
-        decoder = CudaDecoder(self.runner, body, max_running=o.max_running_requests)
-        decoder.capture()
-        self.steps.decoder = decoder
 
     # the outside
-
-    @property
-    def weight_version(self) -> str:
-        return self.steps.version
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -562,11 +435,3 @@ class EngineCore:
             "released": sorted(self._released),
             "totals": vars(c).copy(),
         }
-
-
-def _available_ram() -> int:
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    return _CPU_KV_BYTES

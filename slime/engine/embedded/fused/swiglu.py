@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from slime.engine.embedded.fused.launch import early, gdc_launch_dependents, gdc_wait
-from slime.engine.embedded.model.launching import launch
 
 _BLOCK = 1024
 
@@ -33,5 +32,4 @@ def _swiglu_kernel(X, Y, I: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 def swiglu(gate_up: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> None:
     """`out [T, I]` of `gate_up [T, 2 I]`."""
     tokens, width = out.shape
-    grid = (tokens, triton.cdiv(width, _BLOCK))
-    launch(_swiglu_kernel, grid, gate_up, out, I=width, BLOCK=_BLOCK, num_warps=4, **early(pdl))
+    _swiglu_kernel[(tokens, triton.cdiv(width, _BLOCK))](gate_up, out, I=width, BLOCK=_BLOCK, num_warps=4, **early(pdl))

@@ -58,10 +58,14 @@ class OpenAIRoutes:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = await json_body(request)
-        prompt = chat_text(self._engine.loaded.tokenizer, body)
-        reading = self._reading(body, prompt)
-        ids = self._engine.loaded.encode(prompt + reading.opening, special=False)
+        ids, reading = await asyncio.to_thread(self._chat, body)  # long chats take their time
         return await self._complete(request, body, {"input_ids": ids}, reading)
+
+    def _chat(self, body: Fields) -> tuple[list[int], Reading]:
+        facts = self._engine.loaded
+        prompt = chat_text(facts.tokenizer if facts.chat_tokenizer is None else facts.chat_tokenizer(), body)
+        reading = self._reading(body, prompt)
+        return facts.encode(prompt + reading.opening, special=False), reading
 
     def _reading(self, body: Fields, prompt: str) -> Reading:
         """How the answers to this chat are to be read."""

@@ -41,6 +41,7 @@ class ModelFacts:
     context_len: int
     eos_ids: frozenset[int]
     has_experts: bool = False
+    chat_tokenizer: Callable[[], Any] | None = field(default=None, compare=False)  # may take seconds when first asked
     left_out: LeftOut = field(default_factory=LeftOut, compare=False)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from slime.engine.embedded.model.attention import AttentionContext, Zeros
+
+if TYPE_CHECKING:  # importing transformers takes longer than a start without it
+    from transformers import PreTrainedModel
 
 _names = itertools.count()
 
@@ -32,7 +35,15 @@ class RoutedExperts:
         self.topk = 0
         self._rows: torch.Tensor | None = None  # [slots + 1, layers, topk]
         self._kind = torch.uint8
-        self.multiply, self._write = _experts_code(context.device)
+
+    @property
+    def multiply(self) -> Callable[..., torch.Tensor]:
+        """Tokens with their experts, in groups."""
+        return self._code[0]
+
+    @cached_property
+    def _code(self) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
+        return _experts_code(self._context.device)
 
     def allocate(self, slots: int, zeros: Zeros) -> None:
         if self.topk:
@@ -47,7 +58,7 @@ class RoutedExperts:
             self.topk = max(self.topk, index.shape[1])
             self._kind = torch.uint8 if count <= 1 << 8 else torch.int16
             return
-        self._write(self._rows, self._context.slots, layer, index)
+        self._code[1](self._rows, self._context.slots, layer, index)
 
     def of(self, slots: np.ndarray) -> np.ndarray:
         """The rows of these slots, `[n, layers, topk]`."""

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from slime.engine.embedded.model.attention import (
     PREFILL_SLACK,
@@ -34,6 +33,9 @@ from slime.engine.embedded.scheduler import Extend
 from slime.engine.embedded.sequence import Sequence
 from slime.errors import UserError
 from slime.models.head import OutputHead, output_projection
+
+if TYPE_CHECKING:  # importing transformers takes longer than a start without it
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -86,19 +88,13 @@ class ModelRunner:
     """The model and its KV slots; on the CPU it is the `Decoder` too."""
 
     looks_ahead = False  # the CPU would only wait for itself
+    _forget_weights: Callable[[], None] | None = None
 
     def __init__(self, model: PreTrainedModel, table: np.ndarray) -> None:
-        self.model = model
-        self.device = next(model.parameters()).device
-        self.dtype = next(model.parameters()).dtype
-        self.context = AttentionContext(self.device)
+        self._hold(model, table)
         self.experts = watch_experts(model, self.context)
-        self.states = adopt_states(model, len(table), self.device)
         self.body = model.get_decoder()
         self._head = OutputHead.from_config(model.config)
-        self._table = table
-        self._tokens = torch.zeros(len(table), dtype=torch.int64)  # the last one of each row
-        self._forget_weights: Callable[[], None] | None = None
         if not self.cuda and self.dtype == torch.float32:
             with inputs_of_linears(model) as inputs:
                 self._probe()
@@ -106,6 +102,16 @@ class ModelRunner:
         else:
             self._probe()
         self._projection = output_projection(model)
+
+    def _hold(self, model: Any, table: np.ndarray) -> None:
+        """What every runner has, whoever computes."""
+        self.model = model
+        self.device: torch.device = next(model.parameters()).device
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+        self.context = AttentionContext(self.device)
+        self.states = adopt_states(model, len(table), self.device)
+        self._table = table
+        self._tokens = torch.zeros(len(table), dtype=torch.int64)  # the last one of each row
 
     @property
     def cuda(self) -> bool:

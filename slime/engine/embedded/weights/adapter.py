@@ -18,7 +18,6 @@ from slime.engine.embedded.weights.groups import Announced
 from slime.engine.embedded.weights.views import FolderViews
 from slime.errors import UserError
 from slime.models.adapter import Adapter, AdapterFacts, BadAdapter, merged, module_of, read_adapter
-from slime.models.loading import load_causal_lm
 
 
 class MergedAdapter:
@@ -87,6 +86,8 @@ class MergedAdapter:
 
     def _start_over(self, names: Set[str], dtype: torch.dtype) -> int:
         """Read the folder in `dtype`: all of it into the model, and the weights of `names` to be kept."""
+        from slime.models.loading import load_causal_lm  # transformers
+
         try:
             model = load_causal_lm(
                 self._folder,

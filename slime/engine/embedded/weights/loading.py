@@ -16,13 +16,12 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from torch import nn
 
 from slime.engine.embedded.refusals import BadRequest, Conflict, HalfWritten, shown
 from slime.engine.embedded.weights.views import FolderViews
 from slime.errors import UserError
 from slime.models.delta.folder import BadDelta, DeltaIndex, OtherBase, delta_entries
-from slime.models.loading import load_causal_lm
 
 _DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 
@@ -56,7 +55,7 @@ def load_from_files(views: FolderViews, paths: Sequence[str], *, config_folder: 
         )
 
 
-def fuses_weights(model: PreTrainedModel, folder: str) -> bool:
+def fuses_weights(model: nn.Module, folder: str) -> bool:
     """Whether the model's own names differ from those of the folder it came from."""
     with _readable([str(path) for path in Path(folder).glob("*.safetensors")]) as files:
         return not {name for _, tensors in files for name in tensors.keys()} <= model.state_dict().keys()  # noqa: SIM118
@@ -121,6 +120,8 @@ def load_from_folder(views: FolderViews, folder: str, *, trust_remote_code: bool
     if names <= views.targets(names).keys():
         require_whole(views, names, folder)
         return load_from_files(views, paths, config_folder=folder)
+    from slime.models.loading import load_causal_lm  # transformers
+
     targets, dtype = views.model.state_dict(), next(views.model.parameters()).dtype
     try:
         fresh = load_causal_lm(

@@ -16,10 +16,13 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from torch import nn
+
+if TYPE_CHECKING:  # importing transformers takes longer than a start without it
+    from transformers import PreTrainedModel
 
 
 class NoLayout(ValueError):
@@ -67,7 +70,7 @@ class FolderViews:
         """What an update of `names` leaves as it was, under the folder's names; tied tensors count as one."""
         own = self.model.state_dict()
         seen = {_place(own[name]) for name in names if name in own}
-        optional = [re.compile(pattern) for pattern in self.model._keys_to_ignore_on_load_missing or ()]
+        optional = self._optional()
         left = set()
         for name, tensor in own.items():
             if _place(tensor) not in seen and not any(pattern.search(name) for pattern in optional):
@@ -77,6 +80,10 @@ class FolderViews:
         parts = [name for name, part in layout.items() if part.source in left]
         fused = {layout[name].source for name in parts}
         return sorted(name for name in {*parts, *(left - fused)} if name not in names)
+
+    def _optional(self) -> list[re.Pattern[str]]:
+        """Names that a folder may lack."""
+        return [re.compile(pattern) for pattern in self.model._keys_to_ignore_on_load_missing or ()]
 
     def _known_layout(self) -> Layout | None:
         """None: the folder's tensors are no parts of the model's."""
@@ -90,7 +97,23 @@ class FolderViews:
     def readable(self) -> dict[str, torch.Tensor]:
         """Every tensor under its own name and the folder's, perhaps as a copy."""
         own = self.model.state_dict()
-        return own | revert_weight_conversion(self.model, dict(own))
+        return own | _as_in_folder(self.model, dict(own))
+
+
+class OwnNames(FolderViews):
+    """The same for weights that were read as they are in the folder and never were transformers'."""
+
+    def __init__(self, weights: nn.Module) -> None:
+        self.model = weights
+
+    def _optional(self) -> list[re.Pattern[str]]:
+        return []
+
+    def _known_layout(self) -> Layout | None:
+        return None
+
+    def readable(self) -> dict[str, torch.Tensor]:
+        return self.model.state_dict()
 
 
 def folder_layout(model: PreTrainedModel) -> Layout:
@@ -120,7 +143,7 @@ def folder_views(model: PreTrainedModel, layout: Layout) -> dict[str, torch.Tens
 def _parts(model: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> Layout:
     """The layout of tensors that are converted together."""
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    kept = set(revert_weight_conversion(model, empty)) & set(shapes)
+    kept = set(_as_in_folder(model, empty)) & set(shapes)
     layout = {name: Part(name, shapes[name], _steps(shapes[name]), 0) for name in shapes if name in kept}
     fused = [name for name in shapes if name not in kept]
     counts = [torch.Size(shapes[name]).numel() for name in fused]
@@ -130,10 +153,17 @@ def _parts(model: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> Layout
         name: torch.arange(start, start + count, dtype=kind).view(shapes[name])
         for name, start, count in zip(fused, starts[:-1], counts, strict=True)
     }
-    for name, numbers in (revert_weight_conversion(model, dict(numbered)) if fused else {}).items():
+    for name, numbers in (_as_in_folder(model, dict(numbered)) if fused else {}).items():
         source = fused[bisect.bisect_right(starts, int(numbers[(0,) * numbers.dim()])) - 1]
         layout[name] = _regular(name, numbers, source, numbered[source])
     return layout
+
+
+def _as_in_folder(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return found
 
 
 def _regular(name: str, numbers: torch.Tensor, source: str, whole: torch.Tensor) -> Part:

@@ -1,0 +1,184 @@
+"""A model that is ready to be stepped: loaded, with room for keys and values, and tried.
+
+Invariant: what `load` leaves computes what the model's plain forward does. Fused kernels that do not are given up for
+transformers' own code; a model that neither computes is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from slime.cluster.precision import choose_dtype, slow_dtype_note
+from slime.engine.embedded.bodies import make_body
+from slime.engine.embedded.cache import KVCache
+from slime.engine.embedded.loaded_model import LoadedModel, read_directly, through_transformers
+from slime.engine.embedded.memory import EngineMemory
+from slime.engine.embedded.model.check import SLOTS, PlainNumbers, WrongNumbers, exact_until
+from slime.engine.embedded.options import EngineOptions
+from slime.engine.embedded.scheduler import Scheduler
+from slime.engine.embedded.steps import Counters, Steps
+from slime.errors import UserError
+from slime.models.shape import count_parameters
+
+log = logging.getLogger(__name__)
+
+_CPU_KV_BYTES = 2 << 30
+
+
+class LoadedEngine:
+    """Model, scheduler and steps of one engine; `load` makes all of them."""
+
+    memory: EngineMemory | None
+    vocab_size: int
+    context_len: int
+    capacity: int
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.counters = Counters()
+        self.phases: dict[str, float] = {}  # seconds
+
+    @property
+    def weight_version(self) -> str:
+        return self.steps.version
+
+    def load(self, device: str) -> None:
+        """Load the model and make room for keys and values; slow, called once."""
+        o = self.options
+        name, reason = choose_dtype(o.dtype, device, count_parameters(o.model_path))
+        log.info("computing in %s on %s: %s", name, device, reason)
+        note = slow_dtype_note("--dtype", o.dtype, device)
+        if note is not None:
+            log.warning(note)
+        with self._phase("device"):
+            self.memory = EngineMemory.on(torch.device(device))
+        dtype = getattr(torch, name)
+        try:
+            self._make_ready(self._load_model(device, dtype, fused_kernels=o.fused_kernels))
+        except WrongNumbers as wrong:
+            if self.model.block is None:
+                raise
+            log.error("the fused kernels are not used, transformers' own code computes the model: %s", wrong)
+            if self.memory is not None:
+                self.memory.release_weights(keep=False)
+                self.memory.release_cache()
+                self.memory = EngineMemory.on(torch.device(device))
+            self._make_ready(self._load_model(device, dtype, fused_kernels=False))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - began
+
+    def _load_model(self, device: str, dtype: torch.dtype, *, fused_kernels: bool) -> LoadedModel:
+        folder, trust = self.options.model_path, self.options.trust_remote_code
+        with self._phase("weights"):
+            found = None
+            if self.memory is not None and fused_kernels:
+                found = read_directly(folder, dtype=dtype, memory=self.memory, trust_remote_code=trust)
+            return found or through_transformers(
+                folder,
+                dtype=dtype,
+                device=device,
+                memory=self.memory,
+                trust_remote_code=trust,
+                fused_kernels=fused_kernels,
+            )
+
+    def _make_ready(self, model: LoadedModel) -> None:
+        o, self.model, facts = self.options, model, model.facts
+        self.vocab_size = facts["vocab_size"]
+        longest = self._longest(facts)
+        self.context_len = min(longest, o.max_total_tokens or longest)
+        first = next(model.weights.parameters())
+        with self._phase("plain forward"):
+            plain = PlainNumbers(
+                model.logits,
+                model_type=facts["model_type"],
+                vocab_size=self.vocab_size,
+                dtype=first.dtype,
+                device=first.device,
+                context_len=self.context_len,
+            )
+        self.scheduler = Scheduler(
+            KVCache(0), max_running=o.max_running_requests, context_len=self.context_len, chunk=o.chunked_prefill_size
+        )
+        self.runner = model.runner(self.scheduler.table)
+        self.capacity = o.max_total_tokens or self._affordable_slots()
+        self.context_len = min(self.context_len, self.capacity)
+        self.scheduler.cache = self._fresh_cache()
+        with self._phase("KV cache"):
+            self.runner.allocate_kv(max(self.capacity, SLOTS), None if self.memory is None else self.memory.zeros)
+        self.steps = Steps(
+            self.scheduler, self.runner, self.counters, version=o.weight_version, fresh_cache=self._fresh_cache
+        )
+        if self.runner.cuda:
+            with self._phase("kernels and graphs"):
+                self._prepare_cuda()
+        with self._phase("check"):
+            plain.compare(self.runner, self.steps.decoder, self.scheduler.table)
+
+    def _longest(self, facts: Mapping[str, Any]) -> int:
+        """The longest sequence that the model and the options allow."""
+        asked, ends = self.options.context_length, exact_until(facts)
+        longest: int = asked or facts["max_position_embeddings"]
+        if ends is None or longest <= ends[0]:
+            return longest
+        limit, what = ends
+        reason = f"this {facts['model_type']} model {what} in sequences above {limit} tokens"
+        if asked is not None:
+            raise UserError(f"{reason}: set --context-length to {limit} at most, or serve it with SGLang")
+        log.warning("%s: the context ends there", reason)
+        return limit
+
+    def _fresh_cache(self) -> KVCache:
+        shares = self.options.share_prefixes and not self.runner.states  # a state cannot be cut at a prefix
+        return KVCache(self.capacity, share_prefixes=shares)
+
+    def _affordable_slots(self) -> int:
+        if self.runner.cuda:
+            budget = int(torch.cuda.mem_get_info()[0] * self.options.mem_fraction)
+        else:
+            budget = int(_available_ram() * self.options.mem_fraction)
+        states = self.runner.states.total_bytes(self.runner.dtype)
+        if states > budget:
+            raise UserError(
+                f"the states of {self.options.max_running_requests} running requests take {states / 2**30:.1f} GiB, "
+                f"and there are {budget / 2**30:.1f}: lower --max-running-requests, or raise --mem-fraction"
+            )
+        budget = budget - states if self.runner.cuda else min(budget - states, _CPU_KV_BYTES)
+        wanted = self.options.max_running_requests * self.context_len
+        return max(1, min(wanted, budget // self.runner.kv_bytes_per_token()))
+
+    def _prepare_cuda(self) -> None:
+        from slime.engine.embedded.model.cuda import CudaDecoder
+
+        o = self.options
+        body = make_body(
+            self.runner,
+            self.model.block,
+            most=o.max_running_requests,
+            positions=self.context_len,
+            owned=self.memory is not None,
+            compile_layers=o.compile is not False,
+        )
+        decoder = CudaDecoder(self.runner, body, max_running=o.max_running_requests)
+        decoder.capture()
+        self.steps.decoder = decoder
+
+
+def _available_ram() -> int:
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    return _CPU_KV_BYTES

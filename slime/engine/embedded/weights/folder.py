@@ -1,0 +1,177 @@
+"""The tensors of a model folder, read straight to where they are computed with.
+
+Several threads read pieces of the safetensors files, each into pinned memory of its own, and let the device take them
+while they read on: a gigabyte that the system has in memory takes a fraction of a second.
+Invariant: a tensor that `read_into` has filled holds what the file says, rounded to the tensor's dtype where that is
+another one. Files are described by their headers alone; nothing is guessed about a folder (`stored_in` returns None).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime.cluster.devices import cpu_cores
+from slime.errors import UserError
+
+_PIECE = 1 << 22
+_MOST_THREADS = 8
+_BUFFERS = 2  # one is read into while the device takes the other
+_MOST_HEADER = 100 << 20
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies."""
+
+    file: Path
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def stored_in(folder: Path) -> dict[str, Stored] | None:
+    """The tensors of a folder by name; None where they are not plain floating-point tensors in safetensors files."""
+    try:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            names: dict[str, str] | None = json.loads(index.read_text())["weight_map"]
+            files = sorted(set(names.values())) if names else []
+        else:
+            names, files = None, ["model.safetensors"]
+        found: dict[str, Stored] = {}
+        for file in files:
+            told = _header(folder / file)
+            found |= {n: told[n] for n in told if names is None or names.get(n) == file}
+        return found if names is None or found.keys() == names.keys() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return None
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > _MOST_HEADER:
+            raise ValueError("no safetensors header is so long")
+        entries: dict[str, Any] = json.loads(stream.read(length))
+    entries.pop("__metadata__", None)
+    found = {}
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        tensor = Stored(file, 8 + length + begin, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        if tensor.nbytes != end - begin or 8 + length + end > size:
+            raise ValueError(f"{name} does not lie within {file}")
+        found[name] = tensor
+    return found
+
+
+def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> int:
+    """Fill each target from the tensor of its name; the bytes read. Targets are contiguous and on one device."""
+    files = sorted({stored[name].file for name in targets})
+    device = next(iter(targets.values())).device
+    opened: dict[Path, int] = {}
+    try:
+        for file in files:
+            opened[file] = os.open(file, os.O_RDONLY)
+        pieces = _Shared(_pieces(targets, stored))
+        threads = min(_MOST_THREADS, cpu_cores())
+        with ThreadPoolExecutor(threads) as pool:
+            readers = [pool.submit(_read_pieces, pieces, opened, device) for _ in range(threads)]
+            return sum(reader.result() for reader in readers)
+    except OSError as cause:
+        raise UserError(f"the weights in {files[0].parent} cannot be loaded: {cause}") from cause
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    file: Path
+    begin: int
+    target: torch.Tensor  # flat
+    dtype: torch.dtype  # in the file
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.numel() * self.dtype.itemsize
+
+
+def _pieces(targets: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> Iterator[_Piece]:
+    for name, target in targets.items():
+        tensor, flat = stored[name], target.detach().view(-1)
+        step = _PIECE // tensor.dtype.itemsize
+        for first in range(0, flat.numel(), step):
+            begin = tensor.begin + first * tensor.dtype.itemsize
+            yield _Piece(tensor.file, begin, flat[first : first + step], tensor.dtype)
+
+
+class _Shared:
+    """An iterator that several threads take from."""
+
+    def __init__(self, pieces: Iterable[_Piece]) -> None:
+        self._pieces = list(pieces)
+        self._next = itertools.count()
+
+    def take(self) -> _Piece | None:
+        at = next(self._next)  # one operation of the interpreter: no other thread gets the same number
+        return self._pieces[at] if at < len(self._pieces) else None
+
+
+@torch.inference_mode()
+def _read_pieces(pieces: _Shared, opened: Mapping[Path, int], device: torch.device) -> int:
+    """Read until nothing is left; the bytes read."""
+    cuda = device.type == "cuda"
+    stream = torch.cuda.Stream(device) if cuda else None
+    buffers = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=cuda) for _ in range(_BUFFERS)]
+    taken: list[torch.cuda.Event | None] = [None] * _BUFFERS
+    read = 0
+    with torch.cuda.stream(stream):
+        for at in itertools.cycle(range(_BUFFERS)):
+            piece = pieces.take()
+            if piece is None:
+                break
+            if (event := taken[at]) is not None:
+                event.synchronize()
+            buffer = buffers[at][: piece.nbytes]
+            _fill(buffer.numpy(), opened[piece.file], piece.begin)
+            piece.target.copy_(_there(buffer, piece, device), non_blocking=True)
+            read += piece.nbytes
+            if stream is not None:
+                taken[at] = torch.cuda.Event()
+                taken[at].record(stream)  # type: ignore[union-attr]
+    if stream is not None:
+        stream.synchronize()
+    return read
+
+
+def _there(buffer: torch.Tensor, piece: _Piece, device: torch.device) -> torch.Tensor:
+    """The piece as it is in the file; what has to be rounded is brought over first, for the device to do it."""
+    values = buffer.view(piece.dtype)
+    return values if piece.dtype == piece.target.dtype else values.to(device, non_blocking=True)
+
+
+def _fill(buffer: np.ndarray, descriptor: int, begin: int) -> None:
+    view, done = memoryview(buffer.data), 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], begin + done)
+        if not count:
+            raise OSError("a file ends before its tensors do")
+        done += count
