@@ -16,6 +16,7 @@ import torch
 from gpu_checks.fused import fused_tensors, make_body
 
 from slime.engine.embedded.fused.body import FusedBody
+from slime.engine.embedded.fused.compiling import compile_kernels
 from slime.engine.embedded.fused.families import block_of
 from slime.engine.embedded.model.body import DecodeBatch
 from slime.engine.embedded.model.kernels import ExtendTiles
@@ -96,6 +97,9 @@ def time_shape(shape: str, loads: list[tuple[int, int]], *, profiled: bool) -> N
     block = block_of({**_QWEN3, **SHAPES[shape]})
     most, context = max(64, *(b for b, _ in loads)), max(1024, *(n for _, n in loads))
     slots = max(8192, *(b * n for b, n in loads))
+    began = time.perf_counter()
+    compile_kernels(block, torch.bfloat16, most=most, positions=context)
+    print(f"{shape} kernels compiled in {time.perf_counter() - began:.1f} s", flush=True)
     body, own = make_body(block, fused_tensors(block, torch.bfloat16), most=most, context=context, slots=slots)
     for count, length in loads:
         began = time.perf_counter()

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from slime.engine.embedded.fused.launch import early, gdc_launch_dependents, gdc_wait, power
+from slime.engine.embedded.model.launching import launch
 
 MOST_PARTS = 64
 LEAST_KEYS = 64  # in a part
@@ -246,7 +247,8 @@ def decode(
     if tuning is None:
         tuning = Tuning(32, 4, 1 if full else 3) if parts > 1 or full else Tuning(16, 1, 3)
     cos, sin = angles
-    _decode_kernel[(batch, shape.kv_heads, parts)](
+    launch(
+        _decode_kernel, (batch, shape.kv_heads, parts),
         qkv, keys, values, out, table, rows, lens, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
         cos, sin, scratch.parts, scratch.stats, scratch.counts,
         shape.eps, shape.scale * math.log2(math.e), window, keys.stride(0), keys.stride(1), table.stride(0),
@@ -271,7 +273,8 @@ def keep(
 ) -> None:
     """Prompt tokens: `queries [T, heads, dim]` normed and rotated, keys (likewise) and values into their slots."""
     cos, sin = angles
-    _keep_kernel[(qkv.shape[0], shape.kv_heads)](
+    launch(
+        _keep_kernel, (qkv.shape[0], shape.kv_heads),
         qkv, queries, keys, values, slots, positions,
         qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cos, sin, shape.eps,
         keys.stride(0), keys.stride(1),

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from slime.engine.embedded.fused.launch import early, gdc_launch_dependents, gdc_wait, power
 from slime.engine.embedded.fused.norm import normed
+from slime.engine.embedded.model.launching import launch
 
 
 @triton.jit
@@ -53,7 +54,8 @@ def begin(
     The token is `known[i]`, or `tokens[row]` where that is negative: a step before left it there, and nobody read it.
     """
     n = stream.shape[1]
-    _begin_kernel[(stream.shape[0],)](
+    launch(
+        _begin_kernel, (stream.shape[0],),
         known, tokens, rows, lens, slots, table, embedding, norm, stream, stream if out is None else out,
         eps, table.stride(0), N=n, NP=power(n), NORM=out is not None, num_warps=4, **early(pdl),
     )  # fmt: skip

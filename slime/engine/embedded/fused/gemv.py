@@ -12,6 +12,7 @@ import triton.language as tl
 
 from slime.engine.embedded.fused.launch import early, gdc_launch_dependents, gdc_wait, power
 from slime.engine.embedded.fused.swiglu import gated
+from slime.engine.embedded.model.launching import launch
 
 _WIDE, _WIDEST = 2048, 32768  # numbers in a row
 
@@ -118,7 +119,8 @@ def gemv(
     """
     k, rows = weight.shape[1], weight.shape[0] // (2 if gate else 1)
     first, second = pieces(k)
-    _gemv_kernel[(triton.cdiv(rows, rows_each),)](
+    launch(
+        _gemv_kernel, (triton.cdiv(rows, rows_each),),
         x, weight, weight if bias is None else bias, out, x if norm is None else norm, eps, rows,
         K=k, KA=first, KB=second, M=x.shape[0], BN=rows_each, NORM=norm is not None, GATED=gate,
         HAS_BIAS=bias is not None, ADD=add, num_warps=warps, **early(pdl),

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from slime.engine.embedded.fused.launch import early, gdc_launch_dependents, gdc_wait, power
+from slime.engine.embedded.model.launching import launch
 
 
 @triton.jit
@@ -45,7 +46,8 @@ def add_norm(
 ) -> None:
     """`stream += x`, unless there is none; `out = norm(stream)`. All `[T, N]`."""
     tokens, n = stream.shape
-    _add_norm_kernel[(tokens,)](
+    launch(
+        _add_norm_kernel, (tokens,),
         stream if x is None else x, stream, weight, out, eps,
         N=n, NP=power(n), ADD=x is not None, num_warps=4, **early(pdl),
     )  # fmt: skip

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from slime.engine.embedded.fused.launch import early, gdc_launch_dependents, gdc_wait
+from slime.engine.embedded.model.launching import launch
 
 _BLOCK = 1024
 
@@ -32,4 +33,5 @@ def _swiglu_kernel(X, Y, I: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 def swiglu(gate_up: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> None:
     """`out [T, I]` of `gate_up [T, 2 I]`."""
     tokens, width = out.shape
-    _swiglu_kernel[(tokens, triton.cdiv(width, _BLOCK))](gate_up, out, I=width, BLOCK=_BLOCK, num_warps=4, **early(pdl))
+    grid = (tokens, triton.cdiv(width, _BLOCK))
+    launch(_swiglu_kernel, grid, gate_up, out, I=width, BLOCK=_BLOCK, num_warps=4, **early(pdl))

@@ -70,9 +70,11 @@ def _layer(block: Block, layer: int, tensors: Mapping[str, torch.Tensor]) -> Lay
 def one_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """All of them as one tensor, one behind the other along the first axis."""
     first, after = tensors[0], tensors[0].data_ptr()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    if first.is_meta:
+        return torch.empty(rows, *first.shape[1:], dtype=first.dtype, device="meta")
     for tensor in tensors:
         if tensor.data_ptr() != after or not tensor.is_contiguous() or tensor.shape[1:] != first.shape[1:]:
             raise ValueError("weights that are multiplied in one product do not lie one behind the other")
         after += tensor.nbytes
-    rows = sum(tensor.shape[0] for tensor in tensors)
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride())

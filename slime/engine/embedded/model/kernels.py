@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from slime.engine.embedded.model.launching import launch
+
 
 @triton.jit
 def _weights(x, softcap, seen, HAS_CAP: tl.constexpr):
@@ -241,7 +243,8 @@ def extend_attention(
     heads, kv_heads, dim, value_dim = q.shape[1], keys.shape[0], q.shape[2], values.shape[2]
     out = q.new_empty(q.shape[0], heads, value_dim)
     wide = max(dim, value_dim) > 128 or q.dtype == torch.float32
-    _extend_kernel[(len(tiles.rows), heads)](
+    launch(
+        _extend_kernel, (len(tiles.rows), heads),
         q, keys, values, out, table, tiles.rows, tiles.first_query, tiles.count, tiles.position,
         sinks if sinks is not None else q,
         scale, softcap, window,
