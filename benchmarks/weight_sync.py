@@ -1,6 +1,6 @@
 """Bytes and seconds of a weight update: all weights (the GPU's memory, a pinned region of the host, files in shared
-memory, disk), changed bytes (xor, overwrite), and of LoRA (`--lora-rank`, all linear layers) the merged weights or the
-adapter alone, both through shared memory.
+memory, disk), changed bytes (sparse, xor, overwrite), and of LoRA (`--lora-rank`, all linear layers) the merged weights
+or the adapter alone, both through shared memory.
 
     python benchmarks/weight_sync.py                            # 29 M parameters on the CPU
     python benchmarks/weight_sync.py --shape qwen3-0.6b         # 0.6 B: 15 GiB of memory on the CPU
@@ -52,6 +52,7 @@ MODES: dict[str, dict[str, Any]] = {
     "full, disk": {"update_weight_transport": "disk"},
     "delta, xor": {"update_weight_mode": "delta", "update_weight_delta_encoding": "xor"},
     "delta, overwrite": {"update_weight_mode": "delta", "update_weight_delta_encoding": "overwrite"},
+    "delta, sparse": {"update_weight_mode": "delta", "update_weight_delta_encoding": "sparse"},
     "LoRA, merged": {"update_weight_transport": "tensor", "lora_sync": "merged"},
     "LoRA, adapter": {"update_weight_transport": "tensor", "lora_sync": "adapter"},
 }
@@ -106,12 +107,13 @@ def make_samples(count: int, length: int, seed: int) -> list[list[Sample]]:
 
 
 def publisher_of(
-    mode: str, config: Config, trainers: TrainerGroup, client: EngineClient, run_dir: Path, run_async: Any
+    mode: str, config: Config, device: str, trainers: TrainerGroup, client: EngineClient, run_dir: Path, run_async: Any
 ) -> WeightPublisher:
     """The publisher of a mode; of shared memory, one that goes that way and no other."""
     if mode not in WAYS:
+        device = "cpu" if mode == "full, shared memory" else device  # files, whatever the device
         return make_publisher(
-            config, device="cpu", run_dir=run_dir, source=trainers, clients=[client], run_async=run_async
+            config, device=device, run_dir=run_dir, source=trainers, clients=[client], run_async=run_async
         )
 
     def refuse() -> WeightPublisher:
@@ -138,7 +140,7 @@ def measure(
     client = MeasuredEngine(url)
     with MeasuredTrainers(config, device=args.device, run_dir=run_dir) as trainers:
         trainers.start()
-        publisher = publisher_of(mode, config, trainers, client, run_dir, run_async)
+        publisher = publisher_of(mode, config, args.device, trainers, client, run_dir, run_async)
         for version in range(args.repeat + 1):
             if version and not args.untrained:
                 trainers.train(version - 1, make_samples(args.samples, args.length, version))

@@ -82,7 +82,7 @@ class Trainer:
         builder = make_builder(config, ranks, compute_dtype=self.dtype, progress=self.progress)
         self.topology = builder.topology
         self.timers = Timers(self.ranks.device)
-        self.sender = WeightSender(config, dtype=self.rollout_dtype)
+        self.sender = WeightSender(config, dtype=self.rollout_dtype, device=self.device_name)
         _seed_everything(config.seed + self.ranks.rank)
         self.critic = Critic(config, builder) if has_critic(config) else None
         self.actor = Actor(config, builder)

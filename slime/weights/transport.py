@@ -15,7 +15,7 @@ from slime.config import Config
 from slime.config.plugin_args import plugin_args
 from slime.engine.http.client import EngineClient, PauseMode
 from slime.errors import UserError
-from slime.models.delta.folder import safetensors_entries
+from slime.models.delta.folder import delta_checksum, safetensors_entries
 from slime.plugins import load_function
 from slime.waits import Limit
 from slime.weights.adapter import AdapterBroadcastPublisher, AdapterDiskPublisher, AdapterInMemoryPublisher
@@ -180,7 +180,8 @@ def make_publisher(
     if config.update_weight_mode == "full":
         by_disk = AdapterDiskPublisher if sends_adapter(config) else DiskPublisher
         return by_disk(source, clients, run_async, folders, settings)
-    kind = {"encoding": config.update_weight_delta_encoding, "checksum": config.update_weight_delta_checksum}
+    checksum = delta_checksum(config.update_weight_delta_checksum, device)
+    kind = {"encoding": config.update_weight_delta_encoding, "checksum": checksum}
     if engine_kind == "embedded":
         return DeltaPublisher(source, clients, run_async, folders, settings, **kind)
     local = Path(config.update_weight_local_checkpoint_dir or Path(run_dir) / "weights_local")

@@ -75,7 +75,7 @@ def test_engines_get_the_same_weights_whole_and_as_a_delta(
     assert sorted(weights) == sorted(original.names)
     assert all(torch.equal(tensor, original[name].bfloat16()) for name, tensor in weights.items())
     written = [DeltaPart(**answer["delta"]) for answer in answers]
-    join_parts(tmp_path / "v1", written, version=1, base_version=0, encoding="xor", checksum="xxh3-128")
+    join_parts(tmp_path / "v1", written, version=1, base_version=0, encoding="sparse", checksum="xxh3-128")
     index = read_index(tmp_path / "v1")
     assert index is not None
     apply_to_tensors(weights, list(delta_entries(tmp_path / "v1", index)), index)

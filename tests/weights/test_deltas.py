@@ -9,15 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 import zstandard
 from safetensors.numpy import load_file
 
 from slime.errors import UserError
-from slime.models.delta.blob import BadBlob, Blob, changed_positions, checksum_function, encode
+from slime.models.delta.apply import WrongResult, apply_on_device
+from slime.models.delta.blob import BadBlob, Blob, Changes, changed_positions, checksum_function, encode
 from slime.models.delta.folder import BadDelta, DeltaIndex, DeltaPart, delta_entries, join_parts, read_index, write_part
+from slime.models.delta.sum64 import sum64_of_tensors
+from slime.models.delta.tensors import tensor_checksums
+from slime.train.sending.delta import Published
 
-ENCODINGS = ("xor", "overwrite")
+ENCODINGS = ("xor", "overwrite", "sparse")
 
 
 def versions(size: int, share: float = 0.02, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -29,14 +34,22 @@ def versions(size: int, share: float = 0.02, seed: int = 0) -> tuple[np.ndarray,
 
 def test_an_xor_blob_is_new_xor_old_in_one_zstd_frame() -> None:
     old, new = np.array([1, 2, 3, 250], np.uint8), np.array([1, 7, 3, 5], np.uint8)
-    assert zstandard.decompress(encode(old ^ new, new, "xor").data) == bytes([0, 5, 0, 255])
+    assert zstandard.decompress(encode(Changes.between(old, new), "xor").data) == bytes([0, 5, 0, 255])
 
 
 def test_an_overwrite_blob_is_a_count_positions_and_values() -> None:
     old, new = np.zeros(300, np.uint8), np.zeros(300, np.uint8)
     new[[2, 299]] = [9, 8]
     expected = struct.pack("<III", 2, 2, 299) + bytes([9, 8])
-    assert zstandard.decompress(encode(old ^ new, new, "overwrite").data) == expected
+    assert zstandard.decompress(encode(Changes.between(old, new), "overwrite").data) == expected
+
+
+def test_a_sparse_blob_is_a_count_changes_and_distances() -> None:
+    old, new = np.zeros(1000, np.uint8), np.zeros(1000, np.uint8)
+    new[[0, 254, 509, 999]] = [9, 8, 7, 6]
+    expected = struct.pack("<Q", 4) + bytes([9, 8, 7, 6]) + bytes([0, 254, 255, 0, 255, 235])
+    assert zstandard.decompress(encode(Changes.between(old, new), "sparse").data) == expected
+    assert len(zstandard.decompress(encode(Changes.between(old, old), "sparse").data)) == 8
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -44,7 +57,7 @@ def test_an_overwrite_blob_is_a_count_positions_and_values() -> None:
 def test_applying_gives_the_new_bytes_and_undoing_the_old(encoding: str, size: int) -> None:
     old, new = versions(size, share=0.3)
     target = old.copy()
-    undo = encode(old ^ new, new, encoding).apply(target)
+    undo = encode(Changes.between(old, new), encoding).apply(target)
     assert target.tobytes() == new.tobytes()
     undo.apply(target)
     assert target.tobytes() == old.tobytes()
@@ -53,7 +66,7 @@ def test_applying_gives_the_new_bytes_and_undoing_the_old(encoding: str, size: i
 def test_few_changes_make_small_blobs() -> None:
     old, new = versions(1_000_000, share=0.01)
     for encoding in ENCODINGS:
-        assert len(encode(old ^ new, new, encoding).data) < 0.05 * len(new)
+        assert len(encode(Changes.between(old, new), encoding).data) < 0.05 * len(new)
 
 
 @pytest.mark.parametrize("size", [0, 5, 64, 1003])
@@ -71,6 +84,11 @@ def test_changed_positions_are_those_of_a_plain_search(size: int) -> None:
         (Blob(zstandard.compress(struct.pack("<II", 1, 8) + b"x"), "overwrite"), "names byte 8 of a tensor of 8"),
         (Blob(zstandard.compress(struct.pack("<II", 2, 1) + b"x"), "overwrite"), "no list of positions"),
         (Blob(zstandard.compress(b"ab"), "overwrite"), "no list of positions"),
+        (Blob(zstandard.compress(struct.pack("<Q", 1) + b"x" + bytes([8])), "sparse"), "names byte 8 of a tensor of 8"),
+        (Blob(zstandard.compress(struct.pack("<Q", 2) + b"xy" + bytes([1])), "sparse"), "names 1 places for 2 changes"),
+        (Blob(zstandard.compress(struct.pack("<Q", 1) + b"x" + bytes([1, 255])), "sparse"), "places for 1 changes"),
+        (Blob(zstandard.compress(struct.pack("<Q", 9) + b"x"), "sparse"), "no list of changes"),
+        (Blob(zstandard.compress(b"ab"), "sparse"), "no list of changes"),
     ],
 )
 def test_a_blob_that_does_not_fit_changes_nothing(blob: Blob, reason: str) -> None:
@@ -80,10 +98,40 @@ def test_a_blob_that_does_not_fit_changes_nothing(blob: Blob, reason: str) -> No
     assert target.tolist() == list(range(8))
 
 
+def plain_sum64(data: bytes) -> str:
+    """As the documentation says it, one word after the other."""
+    total, mask = 0, 2**64 - 1
+    padded = data + bytes(-len(data) % 8)
+    for index in range(len(padded) // 8):
+        x = int.from_bytes(padded[8 * index :][:8], "little") + (index + 1) * 0x9E3779B97F4A7C15 & mask
+        for _ in range(2):
+            x = (x ^ x >> 32) * 0xD6E8FEB86659FD93 & mask
+        total += x
+    return f"{total & mask:016x}"
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 4099, 2**16])
+def test_sum64_is_the_same_on_bytes_and_on_tensors(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr("slime.models.delta.sum64._CHUNK", 1000)
+    data = versions(size, seed=size)[0]
+    expected = plain_sum64(data.tobytes())
+    assert checksum_function("sum64")(data) == expected
+    assert sum64_of_tensors([torch.from_numpy(data), torch.from_numpy(data).view(size, 1)]) == [expected, expected]
+
+
+def test_sum64_sees_one_bit_and_two_words_that_changed_places() -> None:
+    data = versions(800)[0]
+    other, swapped = data.copy(), data.copy()
+    other[399] ^= 0x80
+    swapped[:8], swapped[8:16] = data[8:16], data[:8]
+    assert len({checksum_function("sum64")(one) for one in (data, other, swapped)}) == 3
+
+
 def test_checksums_are_the_known_functions() -> None:
     data = np.frombuffer(b"slime", np.uint8)
     assert checksum_function("xxh3-128")(data) == xxhash.xxh3_128_hexdigest(b"slime")
     assert checksum_function("adler32")(data) == "066e021b"
+    assert checksum_function("sum64")(data) == plain_sum64(b"slime")
     blake3 = "619e93cffbe1d1200b0fce0be0cbfc52f86a7b9664a2db73df453c842df4a45c"
     assert checksum_function("blake3")(data) == blake3
     with pytest.raises(UserError, match="md5"):
@@ -161,3 +209,59 @@ def test_a_file_that_is_missing_or_elsewhere_is_refused(delta: Path) -> None:
     outside = DeltaIndex(123, 122, "xor", "zstd", "xxh3-128", {"a": "../secret.safetensors"})
     with pytest.raises(BadDelta, match="has no file"):
         list(delta_entries(delta, outside))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("checksum", ["sum64", "xxh3-128"])
+def test_tensors_are_changed_where_they_are_or_not_at_all(tmp_path: Path, encoding: str, checksum: str) -> None:
+    """As on a GPU: a whole one, one that is a part of another in a different order, and one of an odd size."""
+    generator = torch.Generator().manual_seed(3)
+    fused = torch.randn(6, 4, generator=generator)
+    targets = {
+        "whole": torch.randn(5, 7, generator=generator).bfloat16(),
+        "part": fused.T[1:3],
+        "odd": torch.arange(13, dtype=torch.uint8),
+    }
+    published = Published()
+    published.keep(targets)
+    before = {name: tensor.clone() for name, tensor in targets.items()}
+    trained = {name: tensor.clone() for name, tensor in targets.items()}
+    trained["whole"][2, 3] += 1
+    trained["part"][1, ::2] = -9.5
+    trained["odd"][12] = 200
+    changes = dict(published.changes(trained))
+    blobs = {name: encode(one, encoding).data for name, one in changes.items()}
+    write_part(tmp_path / "rank", blobs, tensor_checksums(trained.items(), checksum))
+    part = DeltaPart(path=str(tmp_path / "rank"), names=list(blobs))
+    join_parts(tmp_path, [part], version=1, base_version=0, encoding=encoding, checksum=checksum)
+    index = read_index(tmp_path)
+    assert index is not None
+    entries = list(delta_entries(tmp_path, index))
+    apply_on_device(targets, entries, index)
+    assert all(torch.equal(targets[name], trained[name]) for name in targets)
+    assert torch.equal(fused[::2, 2], torch.full((3,), -9.5)), "the part is still a part"
+
+    for name, tensor in before.items():
+        targets[name].copy_(tensor)
+    targets["odd"][0] ^= 1
+    damaged = {name: tensor.clone() for name, tensor in targets.items()}
+    with pytest.raises(WrongResult, match="odd has checksum"):
+        apply_on_device(targets, entries, index)
+    assert all(torch.equal(targets[name], damaged[name]) for name in targets), "what does not fit is undone"
+
+
+def test_what_was_published_follows_what_is_taken() -> None:
+    published, generator = Published(), torch.Generator().manual_seed(5)
+    tensors = {name: torch.randn(size, generator=generator).bfloat16() for name, size in (("a", 700), ("b", 3))}
+    published.keep(tensors)
+    assert dict(published.changes(tensors)) == {}
+    tensors["a"][[0, 699]] += 1
+    [(name, changes)] = published.changes(tensors)
+    assert (name, changes.size, len(changes.positions) <= 4) == ("a", 1400, True)
+    assert published.whole("a") is not None
+    assert not torch.equal(published.whole("a"), tensors["a"]), "not before it is taken"
+    published.take(name, changes)
+    assert torch.equal(published.whole("a"), tensors["a"])
+    assert dict(published.changes(tensors)) == {}
+    with pytest.raises(RuntimeError, match="has other tensors than the last time"):
+        list(published.changes({"a": tensors["a"]}))

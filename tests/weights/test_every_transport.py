@@ -43,6 +43,11 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
         "update_weight_delta_encoding": "overwrite",
         "update_weight_delta_checksum": "adler32",
     },
+    "sparse": {
+        "update_weight_mode": "delta",
+        "update_weight_delta_encoding": "sparse",
+        "update_weight_delta_checksum": "sum64",
+    },
     "adapter": {"lora_rank": 4, "lr": 1e-2, "lora_sync": "adapter"},
     "adapter, broadcast": {
         "lora_rank": 4,
@@ -52,8 +57,15 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
         "update_weight_pause_mode": "in_place",
     },
 }
-CASES = [(transport, kind) for transport in ("broadcast", "disk", "xor", "overwrite") for kind in SHAPES]
-CASES += [("tensor", "qwen3"), ("region", "qwen3_moe"), ("adapter", "qwen3"), ("adapter, broadcast", "qwen3_moe")]
+CASES = [(transport, kind) for transport in ("broadcast", "disk", "xor") for kind in SHAPES]
+CASES += [
+    ("overwrite", "qwen3"),
+    ("sparse", "qwen3_moe"),
+    ("tensor", "qwen3"),
+    ("region", "qwen3_moe"),
+    ("adapter", "qwen3"),
+    ("adapter, broadcast", "qwen3_moe"),
+]
 UPDATES = 5
 PROMPT = [5, 9, 3, 17, 4, 11]
 

@@ -19,10 +19,15 @@ class WeightFlags:
         "full", "send all weights, or (through files) only the bytes that changed", choices=("full", "delta")
     )
     update_weight_delta_encoding: str = flag(
-        "xor", "a delta's changed bytes: against the old ones, or with their positions", choices=("xor", "overwrite")
+        "sparse",
+        "a delta's changed bytes: with their distances, against all old ones, or with their positions",
+        choices=("sparse", "xor", "overwrite"),
     )
-    update_weight_delta_checksum: str = flag(
-        "xxh3-128", "checksum of each new tensor in a delta", choices=("xxh3-128", "blake3", "adler32")
+    update_weight_delta_checksum: str | None = flag(
+        None,
+        "checksum of each new tensor in a delta",
+        choices=("xxh3-128", "sum64", "blake3", "adler32"),
+        derived="sum64 on GPUs, which compute it themselves, else xxh3-128",
     )
     update_weight_pause_mode: str = flag(
         None,

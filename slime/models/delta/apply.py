@@ -1,6 +1,7 @@
 """A delta put to the weights it was made for: tensors in memory, or the files of a model folder.
 
-Invariant: a tensor has exactly the sender's bytes afterwards, which its checksum shows, or is what it was before.
+Invariant: a tensor has exactly the sender's bytes afterwards, which its checksum shows, or is what it was before. Of
+tensors on a GPU only what changes travels there; they come to the host for checksums that a GPU cannot compute.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slime.models.delta.blob import BadBlob, Blob, ByteArray, checksum_function
+from slime.models.delta.blob import BadBlob, Blob, ByteArray, Flips, checksum_function
 from slime.models.delta.folder import BadDelta, DeltaIndex, Entry, delta_entries, safetensors_entries
-from slime.models.delta.tensors import bytes_of, put_bytes
+from slime.models.delta.tensors import bytes_in_place, bytes_of, put_bytes, tensor_checksums
 
 _MAX_THREADS = 8
+_MAX_UNPACKERS = 32
 
 
 class WrongResult(BadDelta):
@@ -27,6 +29,53 @@ class WrongResult(BadDelta):
 
 def apply_to_tensors(targets: Mapping[str, torch.Tensor], entries: list[Entry], index: DeltaIndex) -> int:
     """Change all these tensors or none; the bytes of the blobs. Each entry's name is in `targets`."""
+    if any(targets[entry.name].is_cuda for entry in entries):
+        apply_on_device(targets, entries, index)
+    else:
+        _apply_on_host(targets, entries, index)
+    return sum(entry.end - entry.start for entry in entries)
+
+
+@torch.no_grad()
+def apply_on_device(targets: Mapping[str, torch.Tensor], entries: list[Entry], index: DeltaIndex) -> None:
+    """The same where the tensors are; blobs are read and unpacked by threads before the first tensor changes."""
+    with ThreadPoolExecutor(min(_MAX_UNPACKERS, os.cpu_count() or 1)) as pool:
+        unpacked = pool.map(lambda entry: _flips(entry, targets[entry.name].nbytes, index.encoding), entries)
+        changes = [(targets[entry.name], flips) for entry, flips in zip(entries, unpacked, strict=True)]
+    undo = [_flip(target, flips) for target, flips in changes]
+    found = tensor_checksums(((entry.name, targets[entry.name]) for entry in entries), index.checksum)
+    for entry in entries:
+        if found[entry.name] != entry.checksum:
+            for (target, _), (positions, values) in zip(changes, undo, strict=True):
+                _put(target, positions, values)
+            raise _wrong(entry, found[entry.name])
+
+
+def _flips(entry: Entry, size: int, encoding: str) -> Flips:
+    try:
+        return Blob(entry.read(), encoding).flips(size)
+    except (OSError, BadDelta, BadBlob) as cause:
+        raise BadDelta(f"the blob of {entry.name} {cause}") from cause
+
+
+def _flip(target: torch.Tensor, flips: Flips) -> tuple[torch.Tensor, torch.Tensor]:
+    """Change bytes of a tensor; where, and what they were."""
+    positions = torch.from_numpy(flips.positions).to(target.device)
+    values = torch.from_numpy(flips.values.copy()).to(target.device)
+    before = bytes_in_place(target)[positions]
+    _put(target, positions, before ^ values if flips.is_xor else values)
+    return positions, before
+
+
+def _put(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+    """Overwrite bytes of a tensor, whatever order it is stored in."""
+    data = bytes_in_place(target)
+    data[positions] = values
+    if data.data_ptr() != target.data_ptr():
+        target.copy_(data.view(target.dtype).view(target.shape))
+
+
+def _apply_on_host(targets: Mapping[str, torch.Tensor], entries: list[Entry], index: DeltaIndex) -> None:
     checksum = checksum_function(index.checksum)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         done = [(e, pool.submit(_apply_to_tensor, targets[e.name], e, index.encoding, checksum)) for e in entries]
@@ -34,7 +83,6 @@ def apply_to_tensors(targets: Mapping[str, torch.Tensor], entries: list[Entry], 
     if failures:
         _undo(targets, done)
         raise failures[0]
-    return sum(entry.end - entry.start for entry in entries)
 
 
 def apply_to_files(folder: Path, delta: Path, index: DeltaIndex) -> None:
@@ -59,8 +107,12 @@ def _apply_entry(target: ByteArray, entry: Entry, encoding: str, checksum: Calla
         raise BadDelta(f"the blob of {entry.name} {cause}") from cause
     if (found := checksum(target)) != entry.checksum:
         undo.apply(target)
-        raise WrongResult(f"{entry.name} has checksum {found} after the delta and should have {entry.checksum}")
+        raise _wrong(entry, found)
     return undo
+
+
+def _wrong(entry: Entry, found: str) -> WrongResult:
+    return WrongResult(f"{entry.name} has checksum {found} after the delta and should have {entry.checksum}")
 
 
 def _apply_to_tensor(target: torch.Tensor, entry: Entry, encoding: str, checksum: Callable[[ByteArray], str]) -> Blob:

@@ -4,6 +4,8 @@ The blob of a tensor covers all of its bytes (little endian, C order) and is one
 
     xor:        new ^ old, byte for byte
     overwrite:  count (u32), count byte positions (u32, ascending), count new byte values
+    sparse:     count (u64), new ^ old of count bytes, and how far each is from the one before (the first from byte 0):
+                a byte of 255 for every 255, then one of 0 to 254
 
 Invariant: `Blob.apply` either changes the whole target and returns the blob that undoes it, or raises `BadBlob` and
 leaves the target as it was.
@@ -21,12 +23,14 @@ import xxhash
 import zstandard
 
 from slime.errors import UserError
+from slime.models.delta.sum64 import sum64_of_bytes
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 LEVEL = 1
 _WORD = 8
 _MAX_POSITION = 2**32 - 1
+_GAP = 255
 
 
 class BadBlob(ValueError):
@@ -34,8 +38,35 @@ class BadBlob(ValueError):
 
 
 @dataclass(frozen=True)
+class Changes:
+    """Which bytes of a tensor of `size` changed: where, in ascending order, what they were xored with, and to what."""
+
+    size: int
+    positions: np.ndarray[Any, np.dtype[np.int64]]
+    xors: ByteArray
+    values: ByteArray
+    difference: ByteArray | None = None
+    """new ^ old of all bytes, where somebody has it."""
+
+    @classmethod
+    def between(cls, old: ByteArray, new: ByteArray) -> Changes:
+        difference = old ^ new
+        positions = changed_positions(difference)
+        return cls(len(new), positions, difference[positions], new[positions], difference)
+
+
+@dataclass(frozen=True)
+class Flips:
+    """What a blob does to its tensor: `values` are xored into the bytes at `positions`, or take their place."""
+
+    positions: np.ndarray[Any, np.dtype[np.int64]]
+    values: ByteArray
+    is_xor: bool
+
+
+@dataclass(frozen=True)
 class Blob:
-    """The change of one tensor; `encoding` is `xor` or `overwrite`."""
+    """The change of one tensor; `encoding` is one of `ENCODINGS`."""
 
     data: bytes
     encoding: str
@@ -43,15 +74,31 @@ class Blob:
     def apply(self, target: ByteArray) -> Blob:
         """Turn the old bytes into the new ones in place; the blob that turns them back."""
         if self.encoding == "xor":
-            change = np.frombuffer(self._decompress(len(target)), np.uint8)
-            if len(change) != len(target):
-                raise BadBlob(f"covers {len(change)} bytes of a tensor of {len(target)}")
-            np.bitwise_xor(target, change, out=target)
+            np.bitwise_xor(target, self._difference(len(target)), out=target)
             return self
-        positions, values = _unpack(self._decompress(4 + 5 * len(target)), len(target))
-        undo = Blob(_compress(_pack(positions, target[positions])), self.encoding)
-        target[positions] = values
+        flips = self.flips(len(target))
+        if flips.is_xor:
+            target[flips.positions] ^= flips.values
+            return self
+        undo = Blob(_compress(_pack(flips.positions, target[flips.positions])), self.encoding)
+        target[flips.positions] = flips.values
         return undo
+
+    def flips(self, size: int) -> Flips:
+        """The bytes that change of a tensor of `size`."""
+        if self.encoding == "xor":
+            difference = self._difference(size)
+            positions = changed_positions(difference)
+            return Flips(positions, difference[positions], is_xor=True)
+        if self.encoding == "overwrite":
+            return Flips(*_unpack(self._decompress(4 + 5 * size), size), is_xor=False)
+        return Flips(*_unpack_gaps(self._decompress(16 + 3 * size), size), is_xor=True)
+
+    def _difference(self, size: int) -> ByteArray:
+        change = np.frombuffer(self._decompress(size), np.uint8)
+        if len(change) != size:
+            raise BadBlob(f"covers {len(change)} bytes of a tensor of {size}")
+        return change
 
     def _decompress(self, limit: int) -> bytes:
         try:
@@ -63,16 +110,22 @@ class Blob:
             raise BadBlob(f"is not a zstd frame: {cause}") from cause
 
 
-def encode(difference: ByteArray, new: ByteArray, encoding: str) -> Blob:
-    """The blob of a tensor from `new ^ old` and its new bytes."""
+def encode(changes: Changes, encoding: str) -> Blob:
+    """The blob of a tensor."""
     if encoding == "xor":
+        difference = changes.difference
+        if difference is None:
+            difference = np.zeros(changes.size, np.uint8)
+            difference[changes.positions] = changes.xors
         return Blob(_compress(difference.data), encoding)
-    if len(new) > _MAX_POSITION:
+    if encoding == "sparse":
+        return Blob(_compress(_pack_gaps(changes.positions, changes.xors)), encoding)
+    if changes.size > _MAX_POSITION:
         raise UserError(
-            f"a tensor of {len(new)} bytes is too large for 32-bit positions: use --update-weight-delta-encoding xor"
+            f"a tensor of {changes.size} bytes is too large for 32-bit positions: use --update-weight-delta-encoding "
+            "sparse or xor"
         )
-    positions = changed_positions(difference)
-    return Blob(_compress(_pack(positions, new[positions])), encoding)
+    return Blob(_compress(_pack(changes.positions, changes.values)), encoding)
 
 
 def changed_positions(difference: ByteArray) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -88,10 +141,12 @@ def checksum_function(kind: str) -> Callable[[ByteArray], str]:
     """From bytes to a hexadecimal checksum, for one of the choices of --update-weight-delta-checksum."""
     if kind == "xxh3-128":
         return lambda data: xxhash.xxh3_128_hexdigest(data.data)
+    if kind == "sum64":
+        return sum64_of_bytes
     if kind == "adler32":
         return lambda data: f"{zlib.adler32(data.data):08x}"
     if kind != "blake3":
-        raise UserError(f"checksum {kind!r} is not known: use xxh3-128, blake3 or adler32")
+        raise UserError(f"checksum {kind!r} is not known: use xxh3-128, sum64, blake3 or adler32")
     try:
         from blake3 import blake3
     except ImportError as cause:
@@ -117,3 +172,25 @@ def _unpack(payload: bytes, length: int) -> tuple[np.ndarray[Any, Any], ByteArra
     if count and int(positions.max()) >= length:
         raise BadBlob(f"names byte {int(positions.max())} of a tensor of {length}")
     return positions, np.frombuffer(payload, np.uint8, count, offset=4 + 4 * count)
+
+
+def _pack_gaps(positions: np.ndarray[Any, Any], xors: ByteArray) -> bytes:
+    gaps = np.diff(positions, prepend=0)
+    ends = np.cumsum(gaps // _GAP + 1) - 1
+    steps = np.full(int(ends[-1]) + 1 if len(ends) else 0, _GAP, np.uint8)
+    steps[ends] = gaps % _GAP
+    return np.uint64(len(positions)).astype("<u8").tobytes() + xors.tobytes() + steps.tobytes()
+
+
+def _unpack_gaps(payload: bytes, length: int) -> tuple[np.ndarray[Any, Any], ByteArray]:
+    count = int(np.frombuffer(payload, "<u8", 1)[0]) if len(payload) >= 8 else -1
+    if not 0 <= count <= len(payload) - 8:
+        raise BadBlob(f"has {len(payload)} bytes, which is no list of changes")
+    steps = np.frombuffer(payload, np.uint8, offset=8 + count)
+    is_end = steps != _GAP
+    positions = np.cumsum(steps, dtype=np.int64)[is_end]
+    if len(positions) != count or (len(steps) and not is_end[-1]):
+        raise BadBlob(f"names {len(positions)} places for {count} changes")
+    if count and int(positions[-1]) >= length:
+        raise BadBlob(f"names byte {int(positions[-1])} of a tensor of {length}")
+    return positions, np.frombuffer(payload, np.uint8, count, offset=8)

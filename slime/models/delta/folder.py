@@ -23,7 +23,7 @@ from slime.models.files import fsync_path
 
 INDEX_NAME = "model.safetensors.index.json"
 COMPRESSION = "zstd"
-ENCODINGS = ("xor", "overwrite")
+ENCODINGS = ("xor", "overwrite", "sparse")
 _METADATA = "__metadata__"
 
 
@@ -33,6 +33,11 @@ class BadDelta(ValueError):
 
 class OtherBase(BadDelta):
     """A delta to another version than the one that is here."""
+
+
+def delta_checksum(chosen: str | None, device: str) -> str:
+    """The checksum of a run, which may have chosen none: on GPUs the one for which no tensor leaves them."""
+    return chosen or ("sum64" if device == "cuda" else "xxh3-128")
 
 
 @dataclass(frozen=True)

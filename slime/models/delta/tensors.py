@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from slime.models.delta.blob import ByteArray, checksum_function
+from slime.models.delta.sum64 import sum64_of_tensors
 
 
 def bytes_of(tensor: torch.Tensor) -> ByteArray:
@@ -29,7 +30,15 @@ def put_bytes(target: torch.Tensor, data: ByteArray) -> None:
             target.copy_(source)
 
 
+def bytes_in_place(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes where they are: the tensor's own memory if it is contiguous, else a copy."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def tensor_checksums(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = "xxh3-128") -> dict[str, str]:
-    """The checksum of every tensor, by name."""
+    """The checksum of every tensor, by name; on the device that it is on, if its kind can be computed there."""
+    if kind == "sum64":
+        known = dict(tensors)
+        return dict(zip(known, sum64_of_tensors(list(known.values())), strict=True))
     function = checksum_function(kind)
     return {name: function(bytes_of(tensor)) for name, tensor in tensors}

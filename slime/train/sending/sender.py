@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from slime.cluster.process_group import join_process_group, leave_process_group
 from slime.config import Config
+from slime.models.delta.folder import delta_checksum
 from slime.train.backends.hf import cut_buckets
 from slime.train.backends.protocol import TrainBackend
 from slime.train.sending.adapter import adapter_layout, send_adapter, trained_adapter
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 class WeightSender:
     """What stays between two updates: the last published bytes (in delta mode), and the group with the engines."""
 
-    def __init__(self, config: Config, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, *, dtype: torch.dtype, device: str) -> None:
         self._dtype = dtype
         self._buffer_size = config.update_weight_buffer_size
         self._encoding = config.update_weight_delta_encoding
-        self._checksum = config.update_weight_delta_checksum
+        self._checksum = delta_checksum(config.update_weight_delta_checksum, device)
         self._group: dist.ProcessGroup | None = None
         self.shared = SharedWeights(dtype=dtype, buffer_size=config.update_weight_buffer_size)
         self.published: Published | None = None
