@@ -17,6 +17,7 @@ import torch
 from slime.cluster.precision import choose_dtype, slow_dtype_note
 from slime.engine.embedded.bodies import make_body
 from slime.engine.embedded.cache import KVCache
+from slime.engine.embedded.capacity import affordable_slots
 from slime.engine.embedded.loaded_model import LoadedModel, read_directly, through_transformers
 from slime.engine.embedded.memory import EngineMemory
 from slime.engine.embedded.model.check import SLOTS, PlainNumbers, WrongNumbers, exact_until
@@ -27,8 +28,6 @@ from slime.errors import UserError
 from slime.models.shape import count_parameters
 
 log = logging.getLogger(__name__)
-
-_CPU_KV_BYTES = 2 << 30
 
 
 class LoadedEngine:
@@ -113,7 +112,7 @@ class LoadedEngine:
             KVCache(0), max_running=o.max_running_requests, context_len=self.context_len, chunk=o.chunked_prefill_size
         )
         self.runner = model.runner(self.scheduler.table)
-        self.capacity = o.max_total_tokens or self._affordable_slots()
+        self.capacity = o.max_total_tokens or affordable_slots(self.runner, o, facts, self.context_len)
         self.context_len = min(self.context_len, self.capacity)
         self.scheduler.cache = self._fresh_cache()
         with self._phase("KV cache"):
@@ -144,21 +143,6 @@ class LoadedEngine:
         shares = self.options.share_prefixes and not self.runner.states  # a state cannot be cut at a prefix
         return KVCache(self.capacity, share_prefixes=shares)
 
-    def _affordable_slots(self) -> int:
-        if self.runner.cuda:
-            budget = int(torch.cuda.mem_get_info()[0] * self.options.mem_fraction)
-        else:
-            budget = int(_available_ram() * self.options.mem_fraction)
-        states = self.runner.states.total_bytes(self.runner.dtype)
-        if states > budget:
-            raise UserError(
-                f"the states of {self.options.max_running_requests} running requests take {states / 2**30:.1f} GiB, "
-                f"and there are {budget / 2**30:.1f}: lower --max-running-requests, or raise --mem-fraction"
-            )
-        budget = budget - states if self.runner.cuda else min(budget - states, _CPU_KV_BYTES)
-        wanted = self.options.max_running_requests * self.context_len
-        return max(1, min(wanted, budget // self.runner.kv_bytes_per_token()))
-
     def _prepare_cuda(self) -> None:
         from slime.engine.embedded.model.cuda import CudaDecoder
 
@@ -174,11 +158,3 @@ class LoadedEngine:
         decoder = CudaDecoder(self.runner, body, max_running=o.max_running_requests)
         decoder.capture()
         self.steps.decoder = decoder
-
-
-def _available_ram() -> int:
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    return _CPU_KV_BYTES

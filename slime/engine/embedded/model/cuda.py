@@ -100,8 +100,10 @@ class CudaDecoder:
                 run()
             stream.synchronize()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            outputs = run()
-            graph.capture_end()
+            try:
+                outputs = run()
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph.replay, outputs
 

@@ -1,0 +1,51 @@
+"""How much of a GPU's memory the KV cache gets: the runner is a stand-in, since there is no GPU here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.engine.embedded.capacity import affordable_slots, step_bytes
+from slime.engine.embedded.options import EngineOptions, parse_options
+from slime.errors import UserError
+from tests.tiny_models import SMALL
+
+PER_TOKEN = 1000
+
+
+def runner() -> Any:
+    states = SimpleNamespace(total_bytes=lambda dtype: 0)
+    return SimpleNamespace(cuda=True, states=states, dtype=torch.bfloat16, kv_bytes_per_token=lambda: PER_TOKEN)
+
+
+def options(*more: str) -> EngineOptions:
+    return parse_options(["--model-path", "m", *more])
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> int:
+    amount = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (amount, 2 * amount))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return amount
+
+
+def test_a_share_of_what_is_free_where_that_leaves_enough(free: int) -> None:
+    assert affordable_slots(runner(), options("--mem-fraction", "0.3"), SMALL, 10**9) == int(free * 0.3) // PER_TOKEN
+
+
+def test_what_steps_need_is_left_whatever_share_was_asked_for(free: int) -> None:
+    asked = options("--mem-fraction", "0.99")
+    needed = step_bytes(torch.bfloat16, asked, SMALL)
+    assert needed > 0.01 * free
+    assert affordable_slots(runner(), asked, SMALL, 10**9) == (free - needed) // PER_TOKEN
+    assert step_bytes(torch.bfloat16, options("--chunked-prefill-size", "16384"), SMALL) > needed
+    assert step_bytes(torch.bfloat16, options("--max-running-requests", "512"), SMALL) > needed
+
+
+def test_a_gpu_without_room_is_refused_with_what_to_do(free: int) -> None:
+    with pytest.raises(UserError, match=r"no memory is left for the KV cache, beside .* lower --chunked-prefill-size"):
+        affordable_slots(runner(), options("--chunked-prefill-size", "4000000"), SMALL, 10**9)
