@@ -63,8 +63,8 @@ class DecoderOnCpu(CudaDecoder):
         outputs = run()
         return lambda: outputs.copy_(run()), outputs
 
-    def _new_pool(self) -> Any:
-        return None
+    def _for_captures(self) -> tuple[Any, Any]:
+        return None, None
 
 
 def decode_as_on_cuda(core: EngineCore) -> DecoderOnCpu:

@@ -162,10 +162,11 @@ class Scheduler:
             budget -= self._extend(seq, budget, extends)
         in_flight = self._in_flight_prompts()
         skipped: list[Sequence] = []
+        awaited: set[tuple[int, ...]] = set()  # prompts of those who wait for another's
         room = self._expected_room()
         while self.waiting and budget > 0 and self._rows:
             seq = self.waiting.popleft()
-            if self._better_wait(seq, in_flight):
+            if self._better_wait(seq, in_flight, awaited):
                 skipped.append(seq)
                 continue
             unused = self.cache.available
@@ -189,10 +190,22 @@ class Scheduler:
             found.setdefault(tuple(seq.prompt_ids[:_KEY]), []).append(np.asarray(seq.tokens))
         return found
 
-    def _better_wait(self, seq: Sequence, in_flight: dict[tuple[int, ...], list[np.ndarray]]) -> bool:
+    def _better_wait(
+        self, seq: Sequence, in_flight: dict[tuple[int, ...], list[np.ndarray]], awaited: set[tuple[int, ...]]
+    ) -> bool:
         rivals = in_flight.get(tuple(seq.prompt_ids[:_KEY]))
         if not rivals or not self.cache.shares or seq.logprob_start is not None:
             return False
+        whole = tuple(seq.prompt_ids)
+        if not seq.output_ids and whole in awaited:
+            return True
+        if not self._shares_enough(seq, rivals):
+            return False
+        if not seq.output_ids:
+            awaited.add(whole)
+        return True
+
+    def _shares_enough(self, seq: Sequence, rivals: list[np.ndarray]) -> bool:
         tokens = np.asarray(seq.tokens[:-1])
         known = len(self.cache.tree.match(tokens))
         shared = max(_common(tokens, other) for other in rivals)

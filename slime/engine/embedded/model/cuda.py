@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PROMPT_TOKENS = (128, 256, 512, 1024, 2048)  # extend steps of up to so many are captured; longer ones hide launches
-_PROMPT_PIECES = 64  # pieces of prompts in one of them, beside what fills whole tiles
 
 
 @dataclass
@@ -59,7 +58,7 @@ class CudaDecoder:
         self._graphs: dict[int, tuple[Callable[[], object], torch.Tensor]] = {}  # replay, logits
         self._prompts: dict[int, _PromptGraph] = {}
         self._sizes = batch_sizes(body.fewest_rows, max_running)
-        self._pool = self._new_pool()
+        self._side_stream, self._pool = self._for_captures()
         # the largest first, so that the others fit into its memory; with the two ends any batch can be decoded
         self._uncaptured = [max_running, *(s for s in self._sizes[:1] if s < max_running)]
         self._uncaptured += reversed(self._sizes[1:-1])
@@ -81,20 +80,20 @@ class CudaDecoder:
             self._graphs[size] = self._captured(lambda: self._step(size))
         elif self._uncaptured_prompts:
             size = self._uncaptured_prompts.pop(0)
-            graph = _PromptGraph(size, self._device)
+            graph = _PromptGraph(size, min(size, self._inputs.most), self._device)
             ids, positions, slots = graph.numbers.unbind(0)
             graph.replay, graph.hidden = self._captured(lambda: self._body.extend(ids, positions, slots, graph.tiles))
             self._prompts = {size: graph, **self._prompts}
         return bool(self._uncaptured or self._uncaptured_prompts)
 
-    def _new_pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
+    def _for_captures(self) -> tuple[Any, Any]:
+        """A stream, one for all, since memory that was used in it stays with it; the graphs' memory."""
+        return torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     def _captured(self, run: Callable[[], T]) -> tuple[Callable[[], object], T]:
         """How to replay `run`, and what it returned when it was captured."""
-        stream = torch.cuda.Stream()
+        stream, graph = self._side_stream, torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             for _ in range(2):
                 run()
@@ -226,11 +225,11 @@ class CudaDecoder:
 
 
 class _PromptGraph:
-    """A captured extend step of up to `size` tokens; empty tiles and slot 0 stand behind what is used."""
+    """A captured extend step of `size` tokens in so many pieces; empty tiles and slot 0 stand behind what is used."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, pieces: int, device: torch.device) -> None:
         self.numbers = torch.zeros(3, size, dtype=torch.int64, device=device)
-        self._work = torch.zeros(4, size // ExtendTiles.TILE + _PROMPT_PIECES, dtype=torch.int32, device=device)
+        self._work = torch.zeros(4, size // ExtendTiles.TILE + pieces, dtype=torch.int32, device=device)
         self.tiles = ExtendTiles(*self._work.unbind(0))
         self.replay: Callable[[], object]
         self.hidden: torch.Tensor
