@@ -72,7 +72,5 @@ def decode_as_on_cuda(core: EngineCore) -> DecoderOnCpu:
     core.runner.context.table = torch.zeros(core.scheduler.table.shape, dtype=torch.int32)
     decoder = DecoderOnCpu(core.runner, TableBody(core.runner), max_running=core.scheduler.max_running)
     decoder.capture()
-    while decoder.capture_next():
-        pass
     core.steps.decoder = decoder
     return decoder

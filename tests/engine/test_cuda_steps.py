@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.options import parse_options
 from tests.engine.table_body import decode_as_on_cuda
 from tests.engine.test_numbers import generate, prompt, running_core
 
@@ -50,3 +53,37 @@ def test_tokens_are_those_of_the_cpu(qwen3_folder: Path, options: tuple[str, ...
         answers.append([(s.output_ids, s.finish, len(s.input_logprobs), len(s.output_top)) for s in sequences])
     assert answers[0] == answers[1]
     assert {finish["type"] for _, finish, _, _ in answers[0] if finish} == {"stop", "length"}
+
+
+def test_the_two_ends_are_captured_at_first_and_the_rest_when_there_is_time(qwen3_folder: Path) -> None:
+    """Any batch can be decoded from the beginning; an engine that waits for requests captures what it lacks."""
+    core = EngineCore(
+        parse_options(["--model-path", str(qwen3_folder), "--max-running-requests", "40"]), on_death=print
+    )
+    core.load("cpu")
+    decoder = decode_as_on_cuda(core)
+    captured: list[list[int]] = []
+    launch, capture = decoder.launch, decoder.capture_next
+    everything = threading.Event()
+
+    def watched(running: Any, slots: Any, ahead: Any) -> Any:
+        captured.append(sorted(decoder._graphs))
+        return launch(running, slots, ahead)
+
+    def capture_next() -> bool:
+        goes_on = capture()
+        if not goes_on:
+            everything.set()
+        return goes_on
+
+    decoder.launch, decoder.capture_next = watched, capture_next  # type: ignore[method-assign]
+    submit = core.submit
+    core.submit = lambda sequences: (submit(sequences), core.start())  # type: ignore[method-assign,assignment,return-value]
+    generate(core, mixture())  # they are there before the engine has time for anything else
+    core.submit = submit  # type: ignore[method-assign]
+    assert everything.wait(60)
+    generate(core, mixture())
+    core.stop()
+    assert captured[0] == [1, 40]
+    assert captured[-1] == [1, 2, 4, 8, 16, 32, 40]
+    assert sorted(decoder._prompts) == [128, 256, 512, 1024, 2048]

@@ -154,7 +154,7 @@ class Steps:
 
     def _launch_decode(self, members: list[Sequence]) -> bool:
         s = self.scheduler
-        if any(seq.ahead and not self.decoder.foresees(seq) for seq in members):
+        if any(seq.ahead and not seq.plain and not self.decoder.foresees(seq) for seq in members):
             self.quiesce()
         slots = s.slots_for(len(members)) if self.flights else None
         if slots is None:  # nobody gives slots back while a step is in flight
