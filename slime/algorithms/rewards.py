@@ -63,17 +63,46 @@ def normalize_group_rewards(
     excluded: Sequence[bool] | None = None,
 ) -> list[float]:
     """Centre each reward on its group, and scale it by the group's deviation when the group has several rollouts."""
-    normalized = [0.0] * len(rewards)
-    by_size: dict[int, list[RewardGroup]] = {}
-    for group in reward_groups(rewards, group_indices, rollout_ids, excluded):
-        by_size.setdefault(len(group.means), []).append(group)
-    for size, groups in by_size.items():  # groups of one size at once: a call for each would take most of the time
-        table = np.stack([group.means for group in groups])
-        means, scales = table.mean(axis=1).tolist(), [1.0] * len(groups)
+    if len(rewards) != len(group_indices):
+        raise ValueError(f"{len(rewards)} rewards but {len(group_indices)} group indices")
+    given, normalized = np.array(rewards, dtype=np.float64), np.zeros(len(rewards))
+    kept = np.arange(len(given)) if excluded is None else np.flatnonzero(~np.array(excluded, dtype=bool))
+    group = _numbered(group_indices)[kept]
+    if rollout_ids is None or len(set(rollout_ids)) == len(given):  # as nearly always: a rollout is one sample
+        earned, earned_in = given[kept], group
+    else:
+        earned, earned_in = _by_rollout(rewards, group.tolist(), [rollout_ids[i] for i in kept.tolist()], kept.tolist())
+    means, scales = _statistics(earned, earned_in, divide_by_std=divide_by_std)
+    normalized[kept] = (given[kept] - means[group]) / scales[group]
+    return normalized.tolist()
+
+
+def _numbered(ids: Sequence[Hashable]) -> np.ndarray:
+    """Equal ids as equal whole numbers from 0 on."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(one, len(numbers)) for one in ids], dtype=np.int64)
+
+
+def _by_rollout(
+    rewards: Sequence[float], groups: Sequence[int], rollout_ids: Sequence[Hashable], positions: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """What each rollout earned, the mean over its samples, and in which group."""
+    members: dict[tuple[int, Hashable], list[float]] = {}
+    for group, rollout, position in zip(groups, rollout_ids, positions, strict=True):
+        members.setdefault((group, rollout), []).append(rewards[position])
+    means = np.array([_mean(own) for own in members.values()], dtype=np.float64)
+    return means, np.array([group for group, _ in members], dtype=np.int64)
+
+
+def _statistics(earned: np.ndarray, group: np.ndarray, *, divide_by_std: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Of each group, by its number, the mean and what to divide by; of one that has nothing 0 and 1."""
+    counts = np.bincount(group) if len(group) else np.zeros(0, dtype=np.int64)
+    means, scales = np.zeros(len(counts)), np.ones(len(counts))
+    in_order, begins = earned[np.argsort(group, kind="stable")], np.cumsum(counts) - counts
+    for size in np.unique(counts[counts > 0]).tolist():  # groups of one size at once: a call for each would take long
+        alike = np.flatnonzero(counts == size)
+        table = in_order[begins[alike][:, None] + np.arange(size)]
+        means[alike] = table.mean(axis=1)
         if divide_by_std and size > 1:
-            scales = (table.std(axis=1, ddof=1) + STD_EPSILON).tolist()
-        for group, mean, scale in zip(groups, means, scales, strict=True):
-            for own in group.positions:
-                for position in own:
-                    normalized[position] = (rewards[position] - mean) / scale
-    return normalized
+            scales[alike] = table.std(axis=1, ddof=1) + STD_EPSILON
+    return means, scales

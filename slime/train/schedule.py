@@ -9,6 +9,7 @@ obey. Nothing takes samples times micro-batches or samples times ranks.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -68,15 +69,14 @@ def build_schedule(
     """
     if by_flops and (costs is None or max_tokens is None):
         raise ValueError("micro-batches of equal FLOPs need the costs of the samples and a number of tokens")
-    rollouts: dict[int, list[int]] = {}
-    for position, rollout_id in enumerate(rollout_ids):
-        rollouts.setdefault(rollout_id, []).append(position)
-    members = list(rollouts.values())
+    members = _members(rollout_ids)
     whole = len(members) if fill_last else len(members) - len(members) % global_batch_size
     steps = []
     for begin in range(0, whole, global_batch_size):
         chosen = members[begin : min(begin + global_batch_size, whole)]
-        positions = [p for rollout in chosen for p in rollout if trainable is None or trainable[p]]
+        positions = [p for rollout in chosen for p in rollout]
+        if trainable is not None:
+            positions = [p for p in positions if trainable[p]]
         if costs is None:
             ranks = share_by_tokens(positions, lengths, num_ranks, micro_batch_size, max_tokens)
         elif by_flops and max_tokens is not None:
@@ -85,6 +85,16 @@ def build_schedule(
             ranks = share_by_flops(positions, lengths, costs, num_ranks, micro_batch_size, max_tokens)
         steps.append(StepPlan(num_rollouts=len(chosen), ranks=ranks))
     return Schedule(steps, left_over=sorted(p for rollout in members[whole:] for p in rollout))
+
+
+def _members(rollout_ids: Sequence[int]) -> list[list[int]]:
+    """The positions of each rollout, in the order in which rollouts are named first."""
+    if len(set(rollout_ids)) == len(rollout_ids):
+        return [[position] for position in range(len(rollout_ids))]
+    rollouts: dict[int, list[int]] = {}
+    for position, rollout_id in enumerate(rollout_ids):
+        rollouts.setdefault(rollout_id, []).append(position)
+    return list(rollouts.values())
 
 
 def share_by_tokens(
@@ -131,7 +141,10 @@ def cut(
         even_out(bins, lengths, multiple)
         return bins
     bins = first_fit_bins(positions, lengths, max_tokens)
+    are_alone = len(bins) == len(positions)
     even_out(bins, lengths, multiple)
+    if are_alone:
+        return bins
     level = level_bins(positions, lengths, len(bins))
     return level if max(_weight(members, lengths) for members in level) <= max_tokens else bins
 
@@ -144,12 +157,15 @@ def fixed_size_bins(positions: Sequence[int], lengths: Sequence[int], size: int)
 
 def first_fit_bins(positions: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[MicroBatchIndices]:
     """First-fit decreasing; a sample longer than `max_tokens` gets a micro-batch of its own."""
-    bins: list[MicroBatchIndices] = []
+    ordered = _longest_first(positions, lengths)
+    alone = _too_long_to_share(ordered, lengths, max_tokens)
+    bins: list[MicroBatchIndices] = [[position] for position in ordered[:alone]]
+    first, rest = len(bins), ordered[alone:]
     # any two bins hold more than one may, so there are fewer than twice as many as would be full
-    most = min(len(positions), 2 * _weight(positions, lengths) // max_tokens + 1)
+    most = min(len(rest), 2 * _weight(rest, lengths) // max_tokens + 1)
     size = 1 << max(most - 1, 0).bit_length()
-    free = [-1] * (2 * size)  # a tree: entry i is the larger of 2i and 2i + 1, and bin i is entry size + i
-    for position in _longest_first(positions, lengths):
+    free = [-1] * (2 * size)  # a tree: entry i is the larger of 2i and 2i + 1, and bin first + i is entry size + i
+    for position in rest:
         length = lengths[position]
         if free[1] >= length:
             node = 1
@@ -157,10 +173,10 @@ def first_fit_bins(positions: Sequence[int], lengths: Sequence[int], max_tokens:
                 node += node
                 if free[node] < length:
                     node += 1
-            bins[node - size].append(position)
+            bins[first + node - size].append(position)
             left = free[node] - length
         else:
-            node = size + len(bins)
+            node = size + len(bins) - first
             bins.append([position])
             left = max_tokens - length
         free[node] = left
@@ -172,6 +188,14 @@ def first_fit_bins(positions: Sequence[int], lengths: Sequence[int], max_tokens:
                 break
             free[node] = left = larger
     return bins
+
+
+def _too_long_to_share(ordered: Sequence[int], lengths: Sequence[int], max_tokens: int) -> int:
+    """How many of these, longest first, leave no room for the shortest beside them."""
+    if not ordered:
+        return 0
+    most = max_tokens - lengths[ordered[-1]]
+    return bisect_left(ordered, True, key=lambda position: lengths[position] <= most)
 
 
 def even_out(bins: list[MicroBatchIndices], lengths: Sequence[int], num_ranks: int) -> None:
@@ -195,9 +219,13 @@ def even_out(bins: list[MicroBatchIndices], lengths: Sequence[int], num_ranks: i
 
 def level_bins(positions: Sequence[int], lengths: Sequence[int], count: int) -> list[MicroBatchIndices]:
     """`count` bins of nearly equal weight: longest first, each into the lightest bin."""
-    bins: list[MicroBatchIndices] = [[] for _ in range(count)]
-    by_weight = [(0, place) for place in range(count)]
-    for position in _longest_first(positions, lengths):
+    ordered = _longest_first(positions, lengths)
+    bins: list[MicroBatchIndices] = [[position] for position in ordered[:count]]  # into empty ones, while there are
+    bins += [[] for _ in range(count - len(bins))]
+    rest = ordered[count:]
+    by_weight = [(lengths[position], place) for place, position in enumerate(ordered[:count])] if rest else []
+    heapq.heapify(by_weight)
+    for position in rest:
         weight, lightest = by_weight[0]
         bins[lightest].append(position)
         heapq.heapreplace(by_weight, (weight + lengths[position], lightest))
@@ -211,11 +239,16 @@ def assign_to_ranks(
     places = len(bins) // num_ranks
     ranks: list[list[MicroBatchIndices]] = [[] for _ in range(num_ranks)]
     with_a_place = [(0, rank) for rank in range(num_ranks)]
-    for weight, members in sorted((-_weight(members, lengths), members) for members in bins):
-        load, rank = heapq.heappop(with_a_place)
-        ranks[rank].append(members)
-        if len(ranks[rank]) < places:
-            heapq.heappush(with_a_place, (load - weight, rank))
+    weights = [_weight(members, lengths) for members in bins]
+    firsts = [members[0] if members else -1 for members in bins]  # what is in two of them differs
+    for place in sorted(sorted(range(len(bins)), key=firsts.__getitem__), key=weights.__getitem__, reverse=True):
+        load, rank = with_a_place[0]
+        own = ranks[rank]
+        own.append(bins[place])
+        if len(own) < places:
+            heapq.heapreplace(with_a_place, (load + weights[place], rank))
+        else:
+            heapq.heappop(with_a_place)
     return ranks
 
 
@@ -232,4 +265,4 @@ def _parts(
 
 
 def _weight(members: Sequence[int], weights: Sequence[Number]) -> Number:
-    return sum(weights[position] for position in members)
+    return weights[members[0]] if len(members) == 1 else sum([weights[position] for position in members])
