@@ -9,10 +9,12 @@ real processes (`--processes`) answer for all of them, as soon as they have the 
 through shared memory as to ranks on the driver's machine, or over the channels as to others (`--ways`). What does not
 fit into memory is skipped, with the bytes it would take.
 
+landing    microseconds a sample, not in the step: what a finished sample costs while others are still sampled, when its
+           columns are looked at and put into shared memory; with `--late` nothing is done then, but in the step
 batch      samples to columns: rewards of groups, masks, checks of log-probs
 schedule   who computes what, in which order; `--schedules` names the ways
 rest       ids, metrics, the cut into shares
-write      the shares' files in shared memory
+write      into shared memory what is not there yet
 send       from the first request to the last rank's answer
 per 1e5    the whole step for 100,000 such samples: constant where time is linear in samples
 GB         what the ranks receive; every data-parallel rank has its own share
@@ -35,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -45,16 +47,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from slime.cluster.channel import Channel, ChannelClosed, channel_pair, readable
+from slime.cluster.channel import Channel, ChannelClosed, Listening, channel_pair
+from slime.cluster.memory.arena import SharedArena
 from slime.cluster.node import Process
 from slime.config import Config
-from slime.data.sample import Sample
+from slime.data.sample import Keep, Sample
 from slime.train.flops import FlopsModel
 from slime.train.group import TrainerGroup
 from slime.train.meeting import Meeting
 from slime.train.processes import Rank, RankProcesses
 from slime.train.samples.batch import TrainBatch
-from slime.train.samples.shares import HandOver, Share, open_share
+from slime.train.samples.shares import HandOver, open_share
 from slime.train.schedule import Schedule
 
 GROUP_SIZE = 8
@@ -142,16 +145,16 @@ class SimulatedRanks(RankProcesses):
             receiver.wait()
 
 
-class TimedHandOver(HandOver):
-    """With a clock around the files."""
+class TimedArena(SharedArena):
+    """With a clock around what is written at the step."""
 
     def __init__(self, spent: Callable[[], Spent]) -> None:
         super().__init__()
         self._spent = spent
 
-    def _written(self, shares: dict[int, Share], folder: Path) -> dict[int, str]:
+    def _written(self, stack: ExitStack, arrays: Sequence[np.ndarray]) -> tuple[dict[int, str], list[int]]:
         with self._spent().on("write"):
-            return super()._written(shares, folder)
+            return super()._written(stack, arrays)
 
 
 class TimedGroup(TrainerGroup):
@@ -159,7 +162,8 @@ class TimedGroup(TrainerGroup):
 
     def __init__(self, config: Config, processes: int, *, through_memory: bool, folder: str) -> None:
         super().__init__(config, device="cpu", run_dir=folder)
-        self._hand_over = TimedHandOver(lambda: self.spent)
+        self._arena = TimedArena(lambda: self.spent)
+        self._hand_over = HandOver(self._arena)
         self._through_memory = through_memory
         self.processes = SimulatedRanks(config, processes)
         self.spent = Spent()
@@ -193,9 +197,10 @@ def receive(fds: Sequence[int]) -> None:
     """The other ends: answer for these ranks until the driver goes."""
     channels = [Channel.from_fd(fd) for fd in fds]
     kept: dict[int, TrainBatch] = {}
+    listening = Listening(channels)
     try:
         while True:
-            for place in readable(channels, 3600.0):
+            for place in listening.ready(3600.0):
                 request = channels[place].recv(None)
                 kept[place] = TrainBatch.from_message(open_share(request["params"]["data"])["batch"])
                 perf = {"perf/data_preprocess_time": 0.0, "perf/train_time": 0.0}
@@ -229,15 +234,20 @@ def lengths_of(tokens: str, count: int, seed: int = 0) -> np.ndarray:
     return np.clip(drawn, 2 * 16, LONGEST).astype(np.int64)
 
 
-def make_samples(lengths: np.ndarray, masked: float) -> list[list[Sample]]:
-    """Groups of finished samples with arrays of their own; `masked` of them have turns that are not trained on."""
+def make_samples(lengths: np.ndarray, masked: float, keep: Keep | None) -> tuple[list[list[Sample]], float]:
+    """Groups of finished samples, each put where it stays by `keep` as it finishes, and the seconds of that; `masked`
+    of them have turns that are not trained on."""
+    landing = 0.0
     rng = np.random.default_rng(1)
+    drawn_ids = rng.integers(0, 150_000, 2 * LONGEST, dtype=np.int32)
+    drawn_log_probs = -rng.random(2 * LONGEST, dtype=np.float32)
     samples = []
     for index, length in enumerate(lengths.tolist()):
         prompt = min(PROMPT, length // 2)
         sample = Sample(index=index, group_index=index // GROUP_SIZE, tokens=list(range(prompt)))
-        sampled = rng.integers(0, 150_000, length - prompt, dtype=np.int32)
-        log_probs = -rng.random(length - prompt, dtype=np.float32)
+        begin = int(rng.integers(0, LONGEST))  # a part of what was drawn once: drawing takes longer than the step
+        sampled = drawn_ids[begin : begin + length - prompt]
+        log_probs = drawn_log_probs[begin : begin + length - prompt]
         turns = 8 if rng.random() < masked and length > 64 else 1
         for turn, (ids, probs) in enumerate(
             zip(np.array_split(sampled, turns), np.array_split(log_probs, turns), strict=True)
@@ -247,8 +257,12 @@ def make_samples(lengths: np.ndarray, masked: float) -> list[list[Sample]]:
         sample.reward = float(rng.integers(0, 2))
         sample.status = Sample.Status.COMPLETED
         sample.compact()
+        if keep is not None:
+            since = time.perf_counter()
+            sample.keep_with(keep)
+            landing += time.perf_counter() - since
         samples.append(sample)
-    return [samples[begin : begin + GROUP_SIZE] for begin in range(0, len(samples), GROUP_SIZE)]
+    return [samples[begin : begin + GROUP_SIZE] for begin in range(0, len(samples), GROUP_SIZE)], landing
 
 
 @dataclass
@@ -259,7 +273,7 @@ class Case:
 
 
 def refusal(lengths: np.ndarray, ways: Sequence[str]) -> str | None:
-    """Why a case does not fit here: its samples, and once more what the ranks get."""
+    """Why a case does not fit here: its samples, or once more what the ranks get."""
     needed = 2 * BYTES_PER_TOKEN * int(lengths.sum())
     free, room = available_bytes(), shutil.disk_usage("/dev/shm").free
     if needed < 0.8 * free and (needed / 2 < room or "memory" not in ways):
@@ -268,17 +282,25 @@ def refusal(lengths: np.ndarray, ways: Sequence[str]) -> str | None:
     return f"SKIPPED: they take {needed / 2**30:.1f} GiB, half of it for the ranks (--ways memory: in /dev/shm); {have}"
 
 
-def measure(case: Case, groups: list[list[Sample]], options: argparse.Namespace) -> tuple[Spent, float, float]:
-    """The second of two steps (the first one starts what is started once), the driver's peak and the receivers'."""
+@dataclass
+class Measured:
+    spent: Spent
+    landing: float  # seconds of all samples
+    driver_mib: float  # the driver's peak
+    receiver_mib: float
+
+
+def measure(case: Case, lengths: np.ndarray, options: argparse.Namespace) -> Measured:
+    """The second of two steps (the first one starts what is started once)."""
     config = Config(
-        hf_checkpoint="unused", rollout_batch_size=len(groups), n_samples_per_prompt=GROUP_SIZE,
+        hf_checkpoint="unused", rollout_batch_size=-(-len(lengths) // GROUP_SIZE), n_samples_per_prompt=GROUP_SIZE,
         num_steps_per_rollout=options.steps, actor_num_gpus_per_node=case.ranks, **SCHEDULES[case.schedule],
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        memory = case.way == "memory"
-        group = TimedGroup(config, options.processes, through_memory=memory, folder=folder)
+        group = TimedGroup(config, options.processes, through_memory=case.way == "memory", folder=folder)
         with group:
             group.open()
+            groups, landing = make_samples(lengths, options.masked, None if options.late else group.keep)
             group.train(0, groups, last=True)
             group.spent = Spent()
             gc.collect()
@@ -287,7 +309,7 @@ def measure(case: Case, groups: list[list[Sample]], options: argparse.Namespace)
             with profiled(options.profile):
                 group.train(1, groups, last=True)
             group.spent.whole = time.perf_counter() - begin
-            return group.spent, (status("VmHWM") - before) / 2**20, group.receivers_mib
+            return Measured(group.spent, landing, (status("VmHWM") - before) / 2**20, group.receivers_mib)
 
 
 @contextmanager
@@ -311,6 +333,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps of one rollout")
     parser.add_argument("--masked", type=float, default=0.25, help="part of the samples that have tool turns")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that answer for all ranks")
+    parser.add_argument("--late", action="store_true", help="samples are not put into shared memory when they finish")
     parser.add_argument("--profile", action="store_true", help="print where the driver's time goes")
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -319,7 +342,19 @@ def main() -> None:
         return
     title = f"own time, {options.tokens} tokens a sample, {platform.machine()}, {os.cpu_count()} cores"
     table = Table(title=title, box=None, pad_edge=False)
-    names = ("way", "by", "ranks", "samples", *PARTS, "whole s", "per 1e5", "GB", "driver peak", "receiver peak")
+    names = (
+        "way",
+        "by",
+        "ranks",
+        "samples",
+        "landing",
+        *PARTS,
+        "whole s",
+        "per 1e5",
+        "GB",
+        "driver peak",
+        "receiver peak",
+    )
     for name in names:
         table.add_column(name, justify="left" if name in ("way", "by") else "right")
     skipped = []
@@ -328,13 +363,13 @@ def main() -> None:
         if (why := refusal(lengths, options.ways)) is not None:
             skipped.append(f"{count:,} samples of {options.tokens} tokens {why}")
             continue
-        groups = make_samples(lengths, options.masked)
         for way, schedule, ranks in product(options.ways, options.schedules, options.ranks):
-            spent, driver, receiver = measure(Case(way, schedule, ranks), groups, options)
-            times = [*spent.columns, spent.whole * 1e5 / count]
+            found = measure(Case(way, schedule, ranks), lengths, options)
+            times = [*found.spent.columns, found.spent.whole * 1e5 / count]
             gb = BYTES_PER_TOKEN * int(lengths.sum()) / 1e9
-            sizes = f"{gb:.2f}", f"{driver:,.0f}", f"{receiver:,.0f}"
-            table.add_row(way, schedule, str(ranks), f"{count:,}", *(f"{value:.3f}" for value in times), *sizes)
+            sizes = f"{gb:.2f}", f"{found.driver_mib:,.0f}", f"{found.receiver_mib:,.0f}"
+            counts = str(ranks), f"{count:,}", f"{found.landing / count * 1e6:.0f}"
+            table.add_row(way, schedule, *counts, *(f"{value:.3f}" for value in times), *sizes)
     console = Console(width=160)
     console.print(table)
     for line in skipped:

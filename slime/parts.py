@@ -93,6 +93,8 @@ class Parts:
         )
         if reward is not None:
             self.runtime.state.rewardless = False
+        if self.trainers is not None:
+            self.runtime.keep = self.trainers.keep
         self._make_teacher(stack)
         self.joined = self._make_joined(stack)
         self.publisher = self._make_publisher(stack)

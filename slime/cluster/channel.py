@@ -180,13 +180,23 @@ class Channel:
             view = view[count:]
 
 
-def readable(channels: Sequence[Channel], timeout_s: float) -> list[int]:
-    """The places of the channels that have something to read, or whose other side is gone; waits for the first."""
-    poller = select.poll()  # `select.select` fails with a descriptor above 1,023
-    places = {channel.fileno(): place for place, channel in enumerate(channels)}
-    for fileno in places:
-        poller.register(fileno, select.POLLIN)
-    return sorted(places[fileno] for fileno, _ in poller.poll(timeout_s * 1000))
+class Listening:
+    """Waits for the first of several channels that has something to read; `without` those that have said enough."""
+
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self._poller = select.poll()  # `select.select` fails with a descriptor above 1,023
+        self._places = {channel.fileno(): place for place, channel in enumerate(channels)}
+        self._filenos = list(self._places)
+        for fileno in self._filenos:
+            self._poller.register(fileno, select.POLLIN)
+
+    def ready(self, timeout_s: float) -> list[int]:
+        """The places of the channels that have something to read, or whose other side is gone."""
+        return sorted(self._places[fileno] for fileno, _ in self._poller.poll(timeout_s * 1000))
+
+    def without(self, place: int) -> None:
+        """Listen to this one no more."""
+        self._poller.unregister(self._filenos[place])
 
 
 def channel_pair(*, max_bytes: int = DEFAULT_MAX_BYTES) -> tuple[Channel, socket.socket]:

@@ -36,12 +36,18 @@ class Joined:
     """
 
     def __init__(self, parts: Sequence[np.ndarray], dtype: np.dtype | None = None) -> None:
-        shapes = {part.shape[1:] for part in parts}
-        if len(shapes) > 1:
-            raise ValueError(f"arrays of rows of different shapes cannot be joined: {sorted(shapes)}")
+        kinds = {part.dtype for part in parts}
         self.parts = parts
-        self.dtype = dtype or (np.result_type(*{part.dtype for part in parts}) if parts else np.dtype(np.float64))
-        self.shape = (sum(map(len, parts)), *(shapes.pop() if shapes else ()))
+        self.dtype = dtype or (np.result_type(*kinds) if kinds else np.dtype(np.float64))
+        self.is_mixed = not kinds <= {self.dtype}
+        rows = {part.shape[1:] for part in parts if part.ndim != 1}
+        if rows and (len(rows) > 1 or any(part.ndim == 1 for part in parts)):
+            raise ValueError(f"arrays of rows of different shapes cannot be joined: {sorted(rows)}")
+        self.rows: tuple[int, ...] = rows.pop() if rows else ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(map(len, self.parts)), *self.rows)
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ grows with the response. Code of this project reads `token_array()` and its like
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -19,7 +19,17 @@ from typing import Any
 import numpy as np
 
 from slime.data import counters
-from slime.data.columns import Column, HandsOutLists, Packed, exact_floats, exact_ints, mask_of, packed, same_numbers
+from slime.data.columns import (
+    Column,
+    HandsOutLists,
+    Packed,
+    exact_floats,
+    exact_ints,
+    is_constant,
+    mask_of,
+    packed,
+    same_numbers,
+)
 from slime.data.counters import PrefixCacheInfo, SpecInfo
 from slime.data.routed_experts import flat_experts
 from slime.data.version_spans import grown_spans, oldest_version
@@ -28,6 +38,9 @@ from slime.errors import UserError
 __all__ = ["PrefixCacheInfo", "Reward", "Sample", "SampleStatus", "SpecInfo"]
 
 Reward = float | dict[str, Any]
+
+Keep = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
+"""Puts arrays into memory where they stay, in the same order."""
 
 
 class SampleStatus(Enum):
@@ -173,6 +186,22 @@ class Sample(HandsOutLists):
             slim = value.compacted() if isinstance(value, Packed) else packed(value, narrow=name == "loss_mask")
             if slim is not None:
                 self.__dict__[name] = slim
+
+    def keep_with(self, keep: Keep) -> None:
+        """Compact, look at all that training asks of the columns, and have `keep` put them where they stay."""
+        self.compact()
+        held = {name: column for name in TRAINED_ON if isinstance(column := self.__dict__[name], Packed)}
+        for name, column in held.items():
+            if name != "tokens":
+                column.look()
+        real = {name: column for name, column in held.items() if len(column) and not is_constant(column.array)}
+        experts = self.rollout_routed_experts
+        arrays = [column.array for column in real.values()]
+        kept = keep(arrays if experts is None else [*arrays, experts])
+        for (name, column), same in zip(real.items(), kept, strict=False):
+            self.__dict__[name] = column.moved(same)
+        if experts is not None:
+            self.rollout_routed_experts = kept[-1]
 
     def get_reward_value(self, args: Any) -> Any:
         """The reward, of a dict the entry that `--reward-key` names; without one the dict itself."""
@@ -348,6 +377,9 @@ COLUMNS = (
     "rollout_top_p_token_offsets",
 )
 """The fields with a number for each token."""
+
+TRAINED_ON = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs")
+"""Those that trainers get."""
 
 for _name in COLUMNS:
     setattr(Sample, _name, Column(_name))

@@ -4,9 +4,10 @@ A dynamic sampling filter is `f(args, samples) -> DynamicFilterOutput | bool`; `
 that did not fail, fan-outs flattened. The two below keep a group when its rewards differ, std > 1e-6 (sample standard
 deviation, float64): one with one reward throughout has advantage 0 everywhere and teaches nothing (DAPO, section 3.2).
 
-Invariant: every group given to `GroupJudge.keeps` is either kept or counted as dropped, with its reason and its tokens;
-a filter that keeps dropping ends the rollout (`RolloutFailed`) instead of going through the data forever. Dropped
-groups themselves are held only where `--rollout-all-samples-process-path` wants to see them, until the rollout is full.
+Invariant: every group given to `GroupJudge.keeps` is either kept, ready for the trainers, or counted as dropped, with
+its reason and its tokens; a filter that keeps dropping ends the rollout (`RolloutFailed`) instead of going through the
+data forever. Dropped groups themselves are held only where `--rollout-all-samples-process-path` wants to see them,
+until the rollout is full.
 """
 
 from __future__ import annotations
@@ -148,11 +149,20 @@ class GroupJudge:
         if verdict.keep or (verdict.keep_when_insufficient and insufficient):
             self._kept += 1
             self._dropped_in_a_row = 0
+            self._make_ready(group)
             return True
         self.reasons[verdict.reason or "unnamed"] += 1
         self._drop(group)
         self._refuse_endless_dropping()
         return False
+
+    def _make_ready(self, group: Group) -> None:
+        """Put what will be trained on where trainers read it, now, while others are still sampled."""
+        keep = self._runtime.keep
+        if keep is not None:
+            for sample in leaves(group):
+                if sample.status is not Sample.Status.FAILED:
+                    sample.keep_with(keep)
 
     def _drop(self, group: Group) -> None:
         if self._holds:

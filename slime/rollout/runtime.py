@@ -22,7 +22,7 @@ from slime.config import Config
 from slime.config.plugin_args import changed_by, plugin_args, tell_plugins, with_own_overlay
 from slime.data.check import Bounds
 from slime.data.routed_experts import RoutedModel
-from slime.data.sample import Sample
+from slime.data.sample import Keep, Sample
 from slime.data.tokenizer import load_tokenizer, model_vocab_size
 from slime.data.trace import Span, trace_span
 from slime.engine.http.key import engine_key
@@ -77,6 +77,8 @@ class RolloutRuntime:
         self.failures = FailureLog()
         self.pulse, self.eval_pulse = Pulse(), Pulse()
         self.journal: Any = None
+        self.keep: Keep | None = None
+        """Puts arrays where trainers read them; None where nobody does."""
         self.when_recorded: list[Callable[[Sample], Awaitable[None]]] = []
         """Told of each dispatched sample once what it became is in the journal: what was kept of its way can go."""
         self._router_url, self._router_only = router_url, router_only

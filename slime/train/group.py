@@ -11,11 +11,15 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from slime.cluster.memory.arena import NoRoom, SharedArena
 from slime.cluster.node import Placement
 from slime.config import Config
 from slime.config.algorithm import weighs_what_it_can
@@ -50,13 +54,17 @@ class TrainResult:
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Without the cyclic garbage collector, which would look through all samples again and again while columns are made
-    of them (a quarter of the time), and find nothing: no cycles are made meanwhile."""
+    of them (a quarter of the time), and find nothing: no cycles are made meanwhile. Nor does it look through what was
+    made right afterwards: it counts as old then."""
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
+            if not gc.get_freeze_count():  # else somebody wants his frozen
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
@@ -70,15 +78,17 @@ class TrainerGroup:
         self.world_size = self.processes.world_size
         self._data_ranks, self._data_size = list(range(self.world_size)), self.world_size  # until they say
         self._flops: FlopsModel | None = None
-        self._hand_over = HandOver()
+        self._arena = SharedArena()
+        self._hand_over = HandOver(self._arena)
         self._carried: TrainBatch | None = None
+        self._told = False
         self._mentioned = False
         self._saving: Path | None = None
 
     def start(self) -> int:
         """Start all ranks, load the model and what waited for training; the first rollout id to train on."""
         config = self.config
-        self._hand_over.clean()
+        self._arena.clean()
         if (config.balance_data or config.balance_by_flops) and config.hf_checkpoint is not None:
             from slime.models.loading import load_config  # torch, which the driver does without otherwise
 
@@ -137,7 +147,10 @@ class TrainerGroup:
             )
             rollout_metrics |= {"perf/data_preprocess_time": prepared, "perf/train_time": prepared}
             return TrainResult(metrics=[], rollout_metrics=rollout_metrics)
-        with self._hand_over.given([shares[data_rank] for data_rank in self._data_ranks], self._here) as given:
+        with ExitStack() as stack:
+            with collector_paused():
+                own = [shares[data_rank] for data_rank in self._data_ranks]
+                given = stack.enter_context(self._hand_over.given(own, self._here))
             answers = self._call("train", [{"rollout_id": rollout_id, "data": data} for data in given])
         rollout_metrics |= answers[0]["rollout_metrics"]
         if self.config.save_debug_train_data is not None:
@@ -291,6 +304,7 @@ class TrainerGroup:
                 let_end(saving, ranks.names, ranks.all_alive, timeout_s=ranks.deadline_s, flag=DEADLINE_FLAG)
         finally:
             self.processes.stop()
+            self._arena.close()
 
     def __enter__(self) -> TrainerGroup:
         return self
@@ -315,6 +329,23 @@ class TrainerGroup:
     @property
     def pids(self) -> list[int]:
         return [rank.process.pid for rank in self.processes.ranks]
+
+    def keep(self, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """Arrays of samples that are going to be trained on, where the ranks can read them: the same ones where they
+        cannot, or where there is no room."""
+        if not self._shares_memory:
+            return arrays
+        try:
+            return self._arena.keep(arrays)
+        except NoRoom as error:
+            if not self._told:
+                logger.warning("samples are written for the trainers at each step, and not when they finish: %s", error)
+            self._told = True
+            return arrays
+
+    @cached_property
+    def _shares_memory(self) -> bool:
+        return any(self._here)
 
     @property
     def _here(self) -> list[bool]:

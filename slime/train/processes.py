@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, readable
+from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, Listening
 from slime.cluster.devices import split_cores, threads_per_process
 from slime.cluster.local import LocalCluster
 from slime.cluster.node import Command, Node, NodeLost, Placement, Process
@@ -204,18 +204,20 @@ class RankProcesses:
 
     def _collect(self, method: str, wait: Wait) -> list[Any]:
         results: dict[int, Any] = {}
+        listening = Listening([rank.channel for rank in self.ranks])
         while len(results) < len(self.ranks):
-            missing = [index for index in range(len(self.ranks)) if index not in results]
-            wait.whom = _names(missing)
-            ready = readable([self.ranks[index].channel for index in missing], POLL_S)
-            for place in ready:
-                reply = self._receive(missing[place], method, wait)
+            ready = listening.ready(POLL_S)
+            for index in ready:
+                reply = self._receive(index, method, wait)
                 if reply is not None:
-                    results[missing[place]] = self._result(missing[place], method, reply)
+                    results[index] = self._result(index, method, reply)
+                    listening.without(index)
             if not ready:
+                missing = [index for index in range(len(self.ranks)) if index not in results]
+                wait.whom = _names(missing)
                 self._check_alive(missing, method)
-            if not ready and wait.is_over():
-                raise self._timeout(missing, f"to finish {method}", wait)
+                if wait.is_over():
+                    raise self._timeout(missing, f"to finish {method}", wait)
             raise_failures()
         for result in results.values():
             if isinstance(result, NotWritten):

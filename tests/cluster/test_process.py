@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster.channel import Channel, channel_pair, readable
+from slime.cluster.channel import Channel, Listening, channel_pair
 from slime.cluster.process import ChildProcess, ProcessSet
 from slime.cluster.secrets import is_secret
 
@@ -291,10 +291,13 @@ def test_channels_with_high_descriptors_are_waited_for_together(many_descriptors
     pairs = [channel_pair() for _ in range(3)]
     ours = [channel for channel, _ in pairs]
     assert min(channel.fileno() for channel in ours) > 1100
-    assert readable(ours, 0.0) == []
+    listening = Listening(ours)
+    assert listening.ready(0.0) == []
     Channel(pairs[2][1]).send("news")
     pairs[0][1].close()
-    assert readable(ours, 5.0) == [0, 2]
+    assert listening.ready(5.0) == [0, 2]
+    listening.without(0)
+    assert listening.ready(5.0) == [2]
     assert ours[2].recv(1.0) == "news"
     for channel in ours:
         channel.close()

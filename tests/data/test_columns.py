@@ -49,6 +49,42 @@ def test_packing_changes_nothing_that_a_plugin_sees(values: dict[str, Any]) -> N
         }
     sample.compact()
     assert exactly(Sample.from_dict(sample.to_dict()).to_dict()) == exactly(sample.to_dict())
+    sample.keep_with(lambda arrays: [array.copy() for array in arrays])
+    assert {name: exactly(getattr(sample, name)) for name in values} == {
+        name: exactly(value) for name, value in values.items()
+    }
+
+
+def test_a_kept_sample_knows_what_training_asks_of_it_and_can_go_on() -> None:
+    sample = finished(4)
+    sample.append_response_tokens(tokens=[7, 8], trainable=False)
+    sample.rollout_routed_experts = np.zeros((15, 2, 1), np.uint8)
+    taken: list[np.ndarray] = []
+
+    def keep(arrays: Any) -> list[np.ndarray]:
+        taken.extend(array.copy() for array in arrays)
+        return taken
+
+    sample.keep_with(keep)
+    mask, log_probs = vars(sample)["loss_mask"], vars(sample)["rollout_log_probs"]
+    assert (mask.total, log_probs.is_finite) == (4, True)
+    assert [array is column for array, column in zip(taken, (sample.token_array(), mask.array), strict=False)] == [
+        True,
+        True,
+    ]
+    assert sample.rollout_routed_experts is taken[-1]
+    assert [array.flags.writeable for array in taken] == [False, False, False, True]
+    twin = copy.copy(sample)
+    sample.append_response_tokens(tokens=[9], log_probs=[-1.0])
+    assert vars(sample)["loss_mask"].total is None, "it is not the column that was looked at"
+    assert (sample.tokens[-3:], sample.loss_mask) == ([7, 8, 9], [1, 1, 1, 1, 0, 0, 1])
+    assert twin.tokens[-2:] == [7, 8]
+
+
+def test_log_probs_that_are_no_numbers_are_known_for_it() -> None:
+    sample = finished(3, log_prob=float("nan"))
+    sample.keep_with(list)
+    assert vars(sample)["rollout_log_probs"].is_finite is False
 
 
 def test_equality_is_that_of_the_lists() -> None:

@@ -26,6 +26,12 @@ def note(args, sample, rollout_id=None, evaluation=False):
         file.write(json.dumps({**seen, "rollout_id": rollout_id, "evaluation": evaluation}) + "\\n")
 
 
+def note_places(args, groups):
+    kept = [hasattr(sample.token_array().base, "place") for group in groups for sample in group]
+    with open(os.path.join(args.output_dir, "kept.jsonl"), "a") as file:
+        file.write(json.dumps(kept) + "\\n")
+
+
 def token_sum(args, sample):
     return sum(sample.tokens) % 7 / 7
 

@@ -32,7 +32,8 @@ def fraction(flags):
 result = slime.run(
     hf_checkpoint="model", prompt_data="sums.jsonl", input_key="messages", label_key="label", apply_chat_template=True,
     reward=even_tokens, custom_generate_function_path="plugins.py:two_turns",
-    rollout_sample_hook_path=["plugins.py:note"], rollout_batch_size=4, n_samples_per_prompt=4, num_rollout=2,
+    rollout_sample_hook_path=["plugins.py:note"], rollout_sample_filter_path="plugins.py:note_places",
+    rollout_batch_size=4, n_samples_per_prompt=4, num_rollout=2,
     rollout_max_response_len=64, rollout_num_gpus=2, lr=1e-3, device="cpu", output_dir="notebook", progress="none",
 )
 print(json.dumps([str(result.run_dir), [m["rollout/raw_reward"] for m in result.metrics]]))
@@ -67,6 +68,8 @@ def test_two_turns_with_a_tool_from_python(place: Path) -> None:
     run_dir, rewards = json.loads(done.out.splitlines()[-1])
     samples = seen_samples(place / run_dir)
     assert len(samples) == 32
+    kept = [json.loads(line) for line in (place / run_dir / "kept.jsonl").read_text().splitlines()]
+    assert kept == [[True] * 16] * 2  # where the trainers read them, before the step
     tool = len(samples[0]["loss_mask"]) - 8
     assert tool > 0
     for sample in samples:

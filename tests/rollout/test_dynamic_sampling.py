@@ -41,6 +41,27 @@ def prompts_of(groups):
     return [next(leaves(group)).prompt for group in groups]
 
 
+def test_what_will_be_trained_on_is_put_where_trainers_read_it_and_nothing_else(
+    engine, make_runtime, prompts, answer, write_plugin
+):
+    answer(a="7</s>", b="8</s>", c="9</s>")
+    reward = write_plugin("def f(args, sample):\n    return 1 / (5 - sample.index)\n")
+    only = write_plugin("def f(args, samples):\n    return samples[0].prompt != 'b'\n", "only")
+    runtime = make_runtime([engine.url], custom_rm_path=reward, dynamic_sampling_filter_path=only)
+    taken = []
+
+    def keep(arrays):
+        taken.append([array.tolist() for array in arrays])
+        return [array.copy() for array in arrays]
+
+    runtime.keep = keep
+    groups = generate_rollout(runtime.args, 0, prompts(["a", "b", "c"], n=2)).samples
+    assert prompts_of(groups) == ["a", "c"]
+    scored = [sample for sample in leaves(groups) if sample.status is not STATUS.FAILED]
+    assert len(scored) == 3
+    assert sorted(taken) == sorted([sample.tokens, sample.rollout_log_probs] for sample in scored)
+
+
 def test_what_is_cut_off_goes_back_as_a_prompt(engine, make_runtime, prompts, answer):
     hold = lambda body: engine.held("12")  # noqa: E731
     answer(a="7</s>", b=hold, c="7</s>", d=hold)

@@ -230,6 +230,7 @@ def test_the_shares_of_all_ranks_look_at_each_sample_once(ranks: int) -> None:
     batch = make_train_batch(config(), flatten_samples(make_samples(4, 3)))
     counts = [int(mask.sum()) for mask in batch.loss_masks]
     batch.loss_masks = [mask.astype(np.float32).view(CountedMask) for mask in batch.loss_masks]
+    batch.mask_totals = None
     schedule = build_schedule(batch.total_lengths, batch.rollout_ids, num_ranks=ranks, global_batch_size=6)
     CountedMask.sums = 0
     shares = rank_shares(batch, schedule)

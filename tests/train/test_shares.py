@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from slime.cluster.channel import Channel, channel_pair
+from slime.cluster.memory.arena import SharedArena
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.train.group import collector_paused
@@ -81,16 +82,23 @@ def assert_identical(one: Any, other: Any) -> None:
         assert one == other
 
 
+@pytest.mark.parametrize("finished", ["kept", "some kept", "not kept"])
 @pytest.mark.parametrize("lengths", [[5, 900, 30, 7, 1, 64, 200, 3], [9000, 20_000, 70_000, 5, 40_000, 40_000, 1, 2]])
-def test_a_share_is_the_same_through_memory_and_over_a_channel(tmp_path: Path, lengths: list[int]) -> None:
+def test_a_share_is_the_same_through_memory_and_over_a_channel(
+    tmp_path: Path, lengths: list[int], finished: str
+) -> None:
     samples = make_samples(lengths)
+    arena = SharedArena(tmp_path)
+    for sample in [] if finished == "not kept" else samples[:: 1 if finished == "kept" else 2]:
+        sample.keep_with(arena.keep)
     shares = shares_of(samples, ranks=3)
-    with HandOver(tmp_path).given(shares, [True] * 3) as given:
+    with HandOver(arena).given(shares, [True] * 3) as given:
         opened = [open_share(through_channel(data)) for data in given]
-        assert all(set(data) == {"file"} for data in given)
+        assert all(data.keys() == {*share, "places"} for data, share in zip(given, shares, strict=True))
+    arena.close()
     sent = [through_channel(share) for share in shares]
     for mapped, received, share in zip(opened, sent, shares, strict=True):
-        assert_identical(mapped, received)
+        assert {**mapped, "batch": None} == {**received, "batch": None}
         batch = TrainBatch.from_message(mapped["batch"])
         assert_identical(batch.to_dict(), TrainBatch.from_message(received["batch"]).to_dict())
         np.testing.assert_equal(batch.to_dict(), TrainBatch.from_message(share["batch"]).to_dict())
@@ -101,12 +109,48 @@ def test_a_share_is_the_same_through_memory_and_over_a_channel(tmp_path: Path, l
             np.testing.assert_array_equal(batch.loss_masks[place], 0 * mask if samples[index].remove_sample else mask)
 
 
+def test_what_was_kept_when_samples_finished_is_not_written_again(tmp_path: Path) -> None:
+    samples, arena = make_samples([500] * 8), SharedArena(tmp_path)
+    for sample in samples:
+        sample.keep_with(arena.keep)
+    with HandOver(arena).given(shares_of(samples, ranks=2), [True, True]) as given:
+        assert {Path(path).name for data in given for path in data["places"]["paths"].values()} == {"kept-0"}
+    arena.close()
+
+
+def test_what_is_changed_after_it_was_kept_is_what_ranks_get(tmp_path: Path) -> None:
+    """As filters and hooks of users may, which see lists."""
+    samples, arena = make_samples([500] * 8), SharedArena(tmp_path)
+    for sample in samples:
+        sample.keep_with(arena.keep)
+    samples[0].tokens[5] = 12345
+    samples[1].loss_mask = [0] * (samples[1].response_length - 1) + [1]
+    samples[2].rollout_log_probs[0] = -0.5
+    samples[3].append_response_tokens(tokens=[7], log_probs=[-0.25])
+    with HandOver(arena).given(shares_of(samples, ranks=2), [True, True]) as given:
+        batches = [TrainBatch.from_message(open_share(data)["batch"]) for data in given]
+    found = {
+        index: (batch.tokens[i], batch.loss_masks[i], batch.rollout_log_probs[i])
+        for batch in batches
+        for i, index in enumerate(batch.sample_indices)
+    }
+    assert found[0][0][5] == 12345
+    assert (found[1][1].sum(), found[1][1][-1]) == (1, 1)
+    assert found[2][2][0] == -0.5
+    assert (found[3][0][-1], found[3][1][-1], found[3][2][-1]) == (7, 1, -0.25)
+    for index in range(7):  # nothing of the last one is trained on
+        np.testing.assert_array_equal(found[index][0], samples[index].tokens)
+        np.testing.assert_array_equal(found[index][1], samples[index].loss_mask)
+        np.testing.assert_array_equal(found[index][2], samples[index].rollout_log_probs)
+    arena.close()
+
+
 def test_masks_of_one_number_take_no_room(tmp_path: Path) -> None:
     sample = Sample(index=9, tokens=[1, 2], reward=1.0)
     sample.append_response_tokens(tokens=np.zeros(100_000, np.int32), log_probs=np.zeros(100_000, np.float32))
     (share,) = shares_of([sample, make_samples([5])[0]], ranks=1)
-    with HandOver(tmp_path).given([share], [True]) as (data,):
-        assert os.path.getsize(data["file"]) < 8 * 100_000 + 5_000
+    with HandOver(SharedArena(tmp_path)).given([share], [True]) as (data,):
+        assert sum(map(os.path.getsize, data["places"]["paths"].values())) < 8 * 100_000 + 5_000
         batch = TrainBatch.from_message(open_share(data)["batch"])
     masks = dict(zip(batch.sample_indices, batch.loss_masks, strict=True))
     assert (masks[9].strides, masks[9].dtype, masks[9].sum()) == ((0,), np.int8, 100_000)
@@ -114,17 +158,17 @@ def test_masks_of_one_number_take_no_room(tmp_path: Path) -> None:
 
 def test_ranks_with_the_same_share_get_the_same_file_and_those_elsewhere_the_share(tmp_path: Path) -> None:
     one, other = shares_of(make_samples([500] * 8), ranks=2)
-    with HandOver(tmp_path).given([one, one, other, other], [True, True, True, False]) as given:
-        assert given[0] == given[1] != given[2]
+    with HandOver(SharedArena(tmp_path)).given([one, one, other, other], [True, True, True, False]) as given:
+        assert given[0] is given[1] is not given[2]
         assert given[3] is other
         (folder,) = tmp_path.iterdir()
-        assert len([path for path in folder.iterdir() if path.suffix != ".lock"]) == 2
+        assert {Path(path).parent for data in given[:3] for path in data["places"]["paths"].values()} == {folder}
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_written_for_ranks_elsewhere(tmp_path: Path) -> None:
     shares = shares_of(make_samples([500] * 8), ranks=2)
-    with HandOver(tmp_path).given(shares, [False, False]) as given:
+    with HandOver(SharedArena(tmp_path)).given(shares, [False, False]) as given:
         assert [data is share for data, share in zip(given, shares, strict=True)] == [True, True]
         assert list(tmp_path.iterdir()) == []
 
@@ -133,7 +177,7 @@ def test_files_are_removed_when_a_call_fails(tmp_path: Path) -> None:
     shares = shares_of(make_samples([500] * 8), ranks=2)
 
     def call() -> None:
-        with HandOver(tmp_path).given(shares, [True, True]):
+        with HandOver(SharedArena(tmp_path)).given(shares, [True, True]):
             assert list(tmp_path.iterdir()) != []
             raise RuntimeError("a rank died")
 
@@ -148,7 +192,7 @@ def test_the_driver_never_holds_the_batch_twice(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         shares = shares_of(samples, ranks=4)
-        with HandOver(tmp_path).given(shares, [True] * 4):
+        with HandOver(SharedArena(tmp_path)).given(shares, [True] * 4):
             pass
         for share in shares:
             through = threading.Thread(target=_sent_to_nobody, args=(share,))
@@ -181,7 +225,7 @@ def test_without_room_shares_go_over_the_channels_and_it_is_said_once(
 ) -> None:
     shares = shares_of(make_samples([9000] * 8), ranks=2)
     with small_disk(tmp_path / "full", size="256k") as disk, caplog.at_level(logging.WARNING):
-        hand_over = HandOver(disk)
+        hand_over = HandOver(SharedArena(disk))
         for _ in range(2):
             with hand_over.given(shares, [True, True]) as given:
                 assert [data is share for data, share in zip(given, shares, strict=True)] == [True, True]
@@ -196,20 +240,22 @@ def test_room_that_is_gone_half_way_is_no_failure(
     """As when somebody else fills the same memory between the look and the writing."""
     shares = shares_of(make_samples([9000] * 8), ranks=2)
     plenty = type("Usage", (), {"free": 2**40})
-    monkeypatch.setattr("slime.train.samples.shares.shutil.disk_usage", lambda _: plenty)
-    with small_disk(tmp_path / "full", size="256k") as disk, caplog.at_level(logging.WARNING):
-        with HandOver(disk).given(shares, [True, True]) as given:
-            assert [data is share for data, share in zip(given, shares, strict=True)] == [True, True]
-            (folder,) = disk.iterdir()
-            assert [path.name for path in folder.iterdir()] == ["owner.lock"]
+    monkeypatch.setattr("slime.cluster.memory.arena.shutil.disk_usage", lambda _: plenty)
+    with (
+        small_disk(tmp_path / "full", size="256k") as disk,
+        caplog.at_level(logging.WARNING),
+        HandOver(SharedArena(disk)).given(shares, [True, True]) as given,
+    ):
+        assert [data is share for data, share in zip(given, shares, strict=True)] == [True, True]
         assert list(disk.iterdir()) == []
     assert "has no room for" in caplog.text
 
 
 def test_without_shared_memory_shares_go_over_the_channels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shares = shares_of(make_samples([50] * 8), ranks=2)
-    hand_over = HandOver(tmp_path / "missing")
-    hand_over.clean()
+    arena = SharedArena(tmp_path / "missing")
+    arena.clean()
+    hand_over = HandOver(arena)
     with caplog.at_level(logging.WARNING), hand_over.given(shares, [True, True]) as given:
         assert given == shares
     assert "missing cannot be written" in caplog.text

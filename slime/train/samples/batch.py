@@ -8,10 +8,10 @@ zero and no say in its group's statistics.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, chain, count, islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,15 @@ import numpy as np
 from slime.cluster.message import Joined
 from slime.config import Config
 from slime.data.bad_sample import keep_bad_sample
-from slime.data.columns import is_constant, mask_of
-from slime.data.sample import Sample
+from slime.data.columns import Packed, mask_of
+from slime.data.sample import Sample, SampleStatus
 from slime.errors import UserError
+from slime.train.samples.held import Held
 from slime.train.samples.scans import first_not_finite, is_trained_on, mask_totals
 from slime.train.samples.shaping import placed_turn_rewards, shape_rewards
 
-_BY_TOKEN = ("tokens", "loss_masks", "rollout_log_probs", "teacher_log_probs", "turn_rewards", "rollout_routed_experts")
+_FAILED, _ABORTED, _TRUNCATED = Sample.Status.FAILED, Sample.Status.ABORTED, Sample.Status.TRUNCATED
+BY_TOKEN = ("tokens", "loss_masks", "rollout_log_probs", "teacher_log_probs", "turn_rewards", "rollout_routed_experts")
 
 
 @dataclass
@@ -52,6 +54,7 @@ class TrainBatch:
     version_spans: list[list[list[Any]]] | None = None  # runs of tokens by the weights that sampled them
     turn_rewards: list[np.ndarray] | None = None  # rewards of single turns, each at a token of its turn
     rollout_routed_experts: list[np.ndarray] | None = None  # [rows, layers, experts per token], where they are replayed
+    mask_totals: list[int] | None = None  # the whole part of each mask's sum, where it is known
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of a user's own conversion
 
     def __len__(self) -> int:
@@ -59,17 +62,24 @@ class TrainBatch:
 
     @property
     def total_lengths(self) -> list[int]:
-        return [len(tokens) for tokens in self.tokens]
+        return list(map(len, self.tokens))
+
+    @property
+    def trained_tokens(self) -> list[int]:
+        """How many tokens of each sample are trained on."""
+        return mask_totals(self.loss_masks) if self.mask_totals is None else self.mask_totals
 
     @property
     def trainable(self) -> list[bool]:
         """Which samples have a token that is trained on; the others cost no forward pass."""
-        return [is_trained_on(mask) for mask in self.loss_masks]
+        pairs = zip(self.trained_tokens, self.loss_masks, strict=True)
+        return [count > 0 or is_trained_on(mask) for count, mask in pairs]
 
     def select(self, positions: Sequence[int]) -> TrainBatch:
-        lists = {name: None if column is None else [column[i] for i in positions] for name, column in self._columns()}
-        extra = {name: [column[i] for i in positions] for name, column in self.extra.items()}
-        return TrainBatch(**lists, extra=extra)  # type: ignore[arg-type]
+        """The rows of these positions, in their order."""
+        pick = _picker(positions)
+        lists: dict[str, Any] = {name: None if column is None else pick(column) for name, column in self._columns()}
+        return TrainBatch(**lists, extra={name: pick(column) for name, column in self.extra.items()})
 
     def followed_by(self, other: TrainBatch) -> TrainBatch:
         """This batch's rows, then the other's; a column that one of them lacks is dropped.
@@ -109,17 +119,17 @@ class TrainBatch:
         Nothing is copied before it is sent; what is all one number, as most masks are, takes no room at all.
         """
         columns = self.to_dict()
-        for name in _BY_TOKEN:
+        for name in BY_TOKEN:
             if columns[name] is not None:
                 columns[name] = _column_message(columns[name], may_be_constant=name == "loss_masks")
         return columns
 
     @classmethod
     def from_message(cls, columns: dict[str, Any]) -> TrainBatch:
-        """The inverse of `to_message`; the samples' arrays are views of the columns'."""
+        """The inverse of `to_message`; the samples' arrays are views of the columns', or what a column lists."""
         parted = dict(columns)
-        for name in _BY_TOKEN:
-            if parted[name] is not None:
+        for name in BY_TOKEN:
+            if isinstance(parted[name], dict):
                 parted[name] = _column_parts(**parted[name])
         return cls(**parted)
 
@@ -131,16 +141,28 @@ class TrainBatch:
         return cls(**values)
 
 
+def _picker(positions: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
+    if len(positions) < 2:  # of one an `itemgetter` gives no tuple, and of none there is no such thing
+        return lambda column: [column[position] for position in positions]
+    pick = itemgetter(*positions)
+    return lambda column: list(pick(column))
+
+
 def flatten_samples(nested: Iterable[Any]) -> list[Sample]:
     """Groups, and groups of fanned-out rollouts, to one list; samples without ids get those that the nesting implies.
 
     Who is in one list is in one group, and who is in one list inside a group is of one rollout. Ids that a sample has
     are left to it. A sample that stands by itself, in no list, says nothing about others.
     """
-    groups = [_rollouts_of(item) for item in nested]
+    items = list(nested)
+    if all(type(item) is list and set(map(type, item)) == {Sample} for item in items):  # as they nearly always are
+        flat: list[Sample] = list(chain.from_iterable(items))
+        if None not in [sample.group_index for sample in flat]:
+            return flat
+    groups = [_rollouts_of(item) for item in items]
     flat = [sample for rollouts in groups for rollout in rollouts for sample in rollout]
-    new_group = _first_unused(sample.group_index for sample in flat)
-    new_rollout = _first_unused(sample.rollout_id for sample in flat)
+    new_group = _first_unused([sample.group_index for sample in flat])
+    new_rollout = _first_unused([sample.rollout_id for sample in flat])
     for rollouts in groups:
         members = [sample for rollout in rollouts for sample in rollout]
         if len(members) > 1:
@@ -162,8 +184,8 @@ def _leaves(nested: Iterable[Any]) -> list[Sample]:
     return [leaf for item in nested for leaf in (_leaves(item) if isinstance(item, list | tuple) else [item])]
 
 
-def _first_unused(ids: Iterable[int | None]) -> Iterator[int]:
-    return count(max((value for value in ids if value is not None), default=-1) + 1)
+def _first_unused(ids: Sequence[int | None]) -> Iterator[int]:
+    return count(max([value for value in ids if value is not None], default=-1) + 1)
 
 
 def _share_id(together: Sequence[Sample], name: str, new: int) -> None:
@@ -180,34 +202,41 @@ def _share_id(together: Sequence[Sample], name: str, new: int) -> None:
 
 def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     """The batch of one rollout."""
-    excluded = [_is_excluded(sample) for sample in samples]
-    groups, rollout_ids = _identities(samples)
+    held = Held.by(samples)
+    excluded = [_is_excluded(*one) for one in zip(held.status, held.reward, held.response_length, strict=True)]
+    groups, rollout_ids = _identities(held.group_index, held.rollout_id)
     if config.loss_type == "sft_loss":
         raw_reward, rewards = [0.0] * len(samples), [0.0] * len(samples)
     else:
         raw_reward, rewards = shape_rewards(config, samples, groups, rollout_ids, excluded)
-    masks = [_loss_mask(sample, skip) for sample, skip in zip(samples, excluded, strict=True)]
+    masks, totals = _loss_masks(samples, held, excluded)
+    trained = [total > 0 or is_trained_on(mask) for total, mask in zip(totals, masks, strict=True)]
     mask_sums: dict[int, int] = {}
-    for rollout_id, total in zip(rollout_ids, mask_totals(masks), strict=True):
+    for rollout_id, total in zip(rollout_ids, totals, strict=True):
         mask_sums[rollout_id] = mask_sums.get(rollout_id, 0) + total
+    columns = _LogProbs(samples, masks, trained, config.output_dir)
     return TrainBatch(
-        tokens=[sample.token_array() for sample in samples],
-        response_lengths=[len(mask) for mask in masks],
+        tokens=[
+            column.array if type(column) is Packed else sample.token_array()
+            for column, sample in zip(held.tokens, samples, strict=True)
+        ],
+        response_lengths=list(map(len, masks)),
         loss_masks=masks,
         rewards=[0.0 if skip else float(reward) for reward, skip in zip(rewards, excluded, strict=True)],
         raw_reward=raw_reward,
-        truncated=[int(sample.status is Sample.Status.TRUNCATED) for sample in samples],
+        truncated=[1 if one is _TRUNCATED else 0 for one in held.status],
         excluded=excluded,
-        sample_indices=_complete_ids([sample.index for sample in samples]),
+        sample_indices=_complete_ids(held.index),
         group_indices=groups,
         rollout_ids=rollout_ids,
         rollout_mask_sums=[mask_sums[rollout_id] for rollout_id in rollout_ids],
-        rollout_log_probs=_log_prob_column(samples, masks, "rollout_log_probs", config.output_dir),
-        teacher_log_probs=_log_prob_column(samples, masks, "teacher_log_probs", config.output_dir),
-        train_metadata=[sample.train_metadata for sample in samples],
+        rollout_log_probs=columns.of("rollout_log_probs", held.rollout_log_probs),
+        teacher_log_probs=columns.of("teacher_log_probs", held.teacher_log_probs),
+        train_metadata=list(held.train_metadata),
         version_spans=[sample.version_spans for sample in samples] if config.keep_old_actor else None,
         turn_rewards=placed_turn_rewards(config, samples, masks, excluded),
-        rollout_routed_experts=_routed_experts(samples, masks) if config.use_rollout_routing_replay else None,
+        rollout_routed_experts=_routed_experts(samples, trained) if config.use_rollout_routing_replay else None,
+        mask_totals=totals,
     )
 
 
@@ -216,26 +245,44 @@ def batch_metrics(batch: TrainBatch, *, with_rewards: bool = True) -> dict[str, 
 
     Of rewards it is the mean over rollouts, however many samples one became.
     """
-    kept = [i for i in range(len(batch)) if not batch.excluded[i]]
+    kept = np.flatnonzero(~np.array(batch.excluded, dtype=bool))
     columns: dict[str, Sequence[float]] = {
         "truncated": batch.truncated,
         "response_lengths": batch.response_lengths,
         "total_lengths": batch.total_lengths,
     }
-    metrics = {f"rollout/{name}": float(np.mean([column[i] for i in kept])) for name, column in columns.items() if kept}
-    if with_rewards and kept:
-        siblings = Counter(batch.rollout_ids[i] for i in kept)
-        weights = [1 / siblings[batch.rollout_ids[i]] for i in kept]
+    metrics: dict[str, float] = {}
+    if len(kept):
+        metrics |= {f"rollout/{name}": float(np.mean(np.array(column)[kept])) for name, column in columns.items()}
+    if with_rewards and len(kept):
+        _, rollout, siblings = np.unique(np.array(batch.rollout_ids)[kept], return_inverse=True, return_counts=True)
+        weights = 1 / siblings[rollout]
         for name, column in (("rewards", batch.rewards), ("raw_reward", batch.raw_reward)):
-            metrics[f"rollout/{name}"] = float(np.average([column[i] for i in kept], weights=weights))
+            metrics[f"rollout/{name}"] = float(np.average(np.array(column)[kept], weights=weights))
     metrics["rollout/excluded_samples"] = float(len(batch) - len(kept))
     return metrics
 
 
-def _is_excluded(sample: Sample) -> bool:
-    if sample.status is Sample.Status.FAILED:
-        return True
-    return sample.reward is None and (sample.status is Sample.Status.ABORTED or sample.response_length == 0)
+def _is_excluded(status: SampleStatus, reward: Any, response_length: int) -> bool:
+    return status is _FAILED or (reward is None and (status is _ABORTED or response_length == 0))
+
+
+def _loss_masks(samples: Sequence[Sample], held: Held, excluded: Sequence[bool]) -> tuple[list[np.ndarray], list[int]]:
+    """The masks, and the whole part of each one's sum, which most samples know of theirs."""
+    masks, totals, unknown = [], [], []
+    columns = zip(held.loss_mask, held.tokens, held.response_length, held.remove_sample, excluded, strict=True)
+    for place, (mask, tokens, length, is_removed, skip) in enumerate(columns):
+        known = type(mask) is Packed and mask.total is not None and type(tokens) is Packed
+        if known and mask.length == length < tokens.length and not skip and not is_removed:
+            masks.append(mask.array)
+            totals.append(mask.total)
+        else:
+            masks.append(_loss_mask(samples[place], skip))
+            totals.append(0)
+            unknown.append(place)
+    for place, total in zip(unknown, mask_totals([masks[place] for place in unknown]), strict=True):
+        totals[place] = total
+    return masks, totals
 
 
 def _loss_mask(sample: Sample, excluded: bool) -> np.ndarray:
@@ -258,43 +305,54 @@ def _loss_mask(sample: Sample, excluded: bool) -> np.ndarray:
 
 def _column_message(parts: Sequence[np.ndarray], *, may_be_constant: bool) -> dict[str, Any]:
     """`lengths` of all parts, `constant`: those of one number only, by place, and the `values` of the others."""
-    alike = ((place, part) for place, part in enumerate(parts) if is_constant(part)) if may_be_constant else ()
-    constant = {place: part[0].item() for place, part in alike}
+    constant = {}
+    if may_be_constant:
+        constant = {place: part.item(0) for place, part in enumerate(parts) if part.strides == (0,) and len(part)}
     dtype = np.result_type(*{part.dtype for part in parts}) if parts else None
     others = [part for place, part in enumerate(parts) if place not in constant] if constant else parts
-    return {"lengths": [len(part) for part in parts], "constant": constant, "values": Joined(others, dtype)}
+    return {"lengths": list(map(len, parts)), "constant": constant, "values": Joined(others, dtype)}
 
 
 def _column_parts(lengths: Sequence[int], constant: dict[int, Any], values: np.ndarray | Joined) -> list[np.ndarray]:
     """The inverse; parts are views of `values`."""
     whole = values.whole() if isinstance(values, Joined) else values
-    if len(whole) != sum(lengths) - sum(lengths[place] for place in constant):
-        raise ValueError(f"a column of {len(whole)} numbers does not have parts of {sum(lengths)}")
-    fills = {value: np.broadcast_to(whole.dtype.type(value), (max(lengths),)) for value in set(constant.values())}
-    parts, end = [], 0
-    for place, length in enumerate(lengths):
-        if place in constant:
-            parts.append(fills[constant[place]][:length])
-        else:
-            parts.append(whole[end : end + length])
-            end += length
-    return parts
+    real = [length for place, length in enumerate(lengths) if place not in constant]
+    if len(whole) != sum(real):
+        raise ValueError(f"a column of {len(whole)} numbers does not have parts of {sum(real)}")
+    ends = accumulate(real)
+    parts = [whole[end - length : end] for end, length in zip(ends, real, strict=True)]
+    return with_constants(parts, lengths, constant, whole.dtype)
 
 
-def _identities(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
+def with_constants(
+    parts: Sequence[np.ndarray], lengths: Sequence[int], constant: dict[int, Any], dtype: np.dtype
+) -> list[np.ndarray]:
+    """All parts of a column in their order: those of one number only, in no memory, among the others."""
+    if not constant:
+        return list(parts)
+    fills = {value: np.broadcast_to(dtype.type(value), (max(lengths),)) for value in set(constant.values())}
+    others = iter(parts)
+    return [
+        fills[constant[place]][:length] if place in constant else next(others) for place, length in enumerate(lengths)
+    ]
+
+
+def _identities(
+    named_groups: Sequence[int | None], named_rollouts: Sequence[int | None]
+) -> tuple[list[int], list[int]]:
     """(group, rollout) of each sample: who shares both is of one rollout, which is in one group.
 
     Samples without a group are in that of their rollout; the same rollout id in another group is another rollout.
     """
-    new_group = _first_unused(sample.group_index for sample in samples)
-    new_rollout = _first_unused(sample.rollout_id for sample in samples)
+    new_group, new_rollout = _first_unused(named_groups), _first_unused(named_rollouts)
+    if None not in named_groups and named_rollouts.count(None) == len(named_rollouts):  # as they nearly always are
+        return list(named_groups), list(islice(new_rollout, len(named_rollouts)))  # type: ignore[arg-type]
     groups: list[int] = []
     rollouts: list[int] = []
     group_of: dict[int, int] = {}  # of rollouts that name no group
     renamed: dict[tuple[int, int], int] = {}
     owner: dict[int, int] = {}
-    for sample in samples:
-        group, rollout = sample.group_index, sample.rollout_id
+    for group, rollout in zip(named_groups, named_rollouts, strict=True):
         if group is None:
             group = next(new_group) if rollout is None else group_of.setdefault(rollout, next(new_group))
         if rollout is None:
@@ -312,38 +370,54 @@ def _complete_ids(ids: Sequence[int | None]) -> list[int]:
     return [next(fresh) if value is None else value for value in ids]
 
 
-def _log_prob_column(
-    samples: Sequence[Sample], masks: Sequence[np.ndarray], name: str, run_dir: str | None
-) -> list[np.ndarray] | None:
-    """One array per sample, or None when a sample that is trained on has none.
+class _LogProbs:
+    """Makes columns of log-probs: an array per sample."""
 
-    One that is not trained on (it failed, or was removed) has zeros where it lacks them: the others keep theirs.
-    """
-    columns, trained = [], []
-    for place, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
-        values, is_trained = sample.column_array(name), is_trained_on(mask)
-        if values is None and is_trained:
+    def __init__(
+        self, samples: Sequence[Sample], masks: Sequence[np.ndarray], trained: Sequence[bool], run_dir: str | None
+    ) -> None:
+        self._samples, self._masks, self._trained, self._run_dir = samples, masks, trained, run_dir
+
+    def of(self, name: str, held: Sequence[Any]) -> list[np.ndarray] | None:
+        """The column, or None when a sample that is trained on has none.
+
+        One that is not trained on (it failed, or was removed) has zeros where it lacks them: the others keep theirs.
+        """
+        if held.count(None) == len(held) and any(self._trained):
             return None
+        columns, unknown = [], []
+        for place, (own, mask, is_trained) in enumerate(zip(held, self._masks, self._trained, strict=True)):
+            if type(own) is Packed and own.is_finite and own.length == len(mask):
+                columns.append(own.array)
+                continue
+            if own is None and is_trained:
+                return None
+            columns.append(self._array(name, place))
+            if is_trained:
+                unknown.append(place)
+        if (bad := first_not_finite([columns[place] for place in unknown])) is not None:
+            _blame(self._samples[unknown[bad]], name, columns[unknown[bad]], self._run_dir)
+        return columns
+
+    def _array(self, name: str, place: int) -> np.ndarray:
+        sample, mask = self._samples[place], self._masks[place]
+        values = sample.column_array(name)
         column = np.asarray([] if values is None else values, dtype=np.float32)
-        if is_trained:
+        if self._trained[place]:
             if len(column) != sample.response_length:
                 kind = name.replace("_log_probs", " log-probs")
                 raise UserError(f"sample {sample.index} has {len(column)} {kind} for {sample.response_length} tokens")
-            trained.append(place)
         elif len(column) != len(mask) or not np.isfinite(column).all():
             column = np.zeros(len(mask), dtype=np.float32)
-        columns.append(column)
-    if (bad := first_not_finite([columns[place] for place in trained])) is not None:
-        _blame(samples[trained[bad]], name, columns[trained[bad]], run_dir)
-    return columns
+        return column
 
 
-def _routed_experts(samples: Sequence[Sample], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _routed_experts(samples: Sequence[Sample], trained: Sequence[bool]) -> list[np.ndarray]:
     """One array per sample; of a sample that is not trained on they may be missing."""
     columns, shape = [], (0, 0)
-    for sample, mask in zip(samples, masks, strict=True):
+    for sample, is_trained in zip(samples, trained, strict=True):
         experts = sample.rollout_routed_experts
-        if experts is None and mask.any():
+        if experts is None and is_trained:
             raise UserError(
                 f"sample {sample.index} has no rollout_routed_experts, which --use-rollout-routing-replay trains with: "
                 'its generate function must send "return_routed_experts": true'

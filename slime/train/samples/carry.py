@@ -22,7 +22,7 @@ from slime.train.samples.batch import TrainBatch
 
 FORMAT = 1
 KNOWN = {field.name for field in dataclasses.fields(TrainBatch)}
-REQUIRED = KNOWN - {"version_spans", "rollout_routed_experts"}  # earlier versions did not write them
+REQUIRED = KNOWN - {"version_spans", "rollout_routed_experts", "mask_totals"}  # earlier versions did not write them
 _ARRAY = 1
 _NAME = re.compile(r"carried_(\d+)\.msgpack")
 _CHECKPOINT = re.compile(r"iter_(\d{7,})")

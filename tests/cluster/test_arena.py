@@ -1,0 +1,176 @@
+"""Arrays in shared memory: put there once, read at their places, gone with the last that holds them."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime.cluster.memory import arena as arenas
+from slime.cluster.memory.arena import NoRoom, SharedArena, read_places
+from slime.cluster.message import DamagedMessage
+from tests.small_disk import small_disk
+
+RNG = np.random.default_rng(0)
+IDS = RNG.integers(0, 1000, 5000).astype(np.int32)
+ARRAYS = [
+    IDS,
+    np.arange(7, dtype=np.int8),
+    RNG.random((300, 3, 2)),
+    np.zeros(0, dtype=np.float32),
+    IDS[::-1],
+    np.broadcast_to(np.int8(1), (100,)),
+]
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[SharedArena]:
+    own = SharedArena(tmp_path)
+    yield own
+    own.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*/*") if path.suffix != ".lock")
+
+
+def read(message: dict[str, Any], like: list[np.ndarray]) -> list[np.ndarray]:
+    found = read_places(message, [array.nbytes for array in like])
+    return [one.view(array.dtype).reshape(array.shape) for one, array in zip(found, like, strict=True)]
+
+
+def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.flags.aligned
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_is_kept_is_read_where_it_is(tmp_path: Path, arena: SharedArena) -> None:
+    kept = arena.keep(ARRAYS)
+    assert_same(kept, ARRAYS)
+    assert files(tmp_path) == ["kept-0"]
+    with arena.lent(kept) as places:
+        assert files(tmp_path) == ["kept-0"], "nothing is written a second time"
+        message = places.part(0, len(kept))
+        read_by_one, read_by_other = read(message, ARRAYS), read(message, ARRAYS)
+    assert_same(read_by_one, ARRAYS)
+    read_by_one[0][:] = -1
+    assert_same(read_by_other, ARRAYS)
+    assert_same(kept, ARRAYS)
+
+
+def test_what_is_not_kept_as_it_is_is_written_for_as_long_as_it_is_lent(tmp_path: Path, arena: SharedArena) -> None:
+    (kept,) = arena.keep([IDS])
+    lent = [kept[1:], kept, kept[::-1], kept.astype(np.int64), kept.reshape(50, 100), *ARRAYS]
+    expected = [IDS[1:], IDS, IDS[::-1], IDS.astype(np.int64), IDS.reshape(50, 100), *ARRAYS]
+    with arena.lent(lent) as places:
+        assert len(files(tmp_path)) > 1
+        found = read(places.part(0, len(lent)), expected)
+        assert_same(read(places.part(2, 4), expected[2:4]), expected[2:4])
+    assert files(tmp_path) == ["kept-0"]
+    assert_same(found, expected)
+
+
+def test_writing_into_what_is_kept_is_what_readers_get(arena: SharedArena) -> None:
+    (kept,) = arena.keep([IDS])
+    kept[0] = 7
+    with arena.lent([kept]) as places:
+        assert read(places.part(0, 1), [IDS])[0][0] == 7
+
+
+def test_a_file_lives_as_long_as_one_of_its_arrays(
+    tmp_path: Path, arena: SharedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arenas, "SMALLEST", 50_000)  # two of them
+    first, second, third = (arena.keep([IDS])[0] for _ in range(3))
+    assert files(tmp_path) == ["kept-0", "kept-1"]
+    view = first[5:9]
+    del first, second
+    gc.collect()
+    assert files(tmp_path) == ["kept-0", "kept-1"]
+    np.testing.assert_array_equal(view, IDS[5:9])
+    del view
+    gc.collect()
+    assert files(tmp_path) == ["kept-1"]
+    np.testing.assert_array_equal(third, IDS)
+
+
+def test_files_are_few_however_much_is_kept(
+    tmp_path: Path, arena: SharedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arenas, "SMALLEST", IDS.nbytes)
+    kept = [arena.keep([IDS])[0] for _ in range(400)]
+    assert len(files(tmp_path)) < 100
+    assert all(np.array_equal(one, IDS) for one in kept)
+
+
+def test_arrays_outlive_the_folder(tmp_path: Path) -> None:
+    arena = SharedArena(tmp_path)
+    (kept,) = arena.keep([IDS])
+    arena.close()
+    assert list(tmp_path.iterdir()) == []
+    np.testing.assert_array_equal(kept, IDS)
+    with pytest.raises(NoRoom, match="not used any more"):
+        arena.keep([IDS])
+
+
+def test_a_part_of_the_memory_is_left_to_others(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", size="512k") as disk:
+        arena = SharedArena(disk)
+        kept: list[np.ndarray] = []
+        refused = None
+        while refused is None:
+            try:
+                kept += arena.keep([IDS])
+            except NoRoom as error:
+                refused = str(error)
+        assert refused == f"{disk} has 0.00 GiB free, and 0.00 GiB are kept there already"
+        assert sum(array.nbytes for array in kept) <= 256 * 1024
+        assert shutil.disk_usage(disk).free >= 200 * 1024
+        assert all(np.array_equal(one, IDS) for one in kept)
+        kept.clear()
+        assert_same(arena.keep([IDS]), [IDS])
+        arena.close()
+
+
+def test_little_memory_is_used_as_far_as_it_goes_again_and_again(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", size="512k") as disk:
+        arena = SharedArena(disk)
+        for _ in range(5):
+            kept = [arena.keep([IDS[:1000]])[0] for _ in range(20)]
+            assert all(np.array_equal(one, IDS[:1000]) for one in kept)
+            del kept
+        arena.close()
+
+
+def test_room_that_is_gone_is_said_and_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "SMALLEST", 64 * 1024)
+    plenty = type("Usage", (), {"free": 2**40, "total": 2**40})
+    with small_disk(tmp_path / "small", size="128k") as disk:
+        monkeypatch.setattr("slime.cluster.memory.arena.shutil.disk_usage", lambda _: plenty)
+        arena = SharedArena(disk)
+        kept = [arena.keep([IDS])[0] for _ in range(5)]
+        with pytest.raises(NoRoom, match="cannot be written"):
+            arena.keep([np.zeros(200_000, np.int8)])
+        assert all(np.array_equal(one, IDS) for one in kept)
+        arena.close()
+
+
+@pytest.mark.parametrize("damage", ["shorter", "missing"])
+def test_a_file_that_is_not_whole_is_refused(arena: SharedArena, damage: str) -> None:
+    with arena.lent([IDS]) as places:
+        message = places.part(0, 1)
+        (path,) = (Path(path) for path in message["paths"].values())
+        if damage == "shorter":
+            path.write_bytes(path.read_bytes()[:-100])
+        else:
+            path.unlink()
+        with pytest.raises(DamagedMessage, match=str(path)):
+            read_places(message, [IDS.nbytes])

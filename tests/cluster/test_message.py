@@ -1,0 +1,48 @@
+"""Messages as bytes: arrays beside the body, from their own memory, joined by whoever receives them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from slime.cluster.message import Joined, pack, unpack
+
+LARGE = np.random.default_rng(0).integers(0, 1000, 50_000).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [LARGE, LARGE[:3], LARGE[:0], LARGE[::2]],
+        [LARGE, LARGE.astype(np.int64)],
+        [np.ones(90_000, np.int8), np.full(2, 0.5, np.float32), np.broadcast_to(np.int8(1), (5,))],
+        [np.zeros((2, 3, 4), np.uint8), np.zeros((0, 3, 4), np.uint8), np.ones((9000, 3, 4), np.uint8)],
+        [LARGE[:2], LARGE[:1]],
+        [LARGE[:10]] * 3000,
+        [],
+    ],
+    ids=["strided", "int64", "float", "rows", "small", "many", "none"],
+)
+def test_joined_arrays_arrive_as_one(parts: list[np.ndarray]) -> None:
+    expected = np.concatenate(parts) if parts else np.empty(0)
+    packed = pack(Joined(parts))
+    buffers = [
+        np.frombuffer(b"".join(bytes(piece) for piece in buffer.pieces()), np.uint8) for buffer in packed.buffers
+    ]
+    back = unpack(packed.body, buffers)
+    assert (back.dtype, back.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_array_equal(back, expected)
+    np.testing.assert_array_equal(Joined(parts).whole(), expected)
+
+
+def test_pieces_are_the_arrays_own_memory() -> None:
+    parts = [LARGE, LARGE[100:40_000]]
+    (buffer,) = pack({"x": Joined(parts)}).buffers
+    assert all(np.shares_memory(np.asarray(piece), LARGE) for piece in buffer.pieces())
+    assert unpack(pack({"x": 1}).body, []) == {"x": 1}
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2,)])
+def test_rows_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="different shapes"):
+        Joined([np.zeros((2, 3)), np.zeros(shape)])
