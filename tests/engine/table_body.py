@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import torch
 
 from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.model.attention import Rules, _attention_spelled_out
-from slime.engine.embedded.model.body import DecodeBatch
+from slime.engine.embedded.model.body import DecodeBatch, Draw, DrawBatch
 from slime.engine.embedded.model.cuda import CudaDecoder
 from slime.engine.embedded.model.kernels import ExtendTiles
-from slime.engine.embedded.model.runner import ModelRunner
+from slime.engine.embedded.model.runner import ModelRunner, record_top
+from slime.engine.embedded.model.sampler import draw, draw_each
+from slime.engine.embedded.sequence import Sequence
 
 
 class TableBody:
@@ -56,6 +59,26 @@ class TableBody:
         return out
 
 
+class TorchDraw:
+    """In plain operations of torch; what is special about a sequence is read from the host's copy of it."""
+
+    def plain(self, logits: torch.Tensor, batch: DrawBatch) -> None:
+        self._put(batch, *draw(logits, batch.temperature, batch.uniform, batch.greedy > 0))
+
+    def special(
+        self, logits: torch.Tensor, batch: DrawBatch, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]
+    ) -> None:
+        record_top(logits, sequences)
+        self._put(batch, *draw_each(logits, sequences, batch.uniform, batch.greedy > 0))
+
+    def foresees(self, seq: Sequence) -> bool:
+        return seq.plain
+
+    def _put(self, batch: DrawBatch, drawn: torch.Tensor, logprobs: torch.Tensor) -> None:
+        batch.tokens[batch.rows] = drawn
+        batch.results.copy_(torch.stack([drawn.double(), logprobs.double()], 1))
+
+
 class DecoderOnCpu(CudaDecoder):
     """Replaying a graph is doing its step."""
 
@@ -67,10 +90,11 @@ class DecoderOnCpu(CudaDecoder):
         return None, None
 
 
-def decode_as_on_cuda(core: EngineCore) -> DecoderOnCpu:
+def decode_as_on_cuda(core: EngineCore, draw: Draw | None = None) -> DecoderOnCpu:
     """Let a loaded engine on the CPU make its steps as it does on CUDA."""
     core.runner.context.table = torch.zeros(core.scheduler.table.shape, dtype=torch.int32)
-    decoder = DecoderOnCpu(core.runner, TableBody(core.runner), max_running=core.scheduler.max_running)
+    rows = core.scheduler.max_running
+    decoder = DecoderOnCpu(core.runner, TableBody(core.runner), draw or TorchDraw(), max_running=rows)
     decoder.capture()
     core.steps.decoder = decoder
     return decoder

@@ -7,6 +7,7 @@ transformers' own code; a model that neither computes is refused.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -145,6 +146,7 @@ class LoadedEngine:
 
     def _prepare_cuda(self) -> None:
         from slime.engine.embedded.model.cuda import CudaDecoder
+        from slime.engine.embedded.sampling.draw import KernelDraw
 
         o = self.options
         body = make_body(
@@ -155,6 +157,8 @@ class LoadedEngine:
             owned=self.memory is not None,
             compile_layers=o.compile is not False,
         )
-        decoder = CudaDecoder(self.runner, body, max_running=o.max_running_requests)
+        draw = KernelDraw(o.max_running_requests, self.vocab_size, self.runner.device)
+        decoder = CudaDecoder(self.runner, body, draw, max_running=o.max_running_requests)
         decoder.capture()
         self.steps.decoder = decoder
+        threading.Thread(target=draw.prepare, name="kernels", daemon=True).start()

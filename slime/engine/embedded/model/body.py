@@ -7,6 +7,7 @@ step can be launched before the one before it was read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,8 +17,7 @@ import torch
 from slime.engine.embedded.model.attention_cuda import attend_decode, attend_extend
 from slime.engine.embedded.model.compiled import CompiledLayers
 from slime.engine.embedded.model.kernels import ExtendTiles
-from slime.engine.embedded.model.runner import ModelRunner, record_top
-from slime.engine.embedded.model.sampler import draw, draw_each
+from slime.engine.embedded.model.runner import ModelRunner
 from slime.engine.embedded.sequence import Sequence
 
 
@@ -42,10 +42,6 @@ class DrawBatch:
     greedy: torch.Tensor  # float32 [b], 1 where the arg-max is wanted
     tokens: torch.Tensor  # int64 [rows of the table]
     results: torch.Tensor  # float64 [b, 2]: token, log-prob
-
-    def put(self, drawn: torch.Tensor, logprobs: torch.Tensor) -> None:
-        self.tokens[self.rows] = drawn
-        self.results.copy_(torch.stack([drawn.double(), logprobs.double()], 1))
 
 
 class Body(Protocol):
@@ -72,8 +68,11 @@ class Draw(Protocol):
 
     def special(
         self, logits: torch.Tensor, batch: DrawBatch, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]
-    ) -> None:
-        """After `plain`: draw anew for the sequences that want more than that; the logits are theirs to change."""
+    ) -> Callable[[], None] | None:
+        """After `plain`: draw anew for the sequences that want more than that; the logits are theirs to change.
+
+        What it returns is called when the step has come to its end and somebody reads it.
+        """
         ...
 
     def foresees(self, seq: Sequence) -> bool:
@@ -111,19 +110,3 @@ class GeneralBody:
     ) -> torch.Tensor:
         self._context.slots, self._context.tiles, self._context.attend = slots, tiles, self._extend
         return self._runner.hidden(ids[None], positions[None])
-
-
-class GeneralDraw:
-    """In plain operations of torch; what is special about a sequence is read from the host's copy of it."""
-
-    def plain(self, logits: torch.Tensor, batch: DrawBatch) -> None:
-        batch.put(*draw(logits, batch.temperature, batch.uniform, batch.greedy > 0))
-
-    def special(
-        self, logits: torch.Tensor, batch: DrawBatch, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]
-    ) -> None:
-        record_top(logits, sequences)
-        batch.put(*draw_each(logits, sequences, batch.uniform, batch.greedy > 0))
-
-    def foresees(self, seq: Sequence) -> bool:
-        return seq.plain

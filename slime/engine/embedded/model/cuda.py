@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from slime.engine.embedded.model.body import Body, DecodeBatch, Draw, DrawBatch, GeneralDraw
+from slime.engine.embedded.model.body import Body, DecodeBatch, Draw, DrawBatch
 from slime.engine.embedded.model.delta_net import lay_out
 from slime.engine.embedded.model.kernels import ExtendTiles
 from slime.engine.embedded.model.runner import ModelRunner, Sampled, last_token
@@ -39,6 +39,7 @@ class OnDevice:
 
     results: torch.Tensor  # [rows, 2], pinned
     done: torch.cuda.Event | None
+    arrived: Callable[[], None] | None = None  # to be called then
 
 
 class CudaDecoder:
@@ -46,10 +47,10 @@ class CudaDecoder:
 
     looks_ahead = True
 
-    def __init__(self, runner: ModelRunner, body: Body, *, max_running: int, draw: Draw | None = None) -> None:
+    def __init__(self, runner: ModelRunner, body: Body, draw: Draw, *, max_running: int) -> None:
         self._runner = runner
         self._body = body
-        self._draw = draw or GeneralDraw()
+        self._draw = draw
         self._dummy_row = max_running
         self._device = runner.device
         self._inputs = _StepInputs(max_running, self._device)
@@ -137,9 +138,8 @@ class CudaDecoder:
         replay, logits = self._graphs[size]
         replay()
         held[rows] = lens
-        if not all(s.plain for s in running):
-            self._draw.special(logits[:count], self._draw_batch(count), running, ahead)
-        return self._bring(self._results[:count])
+        arrived = self._redraw(logits[:count], self._draw_batch(count), running, ahead)
+        return self._bring(self._results[:count], arrived)
 
     def _host_inputs(self, used: int, size: int) -> _StepInputs:
         """Pinned; rows behind those that are used write to slot 0 of the dummy row, at position 0."""
@@ -148,15 +148,24 @@ class CudaDecoder:
         host.floats.numpy()[:, used:size] = [[0.0], [1.0], [0.0]]
         return host
 
-    def _bring(self, results: torch.Tensor) -> OnDevice:
+    def _redraw(
+        self, logits: torch.Tensor, batch: DrawBatch, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]
+    ) -> Callable[[], None] | None:
+        if all(s.plain for s in sequences):
+            return None
+        return self._draw.special(logits, batch, sequences, ahead)
+
+    def _bring(self, results: torch.Tensor, arrived: Callable[[], None] | None) -> OnDevice:
         """Let results come to the host when they are there; both sides are contiguous, or the copy would wait."""
         host = _pinned(results.shape, results.dtype)
         host.copy_(results, non_blocking=True)
-        return OnDevice(host, _mark(self._device))
+        return OnDevice(host, _mark(self._device), arrived)
 
     def collect(self, launched: OnDevice) -> Sampled:
         if launched.done is not None:
             launched.done.synchronize()
+        if launched.arrived is not None:
+            launched.arrived()
         tokens, logprobs = launched.results.numpy().T
         return tokens.astype(np.int64).tolist(), logprobs.tolist()
 
@@ -185,9 +194,7 @@ class CudaDecoder:
         uniform, temperature, greedy = floats.unbind(0)
         batch = DrawBatch(rows, uniform, temperature, greedy, self._tokens, results)
         self._draw.plain(logits, batch)
-        if not all(s.plain for s in sequences):
-            self._draw.special(logits, batch, sequences, ahead)
-        return self._bring(results)
+        return self._bring(results, self._redraw(logits, batch, sequences, ahead))
 
     def _pieces(self, extends: list[Extend]) -> torch.Tensor:
         """Last hidden states `[T, H]` of the pieces, one behind the other."""

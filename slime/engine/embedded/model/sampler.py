@@ -95,7 +95,7 @@ def restrict(scaled: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Ten
     if all(s.params.greedy_or_full_support for s in sequences):
         return scaled
     device = scaled.device
-    ordered, index = scaled.sort(dim=-1, descending=True)
+    ordered, index = scaled.sort(dim=-1, descending=True, stable=True)  # equal tokens by index
     probs = ordered.softmax(-1)
     before = probs.cumsum(-1) - probs  # mass of the tokens that are more likely than this one
     rank = torch.arange(scaled.shape[1], device=device)

@@ -1,0 +1,1 @@
+"""Drawing tokens on a GPU: settings and edits by table row, cuts without sorting, draws in two passes."""

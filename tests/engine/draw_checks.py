@@ -1,0 +1,206 @@
+"""Checks of the sampling kernels in Triton's interpreter: `python -m tests.engine.draw_checks` prints what fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from slime.engine.embedded.model.runner import record_top
+from slime.engine.embedded.sampling.device import Launch, launch
+from slime.engine.embedded.sampling.draw import KernelDraw
+from slime.engine.embedded.sequence import Sequence
+from tests.engine.drawing import batch_of, sequence, wrong
+from tests.engine.table_body import decode_as_on_cuda
+from tests.engine.test_numbers import generate, prompt, running_core
+from tests.tiny_models import make_model_folder
+
+CPU = torch.device("cpu")
+CUT: dict[str, Any] = {"top_p": 0.7, "top_k": 9, "min_p": 0.01, "temperature": 1.7}
+
+
+def drawn(
+    draw: KernelDraw, logits: torch.Tensor, sequences: list[Sequence], uniform: torch.Tensor, ahead: int = 0
+) -> list[list[float]]:
+    """(token, log-prob) of each row."""
+    tokens = torch.full((len(sequences) + 1,), -1)
+    batch = batch_of(sequences, uniform, tokens)
+    edited = logits.clone()
+    draw.plain(edited, batch)
+    if not all(seq.plain for seq in sequences):
+        arrived = draw.special(edited, batch, sequences, [ahead] * len(sequences))
+        if arrived is not None:
+            arrived()
+    assert tokens[batch.rows].tolist() == batch.results[:, 0].long().tolist()
+    return batch.results.tolist()
+
+
+def faults(
+    vocab: int, tile: int, rows: dict[str, torch.Tensor], asked: list[dict[str, Any]], seed: int
+) -> Iterator[str]:
+    """Every row with every setting, at uniform numbers that include both ends."""
+    cases = [(name, row, raw) for name, row in rows.items() for raw in asked]
+    sequences = [sequence(i, vocab, **raw) for i, (_, _, raw) in enumerate(cases)]
+    uniform = torch.rand(len(cases), generator=torch.Generator().manual_seed(seed))
+    uniform[::5], uniform[1::7] = 0.0, 1 - 2**-24
+    logits = torch.stack([row for _, row, _ in cases])
+    draw = KernelDraw(len(cases), vocab, CPU, tile=tile)
+    results = drawn(draw, logits, sequences, uniform)
+    for (name, row, raw), seq, u, (token, logprob) in zip(cases, sequences, uniform.tolist(), results, strict=True):
+        if fault := wrong(row, seq, u, int(token), logprob):
+            yield f"{name}, {raw}: {fault}"
+
+
+def plain_rows() -> Iterator[str]:
+    torch.manual_seed(0)
+    rows = {
+        "equal": torch.zeros(37),
+        "normal": torch.randn(37),
+        "one token": torch.full((37,), -50.0).index_fill(0, torch.tensor([36]), 60.0),
+        "a tile of -inf": torch.cat([torch.full((16,), -torch.inf), torch.randn(21)]),
+    }
+    yield from faults(37, 16, rows, [{}, {"temperature": 0.3}, {"temperature": 0}, {"temperature": 3e38}], seed=1)
+    yield from faults(5000, 1024, {"ragged": torch.randn(5000)}, [{}, {"temperature": 0}, {"top_k": 1}], seed=2)
+
+
+def small_cuts() -> Iterator[str]:
+    torch.manual_seed(1)
+    few, sparse = torch.randint(0, 3, (37,)).float(), torch.randn(37).masked_fill(torch.rand(37) < 0.7, -torch.inf)
+    yield from faults(37, 16, {"few values": few, "mostly -inf": sparse}, [CUT, {"top_p": 0.9}, {"min_p": 0.3}], seed=3)
+    yield from faults(37, 16, {"equal": torch.zeros(37)}, [{"top_k": 5}, {"top_p": 1e-9}], seed=3)
+
+
+def large_cuts() -> Iterator[str]:
+    torch.manual_seed(2)
+    yield from faults(5000, 1024, {"normal": torch.randn(5000) * 0.6}, [{"top_p": 0.95}], seed=4)
+    yield from faults(5000, 1024, {"few values": torch.randint(0, 3, (5000,)).float()}, [{"top_k": 2000}], seed=4)
+
+
+def nan_rows() -> Iterator[str]:
+    """A row without numbers has the log-prob nan, with whatever settings, and its neighbours do not notice."""
+    torch.manual_seed(3)
+    sequences = [sequence(i, 20, **raw) for i, raw in enumerate([{}, {"temperature": 0}, CUT, {"top_p": 0.5}, {}])]
+    logits = torch.randn(5, 20)
+    logits[0, 7], logits[1], logits[2], logits[4] = torch.nan, torch.nan, torch.nan, -torch.inf
+    results = drawn(KernelDraw(5, 20, CPU, tile=16), logits, sequences, torch.full((5,), 0.4))
+    if not all(0 <= token < 20 for token, _ in results):
+        yield f"tokens outside the vocabulary: {results}"
+    if [i for i, (_, logprob) in enumerate(results) if logprob != logprob] != [0, 1, 2, 4]:
+        yield f"other rows than 0, 1, 2 and 4 have no log-prob: {results}"
+    if fault := wrong(logits[3], sequences[3], 0.4, int(results[3][0]), results[3][1]):
+        yield fault
+
+
+def distribution() -> Iterator[str]:
+    """Chi-square of 150 draws from five tokens."""
+    probs = torch.tensor([0.35, 0.05, 0.3, 0.2, 0.1])
+    sequences = [sequence(i, 5) for i in range(150)]
+    uniform = torch.rand(150, generator=torch.Generator().manual_seed(5))
+    results = drawn(KernelDraw(150, 5, CPU, tile=8), probs.log().expand(150, 5), sequences, uniform)
+    counts = torch.tensor([token for token, _ in results]).long().bincount(minlength=5)
+    if (squared := float(((counts - 150 * probs) ** 2 / (150 * probs)).sum())) > 13.3:  # 1 % at four degrees
+        yield f"{counts.tolist()} for {(150 * probs).tolist()}, chi-square {squared}"
+
+
+def edits_ahead() -> Iterator[str]:
+    """Three steps that nobody reads: each has the penalties of the tokens before it; then the row's next owner."""
+    torch.manual_seed(4)
+    vocab = 12
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 0.5}
+    draw = KernelDraw(3, vocab, CPU, tile=16)
+
+    def newcomers() -> list[Sequence]:
+        return [
+            sequence(2, vocab, **penalties),
+            sequence(0, vocab, stops=(5, 6, 99), min_new_tokens=3, logit_bias={"5": 9.0, "3": -2.0}),
+            sequence(1, vocab, **penalties, top_p=0.9, logit_bias={"2": 4.0}, stops=(2,), min_new_tokens=2),
+        ]
+
+    for sequences in (newcomers(), newcomers()):
+        steps = [(torch.randn(3, vocab), torch.rand(3)) for _ in range(3)]
+        results = [drawn(draw, logits, sequences, u, ahead=i) for i, (logits, u) in enumerate(steps)]
+        for (logits, u), result in zip(steps, results, strict=True):
+            for row, seq, number, (token, logprob) in zip(logits, sequences, u.tolist(), result, strict=True):
+                if fault := wrong(row, seq, number, int(token), logprob):
+                    yield f"{seq.rid} after {seq.output_ids}: {fault}"
+                seq.output_ids.append(int(token))
+    for seq in sequences:  # as if the last step had failed
+        del seq.output_ids[2:]
+    logits, u = torch.randn(3, vocab), torch.rand(3)
+    for row, seq, number, result in zip(logits, sequences, u.tolist(), drawn(draw, logits, sequences, u), strict=True):
+        if fault := wrong(row, seq, number, int(result[0]), result[1]):
+            yield f"{seq.rid} done once more after {seq.output_ids}: {fault}"
+
+
+def top_tokens() -> Iterator[str]:
+    torch.manual_seed(5)
+    sequences = [sequence(i, 20, temperature=0.5, logit_bias={"3": 5.0}) for i in range(3)]
+    sequences[0].top_logprobs, sequences[2].top_logprobs = 2, 4
+    logits = torch.randn(3, 20)
+    drawn(KernelDraw(3, 20, CPU, tile=32), logits, sequences, torch.rand(3))
+    found = [seq.output_top for seq in sequences]
+    for seq in sequences:
+        seq.output_top = []
+    record_top(logits, sequences)
+    if found != [seq.output_top for seq in sequences]:
+        yield f"{found} for {[seq.output_top for seq in sequences]}"
+
+
+def whole_engine() -> Iterator[str]:
+    """An engine whose steps are launched ahead, with the tokens that the CPU's own draws give."""
+    seeded = {"max_new_tokens": 5, "sampling_seed": 3, "ignore_eos": True}
+    bodies = [
+        {"sampling_params": {**seeded, "top_p": 0.8, "repetition_penalty": 1.4, "frequency_penalty": 1.0}},
+        {"sampling_params": {**seeded, "presence_penalty": 2.0, "min_new_tokens": 4}, "top_logprobs_num": 2},
+        {"sampling_params": {**seeded, "max_new_tokens": 2}},
+        {"sampling_params": {**seeded, "logit_bias": {"9": 4.0}, "frequency_penalty": 2.0}},
+    ]
+    answers = []
+    with TemporaryDirectory() as folder:
+        make_model_folder(Path(folder), "qwen3")
+        for as_on_cuda in (False, True):
+            with running_core(Path(folder), "--max-running-requests", "2") as core:
+                if as_on_cuda:
+                    draw = KernelDraw(2, core.vocab_size, CPU, tile=128)
+                    core.call(partial(decode_as_on_cuda, core, draw)).result()
+                got = generate(core, [{"input_ids": prompt(i, 9), **body} for i, body in enumerate(bodies)])
+            answers.append([(s.output_ids, [[t for _, t in best] for best in s.output_top], s.finish) for s in got])
+    if answers[0] != answers[1]:
+        yield f"{answers[1]} for {answers[0]}"
+    if [len(ids) for ids, _, _ in answers[0]] != [5, 5, 2, 5]:
+        yield f"{answers[0]}"
+
+
+def prepared() -> Iterator[str]:
+    """What is compiled at the start is what is launched later."""
+
+    def noting(noted: set[str], then: Launch | None = None) -> Launch:
+        def run(kernel: Any, grid: Any, *arguments: Any, **compiled_for: Any) -> None:
+            kinds = [x.dtype if isinstance(x, torch.Tensor) else x for x in arguments]
+            noted.add(f"{kernel.fn.__name__} {kinds} {compiled_for}")
+            if then is not None:
+                then(kernel, grid, *arguments, **compiled_for)
+
+        return run
+
+    compiled: set[str] = set()
+    launched: set[str] = set()
+    draw = KernelDraw(2, 20, CPU, tile=16, run=noting(launched, then=launch))
+    for raw in ({"top_p": 0.9}, {"top_k": 3, "presence_penalty": 1.0}):
+        drawn(draw, torch.randn(1, 20), [sequence(0, 20, **raw)], torch.rand(1))
+    draw.prepare(noting(compiled))
+    special = {text for text in launched if "'REDRAW': False" not in text}
+    if compiled != special:
+        yield f"{compiled ^ special} is compiled and not launched, or the other way round"
+
+
+CHECKS = (plain_rows, small_cuts, large_cuts, nan_rows, distribution, edits_ahead, top_tokens, prepared, whole_engine)
+
+if __name__ == "__main__":
+    for check in CHECKS:
+        print(json.dumps({check.__name__: list(check())}), flush=True)

@@ -1,0 +1,69 @@
+"""Rows of logits and what may be drawn from them, spelled out in float64: for the tests of the sampling kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slime.engine.embedded.model.body import DrawBatch
+from slime.engine.embedded.model.sampler import edit, temperature_of
+from slime.engine.embedded.sampling_params import parse_sampling_params
+from slime.engine.embedded.sequence import Sequence
+
+SLACK = 2e-5  # of the whole mass: what float32 may be off by
+
+
+def sequence(
+    row: int, vocab: int, *, prompt: list[int] | None = None, stops: tuple[int, ...] = (), **raw: Any
+) -> Sequence:
+    params = parse_sampling_params({"max_new_tokens": 64, **raw}, vocab_size=vocab)
+    seq = Sequence(f"rid-{row}", prompt or [1, 2, 3], params, frozenset(stops), 64, notify=lambda seq: None)
+    seq.row = row
+    return seq
+
+
+def batch_of(sequences: list[Sequence], uniform: torch.Tensor, tokens: torch.Tensor) -> DrawBatch:
+    device = tokens.device
+    return DrawBatch(
+        torch.tensor([s.row for s in sequences], device=device),
+        uniform.float().to(device),
+        torch.tensor([temperature_of(s) for s in sequences], device=device),
+        torch.tensor([float(s.params.greedy) for s in sequences], device=device),
+        tokens,
+        torch.full((len(sequences), 2), -7.0, dtype=torch.float64, device=device),
+    )
+
+
+def wrong(logits: torch.Tensor, seq: Sequence, uniform: float, token: int, logprob: float) -> str | None:
+    """What is wrong with the token that was drawn from a row of raw logits, by the rules of `sampler`; None: nothing."""
+    params = seq.params
+    scaled = edit(logits, seq).double() / temperature_of(seq)
+    logprobs = scaled.log_softmax(-1)
+    if abs(float(logprobs[token]) - logprob) > 1e-4 * max(1.0, abs(logprob)):
+        return f"the log-prob of {token} is {float(logprobs[token])}, not {logprob}"
+    if params.greedy:
+        best = int(scaled.float().argmax())
+        return None if scaled[token] >= scaled[best] - 1e-5 else f"{token} is not the arg-max, {best}"
+    probs = logprobs.exp()
+    order = logprobs.sort(descending=True, stable=True).indices
+    before = torch.empty_like(probs)
+    before[order] = probs[order].cumsum(0) - probs[order]
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device)
+    bounds = []
+    for slack in (-SLACK, SLACK):  # the fewest tokens that may stay and the most
+        top_p = params.top_p + slack if params.top_p < 1.0 else 2.0
+        stays = before < top_p
+        stays &= probs >= params.min_p * probs.max() * (1.0 - slack)
+        if params.top_k > 0:
+            stays &= rank < params.top_k
+        bounds.append(stays | (rank == 0))
+    fewest, most = bounds
+    if not most[token]:
+        return f"{token} of rank {int(rank[token])} with {float(before[token])} before it should have been cut"
+    # between the cumulative masses of both cuts the draw may fall either way
+    low = min(float((probs * s)[:token].sum() / (probs * s).sum()) for s in (fewest, most))
+    high = max(float((probs * s)[: token + 1].sum() / (probs * s).sum()) for s in (fewest, most))
+    slack = SLACK + float((probs * (most & ~fewest)).sum())
+    return None if low - slack <= uniform <= high + slack else f"{token} covers {low}..{high}, not {uniform}"

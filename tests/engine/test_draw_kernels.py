@@ -1,0 +1,50 @@
+"""The sampling kernels, run by Triton's interpreter, against the sampler of the CPU spelled out in float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+CHECKS = [
+    "plain_rows",
+    "small_cuts",
+    "large_cuts",
+    "nan_rows",
+    "distribution",
+    "edits_ahead",
+    "top_tokens",
+    "prepared",
+    "whole_engine",
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    """What each check of `draw_checks` complains about; all of them in one process, whose imports take longest."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.engine.draw_checks"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            results |= json.loads(line)
+    assert list(results) == CHECKS
+    return results
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_draws_follow_the_rules_of_the_sampler(found: dict[str, list[str]], check: str) -> None:
+    assert found[check] == []
