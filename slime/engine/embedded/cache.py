@@ -203,7 +203,7 @@ class KVCache:
         """What `take` can give: free slots and those that only the tree holds."""
         return self.pool.capacity - self.pool.in_use
 
-    def reuse(self, tokens: Sequence[int]) -> SlotArray:
+    def reuse(self, tokens: Sequence[int] | np.ndarray) -> SlotArray:
         """Referenced slots of the longest cached prefix that leaves at least one token to compute."""
         if not self.shares:
             return np.empty(0, np.int64)
@@ -216,7 +216,7 @@ class KVCache:
             self.tree.evict(max(count - self.pool.free, self.pool.capacity // _EVICTION_SHARE))
         return self.pool.take(count) if count <= self.pool.free else None
 
-    def remember(self, tokens: Sequence[int], slots: SlotArray) -> None:
+    def remember(self, tokens: Sequence[int] | np.ndarray, slots: SlotArray) -> None:
         if self.shares and len(slots):
             self.tree.insert(np.asarray(tokens[: len(slots)], dtype=np.int64), slots)
 

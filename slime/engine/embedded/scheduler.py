@@ -180,14 +180,14 @@ class Scheduler:
             budget -= used
             self.prefilling.append(seq)
             room = room - wanted if room < float("inf") else self._expected_room()
-            in_flight.setdefault(tuple(seq.prompt_ids[:_KEY]), []).append(np.asarray(seq.tokens))
+            in_flight.setdefault(tuple(seq.prompt_ids[:_KEY]), []).append(seq.array)
         self.waiting.extendleft(reversed(skipped))
         return extends
 
     def _in_flight_prompts(self) -> dict[tuple[int, ...], list[np.ndarray]]:
         found: dict[tuple[int, ...], list[np.ndarray]] = {}
         for seq in [*self.prefilling, *self._unshared]:
-            found.setdefault(tuple(seq.prompt_ids[:_KEY]), []).append(np.asarray(seq.tokens))
+            found.setdefault(tuple(seq.prompt_ids[:_KEY]), []).append(seq.array)
         return found
 
     def _better_wait(
@@ -206,16 +206,16 @@ class Scheduler:
         return True
 
     def _shares_enough(self, seq: Sequence, rivals: list[np.ndarray]) -> bool:
-        tokens = np.asarray(seq.tokens[:-1])
+        tokens = seq.array[:-1]
         known = len(self.cache.tree.match(tokens))
         shared = max(_common(tokens, other) for other in rivals)
         return shared - known >= min(_WORTH_WAITING, max(len(tokens) - known, 1))
 
     def _begin(self, seq: Sequence, version: str) -> None:
         seq.row = self._rows.pop()
-        tokens = seq.tokens
+        tokens = seq.array
         reusable = tokens if seq.logprob_start is None else tokens[: seq.logprob_start + 1]
-        slots = self.cache.reuse(reusable) if reusable else np.empty(0, np.int64)
+        slots = self.cache.reuse(reusable) if len(reusable) else np.empty(0, np.int64)
         seq.computed = len(slots)
         seq.cached_tokens = len(slots) if not seq.output_ids else seq.cached_tokens
         seq.kv_version = version
@@ -249,7 +249,7 @@ class Scheduler:
         if seq in self._unshared:
             self._unshared.remove(seq)
         if seq.row >= 0 and seq.kv_version is not None:
-            self.cache.remember(seq.tokens, self.slots_of(seq))
+            self.cache.remember(seq.array, self.slots_of(seq))
 
     def not_prefilled(self, seq: Sequence) -> None:
         """It has not come."""
@@ -297,7 +297,7 @@ class Scheduler:
         self.leave(seq)
         if seq.row >= 0:
             if seq.kv_version == version:
-                self.cache.remember(seq.tokens, self.slots_of(seq))
+                self.cache.remember(seq.array, self.slots_of(seq))
             self._give_back(seq)
 
     def leave(self, seq: Sequence) -> None:

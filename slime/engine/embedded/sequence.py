@@ -50,18 +50,20 @@ class Sequence:
     arrived: float = field(default_factory=time.perf_counter)
     finished: float | None = None
     plain: bool = field(init=False)  # only temperature matters to its draws
+    _prompt: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._prompt = np.array(self.prompt_ids, dtype=np.int64)  # once: prompts are long, and looked at often
         self.plain = self.params.plain and not self.top_logprobs
 
     @property
     def tokens(self) -> list[int]:
         return self.prompt_ids + self.output_ids
 
-    def span(self, start: int, end: int) -> list[int]:
-        """`tokens[start:end]`"""
-        split = len(self.prompt_ids)
-        return self.prompt_ids[start:end] + self.output_ids[max(0, start - split) : max(0, end - split)]
+    @property
+    def array(self) -> np.ndarray:
+        """`tokens`; not to be written to."""
+        return np.concatenate([self._prompt, self.output_ids]) if self.output_ids else self._prompt
 
     @property
     def length(self) -> int:

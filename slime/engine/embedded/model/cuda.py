@@ -201,7 +201,7 @@ class CudaDecoder:
         rows, starts, ends = (
             np.array(x) for x in zip(*((e.sequence.row, e.start, e.end) for e in extends), strict=True)
         )
-        ids = np.array([t for e in extends for t in e.sequence.span(e.start, e.end)])
+        ids = np.concatenate([e.sequence.array[e.start : e.end] for e in extends])
         positions = np.concatenate([np.arange(e.start, e.end) for e in extends])
         slots = np.concatenate([e.slots for e in extends])
         tiles = ExtendTiles.plan(rows.tolist(), (ends - starts).tolist(), ends.tolist())

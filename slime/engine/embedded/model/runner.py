@@ -196,7 +196,7 @@ class ModelRunner:
     def _pieces(self, extends: list[Extend]) -> torch.Tensor:
         """Last hidden states `[T, H]` of the pieces, one behind the other."""
         rows, lens = [e.sequence.row for e in extends], [e.end - e.start for e in extends]
-        ids = torch.tensor([t for e in extends for t in e.sequence.span(e.start, e.end)])
+        ids = torch.from_numpy(np.concatenate([e.sequence.array[e.start : e.end] for e in extends]))
         positions = torch.from_numpy(np.concatenate([np.arange(e.start, e.end) for e in extends]))
         context = self.context
         context.slots = torch.from_numpy(np.concatenate([e.slots for e in extends]))
