@@ -35,6 +35,18 @@ _SHAPES = {
     "4B": _facts(2560, 9728, 32, 8, 128),
     "qwen2 0.5B": _facts(896, 4864, 14, 2, 64, model_type="qwen2"),
     "llama 96": _facts(3072, 8192, 32, 8, 96, model_type="llama", tie_word_embeddings=False),
+    "30B-A3B": _facts(
+        2048,
+        6144,
+        32,
+        4,
+        128,
+        model_type="qwen3_moe",
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
     "mistral window": _facts(4096, 14336, 32, 8, 128, model_type="mistral", sliding_window=300),
 }
 
@@ -49,6 +61,8 @@ def checks() -> Iterator[tuple[str, float, float]]:
 def _lengths(name: str) -> list[list[int]]:
     """Contexts of the sequences that decode together."""
     few = [[600], [4000, 17], [1, 700, 64]]
+    if name == "30B-A3B":
+        return [[600], [1, 700, 64], [1 + 11 * i % 500 for i in range(256)]]
     if name == "0.6B":
         return [*few, [32000], [1 + 37 * i % 900 for i in range(16)], [1 + 11 * i % 500 for i in range(256)]]
     return [*few, [1 + 37 * i % 900 for i in range(16)]]

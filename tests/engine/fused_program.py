@@ -13,13 +13,13 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from triton.runtime.interpreter import InterpretedFunction
 
 from slime.engine.embedded.fused.body import FusedBody
 from slime.engine.embedded.fused.compiling import compile_kernels
 from slime.engine.embedded.fused.families import block_of, together
-from slime.engine.embedded.memory import lay_together
 from slime.engine.embedded.model.attention import AttentionContext
 from slime.engine.embedded.model.kernels import ExtendTiles
 
@@ -34,6 +34,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "num_hidden_layers": 1}),
     "mistral": ("mistral", {"sliding_window": 9, "hidden_size": 520, "intermediate_size": 40, "num_hidden_layers": 1}),
     "long": ("qwen3", {"num_hidden_layers": 1}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
 }
 LENGTHS = {"long": (130, 2, 3)}
 CONTEXT = 256
@@ -47,6 +57,15 @@ class Batch(NamedTuple):
     tokens: torch.Tensor
 
 
+def folder_tensors(model: PreTrainedModel, groups: list[list[str]]) -> dict[str, torch.Tensor]:
+    """Under the names of a folder, those of a group one behind the other."""
+    tensors = dict(revert_weight_conversion(model, dict(model.state_dict())))
+    for names in groups:
+        whole = torch.cat([tensors[name] for name in names])
+        tensors |= zip(names, whole.split([len(tensors[name]) for name in names]), strict=True)
+    return tensors
+
+
 def worst_error(case: str) -> float:
     torch.manual_seed(0)
     model_type, own = CASES[case]
@@ -55,7 +74,7 @@ def worst_error(case: str) -> float:
     for parameter in model.parameters():
         centre = 1.0 if parameter.dim() == 1 else 0.0
         torch.nn.init.normal_(parameter, centre, 0.2 * (48 / block.hidden) ** 0.5)
-    lay_together(model, together(block))
+    tensors = folder_tensors(model, together(block))
     context = AttentionContext(torch.device("cpu"))
     lengths = LENGTHS.get(case, (7, 15, 3))
     slots = sum(lengths) + 3 * len(lengths)
@@ -64,7 +83,7 @@ def worst_error(case: str) -> float:
             torch.full((block.kv_heads, slots + 1, block.head_dim), float("nan")) for _ in range(2)
         )
     context.table = torch.zeros(5, CONTEXT, dtype=torch.int32)
-    body = FusedBody(block, dict(model.state_dict()), context, most=4, positions=CONTEXT)
+    body = FusedBody(block, tensors, context, most=4, positions=CONTEXT)
     order = iter((torch.randperm(slots) + 1).tolist())
     ids = [torch.randint(0, block.vocab, (n + 2,)) for n in lengths]
     with torch.inference_mode():

@@ -46,4 +46,5 @@ def make_body(
 
     if not owned:
         lay_together(runner.model, together(block))
-    return FusedBody(block, runner.model.state_dict(), runner.context, most=most, positions=positions)
+    tensors, context = runner.model.state_dict(), runner.context
+    return FusedBody(block, tensors, context, most=most, positions=positions, routed=runner.experts)

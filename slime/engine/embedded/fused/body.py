@@ -16,19 +16,25 @@ import torch
 from slime.engine.embedded.fused import attention, gemv
 from slime.engine.embedded.fused.attention import DecodeScratch, Heads
 from slime.engine.embedded.fused.begin import begin
+from slime.engine.embedded.fused.experts import combine, route
 from slime.engine.embedded.fused.families import Block
 from slime.engine.embedded.fused.norm import add_norm
 from slime.engine.embedded.fused.swiglu import swiglu
-from slime.engine.embedded.fused.weights import FusedWeights, Layer, Product
+from slime.engine.embedded.fused.weights import Dense, FusedWeights, Layer, Product, Sparse
 from slime.engine.embedded.model.attention import AttentionContext
+from slime.engine.embedded.model.expert_kernels import experts_product
 from slime.engine.embedded.model.kernels import ExtendTiles, extend_attention
 
 if TYPE_CHECKING:
     from slime.engine.embedded.model.body import DecodeBatch
+    from slime.engine.embedded.model.experts import RoutedExperts
 
 
 class FusedBody:
-    """`context` has the KV slots and the table; at most `most` sequences of `positions` tokens decode at once."""
+    """`context` has the KV slots and the table; at most `most` sequences of `positions` tokens decode at once.
+
+    `routed` is told which experts tokens go to.
+    """
 
     fewest_rows = 1
     extends_in_graphs = True
@@ -41,6 +47,7 @@ class FusedBody:
         *,
         most: int,
         positions: int,
+        routed: RoutedExperts | None = None,
     ) -> None:
         self._weights = FusedWeights(block, tensors)
         self._block, self._context = block, context
@@ -49,7 +56,10 @@ class FusedBody:
         self._angles = block.rope.tables(block.head_dim, positions, dtype, device)
         self._scratch = DecodeScratch(self._shape, most, positions, device)
         self._positions = positions
-        self._few = gemv.most_tokens(block.hidden, block.intermediate)
+        self._few = 0 if block.experts is not None else gemv.most_tokens(block.hidden, block.intermediate)
+        self._routed = routed if block.experts is not None else None
+        if block.experts is not None:
+            self._counts = torch.zeros(block.experts.count, dtype=torch.int32, device=device)
 
         def room(width: int, kind: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(most, width, dtype=kind, device=device)
@@ -63,6 +73,7 @@ class FusedBody:
         """fp32 logits `[b, V]`, until the next call."""
         b = batch.rows.shape[0]
         few, weights = b <= self._few, self._weights
+        self._context.slots = batch.slots
         pdl = b == 1 and few
         begin(
             batch.known, batch.tokens, batch.rows, batch.lens, batch.slots, self._context.table, weights.embedding,
@@ -101,8 +112,9 @@ class FusedBody:
 
         product(stream, layer.qkv, self._qkv[:b], norm=layer.norm)
         product(self._attend(index, layer, batch, pdl), layer.out, stream, add=True, rows_each=2)
-        product(stream, layer.gate_up, inner, norm=layer.mlp_norm, gate=True)
-        product(inner, layer.down, stream, add=True, rows_each=2, warps=4 if inner.shape[1] <= 4096 else 16)
+        assert isinstance(layer.mlp, Dense)
+        product(stream, layer.mlp.gate_up, inner, norm=layer.mlp_norm, gate=True)
+        product(inner, layer.mlp.down, stream, add=True, rows_each=2, warps=4 if inner.shape[1] <= 4096 else 16)
 
     def _many_tokens(self, index: int, layer: Layer, batch: DecodeBatch) -> None:
         b, eps = batch.rows.shape[0], self._block.eps
@@ -110,9 +122,27 @@ class FusedBody:
         layer.qkv(normed, self._qkv[:b])
         layer.out(self._attend(index, layer, batch, False), delta)
         add_norm(delta, stream, layer.mlp_norm, normed, eps)
-        swiglu(layer.gate_up(normed, self._gate_up[:b]), self._inner[:b])
-        layer.down(self._inner[:b], delta)
+        if isinstance(layer.mlp, Sparse):
+            self._experts(index, layer.mlp, stream, normed)
+            return
+        swiglu(layer.mlp.gate_up(normed, self._gate_up[:b]), self._inner[:b])
+        layer.mlp.down(self._inner[:b], delta)
         add_norm(delta, stream, self._norm_behind(index), normed, eps)
+
+    def _experts(self, index: int, mlp: Sparse, stream: torch.Tensor, normed: torch.Tensor) -> None:
+        """What the experts make of `normed` goes into `stream`, and that through the norm behind it into `normed`."""
+        facts = self._block.experts
+        assert facts is not None
+        logits = torch.mm(normed, mlp.router.t())
+        found = route(logits, self._counts, facts.topk, normalised=facts.normalised)
+        if self._routed is not None:
+            self._routed.note(index, found.index, facts.count)
+        tiles = (found.order, found.ends, found.tile_ends, found.tile_expert, found.rows, facts.topk)
+        gate_up = experts_product(normed, mlp.gate_up, None, *tiles, True, False)
+        inner = gate_up.new_empty(len(gate_up), facts.width)
+        swiglu(gate_up, inner)
+        products = experts_product(inner, mlp.down, None, *tiles, False, False)
+        combine(products, found.weights, stream, self._norm_behind(index), normed, self._counts, self._block.eps)
 
     def _norm_behind(self, index: int) -> torch.Tensor:
         """The norm that comes after a layer."""
@@ -124,6 +154,7 @@ class FusedBody:
     ) -> torch.Tensor:
         """Last hidden states `[T, H]`, after the final norm; the table has the slots of all tokens that are seen."""
         context, eps, shape = self._context, self._block.eps, self._shape
+        context.slots = slots
         stream = self._weights.embedding[ids]
         normed, tokens = torch.empty_like(stream), len(ids)
         queries = stream.new_empty(tokens, shape.heads, shape.dim)
@@ -137,8 +168,11 @@ class FusedBody:
             )  # fmt: skip
             mixed = extend_attention(queries, keys, values, context.table, tiles, None, shape.scale, 0.0, layer.window)
             add_norm(layer.out(mixed.view(tokens, -1)), stream, layer.mlp_norm, normed, eps)
-            swiglu(layer.gate_up(normed), inner)
-            add_norm(layer.down(inner), stream, self._norm_behind(index), normed, eps)
+            if isinstance(layer.mlp, Sparse):
+                self._experts(index, layer.mlp, stream, normed)
+                continue
+            swiglu(layer.mlp.gate_up(normed), inner)
+            add_norm(layer.mlp.down(inner), stream, self._norm_behind(index), normed, eps)
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

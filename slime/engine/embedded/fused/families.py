@@ -25,14 +25,26 @@ class _Family:
     default_head_dim: int | None = None  # None: the hidden size over the heads
     default_window: int | None = None  # where the config says nothing
     has_window_switch: bool = False  # windows only with `use_sliding_window`, in the layers behind `max_window_layers`
+    has_experts: bool = False  # in the layers that the config does not say are dense; windows then are in all layers
 
 
 _FAMILIES = {
     "qwen3": _Family(qk_norm=True, has_attention_bias=True, default_head_dim=128, has_window_switch=True),
+    "qwen3_moe": _Family(qk_norm=True, has_attention_bias=True, has_window_switch=True, has_experts=True),
     "qwen2": _Family(qkv_bias=True, has_window_switch=True),
     "llama": _Family(has_attention_bias=True, has_mlp_bias=True),
     "mistral": _Family(default_window=4096),
 }
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Of the layers whose `Block.sparse` says so: each token goes to `topk` of `count`, each a SwiGLU of `width`."""
+
+    count: int
+    topk: int
+    width: int
+    normalised: bool  # the weights of a token's experts add up to one
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,8 @@ class Block:
     tied: bool
     windows: tuple[int, ...]  # by layer; 0: none
     rope: Rope
+    experts: Experts | None = None
+    sparse: tuple[bool, ...] = ()  # by layer
 
     @property
     def qkv_rows(self) -> int:
@@ -80,8 +94,15 @@ def layer_names(layer: int, projection: str, kind: str = "weight") -> list[str]:
         "mlp_norm": ("post_attention_layernorm",),
         "q_norm": ("self_attn.q_norm",),
         "k_norm": ("self_attn.k_norm",),
+        "router": ("mlp.gate",),
     }[projection]
     return [f"model.layers.{layer}.{part}.{kind}" for part in parts]
+
+
+def expert_names(layer: int, count: int, projection: str) -> list[str]:
+    """The same for the experts of a layer: all of one expert before the next."""
+    parts = ("gate_proj", "up_proj") if projection == "gate_up" else ("down_proj",)
+    return [f"model.layers.{layer}.mlp.experts.{e}.{part}.weight" for e in range(count) for part in parts]
 
 
 def block_of(facts: Mapping[str, Any]) -> Block:
@@ -115,7 +136,22 @@ def block_of(facts: Mapping[str, Any]) -> Block:
         tied=bool(facts.get("tie_word_embeddings", False)),
         windows=_windows(family, facts, layers),
         rope=Rope.from_facts(facts),
+        experts=_experts(facts) if family.has_experts else None,
+        sparse=_sparse(family, facts, layers),
     )
+
+
+def _experts(facts: Mapping[str, Any]) -> Experts:
+    count = facts["num_experts"] if "num_experts" in facts else facts["num_local_experts"]
+    topk, width = int(facts["num_experts_per_tok"]), int(facts["moe_intermediate_size"])
+    return Experts(int(count), topk, width, bool(facts.get("norm_topk_prob", False)))
+
+
+def _sparse(family: _Family, facts: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    if not family.has_experts:
+        return (False,) * layers
+    dense, step = facts.get("mlp_only_layers") or [], int(facts.get("decoder_sparse_step", 1))
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
 def _windows(family: _Family, facts: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -124,9 +160,9 @@ def _windows(family: _Family, facts: Mapping[str, Any], layers: int) -> tuple[in
         if not facts.get("use_sliding_window"):
             return (0,) * layers
         kinds = facts.get("layer_types")
-        if kinds is not None:
+        if kinds is not None and not family.has_experts:
             return tuple(int(window or 0) if kind == "sliding_attention" else 0 for kind in kinds)
-        first = int(facts.get("max_window_layers", 28))
+        first = 0 if family.has_experts else int(facts.get("max_window_layers", 28))
         return tuple(int(window or 0) if layer >= first else 0 for layer in range(layers))
     if family.default_window is None:
         return (0,) * layers
@@ -137,7 +173,11 @@ def together(block: Block) -> list[list[str]]:
     """Tensors of the folder that must lie one behind the other, so that one product can read them all."""
     groups = []
     for layer in range(block.layers):
-        groups += [layer_names(layer, "qkv"), layer_names(layer, "gate_up")]
+        groups.append(layer_names(layer, "qkv"))
+        if block.experts is not None and block.sparse[layer]:
+            groups += [expert_names(layer, block.experts.count, part) for part in ("gate_up", "down")]
+        else:
+            groups.append(layer_names(layer, "gate_up"))
         if block.qkv_bias:
             groups.append(layer_names(layer, "qkv", "bias"))
         if block.mlp_bias:
@@ -158,11 +198,18 @@ def tensor_shapes(block: Block) -> dict[str, tuple[int, ...]]:
         "down": ((hidden,), inner, block.mlp_bias),
     }
     for layer in range(block.layers):
+        sparse = block.experts if block.sparse[layer] else None
         for projection, (rows, depth, has_bias) in products.items():
+            if sparse is not None and projection in ("gate_up", "down"):
+                continue
             for name, count in zip(layer_names(layer, projection), rows, strict=True):
                 shapes[name] = (count, depth)
             if has_bias:
                 shapes |= {n: (r,) for n, r in zip(layer_names(layer, projection, "bias"), rows, strict=True)}
+        if sparse is not None:
+            shapes[layer_names(layer, "router")[0]] = (sparse.count, hidden)
+            shapes |= dict.fromkeys(expert_names(layer, sparse.count, "gate_up"), (sparse.width, hidden))
+            shapes |= dict.fromkeys(expert_names(layer, sparse.count, "down"), (hidden, sparse.width))
         shapes |= {layer_names(layer, norm)[0]: (hidden,) for norm in ("norm", "mlp_norm")}
         if block.qk_norm:
             shapes |= {layer_names(layer, norm)[0]: (dim,) for norm in ("q_norm", "k_norm")}

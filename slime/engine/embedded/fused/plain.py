@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from slime.engine.embedded.fused.families import EMBEDDING, FINAL_NORM, Block, layer_names
+from slime.engine.embedded.fused.families import EMBEDDING, FINAL_NORM, Block, expert_names, layer_names
 
 
 class PlainModel:
@@ -56,8 +56,28 @@ class PlainModel:
         return self._products(layer, "out", (weights @ v).transpose(1, 2).flatten(2))[0]
 
     def _mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        if self._block.sparse[layer]:
+            return self._experts(layer, x.flatten(0, 1)).view(x.shape)
         gate, up = self._products(layer, "gate_up", x)
         return self._products(layer, "down", F.silu(gate) * up)[0]
+
+    def _experts(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        facts = self._block.experts
+        assert facts is not None
+        chances = (x @ self._tensors[layer_names(layer, "router")[0]].t()).softmax(-1, dtype=torch.float32)
+        weights, index = chances.topk(facts.topk, -1)
+        if facts.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights.to(x.dtype)
+        gate_up = expert_names(layer, facts.count, "gate_up")
+        down = expert_names(layer, facts.count, "down")
+        out = torch.zeros_like(x)
+        for expert in index.unique().tolist():
+            token, at = (index == expert).nonzero(as_tuple=True)
+            gate, up = (x[token] @ self._tensors[name].t() for name in gate_up[2 * expert : 2 * expert + 2])
+            found = (F.silu(gate) * up) @ self._tensors[down[expert]].t()
+            out.index_add_(0, token, found * weights[token, at, None])
+        return out
 
 
 def _rotated(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

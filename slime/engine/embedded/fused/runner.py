@@ -21,6 +21,8 @@ class FusedRunner(ModelRunner):
             layer: LayerShape(block.kv_heads, block.head_dim, block.head_dim) for layer in range(block.layers)
         }
         self.experts = RoutedExperts(self.context, block.layers)
+        if block.experts is not None:
+            self.experts.expect(block.experts.topk, block.experts.count)
         self._head = OutputHead()
         self._projection = nn.Linear(block.hidden, block.vocab, bias=False, device="meta")
         self._projection.weight = weights.get_parameter(block.head_name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slime.engine.embedded.fused.families import EMBEDDING, FINAL_NORM, Block, layer_names
+from slime.engine.embedded.fused.families import EMBEDDING, FINAL_NORM, Block, Experts, expert_names, layer_names
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,19 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Dense:
+    gate_up: Product
+    down: Product
+
+
+@dataclass(frozen=True)
+class Sparse:
+    router: torch.Tensor  # [E, H]
+    gate_up: torch.Tensor  # [E, 2 * width, H]
+    down: torch.Tensor  # [E, H, width]
+
+
+@dataclass(frozen=True)
 class Layer:
     norm: torch.Tensor
     qkv: Product
@@ -34,8 +47,7 @@ class Layer:
     k_norm: torch.Tensor | None
     out: Product
     mlp_norm: torch.Tensor
-    gate_up: Product
-    down: Product
+    mlp: Dense | Sparse
     window: int
 
 
@@ -54,6 +66,15 @@ def _layer(block: Block, layer: int, tensors: Mapping[str, torch.Tensor]) -> Lay
     def product(projection: str, has_bias: bool) -> Product:
         return Product(joined(projection), joined(projection, "bias") if has_bias else None)
 
+    def sparse(experts: Experts) -> Sparse:
+        gate_up, down = (
+            one_view([tensors[name] for name in expert_names(layer, experts.count, part)]).unflatten(
+                0, (experts.count, -1)
+            )
+            for part in ("gate_up", "down")
+        )
+        return Sparse(joined("router"), gate_up, down)
+
     return Layer(
         norm=joined("norm"),
         qkv=product("qkv", block.qkv_bias),
@@ -61,8 +82,9 @@ def _layer(block: Block, layer: int, tensors: Mapping[str, torch.Tensor]) -> Lay
         k_norm=joined("k_norm") if block.qk_norm else None,
         out=product("out", block.out_bias),
         mlp_norm=joined("mlp_norm"),
-        gate_up=product("gate_up", block.mlp_bias),
-        down=product("down", block.mlp_bias),
+        mlp=sparse(block.experts)
+        if block.experts is not None and block.sparse[layer]
+        else Dense(product("gate_up", block.mlp_bias), product("down", block.mlp_bias)),
         window=block.windows[layer],
     )
 

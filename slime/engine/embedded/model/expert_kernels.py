@@ -77,7 +77,7 @@ def make_tiles(index: torch.Tensor, experts: int) -> Tiles:
 
 
 @torch.library.custom_op("slime::experts_product", mutates_args=())
-def _product(
+def experts_product(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -108,7 +108,7 @@ def _product(
     return out
 
 
-@_product.register_fake
+@experts_product.register_fake
 def _(x, weight, bias, order, ends, tile_ends, tile_expert, rows, topk, spreads, transposed):
     return x.new_empty(order.shape[0], weight.shape[2] if transposed else weight.shape[1])
 
@@ -122,7 +122,7 @@ def multiply_experts(
 
     def product(x: torch.Tensor, name: str, *, spreads: bool) -> torch.Tensor:
         bias = getattr(own, f"{name}_bias") if own.has_bias else None
-        return _product(x, getattr(own, name), bias, *tiles, topk, spreads, own.is_transposed)
+        return experts_product(x, getattr(own, name), bias, *tiles, topk, spreads, own.is_transposed)
 
     if own.has_gate:
         inner = own._apply_gate(product(hidden, "gate_up_proj", spreads=True))

@@ -52,11 +52,15 @@ class RoutedExperts:
     def free(self) -> None:
         self._rows = None
 
+    def expect(self, topk: int, count: int) -> None:
+        """Tokens go to `topk` of `count` experts."""
+        self.topk = max(self.topk, topk)
+        self._kind = torch.uint8 if count <= 1 << 8 else torch.int16
+
     def note(self, layer: int, index: torch.Tensor, count: int) -> None:
         """The tokens of the batch in flight go to the experts `index [T, topk]`, of `count`."""
         if self._rows is None:  # the first pass, before there are slots
-            self.topk = max(self.topk, index.shape[1])
-            self._kind = torch.uint8 if count <= 1 << 8 else torch.int16
+            self.expect(index.shape[1], count)
             return
         self._code[1](self._rows, self._context.slots, layer, index)
 
