@@ -19,8 +19,8 @@ import triton.language as tl
 from slime.engine.embedded.fused.launch import early, gdc_launch_dependents, gdc_wait, power
 from slime.engine.embedded.model.launching import launch
 
-MOST_PARTS = 64
-LEAST_KEYS = 64  # in a part
+MOST_PARTS = 32
+LEAST_KEYS = 32  # in a part
 _PROGRAMS = 512  # that keep a large GPU busy
 
 
@@ -245,7 +245,7 @@ def decode(
     """
     batch, full = qkv.shape[0], qkv.dtype == torch.float32
     if tuning is None:
-        tuning = Tuning(32, 4, 1 if full else 3) if parts > 1 or full else Tuning(16, 1, 3)
+        tuning = Tuning(32, 4, 1) if full else Tuning(16, 1, 3)
     cos, sin = angles
     launch(
         _decode_kernel, (batch, shape.kv_heads, parts),

@@ -86,10 +86,7 @@ class FusedBody:
                 self._many_tokens(index, layer, batch)
         logits = self._logits[:b]
         if few:
-            each = 8 if self._block.hidden <= 1024 else 4
-            gemv.gemv(
-                self._stream[:b], weights.head, logits, norm=weights.norm, eps=self._block.eps, rows_each=each, pdl=pdl
-            )
+            gemv.gemv(self._stream[:b], weights.head, logits, norm=weights.norm, eps=self._block.eps, pdl=pdl)
         else:
             _project(self._normed[:b], weights.head, logits)
         return logits
@@ -111,10 +108,10 @@ class FusedBody:
             gemv.gemv(x, by.weight, out, bias=by.bias, eps=eps, pdl=pdl, **how)
 
         product(stream, layer.qkv, self._qkv[:b], norm=layer.norm)
-        product(self._attend(index, layer, batch, pdl), layer.out, stream, add=True, rows_each=2)
+        product(self._attend(index, layer, batch, pdl), layer.out, stream, add=True)
         assert isinstance(layer.mlp, Dense)
         product(stream, layer.mlp.gate_up, inner, norm=layer.mlp_norm, gate=True)
-        product(inner, layer.mlp.down, stream, add=True, rows_each=2, warps=4 if inner.shape[1] <= 4096 else 16)
+        product(inner, layer.mlp.down, stream, add=True)
 
     def _many_tokens(self, index: int, layer: Layer, batch: DecodeBatch) -> None:
         b, eps = batch.rows.shape[0], self._block.eps
