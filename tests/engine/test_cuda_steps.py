@@ -87,3 +87,28 @@ def test_the_two_ends_are_captured_at_first_and_the_rest_when_there_is_time(qwen
     assert captured[0] == [1, 40]
     assert captured[-1] == [1, 2, 4, 8, 16, 32, 40]
     assert sorted(decoder._prompts) == [128, 256, 512, 1024, 2048]
+
+
+def test_a_graph_that_cannot_be_captured_is_done_without(qwen3_folder: Path) -> None:
+    with running_core(qwen3_folder, "--max-running-requests", "40") as core:
+        want = [seq.output_ids for seq in generate(core, mixture())]
+        decoder = core.call(lambda: decode_as_on_cuda(core)).result(60)
+        captured = decoder._captured
+        failures = iter([False, True] * 10)
+
+        def every_second(run: Any) -> Any:
+            if next(failures):
+                raise MemoryError("for once")
+            return captured(run)
+
+        def capture_all() -> tuple[list[int], list[int]]:
+            decoder._uncaptured, decoder._uncaptured_prompts = [16, 8, 4], [512, 256, 128]
+            decoder._prompts, decoder._graphs = {}, {size: decoder._graphs[size] for size in (1, 40)}
+            decoder._captured = every_second  # type: ignore[method-assign]
+            while decoder.capture_next():
+                pass
+            return sorted(decoder._graphs), sorted(decoder._prompts)
+
+        assert core.call(capture_all).result(60) == ([1, 4, 16, 40], [256])
+        core.call(core.flush_cache).result(60)
+        assert [seq.output_ids for seq in generate(core, mixture())] == want

@@ -69,12 +69,22 @@ class CudaDecoder:
         """Capture what is needed to begin: `capture_next` does the rest."""
         started = time.perf_counter()
         while self._uncaptured and len(self._graphs) < 2:
-            self.capture_next()
+            self._capture_one()
         log.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
 
-    @torch.inference_mode()
     def capture_next(self) -> bool:
-        """Capture one more graph, at any time between two steps; False when there are all."""
+        """Capture one more graph, at any time between two steps; False when there are all.
+
+        What cannot be captured is left out: larger graphs take such batches, and extend steps need none.
+        """
+        try:
+            self._capture_one()
+        except Exception as error:  # steps are computed without it
+            log.warning("a graph could not be captured, steps of its size take longer", exc_info=error)
+        return bool(self._uncaptured or self._uncaptured_prompts)
+
+    @torch.inference_mode()
+    def _capture_one(self) -> None:
         if self._uncaptured:
             size = self._uncaptured.pop(0)
             self._inputs.load(self._host_inputs(0, self._inputs.most))
@@ -85,7 +95,6 @@ class CudaDecoder:
             ids, positions, slots = graph.numbers.unbind(0)
             graph.replay, graph.hidden = self._captured(lambda: self._body.extend(ids, positions, slots, graph.tiles))
             self._prompts = {size: graph, **self._prompts}
-        return bool(self._uncaptured or self._uncaptured_prompts)
 
     def _for_captures(self) -> tuple[Any, Any]:
         """A stream, one for all, since memory that was used in it stays with it; the graphs' memory."""
