@@ -294,7 +294,9 @@ class Run:
                     if not evaluates_now:  # else the feed is held on, or the evaluation would wait for a whole rollout
                         held.close()
                     after |= self.turns.metrics()
-                    after |= {"perf/rollout_wait_time": waited, "perf/step_time": time.monotonic() - began}
+                    step_s = time.monotonic() - began
+                    after |= {"perf/rollout_wait_time": waited, "perf/step_time": step_s}
+                    after["perf/idle_time"] = idle_seconds(rollout.metrics | after)
                     self._finish_step(rollout_id, rollout, after)
                     if evaluates_now:
                         self.evaluate(rollout_id + 1)
@@ -535,6 +537,15 @@ def _log_function(path: str | None, flag: str, params: tuple[str, ...]) -> Calla
 def _due(rollout_id: int, interval: int | None, total: int) -> bool:
     """At every multiple of the interval and after the last rollout."""
     return rollout_id == total - 1 or (interval is not None and (rollout_id + 1) % interval == 0)
+
+
+def idle_seconds(metrics: dict[str, Any]) -> float:
+    """What of a step was none of its parts: neither engines nor trainers had anything to do."""
+    waited = metrics["perf/rollout_wait_time"]
+    generating = min(waited, metrics.get("perf/rollout_time", waited))  # in asynchronous modes it goes on besides
+    parts = ("perf/train_time", "perf/update_weights_time", "perf/switch_time")
+    known = sum(metrics.get(name, 0.0) for name in parts)
+    return max(0.0, float(metrics["perf/step_time"] - generating - known))
 
 
 def _without(metrics: dict[str, Any], prefix: str) -> dict[str, Any]:

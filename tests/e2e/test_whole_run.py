@@ -29,6 +29,7 @@ ROLLOUT_NAMES = {
     *("rollout/raw_reward", "rollout/rewards", "rollout/advantages", "rollout/truncated_ratio", "rollout/failed/count"),
     *("rollout/log_probs", "rollout/ref_log_probs", "rollout/rollout_log_probs", "rollout/response_len/mean"),
     *("perf/rollout_time", "perf/train_time", "perf/actor_train_time", "perf/update_weights_time", "perf/step_time"),
+    "perf/idle_time",
 }
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from slime.train.samples import scans
+from slime.train.samples import finite, scans
 from slime.train.samples.scans import first_not_finite, is_trained_on, mask_totals
 
 RNG = np.random.default_rng(0)
@@ -45,3 +46,19 @@ def test_numbers_whose_sum_is_too_large_are_finite() -> None:
     huge = np.full(30, np.finfo(np.float32).max)
     assert first_not_finite([huge, -huge, huge]) is None
     assert first_not_finite([huge, np.array([np.nan], np.float32)]) == 1
+
+
+def test_columns_of_tensors_are_looked_at_once_and_masked_tokens_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    column = [torch.arange(float(length)) for length in (3, 0, 5, 2)]
+    masks = [torch.ones(len(values)) for values in column]
+    looks: list[int] = []
+    isfinite = torch.isfinite
+    monkeypatch.setattr(torch, "isfinite", lambda values: looks.append(values.numel()) or isfinite(values))
+    assert finite.first_not_finite(column, masks) is None
+    assert looks == [10]
+    column[2][4] = float("nan")
+    masks[2][4] = 0
+    assert finite.first_not_finite(column, masks) is None
+    column[3][0] = float("inf")
+    assert finite.first_not_finite(column, masks) == 3
+    assert finite.first_not_finite([], []) is None

@@ -5,7 +5,7 @@ Invariant: training never updates weights from them, and the sample that brought
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,13 @@ def check_columns_finite(data: RolloutData, ranks: Ranks, *, rollout_id: int, ru
     raise UserError(blame(data, position, f"{name} that are not finite", rollout_id=rollout_id, run_dir=run_dir))
 
 
-def first_not_finite(column: Iterable[Tensor], masks: Iterable[Tensor]) -> int | None:
-    """Position of the first sample with such a number at an unmasked token."""
+def first_not_finite(column: Sequence[Tensor], masks: Sequence[Tensor]) -> int | None:
+    """Position of the first sample with such a number at an unmasked token.
+
+    A column without any, which nearly all are, is looked at once and not sample by sample.
+    """
+    if not column or bool(torch.isfinite(torch.cat([values.reshape(-1) for values in column])).all()):
+        return None
     for position, (values, mask) in enumerate(zip(column, masks, strict=True)):
         if not bool(torch.isfinite(values[mask != 0]).all()):
             return position
