@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from slime.engine.embedded.loaded_model import LoadedModel, NamedWeights, read_directly, through_transformers
+from slime.engine.embedded.loaded_model import LoadedModel, NamedWeights, PlainFolder, through_transformers
 from slime.engine.embedded.memory import EngineMemory
 from slime.engine.embedded.refusals import BadRequest
 from slime.engine.embedded.tokenizer import plain_tokenizer
@@ -40,7 +40,8 @@ def host_memory() -> EngineMemory:
 
 
 def read(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel | None:
-    return read_directly(str(folder), dtype=dtype, memory=host_memory(), trust_remote_code=False)
+    found = PlainFolder.at(str(folder), trust_remote_code=False)
+    return None if found is None else found.read(dtype, host_memory())
 
 
 def through(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
@@ -52,13 +53,13 @@ def test_the_server_and_a_fused_model_are_there_without_transformers(qwen3_folde
     program = f"""
 import sys, types, torch
 import slime.engine.embedded.__main__
-from slime.engine.embedded.loaded_model import read_directly
+from slime.engine.embedded.loaded_model import PlainFolder
 from slime.engine.embedded.memory import EngineMemory
 from slime.engine.embedded.tokenizer import plain_tokenizer
 memory = object.__new__(EngineMemory)
 memory._weights = types.SimpleNamespace(range=types.SimpleNamespace(prepare=lambda size: None), empty=lambda shape,
     dtype: torch.empty(shape, dtype=dtype))
-model = read_directly({str(qwen3_folder)!r}, dtype=torch.float32, memory=memory, trust_remote_code=False)
+model = PlainFolder.at({str(qwen3_folder)!r}, trust_remote_code=False).read(torch.float32, memory)
 runner = model.runner(__import__("numpy").zeros((3, 16), "int32"))
 runner.allocate_kv(8)
 torch.save(model.logits(torch.tensor([[5, 6, 7]])), {str(tmp_path / "logits")!r})

@@ -11,6 +11,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -95,6 +96,7 @@ async def serve(options: EngineOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end, None)
     core = EngineCore(options, on_death=lambda error: loop.call_soon_threadsafe(end, error))
+    core.phases["imports"] = process_age()
     engine = EngineBridge(core)
     server = EngineServer(engine)
     runner = await listen(server.app, sock)
@@ -110,13 +112,24 @@ async def serve(options: EngineOptions) -> int:
         gc.freeze()  # what is loaded stays: looking through it for garbage would hold up requests and steps
         core.start()
         took = ", ".join(f"{name} {seconds:.1f}" for name, seconds in core.phases.items() if seconds >= 0.05)
-        log.info("loaded in %.1f s (%s)", sum(core.phases.values()), took)
+        log.info("started in %.1f s (%s)", process_age(), took)
         log.info("ready on %s: %s tokens of KV cache, %s of context", address, core.capacity, core.context_len)
         return 0 if await stop is None else 1
     finally:
+        gc.unfreeze()
         if engine.facts is not None:
             core.stop()
         await runner.cleanup()
+
+
+def process_age() -> float:
+    """Seconds since this process began; 0 where that cannot be told."""
+    try:
+        with open("/proc/self/stat") as stream:
+            began = int(stream.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except (OSError, AttributeError):
+        return 0.0
 
 
 def load(core: EngineCore) -> ModelFacts:

@@ -7,6 +7,7 @@ transformers' own code; a model that neither computes is refused.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from slime.cluster.precision import choose_dtype, slow_dtype_note
 from slime.engine.embedded.bodies import make_body
 from slime.engine.embedded.cache import KVCache
 from slime.engine.embedded.capacity import affordable_slots
-from slime.engine.embedded.loaded_model import LoadedModel, read_directly, through_transformers
+from slime.engine.embedded.loaded_model import LoadedModel, PlainFolder, through_transformers
 from slime.engine.embedded.memory import EngineMemory
 from slime.engine.embedded.model.check import SLOTS, PlainNumbers, WrongNumbers, exact_until
 from slime.engine.embedded.options import EngineOptions
@@ -56,11 +57,20 @@ class LoadedEngine:
         note = slow_dtype_note("--dtype", o.dtype, device)
         if note is not None:
             log.warning(note)
+        dtype = getattr(torch, name)
+        plain = None
+        if device == "cuda" and o.fused_kernels:
+            plain = PlainFolder.at(o.model_path, trust_remote_code=o.trust_remote_code)
+        compiling = None if plain is None else self._compile(plain, dtype)
         with self._phase("device"):
             self.memory = EngineMemory.on(torch.device(device))
-        dtype = getattr(torch, name)
+        with self._phase("weights"):
+            if plain is not None and self.memory is not None:
+                model = plain.read(dtype, self.memory)
+            else:
+                model = self._through_transformers(device, dtype, fused_kernels=o.fused_kernels)
         try:
-            self._make_ready(self._load_model(device, dtype, fused_kernels=o.fused_kernels))
+            self._make_ready(model, compiling)
         except WrongNumbers as wrong:
             if self.model.block is None:
                 raise
@@ -69,7 +79,7 @@ class LoadedEngine:
                 self.memory.release_weights(keep=False)
                 self.memory.release_cache()
                 self.memory = EngineMemory.on(torch.device(device))
-            self._make_ready(self._load_model(device, dtype, fused_kernels=False))
+            self._make_ready(self._through_transformers(device, dtype, fused_kernels=False))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -79,22 +89,34 @@ class LoadedEngine:
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - began
 
-    def _load_model(self, device: str, dtype: torch.dtype, *, fused_kernels: bool) -> LoadedModel:
-        folder, trust = self.options.model_path, self.options.trust_remote_code
-        with self._phase("weights"):
-            found = None
-            if self.memory is not None and fused_kernels:
-                found = read_directly(folder, dtype=dtype, memory=self.memory, trust_remote_code=trust)
-            return found or through_transformers(
-                folder,
-                dtype=dtype,
-                device=device,
-                memory=self.memory,
-                trust_remote_code=trust,
-                fused_kernels=fused_kernels,
-            )
+    def _compile(self, folder: PlainFolder, dtype: torch.dtype) -> threading.Thread:
+        """Compile the kernels of the model while its weights are read; whoever uses one first compiles it otherwise."""
+        from slime.engine.embedded.fused.compiling import compile_kernels
 
-    def _make_ready(self, model: LoadedModel) -> None:
+        o = self.options
+        positions = min(self._longest(folder.facts), o.max_total_tokens or sys.maxsize)
+
+        def run() -> None:
+            try:
+                compile_kernels(folder.block, dtype, most=o.max_running_requests, positions=positions)
+            except Exception as error:
+                log.warning("kernels could not be compiled ahead: %s", error, exc_info=error)
+
+        thread = threading.Thread(target=run, name="compile", daemon=True)
+        thread.start()
+        return thread
+
+    def _through_transformers(self, device: str, dtype: torch.dtype, *, fused_kernels: bool) -> LoadedModel:
+        return through_transformers(
+            self.options.model_path,
+            dtype=dtype,
+            device=device,
+            memory=self.memory,
+            trust_remote_code=self.options.trust_remote_code,
+            fused_kernels=fused_kernels,
+        )
+
+    def _make_ready(self, model: LoadedModel, compiling: threading.Thread | None = None) -> None:
         o, self.model, facts = self.options, model, model.facts
         self.vocab_size = facts["vocab_size"]
         longest = self._longest(facts)
@@ -121,8 +143,11 @@ class LoadedEngine:
         self.steps = Steps(
             self.scheduler, self.runner, self.counters, version=o.weight_version, fresh_cache=self._fresh_cache
         )
+        if compiling is not None:
+            with self._phase("kernels"):
+                compiling.join()
         if self.runner.cuda:
-            with self._phase("kernels and graphs"):
+            with self._phase("graphs"):
                 self._prepare_cuda()
         with self._phase("check"):
             plain.compare(self.runner, self.steps.decoder, self.scheduler.table)

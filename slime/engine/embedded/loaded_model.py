@@ -1,6 +1,6 @@
 """A model as the engine holds it: weights under the folder's names, facts of its config, and what ends a response.
 
-Two ways lead to one. A model that the fused kernels compute is read straight from its folder (`read_directly`), without
+Two ways lead to one. A model that the fused kernels compute is read straight from its folder (`PlainFolder`), without
 transformers, which takes longer to import than all the rest of a start takes. Every other one is transformers' own
 (`through_transformers`), and so is every folder with something unusual or wrong about it: what is wrong is said there.
 Invariant: both give the same weights, rounded alike, and the same facts.
@@ -25,7 +25,7 @@ from slime.engine.embedded.fused.rope import NotFused
 from slime.engine.embedded.fused.runner import FusedRunner
 from slime.engine.embedded.memory import EngineMemory
 from slime.engine.embedded.model.runner import ModelRunner
-from slime.engine.embedded.weights.folder import read_into, stored_in
+from slime.engine.embedded.weights.folder import Stored, read_into, stored_in
 from slime.engine.embedded.weights.views import FolderViews, OwnNames
 from slime.models.folder import SAME_CODE, check_tokenizer_fits, quantization, read_config_json
 
@@ -61,32 +61,44 @@ class NamedWeights(nn.Module):
             place.register_parameter(last, parameter)
 
 
-def read_directly(
-    folder: str, *, dtype: torch.dtype, memory: EngineMemory, trust_remote_code: bool
-) -> LoadedModel | None:
-    """A model for the fused kernels; None where transformers has to load it."""
-    facts = read_config_json(folder)
-    block, stored = _plain_block(facts, trust_remote_code), stored_in(Path(folder))
-    if block is None or stored is None:
-        return None
-    shapes = tensor_shapes(block)
-    if any(name not in stored or stored[name].shape != shape for name, shape in shapes.items()):
-        return None
-    check_tokenizer_fits(folder, block.vocab)
-    tensors = memory.place(shapes, dtype, together(block))
-    read_into(tensors, stored)
-    if block.tied:
-        tensors["lm_head.weight"] = tensors[EMBEDDING]
-    weights = NamedWeights(tensors)
-    return LoadedModel(
-        weights,
-        facts,
-        block,
-        OwnNames(weights),
-        _eos_ids(folder, facts),
-        lambda ids: PlainModel(block, weights.state_dict()).logits(ids),
-        lambda table: FusedRunner(weights, block, table),
-    )
+@dataclass(frozen=True)
+class PlainFolder:
+    """A folder with a model for the fused kernels, and nothing unusual about it."""
+
+    path: str
+    facts: Mapping[str, Any]
+    block: Block
+    stored: Mapping[str, Stored]
+
+    @classmethod
+    def at(cls, path: str, *, trust_remote_code: bool) -> PlainFolder | None:
+        """None where transformers has to load the model."""
+        facts = read_config_json(path)
+        block, stored = _plain_block(facts, trust_remote_code), stored_in(Path(path))
+        if block is None or stored is None:
+            return None
+        if any(name not in stored or stored[name].shape != shape for name, shape in tensor_shapes(block).items()):
+            return None
+        return cls(path, facts, block, stored)
+
+    def read(self, dtype: torch.dtype, memory: EngineMemory) -> LoadedModel:
+        """The model, in memory of the engine."""
+        block = self.block
+        check_tokenizer_fits(self.path, block.vocab)
+        tensors = memory.place(tensor_shapes(block), dtype, together(block))
+        read_into(tensors, self.stored)
+        if block.tied:
+            tensors["lm_head.weight"] = tensors[EMBEDDING]
+        weights = NamedWeights(tensors)
+        return LoadedModel(
+            weights,
+            self.facts,
+            block,
+            OwnNames(weights),
+            _eos_ids(self.path, self.facts),
+            lambda ids: PlainModel(block, weights.state_dict()).logits(ids),
+            lambda table: FusedRunner(weights, block, table),
+        )
 
 
 def _plain_block(facts: Mapping[str, Any], trust_remote_code: bool) -> Block | None:
