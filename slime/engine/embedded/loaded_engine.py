@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,7 +61,7 @@ class LoadedEngine:
         plain = None
         if device == "cuda" and o.fused_kernels:
             plain = PlainFolder.at(o.model_path, trust_remote_code=o.trust_remote_code)
-        compiling = None if plain is None else self._compile(plain, dtype)
+        compiling = [] if plain is None else self._compile(plain, dtype)
         with self._phase("device"):
             self.memory = EngineMemory.on(torch.device(device))
         with self._phase("weights"):
@@ -89,22 +89,28 @@ class LoadedEngine:
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - began
 
-    def _compile(self, folder: PlainFolder, dtype: torch.dtype) -> threading.Thread:
+    def _compile(self, folder: PlainFolder, dtype: torch.dtype) -> list[threading.Thread]:
         """Compile the kernels of the model while its weights are read; whoever uses one first compiles it otherwise."""
         from slime.engine.embedded.fused.compiling import compile_kernels
+        from slime.engine.embedded.sampling.draw import KernelDraw
 
         o = self.options
-        positions = min(self._longest(folder.facts), o.max_total_tokens or sys.maxsize)
+        most, positions = o.max_running_requests, min(self._longest(folder.facts), o.max_total_tokens or sys.maxsize)
 
-        def run() -> None:
+        def run(compiles: Callable[[], None]) -> None:
             try:
-                compile_kernels(folder.block, dtype, most=o.max_running_requests, positions=positions)
+                compiles()
             except Exception as error:
                 log.warning("kernels could not be compiled ahead: %s", error, exc_info=error)
 
-        thread = threading.Thread(target=run, name="compile", daemon=True)
-        thread.start()
-        return thread
+        jobs: list[Callable[[], None]] = [
+            lambda: compile_kernels(folder.block, dtype, most=most, positions=positions),
+            lambda: KernelDraw.compile_plain(most, folder.block.vocab),
+        ]
+        threads = [threading.Thread(target=run, args=(job,), name="compile", daemon=True) for job in jobs]
+        for thread in threads:
+            thread.start()
+        return threads
 
     def _through_transformers(self, device: str, dtype: torch.dtype, *, fused_kernels: bool) -> LoadedModel:
         return through_transformers(
@@ -116,7 +122,7 @@ class LoadedEngine:
             fused_kernels=fused_kernels,
         )
 
-    def _make_ready(self, model: LoadedModel, compiling: threading.Thread | None = None) -> None:
+    def _make_ready(self, model: LoadedModel, compiling: Iterable[threading.Thread] = ()) -> None:
         o, self.model, facts = self.options, model, model.facts
         self.vocab_size = facts["vocab_size"]
         longest = self._longest(facts)
@@ -143,9 +149,9 @@ class LoadedEngine:
         self.steps = Steps(
             self.scheduler, self.runner, self.counters, version=o.weight_version, fresh_cache=self._fresh_cache
         )
-        if compiling is not None:
-            with self._phase("kernels"):
-                compiling.join()
+        with self._phase("kernels"):
+            for thread in compiling:
+                thread.join()
         if self.runner.cuda:
             with self._phase("graphs"):
                 self._prepare_cuda()
