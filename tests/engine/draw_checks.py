@@ -190,11 +190,15 @@ def prepared() -> Iterator[str]:
 
     compiled: set[str] = set()
     launched: set[str] = set()
+    plain: set[str] = set()
     draw = KernelDraw(2, 20, CPU, tile=16, run=noting(launched, then=launch))
     for raw in ({"top_p": 0.9}, {"top_k": 3, "presence_penalty": 1.0}):
         drawn(draw, torch.randn(1, 20), [sequence(0, 20, **raw)], torch.rand(1))
     draw.prepare(noting(compiled))
     special = {text for text in launched if "'REDRAW': False" not in text}
+    KernelDraw.compile_plain(2, 20, noting(plain), tile=16)
+    if plain != launched - special:
+        yield f"{plain ^ (launched - special)} is compiled and not launched, or the other way round"
     if compiled != special:
         yield f"{compiled ^ special} is compiled and not launched, or the other way round"
 

@@ -20,7 +20,9 @@ from slime.engine.embedded.refusals import BadRequest
 from slime.engine.embedded.tokenizer import plain_tokenizer
 from slime.engine.embedded.weights import folder as reading
 from slime.engine.embedded.weights import loading
+from slime.engine.embedded.weights.adapter import MergedAdapter
 from slime.engine.embedded.weights.views import OwnNames
+from tests.engine.test_experts import FAMILIES
 from tests.tiny_models import make_model_folder, make_tokenizer
 
 
@@ -153,6 +155,21 @@ def test_updates_reach_weights_that_were_read_directly(qwen3_folder: Path, tmp_p
     with pytest.raises(BadRequest, match="does not have"):
         loading.load_tensors(loaded.views, {"model.nothing": place}, "a test")
     assert loaded.views.readable().keys() == loaded.weights.state_dict().keys()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_the_folder_comes_back_beneath_an_adapter(tmp_path: Path, model_type: str) -> None:
+    own = FAMILIES["qwen3_moe"][0] if model_type == "qwen3_moe" else {}
+    folder = make_model_folder(tmp_path / "model", model_type, **own)
+    loaded = read(folder)
+    assert loaded is not None
+    before = {name: tensor.clone() for name, tensor in loaded.weights.state_dict().items()}
+    adapter = MergedAdapter(loaded.views, str(folder), trust_remote_code=False)
+    for tensor in loaded.weights.state_dict().values():
+        tensor.zero_()
+    adapter.overwritten()
+    adapter.unload()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.weights.state_dict().items())
 
 
 def test_weights_that_are_one_stay_one_under_both_names() -> None:

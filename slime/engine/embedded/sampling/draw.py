@@ -59,13 +59,13 @@ class KernelDraw:
             twin.special(logits, DrawBatch(place, number, number, number, place, results), [seq], [0])
 
     @classmethod
-    def compile_plain(cls, rows: int, vocab: int, compiles: Launch = compile_only) -> None:
+    def compile_plain(cls, rows: int, vocab: int, compiles: Launch = compile_only, tile: int = _TILE) -> None:
         """Compile what `plain` launches; the model need not be there."""
         nowhere = torch.device("meta")
         number, place = torch.empty(rows, device=nowhere), torch.empty(rows, dtype=torch.int64, device=nowhere)
         results = torch.empty(rows, 2, dtype=torch.float64, device=nowhere)
         batch = DrawBatch(place, number, number, number, place, results)
-        cls(rows, vocab, nowhere, run=compiles).plain(torch.empty(rows, vocab, device=nowhere), batch)
+        cls(rows, vocab, nowhere, tile=tile, run=compiles).plain(torch.empty(rows, vocab, device=nowhere), batch)
 
     def plain(self, logits: torch.Tensor, batch: DrawBatch) -> None:
         self._mass(logits, batch, redraw=False)

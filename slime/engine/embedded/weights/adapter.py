@@ -99,7 +99,7 @@ class MergedAdapter:
         except UserError as cause:
             raise BadRequest(f"the weights beneath the adapter cannot be read: {cause}") from cause
         self.overwritten()
-        copied = loading.load_tensors(self._views, model.state_dict(), self._folder)
+        copied = loading.load_tensors(self._views, self._views.same_of(model), self._folder)
         targets, pin = FolderViews(model).targets(names), next(self._views.model.parameters()).is_cuda
         self._base = {name: _on_host(targets[name], pin=pin) for name in names}
         self._merged, self._dtype, self._is_overwritten = set(), dtype, False

@@ -94,6 +94,10 @@ class FolderViews:
             return None
         return self._layout
 
+    def same_of(self, other: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """The weights of another model of the same kind, under the names that these have."""
+        return other.state_dict()
+
     def readable(self) -> dict[str, torch.Tensor]:
         """Every tensor under its own name and the folder's, perhaps as a copy."""
         own = self.model.state_dict()
@@ -111,6 +115,10 @@ class OwnNames(FolderViews):
 
     def _known_layout(self) -> Layout | None:
         return None
+
+    def same_of(self, other: PreTrainedModel) -> dict[str, torch.Tensor]:
+        theirs = FolderViews(other).readable()
+        return {name: theirs[name] for name in self.model.state_dict()}
 
     def readable(self) -> dict[str, torch.Tensor]:
         return self.model.state_dict()
