@@ -22,7 +22,7 @@ from slime.engine.embedded.model.body import Body, DecodeBatch, Draw, DrawBatch
 from slime.engine.embedded.model.delta_net import lay_out
 from slime.engine.embedded.model.kernels import ExtendTiles
 from slime.engine.embedded.model.runner import ModelRunner, Sampled, last_token
-from slime.engine.embedded.model.sampler import temperature_of, uniforms
+from slime.engine.embedded.model.sampler import temperature_of, uniforms_at
 from slime.engine.embedded.scheduler import Extend
 from slime.engine.embedded.sequence import Sequence
 
@@ -58,6 +58,7 @@ class CudaDecoder:
         self._results = torch.zeros(max_running, 2, dtype=torch.float64, device=self._device)
         self._graphs: dict[int, tuple[Callable[[], object], torch.Tensor]] = {}  # replay, logits
         self._prompts: dict[int, _PromptGraph] = {}
+        self._members = _Members([])
         self._sizes = batch_sizes(body.fewest_rows, max_running)
         self._side_stream, self._pool = self._for_captures()
         # the largest first, so that the others fit into its memory; with the two ends any batch can be decoded
@@ -134,11 +135,13 @@ class CudaDecoder:
         numbers, floats = host.numbers.numpy(), host.floats.numpy()
         rows = numbers[0, :count]
         rows[:] = [s.row for s in running]
-        numbers[1, :count] = [s.length + more for s, more in zip(running, ahead, strict=True)]
+        members = self._members = self._members.or_of(running)
+        drawn = np.array([len(s.output_ids) + more for s, more in zip(running, ahead, strict=True)])
+        lens = numbers[1, :count]
+        lens[:] = members.prompts + drawn
         numbers[2, :count] = slots
         numbers[3, :count] = [-1 if more else last_token(s) for s, more in zip(running, ahead, strict=True)]
-        floats[:, :count] = _drawing(running, ahead)
-        lens = numbers[1, :count]
+        floats[:, :count] = members.drawing(drawn)
         self._make_states(running, (lens - 1).tolist())
         held = self._runner.states.held
         held[rows] = -1
@@ -195,9 +198,8 @@ class CudaDecoder:
             return OnDevice(_pinned((0, 2), torch.float64), _mark(self._device))
         sequences = [extends[i].sequence for i in wanted]
         ahead = [0] * len(wanted)
-        rows, last, floats = _upload(
-            [np.array([s.row for s in sequences]), ends[wanted] - 1, _drawing(sequences, ahead)], self._device
-        )
+        drawing = _Members(sequences).drawing(np.array([len(s.output_ids) for s in sequences]))
+        rows, last, floats = _upload([np.array([s.row for s in sequences]), ends[wanted] - 1, drawing], self._device)
         logits = self._runner.logits(hidden[last])
         results = torch.empty(len(wanted), 2, dtype=torch.float64, device=self._device)
         uniform, temperature, greedy = floats.unbind(0)
@@ -238,6 +240,28 @@ class CudaDecoder:
     def _make_states(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
         if stale := self._runner.stale_states(sequences, counts):
             self._pieces(stale)
+
+
+class _Members:
+    """What does not change about the draws of a batch while the same sequences are in it.
+
+    The sequences themselves are kept to compare with: while they are, no newcomer can be taken for one of them.
+    """
+
+    def __init__(self, sequences: SequenceOf[Sequence]) -> None:
+        self._sequences = list(sequences)
+        self.prompts = np.array([len(s.prompt_ids) for s in sequences], np.int64)
+        self._seeds = np.array([s.seed for s in sequences], np.uint64)
+        self._degrees = np.array([temperature_of(s) for s in sequences], np.float32)
+        self._greedy = np.array([s.params.greedy for s in sequences], np.float32)
+
+    def or_of(self, sequences: SequenceOf[Sequence]) -> _Members:
+        """This, if it is of just these sequences, else theirs."""
+        return self if self._sequences == sequences else _Members(sequences)
+
+    def drawing(self, drawn: np.ndarray) -> np.ndarray:
+        """Uniform numbers behind so many tokens each, temperatures and arg-max marks `[3, b]`."""
+        return np.stack([uniforms_at(self._seeds, (drawn + 1).astype(np.uint64)), self._degrees, self._greedy])
 
 
 class _PromptGraph:
@@ -283,12 +307,6 @@ class _StepInputs:
     def draw_batch(self, size: int, tokens: torch.Tensor, results: torch.Tensor) -> DrawBatch:
         uniform, temperature, greedy = self.floats[:, :size].unbind(0)
         return DrawBatch(self.numbers[0, :size], uniform, temperature, greedy, tokens, results[:size])
-
-
-def _drawing(sequences: SequenceOf[Sequence], ahead: SequenceOf[int]) -> np.ndarray:
-    """Uniform numbers, temperatures and arg-max marks `[3, b]`."""
-    degrees, greedy = [temperature_of(s) for s in sequences], [s.params.greedy for s in sequences]
-    return np.stack([uniforms(sequences, ahead), np.array(degrees, np.float32), np.array(greedy, np.float32)])
 
 
 def _pinned(shape: SequenceOf[int], dtype: torch.dtype) -> torch.Tensor:

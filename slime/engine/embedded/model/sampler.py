@@ -27,8 +27,13 @@ def uniforms(sequences: SequenceOf[Sequence], ahead: SequenceOf[int]) -> np.ndar
     """One number in [0, 1) per sequence: splitmix64 of its seed, at the position behind `ahead` unread tokens."""
     state = np.array([s.seed for s in sequences], dtype=np.uint64)
     position = np.array([len(s.output_ids) + 1 + n for s, n in zip(sequences, ahead, strict=True)], dtype=np.uint64)
+    return uniforms_at(state, position)
+
+
+def uniforms_at(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The same for 64-bit seeds and positions that are known, the first token of an answer being at 1."""
     with np.errstate(over="ignore"):
-        z = state + position * np.uint64(0x9E3779B97F4A7C15)
+        z = seeds + positions * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((z ^ (z >> np.uint64(31))) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
