@@ -244,15 +244,16 @@ def decode(
     token, whose slot the table has. Contexts are cut into `parts` of `least` keys or more; window 0: none.
     """
     batch, full = qkv.shape[0], qkv.dtype == torch.float32
+    group = max(16, power(shape.heads // shape.kv_heads))
     if tuning is None:
-        tuning = Tuning(32, 4, 1) if full else Tuning(16, 1, 3)
+        tuning = Tuning(32, 4, 1) if full else Tuning(16, group // 16, 3)
     cos, sin = angles
     launch(
         _decode_kernel, (batch, shape.kv_heads, parts),
         qkv, keys, values, out, table, rows, lens, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
         cos, sin, scratch.parts, scratch.stats, scratch.counts,
         shape.eps, shape.scale * math.log2(math.e), window, keys.stride(0), keys.stride(1), table.stride(0),
-        HEADS=shape.heads, KV=shape.kv_heads, GP=max(16, power(shape.heads // shape.kv_heads)),
+        HEADS=shape.heads, KV=shape.kv_heads, GP=group,
         D=shape.dim, DP=max(16, power(shape.dim)), N=tuning.keys, LEAST=least, MOST=MOST_PARTS if parts > 1 else 1,
         NORMED=q_norm is not None, HAS_WINDOW=window > 0, PRECISION="ieee" if full else "tf32",
         num_warps=tuning.warps, num_stages=tuning.stages, **early(pdl),
