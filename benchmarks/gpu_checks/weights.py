@@ -1,0 +1,130 @@
+"""Weights between processes: what one shares of its GPU or of the host is what another copies, bit for bit; and deltas
+that are found, applied and checksummed on the GPU are those of the CPU.
+
+Errors are numbers of bytes, or of results, that differ.
+"""
+
+from __future__ import annotations
+
+import base64
+import multiprocessing
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime.engine.embedded.weights.groups import Announced
+from slime.engine.embedded.weights.shared import DeviceMemory, HostMemory, SharedMemory
+from slime.models.delta.apply import apply_on_device
+from slime.models.delta.blob import encode
+from slime.models.delta.folder import DeltaPart, delta_entries, join_parts, read_index, write_part
+from slime.models.delta.sum64 import sum64_of_bytes, sum64_of_tensors
+from slime.models.delta.tensors import bytes_of, tensor_checksums
+from slime.train.backends.hf import HfBucket, HfTensor
+from slime.train.progress import Progress
+from slime.train.sending.delta import Published
+from slime.train.sending.sharing import SharedWeights
+
+_SHAPES = {"a": (1000, 1024), "b": (7,), "c": (300, 33, 5), "d": (1,)}
+_CUDA = torch.device("cuda")
+
+
+def checks() -> Iterator[tuple[str, float, float]]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for region in (None, f"{folder}/region"):
+            where = "the GPU's memory" if region is None else "a pinned region"
+            yield f"bytes that differ through {where}", float(_through(region)), 0.0
+    for size in (1, 8, 4099, 40 << 20):
+        data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+        differs = sum64_of_tensors([torch.from_numpy(data).to(_CUDA)]) != [sum64_of_bytes(data)]
+        yield f"sum64 of {size} bytes", float(differs), 0.0
+    for encoding in ("sparse", "xor", "overwrite"):
+        for checksum in ("sum64", "xxh3-128"):
+            yield f"bytes that differ after a delta ({encoding}, {checksum})", float(_delta(encoding, checksum)), 0.0
+
+
+def _tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(_CUDA, torch.bfloat16) for name, shape in _SHAPES.items()}
+
+
+def _differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> int:
+    return sum(int((bytes_of(found[name]) != bytes_of(tensor)).sum()) for name, tensor in wanted.items())
+
+
+class _OneRank:
+    """What sharing asks of a trainer's backend."""
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+        self.topology = SimpleNamespace(world=SimpleNamespace(rank=0, union=set), device=_CUDA)
+
+    def hf_plan(self, *_: Any, **__: Any) -> list[tuple[HfTensor, ...]]:
+        tensors = [HfTensor(name, shape, torch.bfloat16, 0) for name, shape in _SHAPES.items()]
+        return [tuple(tensors[:2]), tuple(tensors[2:])]
+
+    def hf_buckets(self, *_: Any, **__: Any) -> Iterator[HfBucket]:
+        tensors = _tensors()
+        for layout in self.hf_plan():
+            yield HfBucket(0, layout, {one.name: tensors[one.name] for one in layout})
+
+
+def _share(told: Any, region: str | None) -> None:
+    """A trainer: it shares, and waits until its weights are there."""
+    weights, backend = SharedWeights(dtype=torch.bfloat16, buffer_size=1), _OneRank()
+    told.send(weights.share(backend, 1, region))  # type: ignore[arg-type]
+    told.recv()
+
+
+def _through(region: str | None) -> int:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    trainer = context.Process(target=_share, args=(there, region), daemon=True)
+    trainer.start()
+    there.close()
+    answer = here.recv()
+    memory = answer["memory"]
+    (bucket,) = answer["buckets"]
+    told = Announced(
+        "",
+        [one["name"] for one in bucket],
+        [torch.bfloat16] * len(bucket),
+        [tuple(one["shape"]) for one in bucket],
+        1,
+        1,
+    )
+    targets = {name: torch.zeros(shape, dtype=torch.bfloat16, device=_CUDA) for name, shape in _SHAPES.items()}
+    views: Any = SimpleNamespace(targets=lambda names: targets)
+    place = (
+        HostMemory(memory["region"])
+        if "region" in memory
+        else DeviceMemory(base64.b64decode(memory["handle"]), memory["offset"], memory["device"])
+    )
+    opened = SharedMemory().open(place, told, views, _CUDA)
+    opened.load(views)
+    opened.close()
+    here.send("done")
+    trainer.join()
+    return _differing(targets, _tensors())
+
+
+def _delta(encoding: str, checksum: str) -> int:
+    served, trained, published = _tensors(), _tensors(), Published()
+    published.keep(trained)
+    for tensor in trained.values():
+        tensor.view(-1)[::97] += 1
+    changes = dict(published.changes(trained))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        blobs = {name: encode(one, encoding).data for name, one in changes.items()}
+        write_part(folder / "rank", blobs, tensor_checksums(trained.items(), checksum))
+        part = DeltaPart(path=str(folder / "rank"), names=list(blobs))
+        join_parts(folder, [part], version=1, base_version=0, encoding=encoding, checksum=checksum)
+        index = read_index(folder)
+        assert index is not None
+        apply_on_device(served, list(delta_entries(folder, index)), index)
+    return _differing(served, trained)
