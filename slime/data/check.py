@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.columns import Packed
 from slime.data.counters import PrefixCacheInfo, SpecInfo
 from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Sample, SampleStatus
@@ -37,6 +38,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+_PLAIN: dict[type, type] = {Integral: int, Real: float}
+_USUAL = {name: tuple(_PLAIN.get(kind, kind) for kind in kinds) for name, kinds in _TYPES.items()}
+"""Of what type each of them nearly always is, which is quicker to see."""
+
+
 class BadSample(ValueError):
     """A sample whose fields do not fit together."""
 
@@ -55,9 +61,10 @@ UNBOUND = Bounds()
 
 def check_sample(sample: Sample, bounds: Bounds = UNBOUND) -> None:
     """Raise `BadSample` for the first thing that is wrong with a sample."""
-    for name, kinds in _TYPES.items():
-        if not _is_one_of(getattr(sample, name), kinds):
-            raise BadSample(f"{name} is {getattr(sample, name)!r:.80}, which is no {kinds[0].__name__.lower()}")
+    for name, usual in _USUAL.items():
+        value = getattr(sample, name)
+        if type(value) not in usual and not _is_one_of(value, kinds := _TYPES[name]):
+            raise BadSample(f"{name} is {value!r:.80}, which is no {kinds[0].__name__.lower()}")
     _check_spans(sample)
     total, length = _check_ids(sample, bounds.vocab_size), sample.response_length
     if not 0 <= length <= total:
@@ -65,8 +72,10 @@ def check_sample(sample: Sample, bounds: Bounds = UNBOUND) -> None:
     if length and length == total:
         raise BadSample(f"all {total} tokens are the response: it needs at least one token of a prompt before it")
     mask = _numbers(sample, "loss_mask", length)
-    if mask is not None and len(mask) and not (mask.min() >= 0 and mask.max() <= 1):
-        raise BadSample("loss_mask has entries that are not 0 or 1")
+    if mask is not None and len(mask):
+        low, high = _extent(sample, "loss_mask", mask)
+        if not (low >= 0 and high <= 1):
+            raise BadSample("loss_mask has entries that are not 0 or 1")
     _numbers(sample, "rollout_log_probs", length)
     _numbers(sample, "teacher_log_probs", length)
     _check_top_p(sample, length)
@@ -121,8 +130,9 @@ def _check_ids(sample: Sample, vocab_size: int | None) -> int:
         return 0
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise BadSample("tokens must be a list of whole numbers")
-    if ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size):
-        wrong = int(ids.min() if ids.min() < 0 else ids.max())
+    low, high = _extent(sample, "tokens", ids)
+    if low < 0 or (vocab_size is not None and high >= vocab_size):
+        wrong = int(low if low < 0 else high)
         known = "" if vocab_size is None else f", of which there are {vocab_size}"
         raise BadSample(f"tokens has {wrong}, which is no token id{known}")
     return len(ids)
@@ -137,10 +147,27 @@ def _numbers(sample: Sample, name: str, length: int) -> np.ndarray | None:
         raise BadSample(f"{name} has {len(values) if values.ndim else 'no'} entries for {length} response tokens")
     if length and values.dtype.kind not in "iufb":
         raise BadSample(f"{name} must be a list of numbers")
-    if length and values.dtype.kind == "f" and not np.isfinite(values).all():
+    if length and values.dtype.kind == "f" and not _is_finite(sample, name, values):
         at = int(np.flatnonzero(~np.isfinite(values))[0])
         raise BadSample(f"{name}[{at}] is {values[at]}: it must be finite")
     return values
+
+
+def _extent(sample: Sample, name: str, values: np.ndarray) -> tuple[Any, Any]:
+    """The least and the largest number of a column; one that is packed is looked at once in its life."""
+    held = vars(sample)[name]
+    if not isinstance(held, Packed) or values.dtype.kind != "i":
+        return values.min(), values.max()
+    held.look()
+    return held.low, held.high
+
+
+def _is_finite(sample: Sample, name: str, values: np.ndarray) -> bool:
+    held = vars(sample)[name]
+    if not isinstance(held, Packed):
+        return bool(np.isfinite(values).all())
+    held.look()
+    return bool(held.is_finite)
 
 
 def _check_top_p(sample: Sample, length: int) -> None:
@@ -156,6 +183,8 @@ def _check_top_p(sample: Sample, length: int) -> None:
 def _check_experts(sample: Sample, total: int, mask: np.ndarray | None, routed: RoutedModel | None) -> None:
     """There are rows for all tokens that a trained one is predicted after; behind these there may be fewer."""
     experts = sample.rollout_routed_experts
+    if experts is None and routed is None:
+        return
     trained = np.arange(sample.response_length) if mask is None else np.flatnonzero(mask)
     needed = 0 if sample.remove_sample or not len(trained) else total - sample.response_length + int(trained[-1])
     if experts is None:

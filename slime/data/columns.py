@@ -40,7 +40,7 @@ class _Buffer:
 class Packed:
     """Numbers that are only ever read; appending gives a longer one, at a cost of what is appended."""
 
-    __slots__ = ("_buffer", "array", "is_finite", "length", "total")
+    __slots__ = ("_buffer", "array", "high", "is_finite", "length", "low", "total")
 
     def __init__(self, content: np.ndarray | _Buffer, length: int | None = None) -> None:
         self._buffer = content if isinstance(content, _Buffer) else _Buffer(content, len(content))
@@ -48,10 +48,13 @@ class Packed:
         self.array = self._buffer.array[: self.length]
         """The numbers, not to be written."""
         self.array.setflags(write=False)
+        self.low: int | None = None
+        self.high: int | None = None
+        """The least and the largest of whole numbers, once they were looked at."""
         self.total: int | None = None
         """The sum of whole numbers of a byte each, once they were looked at."""
         self.is_finite: bool | None = None
-        """Whether all of the floats, of four bytes each, are numbers, once they were looked at."""
+        """Whether all floats are numbers, once they were looked at."""
 
     def __len__(self) -> int:
         return self.length
@@ -66,19 +69,21 @@ class Packed:
         return Packed, (np.ascontiguousarray(self.array),)
 
     def look(self) -> None:
-        """Find out what training asks of a column, once: numbers that are packed do not change."""
+        """Find out what is asked of a column, once: numbers that are packed do not change."""
         held = self.array
-        if held.dtype == np.float32:
+        if held.dtype.kind == "f" and self.is_finite is None:
             self.is_finite = bool(np.isfinite(held).all())
-        elif held.dtype == np.int8:
-            self.total = int(held[0]) * len(held) if is_constant(held) else int(held.sum())
+        elif held.dtype.kind == "i" and self.low is None and len(held):
+            self.low, self.high = (int(held[0]),) * 2 if is_constant(held) else (int(held.min()), int(held.max()))
+            if held.dtype == np.int8:
+                self.total = self.low * len(held) if is_constant(held) else int(held.sum())
 
     def moved(self, same: np.ndarray) -> Packed:
         """These numbers in other memory, `same`, with all that is known of them."""
         twin = Packed(same)
         twin.array = same  # itself: what it is based on says where it is
         same.setflags(write=False)
-        twin.total, twin.is_finite = self.total, self.is_finite
+        twin.low, twin.high, twin.total, twin.is_finite = self.low, self.high, self.total, self.is_finite
         return twin
 
     def tolist(self) -> list[Any]:

@@ -143,7 +143,9 @@ class Sample(HandsOutLists):
         mask = self.__dict__["loss_mask"]
         if mask is None:
             return self.response_length
-        return mask.array.sum().item() if isinstance(mask, Packed) else sum(mask)
+        if not isinstance(mask, Packed):
+            return sum(mask)
+        return mask.array.sum().item() if mask.total is None else mask.total
 
     @property
     def total_length(self) -> int:
@@ -191,9 +193,8 @@ class Sample(HandsOutLists):
         """Compact, look at all that training asks of the columns, and have `keep` put them where they stay."""
         self.compact()
         held = {name: column for name in TRAINED_ON if isinstance(column := self.__dict__[name], Packed)}
-        for name, column in held.items():
-            if name != "tokens":
-                column.look()
+        for column in held.values():
+            column.look()
         real = {name: column for name, column in held.items() if len(column) and not is_constant(column.array)}
         experts = self.rollout_routed_experts
         arrays = [column.array for column in real.values()]

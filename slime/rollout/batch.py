@@ -55,7 +55,7 @@ async def _collected(
     samples = list(leaves(groups))
     refuse_all_failed(samples, f"rollout {rollout_id}")
     call_plugins(runtime, groups, sorted([*groups, *judge.dropped], key=group_order), data_source)
-    metrics = rollout_metrics(args, samples, time.monotonic() - started)
+    metrics = rollout_metrics(args, samples, time.monotonic() - started, judge.repetitions)
     over_samples = args.over_sampling_batch_size > args.rollout_batch_size
     if over_samples or args.partial_rollout or args.dynamic_sampling_filter_path is not None:
         metrics |= judge.metrics() | _left_over(surplus, landed)

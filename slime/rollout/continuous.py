@@ -89,11 +89,12 @@ class ContinuousRollout:
         taken = await self._batch(rollout_id)
         groups = sorted((one.group for one in taken), key=group_order)
         judge, self._judge = self._judge, GroupJudge(self._runtime, f"rollout {rollout_id + 1}")
+        self._judge.repetitions = judge.repetitions.only(leaves([one.group for one in self._ready]))
         samples = list(leaves(groups))
         refuse_all_failed(samples, f"rollout {rollout_id}")
         everything = sorted([*groups, *judge.dropped], key=group_order)
         call_plugins(self._runtime, groups, everything, self._source)
-        metrics = rollout_metrics(self._args, samples, time.monotonic() - self._since)
+        metrics = rollout_metrics(self._args, samples, time.monotonic() - self._since, judge.repetitions)
         metrics |= judge.metrics() | self._stale.counted()
         metrics |= {
             "rollout/under_way_groups": float(len(self._under_way)),

@@ -25,7 +25,7 @@ from slime.errors import UserError
 from slime.rollout.continuous import ContinuousRollout
 from slime.rollout.dump import save_rollout
 from slime.rollout.failures import FailureLog, refuse_all_failed
-from slime.rollout.landing import Origin
+from slime.rollout.landing import Origin, is_settled
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.report.pulse import Pulse
 from slime.rollout.runtime import RolloutRuntime, bounds_of, find_runtime
@@ -122,7 +122,8 @@ class RolloutMaker:
             )
         samples = list(leaves(groups))
         for sample in samples:
-            Origin(sample).settle(sample, "rollout", self._failures, self._bounds)
+            if not is_settled(sample, self._bounds):
+                Origin(sample).settle(sample, "rollout", self._failures, self._bounds)
         refuse_all_failed(samples, f"rollout {rollout_id}")
         return samples
 

@@ -23,6 +23,7 @@ import numpy as np
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.failures import RolloutFailed
+from slime.rollout.metrics import Repetitions
 from slime.rollout.runtime import RolloutRuntime, find_runtime
 from slime.rollout.types import Group, leaves, sampled_tokens
 
@@ -142,6 +143,7 @@ class GroupJudge:
         self.dropped: list[Group] = []
         """Empty unless somebody wants to see them."""
         self.reasons: Counter[str] = Counter()
+        self.repetitions = Repetitions()
 
     def keeps(self, group: Group, *, insufficient: bool) -> bool:
         """Whether to train on a group; `insufficient` says that without it more prompts would be needed."""
@@ -157,11 +159,12 @@ class GroupJudge:
         return False
 
     def _make_ready(self, group: Group) -> None:
-        """Put what will be trained on where trainers read it, now, while others are still sampled."""
+        """Put what will be trained on where trainers read it, and look at it, while others are still sampled."""
         keep = self._runtime.keep
-        if keep is not None:
-            for sample in leaves(group):
-                if sample.status is not Sample.Status.FAILED:
+        for sample in leaves(group):
+            if sample.status is not Sample.Status.FAILED:
+                self.repetitions.note(sample)
+                if keep is not None:
                     sample.keep_with(keep)
 
     def _drop(self, group: Group) -> None:

@@ -31,6 +31,7 @@ _INHERITED = (
 
 
 _STATUSES = {status.value for status in Sample.Status}
+_ENDED_WELL = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
 class Origin:
@@ -100,6 +101,17 @@ class Origin:
                 mark_failed([sample], str(cause or f"{stage}: the {stage} function gave this sample up"))
             elif sample.status is Sample.Status.PENDING:
                 sample.status = Sample.Status.COMPLETED  # nobody works on it any more
+
+
+def is_settled(sample: Sample, bounds: Bounds) -> bool:
+    """Whether a sample has ended well, so that there is nothing about it to settle."""
+    if sample.status not in _ENDED_WELL:
+        return False
+    try:
+        check_sample(sample, bounds)
+    except BadSample:
+        return False
+    return True
 
 
 def _prompt_of(sample: Sample) -> list[int]:

@@ -24,9 +24,32 @@ REPETITION_TAIL_CHARS = 10_000
 REPETITION_COMPRESSION = 10.0
 
 
-def rollout_metrics(args: Config, samples: Sequence[Sample], rollout_time: float) -> Metrics:
+class Repetitions:
+    """Which responses are repetitive, for those who look at each when it is there: all at once would take long."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[str, bool]] = {}
+
+    def note(self, sample: Sample) -> None:
+        self._known[id(sample)] = sample.response, has_repetition(sample.response)
+
+    def only(self, samples: Iterable[Sample]) -> Repetitions:
+        """What was noted of these."""
+        some = Repetitions()
+        some._known = {id(sample): self._known[id(sample)] for sample in samples if id(sample) in self._known}
+        return some
+
+    def __call__(self, sample: Sample) -> bool:
+        """What was noted, unless the response is another one now."""
+        text, verdict = self._known.get(id(sample), (None, False))
+        return verdict if text is sample.response else has_repetition(sample.response)
+
+
+def rollout_metrics(
+    args: Config, samples: Sequence[Sample], rollout_time: float, repetitions: Repetitions | None = None
+) -> Metrics:
     """Everything logged about one training rollout: ``rollout/*``, ``perf/*``, and what ``--log-*`` flags ask for."""
-    metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples).items()}
+    metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples, repetitions).items()}
     metrics |= {f"rollout/{name}": value for name, value in _reward_metrics(args, _usable(samples)).items()}
     metrics |= _asked_for(args, [sample for sample in _usable(samples) if sample.reward is not None])
     if args.log_multi_turn:
@@ -72,7 +95,7 @@ def pass_at_k(groups: Iterable[Sequence[bool]]) -> Metrics:
     return result
 
 
-def sample_metrics(samples: Sequence[Sample]) -> Metrics:
+def sample_metrics(samples: Sequence[Sample], repetitions: Repetitions | None = None) -> Metrics:
     """What can be said of any list of samples: lengths, truncation, repetition, caches, failures."""
     metrics: Metrics = {"failed/count": float(len(samples) - len(_usable(samples)))}
     for stage, count in Counter(_stage(sample) for sample in samples if _failed(sample)).items():
@@ -83,7 +106,7 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     lengths = [sample.effective_response_length for sample in usable]
     metrics |= _spread("response_len", lengths)
     metrics["truncated_ratio"] = fmean(sample.status is Sample.Status.TRUNCATED for sample in usable)
-    metrics["repetition_frac"] = fmean(has_repetition(sample.response) for sample in usable)
+    metrics["repetition_frac"] = fmean(map(repetitions or Repetitions(), usable))
     return metrics | _engine_metrics(usable)
 
 

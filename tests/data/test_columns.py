@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.data.check import BadSample, Bounds, check_sample
 from slime.data.columns import Packed
 from slime.data.sample import COLUMNS, Sample
 
@@ -79,6 +80,24 @@ def test_a_kept_sample_knows_what_training_asks_of_it_and_can_go_on() -> None:
     assert vars(sample)["loss_mask"].total is None, "it is not the column that was looked at"
     assert (sample.tokens[-3:], sample.loss_mask) == ([7, 8, 9], [1, 1, 1, 1, 0, 0, 1])
     assert twin.tokens[-2:] == [7, 8]
+
+
+def test_a_packed_column_is_looked_at_once_in_its_life() -> None:
+    sample = finished(4)
+    sample.append_response_tokens(tokens=[7, 8], trainable=False)
+    sample.compact()
+    tokens, mask, log_probs = (vars(sample)[name] for name in ("tokens", "loss_mask", "rollout_log_probs"))
+    assert (tokens.low, mask.total, log_probs.is_finite) == (None, None, None)
+    check_sample(sample, Bounds(vocab_size=6000))
+    assert (tokens.low, tokens.high, tokens.total) == (7, 5009, None)
+    assert (mask.low, mask.high, mask.total, log_probs.is_finite) == (0, 1, 4, True)
+    assert sample.effective_response_length == 4
+    tokens.high = 6000  # what it is taken for, although the array says otherwise
+    with pytest.raises(BadSample, match="tokens has 6000"):
+        check_sample(sample, Bounds(vocab_size=6000))
+    sample.tokens[0] = 6001  # another column
+    with pytest.raises(BadSample, match="tokens has 6001"):
+        check_sample(sample, Bounds(vocab_size=6000))
 
 
 def test_log_probs_that_are_no_numbers_are_known_for_it() -> None:

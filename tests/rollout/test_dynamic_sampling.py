@@ -42,7 +42,7 @@ def prompts_of(groups):
 
 
 def test_what_will_be_trained_on_is_put_where_trainers_read_it_and_nothing_else(
-    engine, make_runtime, prompts, answer, write_plugin
+    engine, make_runtime, prompts, answer, write_plugin, monkeypatch
 ):
     answer(a="7</s>", b="8</s>", c="9</s>")
     reward = write_plugin("def f(args, sample):\n    return 1 / (5 - sample.index)\n")
@@ -55,7 +55,10 @@ def test_what_will_be_trained_on_is_put_where_trainers_read_it_and_nothing_else(
         return [array.copy() for array in arrays]
 
     runtime.keep = keep
+    looked_at = []
+    monkeypatch.setattr("slime.rollout.metrics.has_repetition", lambda text: bool(looked_at.append(text)))
     groups = generate_rollout(runtime.args, 0, prompts(["a", "b", "c"], n=2)).samples
+    assert sorted(looked_at) == ["7", "7", "9"], "each response once, when it was there"
     assert prompts_of(groups) == ["a", "c"]
     scored = [sample for sample in leaves(groups) if sample.status is not STATUS.FAILED]
     assert len(scored) == 3

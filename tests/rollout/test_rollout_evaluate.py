@@ -10,7 +10,7 @@ from slime.errors import UserError
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.evaluate import read_eval_datasets
 from slime.rollout.failures import RolloutFailed
-from slime.rollout.metrics import eval_metrics, has_repetition, pass_at_k, sample_metrics
+from slime.rollout.metrics import Repetitions, eval_metrics, has_repetition, pass_at_k, sample_metrics
 from slime.rollout.sglang_rollout import generate_rollout
 
 
@@ -166,6 +166,17 @@ def test_repetition():
     assert has_repetition("again " * 1000)
     assert not has_repetition("a normal sentence of a few words")
     assert not has_repetition("")
+
+
+def test_what_was_noted_of_a_response_is_said_of_that_response_alone():
+    again, other = Sample(response="again " * 1000), Sample(response="a normal sentence")
+    noted = Repetitions()
+    for sample in (again, other):
+        noted.note(sample)
+    some = noted.only([again])
+    assert (noted(again), noted(other), some(again), some(other)) == (True, False, True, False)
+    again.response, other.response = other.response, again.response
+    assert (noted(again), noted(other), some(again), some(other)) == (False, True, False, True)
 
 
 def test_a_custom_evaluation_may_give_rewards_only():

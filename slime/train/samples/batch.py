@@ -387,7 +387,7 @@ class _LogProbs:
             return None
         columns, unknown = [], []
         for place, (own, mask, is_trained) in enumerate(zip(held, self._masks, self._trained, strict=True)):
-            if type(own) is Packed and own.is_finite and own.length == len(mask):
+            if type(own) is Packed and own.is_finite and own.length == len(mask) and own.array.itemsize == 4:
                 columns.append(own.array)
                 continue
             if own is None and is_trained:
