@@ -10,7 +10,7 @@ import torch
 
 
 class Timers:
-    """Wall-clock seconds by name; on CUDA a part ends when its stream is done with it."""
+    """Wall-clock seconds by name; on CUDA a part ends when its stream is done with it. A profile has the parts too."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -24,9 +24,10 @@ class Timers:
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
-        yield
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # what is copied beside it may still be under way
+        with torch.profiler.record_function(f"slime: {name}"):
+            yield
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # what is copied beside it may be under way
         self._seconds[name] = time.perf_counter() - begin
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
