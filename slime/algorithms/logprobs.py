@@ -1,7 +1,8 @@
 """Log-probs and entropy of target tokens straight from hidden states, or from logits where somebody has them.
 
 Invariant: the [T, V] matrix of logits never exists unless it was handed in. Rows go through in chunks, forward keeps
-two numbers per row (the log-normaliser and, when asked for, the entropy), backward computes each chunk's logits again.
+two numbers per row (the log-normaliser and, when asked for, the entropy), backward computes each chunk's logits again;
+or forward keeps the log-probs' gradients [T, V] in the weight's dtype, where a GPU has plenty of memory left for them.
 Logits and everything derived from them are float32; the matrix products read the parameter dtype and accumulate in
 float32.
 
@@ -12,36 +13,16 @@ float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime.algorithms.logit_transform import LogitTransform
+
 CHUNK_LOGITS_CUDA = 3072 * 151936  # entries; about 1.9 GB of float32
 CHUNK_LOGITS_CPU = 16 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class LogitTransform:
-    """What happens between the raw projection and the softmax."""
-
-    scale: float
-    softcap: float | None
-    temperature: float
-
-    def apply_(self, logits: Tensor) -> Tensor:
-        if self.softcap is None:
-            factor = self.scale / self.temperature
-            return logits if factor == 1.0 else logits.mul_(factor)
-        return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
-
-    def slope(self, z: Tensor) -> Tensor | float:
-        """dz / d(raw projection), from z itself."""
-        factor = self.scale / self.temperature
-        if self.softcap is None:
-            return factor
-        return (1.0 - (z * (self.temperature / self.softcap)).square_()).mul_(factor)
+KEPT_SHARE = 0.25  # of a GPU's free memory that gradients may take which are kept for the backward
 
 
 def rows_per_chunk(vocab: int, device: torch.device, chunk_rows: int) -> int:
@@ -60,6 +41,14 @@ def matmul_f32(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left.float(), right.float())
 
 
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total` += left @ right, with `total` in float32; on CUDA within the product itself."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(matmul_f32(left, right))
+
+
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -71,31 +60,38 @@ class _LinearLogProbs(torch.autograd.Function):
         transform: LogitTransform,
         rows: int,
         with_entropy: bool,
+        keeps: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         normaliser = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+        kept = weight.new_empty(len(hidden), len(weight)) if keeps else None
         picked = torch.empty_like(normaliser)
         entropy = torch.empty_like(normaliser) if with_entropy else None
         factor = prepared_weight(weight)
         for begin in range(0, len(hidden), rows):
             span = slice(begin, begin + rows)
-            z = chunk_logits(hidden[span], factor, bias, transform)
-            picked[span] = z.gather(1, targets[span, None]).squeeze(1)
-            if entropy is None:
-                normaliser[span] = normaliser_(z)
-            else:
-                normaliser[span], entropy[span] = normaliser_and_entropy(z)
-            del z
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
+            own = kept[span] if kept is not None else None
+            found = chunk_stats(
+                hidden[span], factor, bias, targets[span], transform, with_entropy=with_entropy, keep=own
+            )
+            normaliser[span], picked[span], entropies = found
+            if entropy is not None and entropies is not None:
+                entropy[span] = entropies
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy, kept)
         ctx.transform, ctx.rows = transform, rows
         return picked.sub_(normaliser), entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
-        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, normaliser, entropy, kept = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        if kept is not None and grad_log_probs is not None and grad_entropy is None:
+            toward = grad_log_probs[:, None]  # scales a row of what was kept
+            grad_hidden = matmul_f32(kept, weight).mul_(toward).to(hidden.dtype) if need_hidden else None
+            grad_weight = torch.mm(kept.t(), (hidden * toward).to(kept.dtype)) if need_weight else None
+            return grad_hidden, grad_weight, *(None,) * 6
         accumulate = normaliser.dtype
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=accumulate, device=weight.device) if need_weight else None
@@ -103,32 +99,96 @@ class _LinearLogProbs(torch.autograd.Function):
         factor = prepared_weight(weight)
         for begin in range(0, len(hidden), ctx.rows):
             span = slice(begin, begin + ctx.rows)
-            z = chunk_logits(hidden[span], factor, bias, ctx.transform)
-            d_logits = grad_of_chunk(
-                z,
+            d_logits = chunk_gradient(
+                hidden[span],
+                factor,
+                bias,
                 targets[span],
                 normaliser[span],
                 grad_log_probs[span] if grad_log_probs is not None else None,
                 (grad_entropy[span], entropy[span]) if grad_entropy is not None else None,
                 ctx.transform,
-                out_dtype=factor.dtype,
             )
-            del z
             if grad_hidden is not None:
                 grad_hidden[span] = torch.mm(d_logits, factor).to(hidden.dtype)
             if grad_weight is not None:
-                grad_weight.add_(matmul_f32(d_logits.t(), hidden[span].to(d_logits.dtype)))
+                add_product_(grad_weight, d_logits.t(), hidden[span].to(d_logits.dtype))
             if grad_bias is not None:
                 grad_bias.add_(d_logits.sum(dim=0, dtype=accumulate))
         return (
             grad_hidden,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,
             grad_bias.to(bias.dtype) if grad_bias is not None else None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
+
+
+def chunk_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    transform: LogitTransform,
+    *,
+    with_entropy: bool,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of each row: the log-normaliser, the target's logit (0 where that is -1), and the entropy when asked for.
+
+    `keep`, with kernels: where the gradients of the log-probs by the raw projection go.
+    """
+    if has_kernels(hidden):
+        from slime.algorithms.head_kernels import logits_gradient, softmax_stats
+
+        raw = matmul_f32(hidden.to(weight.dtype), weight.t())
+        found = softmax_stats(raw, bias, targets, transform, with_entropy=with_entropy)
+        if keep is not None:
+            logits_gradient(raw, bias, targets, found[0], torch.ones_like(found[0]), None, transform, out=keep)
+        return found
+    z = chunk_logits(hidden, weight, bias, transform)
+    picked = z.gather(1, targets.clamp(min=0)[:, None]).squeeze(1).mul_(targets >= 0)
+    if not with_entropy:
+        return normaliser_(z), picked, None
+    normaliser, entropy = normaliser_and_entropy(z)
+    return normaliser, picked, entropy
+
+
+def chunk_gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    normaliser: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: tuple[Tensor, Tensor] | None,
+    transform: LogitTransform,
+) -> Tensor:
+    """dL/d(raw projection), in the weight's dtype; a row whose target is none of the columns has the target -1."""
+    if has_kernels(hidden):
+        from slime.algorithms.head_kernels import logits_gradient
+
+        raw = matmul_f32(hidden.to(weight.dtype), weight.t())
+        found = torch.empty_like(raw, dtype=weight.dtype)
+        logits_gradient(raw, bias, targets, normaliser, grad_log_probs, grad_entropy, transform, out=found)
+        return found
+    z, is_here = chunk_logits(hidden, weight, bias, transform), targets >= 0
+    columns, grads = targets.clamp(min=0), (grad_log_probs, grad_entropy)
+    return grad_of_chunk(z, columns, normaliser, *grads, transform, out_dtype=weight.dtype, is_here=is_here)
+
+
+def has_kernels(states: Tensor) -> bool:
+    """Whether a chunk's logits go through the kernels, which read float32."""
+    return states.is_cuda and states.dtype != torch.float64
+
+
+def keeps_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a backward follows, and the device has plenty of memory for what it would compute again."""
+    follows = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    if bias is not None or not follows or not has_kernels(hidden):
+        return False
+    reusable = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
+    free = torch.cuda.mem_get_info(hidden.device)[0] + reusable
+    return len(hidden) * len(weight) * weight.element_size() <= KEPT_SHARE * free
 
 
 def normaliser_(z: Tensor) -> Tensor:
@@ -212,7 +272,8 @@ def linear_log_probs(
     """Log-probs [T] of `targets` [T] under softmax(z), and the entropy [T] of that softmax when asked for."""
     transform = LogitTransform(scale=scale, softcap=softcap, temperature=temperature)
     rows = rows_per_chunk(weight.shape[0], hidden.device, chunk_rows)
-    return _LinearLogProbs.apply(hidden, weight, bias, targets, transform, rows, with_entropy)
+    keeps = keeps_gradients(hidden, weight, bias)
+    return _LinearLogProbs.apply(hidden, weight, bias, targets, transform, rows, with_entropy, keeps)
 
 
 class _LogProbsOfLogits(torch.autograd.Function):

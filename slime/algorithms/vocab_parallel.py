@@ -17,13 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from slime.algorithms.logit_transform import LogitTransform
 from slime.algorithms.logprobs import (
-    LogitTransform,
-    chunk_logits,
-    grad_of_chunk,
+    add_product_,
+    chunk_gradient,
+    chunk_stats,
     matmul_f32,
-    normaliser_,
-    normaliser_and_entropy,
     prepared_weight,
     rows_per_chunk,
 )
@@ -55,10 +54,10 @@ class VocabularyPart:
         """How many rows of this rank's weight are tokens."""
         return min(max(self.vocab_size - self.first, 0), len(weight))
 
-    def find(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """(column of each target in this part, whether it is in it); the column of one that is not is any."""
+    def find(self, targets: Tensor, rows: int) -> Tensor:
+        """The column of each target in this part, -1 where it is in another's."""
         local = targets - self.first
-        return local.clamp(0, max(rows - 1, 0)), (local >= 0) & (local < rows)
+        return torch.where((local >= 0) & (local < rows), local, -1)
 
 
 def vocab_parallel_log_probs(
@@ -99,20 +98,17 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         own = part.own_rows(weight)
-        columns, is_here = part.find(targets, own)
+        columns = part.find(targets, own)
         part_normaliser = torch.full((len(hidden),), float("-inf"), dtype=dtype, device=hidden.device)
         sums = part_normaliser.new_zeros(3 if with_entropy else 2, len(hidden))
         factor = prepared_weight(weight[:own])
         for begin in range(0, len(hidden) if own else 0, rows):
             span = slice(begin, begin + rows)
-            z = chunk_logits(hidden[span], factor, bias[:own] if bias is not None else None, transform)
-            sums[1, span] = z.gather(1, columns[span, None]).squeeze(1).mul_(is_here[span])
-            if with_entropy:
-                part_normaliser[span], entropy_of_part = normaliser_and_entropy(z)
+            own_bias = bias[:own] if bias is not None else None
+            found = chunk_stats(hidden[span], factor, own_bias, columns[span], transform, with_entropy=with_entropy)
+            part_normaliser[span], sums[1, span], entropy_of_part = found
+            if entropy_of_part is not None:
                 sums[2, span] = part_normaliser[span] - entropy_of_part
-            else:
-                part_normaliser[span] = normaliser_(z)
-            del z
         top = part.ranks.max(part_normaliser.clone())
         sums[0] = part_normaliser.sub_(top).exp_()
         if with_entropy:
@@ -130,7 +126,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         own = ctx.part.own_rows(weight)
-        columns, is_here = ctx.part.find(targets, own)
+        columns = ctx.part.find(targets, own)
         wide = {"dtype": normaliser.dtype, "device": hidden.device}
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, **wide) if need_weight else None
@@ -140,19 +136,19 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             span = slice(begin, begin + ctx.rows)
             toward = torch.zeros(hidden[span].shape, **wide)
             if own:
-                d_logits = grad_of_chunk(
-                    chunk_logits(hidden[span], factor, bias[:own] if bias is not None else None, ctx.transform),
+                d_logits = chunk_gradient(
+                    hidden[span],
+                    factor,
+                    bias[:own] if bias is not None else None,
                     columns[span],
                     normaliser[span],
                     grad_log_probs[span] if grad_log_probs is not None else None,
                     (grad_entropy[span], entropy[span]) if grad_entropy is not None else None,
                     ctx.transform,
-                    out_dtype=factor.dtype,
-                    is_here=is_here[span],
                 )
                 toward = matmul_f32(d_logits, factor)
                 if grad_weight is not None:
-                    grad_weight[:own].add_(matmul_f32(d_logits.t(), hidden[span].to(d_logits.dtype)))
+                    add_product_(grad_weight[:own], d_logits.t(), hidden[span].to(d_logits.dtype))
                 if grad_bias is not None:
                     grad_bias[:own].add_(d_logits.sum(dim=0, dtype=normaliser.dtype))
             if grad_hidden is not None:
