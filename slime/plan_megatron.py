@@ -114,7 +114,7 @@ class _Step:
         dtype, on_gpu = resolve_dtype(config.dtype, device, shape.num_parameters), device == "cuda"
         tokens, tensor = tokens_per_forward(config), config.tensor_model_parallel_size
         size = BYTES_PER_ELEMENT[dtype]
-        kept = layer_bytes(shape, dtype=dtype, on_gpu=on_gpu, compiled=False) or 0
+        kept = layer_bytes(shape, dtype=dtype, on_gpu=on_gpu) or 0
         whole = shape.norms_per_layer * (4 + 2 * size) * (shape.hidden_size or 0)  # what norms keep of every token
         cut = config.sequence_parallel and tensor > 1
         share = -(-kept // tensor) if cut else whole + -(-(kept - whole) // tensor)

@@ -21,6 +21,7 @@ from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
 CHUNK_LOGITS = {"cpu": 16 * 1024 * 1024, "cuda": 3072 * 151936}
 """Logits that exist at once, as `slime.algorithms.logprobs` cuts them (a test compares)."""
 COMPILE_MIN_PARAMETERS = 100_000_000
+FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Models from which on layers are compiled on a GPU, as `slime.train.backends.fsdp.sharding` has it."""
 STREAMED_ELEMENTS = 1 << 24
 """Elements that are updated at a time where moments are kept elsewhere or in bfloat16."""
@@ -141,7 +142,9 @@ class _Step:
         total, on_gpu = shape.num_parameters or 0, device == "cuda"
         compiled = on_gpu and total >= COMPILE_MIN_PARAMETERS and not uses_lora(config)
         tokens, layers = tokens_per_forward(config), shape.num_layers or 0
-        kept = layer_bytes(shape, dtype=dtype, on_gpu=on_gpu, compiled=compiled, frozen_norms=uses_lora(config))
+        fused = on_gpu and shape.model_type in FUSED_TYPES and not uses_lora(config)
+        how = {"compiled": compiled, "fused": fused, "frozen_norms": uses_lora(config)}
+        kept = layer_bytes(shape, dtype=dtype, on_gpu=on_gpu, **how)
         layer = tokens * (kept or 0)
         inputs = tokens * (layer_input_bytes(shape, dtype=dtype) or 0)
         again = config.recompute_activations

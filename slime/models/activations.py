@@ -12,10 +12,17 @@ _WIDE = 4  # normalisations and, on a CPU, attention compute in float32
 
 
 def layer_bytes(
-    shape: ModelShape, *, dtype: str, on_gpu: bool, compiled: bool, frozen_norms: bool = False
+    shape: ModelShape,
+    *,
+    dtype: str,
+    on_gpu: bool,
+    compiled: bool = False,
+    fused: bool = False,
+    frozen_norms: bool = False,
 ) -> int | None:
     """Bytes that one decoder layer keeps of one token; of a model with experts, the layer with the most.
 
+    `compiled`, `fused`: by torch.compile, or into a few kernels of our own (`train/backends/fsdp/fused`).
     `frozen_norms`: the weights of normalisations are not trained, so what they are multiplied with is not kept.
     """
     if shape.hidden_size is None or shape.num_heads is None or shape.num_kv_heads is None or shape.head_dim is None:
@@ -29,6 +36,8 @@ def layer_bytes(
         routed = 2 * hidden * (shape.experts_per_token or 1)
     else:
         per_token, routed = narrow, 0
+    if fused:  # both norms with their inputs; heads before and after their rotation, and attended; gate and up
+        return size * (4 * hidden + 3 * queries + 3 * keys + 2 * per_token)
     if compiled:  # what is cheap is computed again, unless a matrix reads it, whose gradient needs it whole
         normed = queries + keys if shape.has_head_norms else 0
         return size * (4 * hidden + normed + 2 * queries + 2 * keys + 3 * per_token + routed)

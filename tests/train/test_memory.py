@@ -10,11 +10,13 @@ import pytest
 from slime.algorithms import logprobs
 from slime.data.sample import Sample
 from slime.models.shape import ModelShape
-from slime.plan_memory import CHUNK_LOGITS, COMPILE_MIN_PARAMETERS, STREAMED_ELEMENTS, trainer_memory
+from slime.plan_memory import CHUNK_LOGITS, COMPILE_MIN_PARAMETERS, FUSED_TYPES, STREAMED_ELEMENTS, trainer_memory
 from slime.train.backends.fsdp import sharding, streamed_adam
+from slime.train.backends.fsdp.fused.layer import is_plain
 from tests.tiny_models import make_model_folder
 from tests.train.counted_memory import most_bytes
 from tests.train.in_process import InProcess, config_for
+from tests.train.tiny_training import build_model
 
 TOKENS = 256
 AT_REST = ("weights", "Adam moments", "reference", "frozen weights")
@@ -74,4 +76,8 @@ def test_a_step_takes_what_the_plan_says(tmp_path: Path, model: dict[str, Any], 
 def test_the_plan_cuts_logits_and_compiles_as_training_does() -> None:
     assert CHUNK_LOGITS == {"cpu": logprobs.CHUNK_LOGITS_CPU, "cuda": logprobs.CHUNK_LOGITS_CUDA}
     assert COMPILE_MIN_PARAMETERS == sharding.COMPILE_MIN_PARAMETERS
+    fused = {f"transformers.models.{kind}.modeling_{kind}" for kind in FUSED_TYPES}
+    models = (build_model(kind) for kind in ("llama", "mistral_window", "qwen2", "qwen3", "gemma2", "qwen3_moe"))
+    found = {type(layer).__module__ for model in models for layer in model.modules() if is_plain(layer)}
+    assert found == fused
     assert STREAMED_ELEMENTS == streamed_adam._PART

@@ -23,6 +23,7 @@ from slime.models.lora import is_adapter
 from slime.train.backends.fsdp.adapted import AdaptedModel
 from slime.train.backends.fsdp.exporting import HfExport
 from slime.train.backends.fsdp.frozen import FrozenSets
+from slime.train.backends.fsdp.fused.layer import fuse_layers
 from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer, set_rates
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
@@ -82,6 +83,8 @@ class FSDPBackend:
         self.module = module
         model = module.model
         self.model_config = model.config
+        if mesh.device_type == "cuda":
+            fuse_layers(model)
         if config.recompute_activations:
             recompute_layers(model)
         if layers is None:  # else those with an adapter are chosen already

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from slime.config.start import Start
+from slime.train.backends.fsdp.fused.layer import fuse_layers
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
 from slime.train.backends.fsdp.sharding import local_part, reshard, shard, whole
 from slime.train.backends.fsdp.state import Placed
@@ -26,6 +27,8 @@ class FrozenModel:
     def __init__(self, module: PolicyModel, mesh: DeviceMesh, progress: Progress, *, on_host: bool) -> None:
         self.module = module
         module.requires_grad_(False)
+        if mesh.device_type == "cuda":
+            fuse_layers(module.model)
         shard(module, mesh, MixedPrecisionPolicy(), progress, on_host=on_host)
         self._parameters = dict(module.model.named_parameters())
         self._average: dict[str, torch.Tensor] = {}

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from slime.errors import UserError
 from slime.models.regions import Region, whole_region
 from slime.models.sources import read_onto
+from slime.train.backends.fsdp.fused.layer import FusedLayer
 from slime.train.backends.fsdp.packed_model import PackedModel
 from slime.train.progress import Progress
 
@@ -39,12 +40,15 @@ def shard(
     layer_names = set(packed.model._no_split_modules or ())
     num_parameters = sum(parameter.numel() for parameter in packed.parameters())
     trained = sum(parameter.numel() for parameter in packed.parameters() if parameter.requires_grad)
-    keep = copy_size(mesh) == 1 and 2 * trained > num_parameters and not on_host
+    keep = _keeps_whole(packed, mesh, on_host=on_host)
     adapted = 0 < 2 * trained < num_parameters  # with an adapter at every matrix, compiling took minutes
     worth_compiling = mesh.device_type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS and not adapted
     for module in list(packed.modules()):
-        if type(module).__name__ in layer_names:
-            if worth_compiling:  # fuses norms, rotary embedding and gating; all layers share the compiled code
+        is_fused = isinstance(module, FusedLayer)
+        if is_fused or type(module).__name__ in layer_names:
+            if (
+                worth_compiling and not is_fused
+            ):  # fuses norms, rotary embedding and gating; all layers share the compiled code
                 module.compile(dynamic=True)
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=not keep)
     fully_shard(packed, mesh=mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=False)
@@ -61,6 +65,13 @@ def shard(
         assert isinstance(packed, FSDPModule)
         packed.set_reduce_scatter_unused_params(True)
     _read_parts(packed, torch.device("cpu") if on_host else _device_of(mesh), progress)
+
+
+def _keeps_whole(packed: PackedModel, mesh: DeviceMesh, *, on_host: bool) -> bool:
+    """Whether a rank has all weights for itself, and most of them are trained."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in packed.parameters()]
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    return copy_size(mesh) == 1 and 2 * trained > sum(size for size, _ in sizes) and not on_host
 
 
 def _single_experts(packed: PackedModel) -> Iterator[torch.Tensor]:
@@ -119,10 +130,12 @@ def reduce_gradients(packed: PackedModel, mesh: DeviceMesh, *, last: bool, on_ho
     """Whether the coming backward reduces its gradients; `last`: the step's last one, after which they are whole sums.
 
     Ranks that share a copy do it every time, so that none ever holds a whole model's gradients; copies add theirs up
-    once, and a rank that has a copy for itself has nothing to give away before that, unless to the host.
+    once, and a rank that has a copy for itself has nothing to give away before that, unless to the host. Weights that a
+    rank keeps whole until the backward are kept for the next forward too.
     """
     assert isinstance(packed, FSDPModule)
     packed.set_requires_gradient_sync(last or copy_size(mesh) > 1 or on_host)
+    packed.set_reshard_after_backward(last or not _keeps_whole(packed, mesh, on_host=on_host))
     packed.set_requires_all_reduce(last)
 
 

@@ -1,0 +1,13 @@
+"""What the kernels need to know of a decoder layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    heads: int
+    kv_heads: int
+    eps: float  # of the norm over the hidden states
+    head_eps: float  # of those over each head

@@ -1,0 +1,99 @@
+"""The two halves of a plain decoder layer around its attention, each with its gradient written out.
+
+Invariant: queries, keys and values are one matrix product, as are gate and up; the joined weights are made for each
+pass and never kept. What is cheap (silu(gate) * up) is computed again in backward; what a product reads is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.train.backends.fsdp.fused import kernels
+from slime.train.backends.fsdp.fused.facts import LayerFacts
+
+
+class ToHeads(torch.autograd.Function):
+    """Hidden states to queries, keys and values; they pass through, so that their two gradients are added here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [T, H]
+        cos: Tensor,  # [T, D]
+        sin: Tensor,
+        norm: Tensor,
+        facts: LayerFacts,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_bias: Tensor | None,
+        k_bias: Tensor | None,
+        v_bias: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        _, normed, rstd = kernels.norm(hidden, norm, facts.eps)
+        joined = torch.cat((q, k, v))
+        if q_bias is None or k_bias is None or v_bias is None:
+            rows = normed @ joined.t()
+        else:
+            rows = torch.addmm(torch.cat((q_bias, k_bias, v_bias)), normed, joined.t())
+        norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+        queries, keys = kernels.rotate(rows, cos, sin, norms, facts.head_eps, facts.heads, facts.kv_heads)
+        values = rows[:, (facts.heads + facts.kv_heads) * cos.shape[1] :].unflatten(1, (facts.kv_heads, -1))
+        ctx.save_for_backward(hidden, cos, sin, norm, q, k, v, q_norm, k_norm, normed, rstd, rows)
+        ctx.facts = facts
+        return queries, keys, values, hidden
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk, dv, passed = grads
+        hidden, cos, sin, norm, q, k, v, q_norm, k_norm, normed, rstd, rows = ctx.saved_tensors
+        norms = None if q_norm is None else (q_norm, k_norm)
+        d_rows, d_norms = kernels.rotate_gradient((dq, dk, dv), rows, cos, sin, norms, ctx.facts.head_eps)
+        needs = ctx.needs_input_grad
+        d_hidden, d_norm = kernels.norm_gradient(d_rows @ torch.cat((q, k, v)), hidden, norm, rstd, passed)
+        sizes = [len(q), len(k), len(v)]
+        d_weights = (d_rows.t() @ normed).split(sizes) if any(needs[5:8]) else (None,) * 3
+        d_biases = d_rows.sum(0).split(sizes) if any(needs[8:11]) else (None,) * 3
+        return d_hidden, None, None, d_norm, None, *d_weights, *d_biases, *(d_norms or (None, None))
+
+
+class FromHeads(torch.autograd.Function):
+    """What attention gave and the hidden states before it to those after the layer, [1, T, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        attended: Tensor,  # [T, heads x D]
+        hidden: Tensor,  # [T, H]
+        eps: float,
+        out: Tensor,
+        norm: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+    ) -> Tensor:
+        total, normed, rstd = kernels.norm(attended @ out.t(), norm, eps, hidden)
+        both = normed @ torch.cat((gate, up)).t()
+        ctx.save_for_backward(attended, out, norm, gate, up, down, total, normed, rstd, both)
+        after = total.new_empty(1, *total.shape)  # no view: FSDP warns of modules that return one
+        torch.addmm(total, kernels.gate(both), down.t(), out=after[0])
+        return after
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        attended, out, norm, gate, up, down, total, normed, rstd, both = ctx.saved_tensors
+        needs, grad = ctx.needs_input_grad, grads[0].squeeze(0).contiguous()
+        d_both, opened = kernels.gate_gradient(grad @ down, both)
+        d_down = grad.t() @ opened if needs[7] else None
+        del opened
+        d_joined = (d_both.t() @ normed).split([len(gate), len(up)]) if any(needs[5:7]) else (None,) * 2
+        d_hidden, d_norm = kernels.norm_gradient(d_both @ torch.cat((gate, up)), total, norm, rstd, grad)
+        del d_both
+        d_out = d_hidden.t() @ attended if needs[3] else None
+        d_attended = d_hidden @ out if needs[0] else None
+        return d_attended, d_hidden, None, d_out, d_norm, *d_joined, d_down

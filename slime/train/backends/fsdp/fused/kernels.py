@@ -1,0 +1,313 @@
+"""What a decoder layer does between its matrix products, forward and backward (Triton).
+
+Invariant: everything is computed in float32 and rounded once, where it is written; a sum over rows has the same order
+whatever runs beside it, so the numbers are those of the last run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = {"norm": 12 * 132, "rotate": 16 * 132}  # that share the rows where sums over them are kept
+
+
+@triton.jit
+def _norm_forward(x, added, weight, total, out, rstd, width, eps, HAS_ADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """One row a program: total = x + added, out = weight * total / rms(total)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    here = columns < width
+    at = row * width + columns
+    value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        value += tl.load(added + at, mask=here, other=0.0).to(tl.float32)
+        value = value.to(total.dtype.element_ty).to(tl.float32)
+        tl.store(total + at, value.to(total.dtype.element_ty), mask=here)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+    factor = tl.load(weight + columns, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + at, (value * scale * factor).to(out.dtype.element_ty), mask=here)
+    tl.store(rstd + row, scale)
+
+
+@triton.jit
+def _norm_backward(grad, x, weight, rstd, passed, dx, sums, rows, width, BLOCK: tl.constexpr):
+    """dx = passed + the gradient through the norm; a program's sums over its rows are the weight's gradient."""
+    columns = tl.arange(0, BLOCK)
+    here = columns < width
+    factor = tl.load(weight + columns, mask=here, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        at = tl.cast(row, tl.int64) * width + columns
+        scale = tl.load(rstd + row)
+        normed = tl.load(x + at, mask=here, other=0.0).to(tl.float32) * scale
+        toward = tl.load(grad + at, mask=here, other=0.0).to(tl.float32)
+        total += toward * normed
+        toward *= factor
+        inner = tl.sum(toward * normed, axis=0) / width
+        found = scale * (toward - normed * inner)
+        found += tl.load(passed + at, mask=here, other=0.0).to(tl.float32)
+        tl.store(dx + at, found.to(dx.dtype.element_ty), mask=here)
+    tl.store(sums + tl.program_id(0) * width + columns, total, mask=here)
+
+
+@triton.jit
+def _rotate_forward(
+    qkv,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    q,
+    k,
+    row_width,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+):
+    """One token a program: norm of each head, then its rotation."""
+    token = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    low_half = lanes < HALF
+    cos_low = tl.load(cos + token * 2 * HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
+    cos_high = tl.load(cos + token * 2 * HALF + HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
+    sin_low = tl.load(sin + token * 2 * HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
+    sin_high = tl.load(sin + token * 2 * HALF + HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
+    for first in tl.static_range(0, HEADS + KV_HEADS, HEADS_BLOCK):
+        heads = first + tl.arange(0, HEADS_BLOCK)
+        here = (heads < HEADS + KV_HEADS)[:, None] & low_half[None, :]
+        at = token * row_width + heads[:, None] * 2 * HALF + lanes[None, :]
+        low = tl.load(qkv + at, mask=here, other=0.0).to(tl.float32)
+        high = tl.load(qkv + at + HALF, mask=here, other=0.0).to(tl.float32)
+        is_query = heads < HEADS
+        if HAS_NORM:
+            scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)[:, None]
+            low *= scale * _of_kind(q_weight, k_weight, is_query, lanes, low_half)
+            high *= scale * _of_kind(q_weight, k_weight, is_query, lanes + HALF, low_half)
+        turned_low, turned_high = low * cos_low - high * sin_low, high * cos_high + low * sin_high
+        to_q = token * HEADS * 2 * HALF + heads[:, None] * 2 * HALF + lanes[None, :]
+        to_k = token * KV_HEADS * 2 * HALF + (heads - HEADS)[:, None] * 2 * HALF + lanes[None, :]
+        tl.store(q + to_q, turned_low.to(q.dtype.element_ty), mask=here & is_query[:, None])
+        tl.store(q + to_q + HALF, turned_high.to(q.dtype.element_ty), mask=here & is_query[:, None])
+        tl.store(k + to_k, turned_low.to(k.dtype.element_ty), mask=here & ~is_query[:, None])
+        tl.store(k + to_k + HALF, turned_high.to(k.dtype.element_ty), mask=here & ~is_query[:, None])
+
+
+@triton.jit
+def _of_kind(q_weight, k_weight, is_query, lanes, here):
+    """The norm's weight at these lanes, for heads of queries and of keys."""
+    of_query = tl.load(q_weight + lanes, mask=here, other=0.0).to(tl.float32)[None, :]
+    of_key = tl.load(k_weight + lanes, mask=here, other=0.0).to(tl.float32)[None, :]
+    return tl.where(is_query[:, None], of_query, of_key)
+
+
+@triton.jit
+def _rotate_backward(
+    dq,
+    dk,
+    dv,
+    qkv,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    dqkv,
+    sums,
+    tokens,
+    row_width,
+    dv_row,
+    dv_head,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+):
+    """Programs share the tokens; `sums` [programs, 2 (queries, keys), 2 halves, BLOCK] are the weights' gradients."""
+    lanes = tl.arange(0, BLOCK)
+    low_half = lanes < HALF
+    q_low, q_high = tl.zeros([HEADS_BLOCK, BLOCK], tl.float32), tl.zeros([HEADS_BLOCK, BLOCK], tl.float32)
+    k_low, k_high = tl.zeros([HEADS_BLOCK, BLOCK], tl.float32), tl.zeros([HEADS_BLOCK, BLOCK], tl.float32)
+    for index in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        token = tl.cast(index, tl.int64)
+        cos_low = tl.load(cos + token * 2 * HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
+        cos_high = tl.load(cos + token * 2 * HALF + HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
+        sin_low = tl.load(sin + token * 2 * HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
+        sin_high = tl.load(sin + token * 2 * HALF + HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
+        for first in tl.static_range(0, HEADS + KV_HEADS, HEADS_BLOCK):
+            heads = first + tl.arange(0, HEADS_BLOCK)
+            here = (heads < HEADS + KV_HEADS)[:, None] & low_half[None, :]
+            is_query = heads < HEADS
+            of_q = token * HEADS * 2 * HALF + heads[:, None] * 2 * HALF + lanes[None, :]
+            of_k = token * KV_HEADS * 2 * HALF + (heads - HEADS)[:, None] * 2 * HALF + lanes[None, :]
+            queries, keys = here & is_query[:, None], here & ~is_query[:, None]
+            low = tl.load(dq + of_q, mask=queries, other=0.0).to(tl.float32)
+            low += tl.load(dk + of_k, mask=keys, other=0.0).to(tl.float32)
+            high = tl.load(dq + of_q + HALF, mask=queries, other=0.0).to(tl.float32)
+            high += tl.load(dk + of_k + HALF, mask=keys, other=0.0).to(tl.float32)
+            before_low, before_high = low * cos_low + high * sin_high, high * cos_high - low * sin_low
+            at = token * row_width + heads[:, None] * 2 * HALF + lanes[None, :]
+            if HAS_NORM:
+                x_low = tl.load(qkv + at, mask=here, other=0.0).to(tl.float32)
+                x_high = tl.load(qkv + at + HALF, mask=here, other=0.0).to(tl.float32)
+                squares = tl.sum(x_low * x_low, axis=1) + tl.sum(x_high * x_high, axis=1)
+                scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+                x_low *= scale
+                x_high *= scale
+                by_low, by_high = before_low * x_low, before_high * x_high
+                q_low += tl.where(is_query[:, None], by_low, 0.0)
+                q_high += tl.where(is_query[:, None], by_high, 0.0)
+                k_low += tl.where(is_query[:, None], 0.0, by_low)
+                k_high += tl.where(is_query[:, None], 0.0, by_high)
+                before_low *= _of_kind(q_weight, k_weight, is_query, lanes, low_half)
+                before_high *= _of_kind(q_weight, k_weight, is_query, lanes + HALF, low_half)
+                inner = tl.sum(before_low * x_low, axis=1) + tl.sum(before_high * x_high, axis=1)
+                inner = (inner / (2 * HALF))[:, None]
+                before_low = scale * (before_low - x_low * inner)
+                before_high = scale * (before_high - x_high * inner)
+            tl.store(dqkv + at, before_low.to(dqkv.dtype.element_ty), mask=here)
+            tl.store(dqkv + at + HALF, before_high.to(dqkv.dtype.element_ty), mask=here)
+        for first in tl.static_range(0, KV_HEADS, HEADS_BLOCK):
+            heads = first + tl.arange(0, HEADS_BLOCK)
+            here = (heads < KV_HEADS)[:, None] & low_half[None, :]
+            at = token * dv_row + heads[:, None] * dv_head + lanes[None, :]
+            to = token * row_width + (HEADS + KV_HEADS + heads)[:, None] * 2 * HALF + lanes[None, :]
+            tl.store(dqkv + to, tl.load(dv + at, mask=here, other=0.0), mask=here)
+            tl.store(dqkv + to + HALF, tl.load(dv + at + HALF, mask=here, other=0.0), mask=here)
+    if HAS_NORM:
+        to = sums + tl.program_id(0) * 4 * BLOCK + lanes
+        tl.store(to, tl.sum(q_low, axis=0))
+        tl.store(to + BLOCK, tl.sum(q_high, axis=0))
+        tl.store(to + 2 * BLOCK, tl.sum(k_low, axis=0))
+        tl.store(to + 3 * BLOCK, tl.sum(k_high, axis=0))
+
+
+@triton.jit
+def _gate_forward(both, out, width, BLOCK: tl.constexpr):
+    """out = silu(gate) * up of rows [gate | up]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = columns < width
+    gate = tl.load(both + row * 2 * width + columns, mask=here, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * width + width + columns, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _gate_backward(grad, both, dboth, out, width, BLOCK: tl.constexpr):
+    """The gradient of [gate | up], and silu(gate) * up once more for the weight's gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = columns < width
+    gate = tl.load(both + row * 2 * width + columns, mask=here, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * width + width + columns, mask=here, other=0.0).to(tl.float32)
+    toward = tl.load(grad + row * width + columns, mask=here, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    opened = gate * share
+    tl.store(out + row * width + columns, (opened * up).to(out.dtype.element_ty), mask=here)
+    d_gate = toward * up * share * (1.0 + gate * (1.0 - share))
+    tl.store(dboth + row * 2 * width + columns, d_gate.to(dboth.dtype.element_ty), mask=here)
+    tl.store(dboth + row * 2 * width + width + columns, (toward * opened).to(dboth.dtype.element_ty), mask=here)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(x + added, its RMS norm, 1 / rms of each row); x [T, H]."""
+    rows, width = x.shape
+    total = x if added is None else torch.empty_like(x)
+    out, rstd = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(width)
+    _norm_forward[(rows,)](
+        x, added, weight, total, out, rstd, width, eps, HAS_ADDED=added is not None, BLOCK=block,
+        num_warps=_warps(block),
+    )  # fmt: skip
+    return total, out, rstd
+
+
+def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, passed: Tensor) -> tuple[Tensor, Tensor]:
+    """(`passed` + the gradient of x, the weight's) from that of the norm; x is what was normalised."""
+    rows, width = x.shape
+    dx, sums = (
+        torch.empty_like(x),
+        torch.empty(min(PROGRAMS["norm"], rows), width, dtype=torch.float32, device=x.device),
+    )
+    block = triton.next_power_of_2(width)
+    _norm_backward[(len(sums),)](
+        grad, x, weight, rstd, passed, dx, sums, rows, width, BLOCK=block, num_warps=max(_warps(block) // 2, 1)
+    )
+    return dx, sums.sum(0).to(weight.dtype)
+
+
+def rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor]:
+    """Queries [T, heads, D] and keys [T, kv heads, D] of rows [queries | keys | values]; cos and sin [T, D]."""
+    tokens, dim = len(qkv), cos.shape[1]
+    q, k = qkv.new_empty(tokens, heads, dim), qkv.new_empty(tokens, kv_heads, dim)
+    _rotate_forward[(tokens,)](
+        qkv, cos, sin, *(norms or (None, None)), q, k, qkv.shape[1], eps, HAS_NORM=norms is not None,
+        **_tile(heads, kv_heads, dim),
+    )  # fmt: skip
+    return q, k
+
+
+def rotate_gradient(
+    grads: tuple[Tensor, Tensor, Tensor],
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """The gradient of the rows from those of queries, keys and values, and that of the norms' weights."""
+    dq, dk, dv = grads[0].contiguous(), grads[1].contiguous(), grads[2]
+    assert dv.stride(2) == 1
+    (tokens, heads, dim), kv_heads = dq.shape, dk.shape[1]
+    dqkv, tile = torch.empty_like(qkv), _tile(heads, kv_heads, dim)
+    programs, block = min(PROGRAMS["rotate"], tokens), tile["BLOCK"]
+    sums = torch.empty(programs, 2, 2, block, dtype=torch.float32, device=qkv.device)
+    _rotate_backward[(programs,)](
+        dq, dk, dv, qkv, cos, sin, *(norms or (None, None)), dqkv, sums, tokens, qkv.shape[1], dv.stride(0),
+        dv.stride(1), eps, HAS_NORM=norms is not None, **tile,
+    )  # fmt: skip
+    if norms is None:
+        return dqkv, None
+    found = sums.sum(0)[:, :, : dim // 2].flatten(1)
+    return dqkv, (found[0].to(norms[0].dtype), found[1].to(norms[1].dtype))
+
+
+def gate(both: Tensor) -> Tensor:
+    """silu(gate) * up of rows [gate | up]."""
+    rows, width = len(both), both.shape[1] // 2
+    out, block = both.new_empty(rows, width), 1024
+    _gate_forward[(rows, triton.cdiv(width, block))](both, out, width, BLOCK=block)
+    return out
+
+
+def gate_gradient(grad: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+    """(the gradient of [gate | up], what `gate` gave)."""
+    out, block = torch.empty_like(grad), 1024
+    dboth, (rows, width) = torch.empty_like(both), grad.shape
+    _gate_backward[(rows, triton.cdiv(width, block))](grad, both, dboth, out, width, BLOCK=block)
+    return dboth, out
+
+
+def _tile(heads: int, kv_heads: int, dim: int) -> dict[str, int]:
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "HALF": dim // 2,
+        "BLOCK": triton.next_power_of_2(dim // 2),
+        "HEADS_BLOCK": 8,
+    }
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)
