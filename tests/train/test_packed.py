@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from slime.algorithms.logprobs import linear_log_probs
@@ -75,6 +76,27 @@ def test_bfloat16_on_the_cpu_keeps_its_dtype_and_stays_near_float32() -> None:
         assert one.grad.dtype == torch.bfloat16
         error = (one.grad.float() - other.grad).norm() / other.grad.norm()
         assert error < 0.03, f"{name}: {error}"
+
+
+class Asked(TorchDispatchMode):
+    """Counts how often the host asks for a number of the device, and copies that indexing makes in a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = self.filled = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.numbers += func is torch.ops.aten._local_scalar_dense.default
+        self.filled += func is torch.ops.aten.select_backward.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "mistral_window"])
+def test_a_pass_asks_the_device_for_nothing_and_copies_no_gradient(kind) -> None:
+    policy, row = packed_policy(kind), pack(sequences(), [response for _, response in LENGTHS])
+    with Asked() as asked:
+        policy(row)[0].sum().backward()
+    assert (asked.numbers, asked.filled) == (0, 0)
 
 
 def test_recompute_gives_identical_gradients() -> None:

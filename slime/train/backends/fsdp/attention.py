@@ -143,7 +143,7 @@ def packed_attention(
             raise UserError(
                 "this release of transformers does not hand on what GLM-5's indexers pick: install a newer one"
             )
-        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
         return picked_attention(q, k, v, indices[0], layout, scale)[None], None
     if ranks is None:
         return _attention(query, key, value, layout, scale, sliding_window, softcap, s_aux), None
@@ -152,6 +152,6 @@ def packed_attention(
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """Of whole sequences: [1, heads, T, D] to [1, T, heads, D]."""
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    """Of whole sequences: [1, heads, T, D] to [1, T, heads, D]. No index: its gradient would be a copy."""
+    q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     return causal_attention(q, k, v, *rest)[None]

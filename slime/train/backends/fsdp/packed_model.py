@@ -19,6 +19,7 @@ from slime.models.head import OutputHead, output_projection
 from slime.models.sources import Source, Zeros
 from slime.train.backends.fsdp.attention import attach_context
 from slime.train.backends.fsdp.delta_net import PackedDeltaNet
+from slime.train.backends.fsdp.fused.layer import is_plain
 from slime.train.backends.fsdp.routers import Routers
 from slime.train.backends.protocol import Reads
 from slime.train.collectives import gather_parts
@@ -41,6 +42,8 @@ class PackedModel(nn.Module):
         self.sources: dict[str, Source] = dict(sources or {})
         self.context = attach_context(model, gdn_backend)
         self.routers: Routers | None = None
+        # attention reads no mask; but without one transformers asks the device whether the row is a packed one
+        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool) if any(map(is_plain, model.modules())) else None
 
     def read_nothing(self) -> None:
         """For a model whose weights will all be overwritten: they are zero until then."""
@@ -77,8 +80,9 @@ class PackedModel(nn.Module):
         if self.routers is not None:
             first = 0 if self.context.sharing is None else self.context.sharing.rank * part.tokens.shape[1]
             self.routers.begin(routing, slice(first, first + part.tokens.shape[1]), part.tokens.device)
-        body = self.model.base_model
-        hidden = body(input_ids=part.tokens, position_ids=part.position_ids, use_cache=False).last_hidden_state[0]
+        body, places = self.model.base_model, part.position_ids
+        found = body(input_ids=part.tokens, position_ids=places, attention_mask=self._mask, use_cache=False)
+        hidden: Tensor = found.last_hidden_state.squeeze(0)
         if self.routers is not None:
             self.routers.keep()
         if self.context.reads == 0:
