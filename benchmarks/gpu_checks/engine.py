@@ -41,12 +41,13 @@ _CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["--no-compile"],
     ),
     "qwen3_moe": ("qwen3_moe", _EXPERTS, ["--no-compile"]),
+    "qwen3_moe without fused kernels": ("qwen3_moe", _EXPERTS, ["--no-fused-kernels", "--no-compile"]),
     "gpt_oss": ("gpt_oss", {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, ["--no-compile"]),
     "qwen3_next": (
         "qwen3_next", {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 32}, ["--no-compile"],
     ),
     "qwen3, compiled layers": ("qwen3", {"num_hidden_layers": 12}, ["--no-fused-kernels"]),
-    "qwen3_moe, compiled layers": ("qwen3_moe", {**_EXPERTS, "num_hidden_layers": 12}, []),
+    "qwen3_moe, compiled layers": ("qwen3_moe", {**_EXPERTS, "num_hidden_layers": 12}, ["--no-fused-kernels"]),
 }  # fmt: skip
 _BOUND = 2e-3
 

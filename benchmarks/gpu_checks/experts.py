@@ -28,7 +28,7 @@ def _module(dtype: torch.dtype) -> Any:
     shapes = {"gate_up_proj": (_EXPERTS, 2 * _INNER, _HIDDEN), "down_proj": (_EXPERTS, _HIDDEN, _INNER)}
     weights = {name: (torch.randn(shape, device="cuda") * 0.03).to(dtype) for name, shape in shapes.items()}
     facts = {"num_experts": _EXPERTS, "has_bias": False, "is_transposed": False, "has_gate": True}
-    return SimpleNamespace(**weights, **facts, has_post_expert_norm=False, _apply_gate=_gated)
+    return SimpleNamespace(**weights, **facts, _apply_gate=_gated)
 
 
 def _gated(gate_up: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from slime.engine.embedded.fused.plain import PlainModel
 from slime.engine.embedded.fused.rope import NotFused
 from slime.engine.embedded.fused.weights import one_view
 from slime.engine.embedded.memory import lay_together
+from slime.engine.embedded.model.check import PlainNumbers
 from slime.engine.embedded.weights.views import FolderViews
 from tests.tiny_models import SMALL
 
@@ -145,3 +146,26 @@ def test_bodies_from_the_kernels_compute_what_transformers_does() -> None:
     assert set(found.pop("compiled").split(",")) == kernels | {"_extend_kernel"}
     assert found.keys() == set(cases)
     assert max(float(error) for error in found.values()) < 1e-4, found
+
+
+@pytest.mark.parametrize(
+    ("rows", "cuda", "batches"),
+    [
+        (8, False, [[0, 1, 2]]),
+        (8, True, [[0, 1, 2], [0, 1], [0]]),
+        (2, True, [[0, 1], [2], [0]]),
+        (1, True, [[0], [1], [2]]),
+    ],
+)
+def test_the_check_at_load_goes_through_the_kernels_of_few_sequences(
+    rows: int, cuda: bool, batches: list[list[int]]
+) -> None:
+    plain = PlainNumbers(
+        lambda ids: torch.zeros(*ids.shape, 7),
+        model_type="qwen3",
+        vocab_size=7,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        context_len=64,
+    )
+    assert plain.batches(rows, cuda) == batches

@@ -94,7 +94,7 @@ class PlainNumbers:
     def compare(self, runner: ModelRunner, decoder: Decoder, table: np.ndarray) -> None:
         """Let the engine compute the same; raises WrongNumbers where it does not."""
         worst = max(
-            (self._run(members, runner, decoder, table) for members in self._batches(len(table) - 1, runner.cuda)),
+            (self._run(members, runner, decoder, table) for members in self.batches(len(table) - 1, runner.cuda)),
             key=lambda gap: gap[0],
         )
         runner.context.window.forget()
@@ -105,7 +105,7 @@ class PlainNumbers:
                 f"{difference:.2g} from its plain forward): serve it with SGLang instead"
             )
 
-    def _batches(self, most: int, cuda: bool) -> list[list[int]]:
+    def batches(self, most: int, cuda: bool) -> list[list[int]]:
         """Which prompts are computed together; all of them as far as there are rows, on a GPU also fewer."""
         everyone = list(range(len(self._tokens)))
         whole = [everyone[i : i + most] for i in range(0, len(everyone), most)]

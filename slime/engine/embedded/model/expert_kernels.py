@@ -129,7 +129,7 @@ def multiply_experts(
     else:
         inner = own.act_fn(product(hidden, "up_proj", spreads=True))
     out = product(inner, "down_proj", spreads=False)
-    if own.has_post_expert_norm:
+    if hasattr(own, "has_post_expert_norm") and own.has_post_expert_norm:  # older versions of transformers have none
         out = own.post_expert_norm(out)
     weighted = out * weights.reshape(-1, 1)
     return weighted.view(*index.shape, -1).sum(1).to(hidden.dtype)
