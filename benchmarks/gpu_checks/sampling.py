@@ -50,26 +50,44 @@ def checks() -> Iterator[tuple[str, float, float]]:
         logits = torch.stack([row for row in rows.values() for _ in _ASKED]).to(_DEVICE)
         draw = KernelDraw(len(sequences), vocab, _DEVICE)
         tokens = torch.zeros(len(sequences) + 1, dtype=torch.int64, device=_DEVICE)
-        for uniform in (torch.rand(len(sequences)), torch.full((len(sequences),), 1 - 2**-24)):
-            batch = batch_of(sequences, uniform, tokens)
-            edited = logits.clone()
-            draw.plain(edited, batch)
-            draw.special(edited, batch, sequences, [0] * len(sequences))
-            drawn = batch.results.tolist()
-            faults = [
-                f"{name}, {seq.params.top_k} {seq.params.top_p} {seq.params.min_p}: {fault}"
-                for name, row, seq, u, (token, logprob) in zip(
-                    [name for name in rows for _ in _ASKED], logits, sequences, uniform.tolist(), drawn, strict=True
-                )
-                if (fault := wrong(row, seq, u, int(token), logprob))
-            ]
-            for fault in faults[:6]:
-                print("      ", fault)
-            yield f"{len(drawn)} rows of {vocab}", float(len(faults)), 0.0
-            for seq in sequences:
-                seq.output_ids = []
-                draw._entries._included[seq.row] = -1
+        uniform = torch.rand(len(sequences))
+        uniform[::7] = 1 - 2**-24
+        batch = batch_of(sequences, uniform, tokens)
+        edited = logits.clone()
+        draw.plain(edited, batch)
+        draw.special(edited, batch, sequences, [0] * len(sequences))
+        names = [name for name in rows for _ in _ASKED]
+        drawn = zip(names, logits, sequences, uniform.tolist(), batch.results.tolist(), strict=True)
+        faults = [
+            f"{name}, top-k {seq.params.top_k}, top-p {seq.params.top_p}, min-p {seq.params.min_p}: {fault}"
+            for name, row, seq, u, (token, logprob) in drawn
+            if (fault := wrong(row, seq, u, int(token), logprob))
+        ]
+        for fault in faults[:6]:
+            print("      ", fault)
+        yield f"draws that break the rules, of {len(sequences)} from {vocab} tokens", float(len(faults)), 0.0
+    yield from _most_likely()
     _timings()
+
+
+def _most_likely() -> Iterator[tuple[str, float, float]]:
+    vocab = 151936
+    sequences = [sequence(i, vocab, temperature=0.7, top_p=0.9) for i in range(40)]
+    for seq in sequences[1:]:
+        seq.top_logprobs = 5
+    logits = torch.randn(40, vocab, device=_DEVICE) * 3
+    batch = batch_of(sequences, torch.rand(40), torch.zeros(41, dtype=torch.int64, device=_DEVICE))
+    draw = KernelDraw(40, vocab, _DEVICE)
+    draw.plain(logits, batch)
+    arrived = draw.special(logits, batch, sequences, [0] * 40)
+    torch.cuda.synchronize()
+    assert arrived is not None
+    arrived()
+    best = (logits[1:].double() / 0.7).log_softmax(-1).topk(5)
+    found = torch.tensor([[p for p, _ in seq.output_top[0]] for seq in sequences[1:]], device=_DEVICE)
+    tokens = torch.tensor([[t for _, t in seq.output_top[0]] for seq in sequences[1:]], device=_DEVICE)
+    yield "the most likely tokens", float((tokens != best.indices).sum()), 0.0
+    yield "their log-probs", (found - best.values).abs().max().item(), 1e-4
 
 
 def _timings() -> None:

@@ -147,8 +147,13 @@ def top_tokens() -> Iterator[str]:
     for seq in sequences:
         seq.output_top = []
     record_top(logits, sequences)
-    if found != [seq.output_top for seq in sequences]:
-        yield f"{found} for {[seq.output_top for seq in sequences]}"
+    wanted = [seq.output_top for seq in sequences]
+    if rounded(found) != rounded(wanted):
+        yield f"{found} for {wanted}"
+
+
+def rounded(tops: list[list[list[tuple[float, int]]]]) -> list[list[list[tuple[float, int]]]]:
+    return [[[(round(logprob, 4), token) for logprob, token in best] for best in own] for own in tops]
 
 
 def whole_engine() -> Iterator[str]:

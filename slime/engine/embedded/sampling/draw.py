@@ -11,7 +11,6 @@ import torch
 import triton
 
 from slime.engine.embedded.model.body import DrawBatch
-from slime.engine.embedded.model.sampler import temperature_of
 from slime.engine.embedded.sampling import cut_kernels, draw_kernels
 from slime.engine.embedded.sampling.device import Launch, bring, compile_only, launch, send
 from slime.engine.embedded.sampling.entries import Entries
@@ -23,6 +22,7 @@ _TILE, _MOST_TILES = 8192, 32
 _ROOM = 256  # tokens of a tile that fit on the list of a cut
 _PROBES = 3  # passes over the vocabulary before tokens are listed
 _BLOCK = 1024
+_TOP_ROWS = 32  # rows that are copied at once to find their most likely tokens
 
 
 class KernelDraw:
@@ -77,7 +77,7 @@ class KernelDraw:
         """After `plain`; what it returns is called once the results have arrived."""
         kinds = self._hold(sequences)
         edited = np.flatnonzero(kinds & EDITS).tolist()
-        tops = self._bring_top(logits, sequences)
+        tops = self._bring_top(logits, batch, sequences)
         if edited:
             self._entries.hold([sequences[i] for i in edited], [ahead[i] for i in edited])
             self._entries.edit(logits, batch, self._settings)
@@ -146,16 +146,21 @@ class KernelDraw:
             TILE=self._tile, TP=self._padded, ROOM=self._room, BLOCK=block, num_warps=8,
         )  # fmt: skip
 
-    def _bring_top(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> Callable[[], None] | None:
+    def _bring_top(
+        self, logits: torch.Tensor, batch: DrawBatch, sequences: SequenceOf[Sequence]
+    ) -> Callable[[], None] | None:
         """The most likely tokens before any edit, for those who asked: to the host, without waiting."""
         asking = [(i, seq) for i, seq in enumerate(sequences) if seq.top_logprobs]
         if not asking:
             return None
         rows = send(np.array([i for i, _ in asking]), self._device)
-        degrees = send(np.array([temperature_of(seq) for _, seq in asking], np.float32), self._device)
-        logprobs = (logits[rows] / degrees[:, None]).log_softmax(-1)
-        best = logprobs.topk(max(seq.top_logprobs for _, seq in asking))
-        values, indices = (bring(x) for x in (best.values, best.indices))
+        most = max(seq.top_logprobs for _, seq in asking)
+        found = [logits[part].topk(most) for part in rows.split(_TOP_ROWS)]
+        inverse, tops = 1 / batch.temperature[rows, None], self._tops[rows]
+        best = tops.amax(1, keepdim=True)
+        total = (self._masses[rows] * ((tops - best) * inverse).exp()).sum(1, keepdim=True)
+        logprobs = (torch.cat([f.values for f in found]) - best) * inverse - total.log()
+        values, indices = bring(logprobs), bring(torch.cat([f.indices for f in found]))
 
         def arrived() -> None:
             for (_, seq), value, index in zip(asking, values.tolist(), indices.tolist(), strict=True):
