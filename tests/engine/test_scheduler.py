@@ -6,7 +6,7 @@ import numpy as np
 
 from slime.engine.embedded.cache import KVCache
 from slime.engine.embedded.sampling_params import SamplingParams
-from slime.engine.embedded.scheduler import GrowthEstimate, Scheduler
+from slime.engine.embedded.scheduler import GrowthEstimate, Scheduler, Turns
 from slime.engine.embedded.sequence import Sequence
 
 PROMPT, LIMIT = 64, 512
@@ -111,3 +111,48 @@ def test_a_prefix_of_something_longer_fits_into_a_cache_that_it_fills() -> None:
     engine.submit([first[:32] + [500] * 32], [10])
     engine.run()
     assert engine.prefilled == PROMPT + 32
+
+
+def queue_of(count: int) -> Scheduler:
+    engine = Engine(100_000, GrowthEstimate())
+    engine.submit([[1, 2, 3]] * count, [1] * count)
+    return engine.scheduler
+
+
+def test_newcomers_are_let_in_some_at_a_time_and_one_alone_at_once() -> None:
+    """60 of 64 rows decode: many small extend steps would break their steps up."""
+    turns = Turns()
+    turns.extended(True)
+    waited = 0
+    while not turns.prompt_tokens(queue_of(1), 60, mixes=True):
+        turns.decoded()
+        waited += 1
+    assert waited == turns.steps  # another was let in just before
+    for _ in range(30):
+        turns.decoded()
+    assert turns.prompt_tokens(queue_of(1), 60, mixes=True) == turns.mixed_tokens  # nobody was: at once
+    turns.extended(True)
+    turns.decoded()
+    assert not turns.prompt_tokens(queue_of(turns.rows - 1), 60, mixes=True)
+    assert turns.prompt_tokens(queue_of(turns.rows), 60, mixes=True)
+    assert turns.prompt_tokens(queue_of(1), 31, mixes=True)  # more than half of the rows are free
+
+
+def test_between_two_extend_steps_there_is_a_decode_step_where_somebody_decodes() -> None:
+    turns, crowd = Turns(), queue_of(40)
+    assert turns.prompt_tokens(crowd, 0, mixes=True) == crowd.chunk  # nobody is held up
+    turns.extended(True)
+    assert turns.prompt_tokens(crowd, 8, mixes=True) == 0
+    assert turns.prompt_tokens(crowd, 8, mixes=False) == crowd.chunk  # the CPU's way
+    turns.decoded()
+    assert turns.prompt_tokens(crowd, 8, mixes=True) == crowd.chunk  # more come than decode
+    assert turns.prompt_tokens(crowd, 50, mixes=True) == turns.mixed_tokens
+
+
+def test_who_found_no_room_is_not_tried_at_every_step() -> None:
+    turns, crowd = Turns(), queue_of(40)
+    turns.extended(False)
+    turns.decoded()
+    assert not turns.prompt_tokens(crowd, 20, mixes=True)
+    turns.made_room()
+    assert turns.prompt_tokens(crowd, 20, mixes=True)
