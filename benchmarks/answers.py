@@ -4,7 +4,7 @@ There is no model: when all requests of a load are in, every sequence gets its t
 gives them, and all end with the same step. With `--against` the code of another revision does the same in turns.
 
     python benchmarks/answers.py                    # this code
-    python benchmarks/answers.py --against HEAD~5   # and the ratio to an earlier one
+    python benchmarks/answers.py --against HEAD~5   # and the ratio to an earlier one, or to a folder with a `slime`
 """
 
 from __future__ import annotations
@@ -74,9 +74,13 @@ def serve(port: int, count: int, length: int) -> None:
 
 def load_text() -> Any:
     """The tokenizer as the server of this revision has it."""
-    from slime.data.tokenizer import load_tokenizer
+    try:
+        from slime.engine.embedded.tokenizer import plain_tokenizer
+    except ImportError:  # an earlier one
+        from slime.data.tokenizer import load_tokenizer
 
-    return load_tokenizer(str(TOKENIZER))
+        return load_tokenizer(str(TOKENIZER))
+    return plain_tokenizer(TOKENIZER)
 
 
 @contextmanager
@@ -133,9 +137,18 @@ def measure(trees: dict[str, Path], load: tuple[int, int, int], repeat: int) -> 
     return {name: {what: median(values) for what, values in both.items()} for name, both in seen.items()}
 
 
+def checked_out(against: str, scratch: Path) -> Path:
+    """The folder with the `slime` to compare with."""
+    if Path(against).is_dir():
+        return Path(against).resolve()
+    packed = subprocess.run(["git", "archive", against, "slime"], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(["tar", "-x", "-C", scratch], input=packed.stdout, check=True)
+    return scratch
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", metavar="REV", help="a revision of this repository to compare with")
+    parser.add_argument("--against", metavar="REV", help="a revision of this repository, or a folder with its `slime`")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--serve", type=int, nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -145,11 +158,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         trees = {"this": ROOT}
         if args.against:
-            packed = subprocess.run(
-                ["git", "archive", args.against, "slime"], cwd=ROOT, capture_output=True, check=True
-            )
-            subprocess.run(["tar", "-x", "-C", scratch], input=packed.stdout, check=True)
-            trees[args.against] = Path(scratch)
+            trees[args.against] = checked_out(args.against, Path(scratch))
         for name, load in LOADS.items():
             found = measure(trees, load, args.repeat)
             for tree, times in found.items():

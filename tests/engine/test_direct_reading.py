@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from slime.engine.embedded import loaded_engine
+from slime.engine.embedded.fused.families import block_of
 from slime.engine.embedded.loaded_model import LoadedModel, NamedWeights, PlainFolder, through_transformers
 from slime.engine.embedded.memory import EngineMemory
+from slime.engine.embedded.model.check import PlainNumbers, WrongNumbers
+from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.refusals import BadRequest
 from slime.engine.embedded.tokenizer import plain_tokenizer
 from slime.engine.embedded.weights import folder as reading
@@ -241,3 +246,26 @@ def test_odd_tokenizers_are_left_to_transformers(tmp_path: Path, config: dict[st
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
     assert plain_tokenizer(tmp_path) is None
+
+
+def test_fused_kernels_that_compute_wrongly_are_given_up(qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    compare = PlainNumbers.compare
+
+    def load(folder: str, *, fused_kernels: bool, **how: Any) -> LoadedModel:
+        asked.append(fused_kernels)
+        model = through_transformers(folder, fused_kernels=False, **how)
+        return replace(model, block=block_of(model.facts)) if fused_kernels else model
+
+    def wrong_at_first(self: PlainNumbers, *engine: Any) -> None:
+        if asked == [True]:
+            raise WrongNumbers("a test")
+        compare(self, *engine)
+
+    monkeypatch.setattr(loaded_engine, "through_transformers", load)
+    monkeypatch.setattr(PlainNumbers, "compare", wrong_at_first)
+    engine = loaded_engine.LoadedEngine(parse_options(["--model-path", str(qwen3_folder)]))
+    engine.load("cpu")
+    assert asked == [True, False]
+    assert engine.model.block is None
+    assert engine.runner.model is engine.model.weights
