@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from slime.engine.embedded.model.runner import record_top
+from slime.engine.embedded.model.sampler import temperature_of
 from slime.engine.embedded.sampling.device import Launch, launch
 from slime.engine.embedded.sampling.draw import KernelDraw
 from slime.engine.embedded.sequence import Sequence
-from tests.engine.drawing import batch_of, sequence, wrong
+from tests.engine.drawing import batch_of, sequence, staying, wrong
 from tests.engine.table_body import decode_as_on_cuda
 from tests.engine.test_numbers import generate, prompt, running_core
 from tests.tiny_models import make_model_folder
@@ -54,6 +55,13 @@ def faults(
     for (name, row, raw), seq, u, (token, logprob) in zip(cases, sequences, uniform.tolist(), results, strict=True):
         if fault := wrong(row, seq, u, int(token), logprob):
             yield f"{name}, {raw}: {fault}"
+        if draw._cuts is not None and not seq.params.greedy_or_full_support and not seq.params.edits_logits:
+            far = (row.max() - row) * (1 / torch.tensor(temperature_of(seq)))
+            limit, last = draw._cuts.limit[seq.row], draw._cuts.last[seq.row]
+            stays = (far < limit) | ((far == limit) & (torch.arange(vocab) <= last))
+            fewest, most = staying(row, seq)
+            if (fewest & ~stays).any() or (stays & ~most).any():
+                yield f"{name}, {raw}: {int(stays.sum())} tokens stay, not {int(fewest.sum())} to {int(most.sum())}"
 
 
 def plain_rows() -> Iterator[str]:

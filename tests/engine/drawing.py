@@ -45,25 +45,29 @@ def wrong(logits: torch.Tensor, seq: Sequence, uniform: float, token: int, logpr
     if params.greedy:
         best = int(scaled.float().argmax())
         return None if scaled[token] >= scaled[best] - 1e-5 else f"{token} is not the arg-max, {best}"
-    probs = logprobs.exp()
-    order = logprobs.sort(descending=True, stable=True).indices
-    before = torch.empty_like(probs)
-    before[order] = probs[order].cumsum(0) - probs[order]
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order), device=order.device)
-    bounds = []
-    for slack in (-SLACK, SLACK):  # the fewest tokens that may stay and the most
-        top_p = params.top_p + slack if params.top_p < 1.0 else 2.0
-        stays = before < top_p
-        stays &= probs >= params.min_p * probs.max() * (1.0 - slack)
-        if params.top_k > 0:
-            stays &= rank < params.top_k
-        bounds.append(stays | (rank == 0))
-    fewest, most = bounds
+    probs, (fewest, most) = logprobs.exp(), staying(logits, seq)
     if not most[token]:
-        return f"{token} of rank {int(rank[token])} with {float(before[token])} before it should have been cut"
+        return f"{token}, whose probability is {float(probs[token])}, should have been cut"
     # between the cumulative masses of both cuts the draw may fall either way
     low = min(float((probs * s)[:token].sum() / (probs * s).sum()) for s in (fewest, most))
     high = max(float((probs * s)[: token + 1].sum() / (probs * s).sum()) for s in (fewest, most))
     slack = SLACK + float((probs * (most & ~fewest)).sum())
     return None if low - slack <= uniform <= high + slack else f"{token} covers {low}..{high}, not {uniform}"
+
+
+def staying(logits: torch.Tensor, seq: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
+    """Marks of the fewest and of the most tokens that may be left after the cuts, for what float32 may be off by."""
+    params = seq.params
+    logprobs = (edit(logits, seq).double() / temperature_of(seq)).log_softmax(-1)
+    probs, order = logprobs.exp(), logprobs.sort(descending=True, stable=True).indices
+    before, rank = torch.empty_like(probs), torch.empty_like(order)
+    before[order] = probs[order].cumsum(0) - probs[order]
+    rank[order] = torch.arange(len(order), device=order.device)
+    bounds = []
+    for slack in (-SLACK, SLACK):
+        stays = before < (params.top_p + slack if params.top_p < 1.0 else 2.0)
+        stays &= probs >= params.min_p * probs.max() * (1.0 - slack)
+        if params.top_k > 0:
+            stays &= rank < params.top_k
+        bounds.append(stays | (rank == 0))
+    return bounds[0], bounds[1]
