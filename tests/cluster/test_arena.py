@@ -117,8 +117,8 @@ def test_arrays_outlive_the_folder(tmp_path: Path) -> None:
     arena.close()
     assert list(tmp_path.iterdir()) == []
     np.testing.assert_array_equal(kept, IDS)
-    with pytest.raises(NoRoom, match="not used any more"):
-        arena.keep([IDS])
+    assert arena.keep([IDS])[0] is IDS, "somebody may still be making samples when a run ends"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_part_of_the_memory_is_left_to_others(tmp_path: Path) -> None:

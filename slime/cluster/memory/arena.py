@@ -110,11 +110,11 @@ class SharedArena:
         remove_stale(self.root)
 
     def keep(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The same arrays in shared memory; a `NoRoom` where there is none, and nothing is different then."""
+        """The same arrays in shared memory, or as they are once this is closed; a `NoRoom` where there is none."""
         begins, needed = _layout([array.nbytes for array in arrays])
-        if not needed:
-            return list(arrays)
         with self._lock:
+            if not needed or self._is_closed:
+                return list(arrays)
             try:
                 file = self._file_for(needed)
                 _write(file.fd, _with_gaps(arrays), file.end)
@@ -148,8 +148,6 @@ class SharedArena:
                 self._staging.close()
 
     def _file_for(self, needed: int) -> _File:
-        if self._is_closed:
-            raise NoRoom(f"{self.root} is not used any more")
         if self._open is None or self._open.end + needed > self._open.size:
             self._open = None  # with which the file is gone, if nobody holds anything of it
             kept, free = sum(size for _, size in list(self._alive.values())), shutil.disk_usage(self.root).free
