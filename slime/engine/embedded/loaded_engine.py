@@ -61,9 +61,9 @@ class LoadedEngine:
         plain = None
         if device == "cuda" and o.fused_kernels:
             plain = PlainFolder.at(o.model_path, trust_remote_code=o.trust_remote_code)
-        compiling = [] if plain is None else self._compile(plain, dtype)
         with self._phase("device"):
             self.memory = EngineMemory.on(torch.device(device))
+        compiling = [] if plain is None else self._compile(plain, dtype)  # the device is there for all threads now
         with self._phase("weights"):
             if plain is not None and self.memory is not None:
                 model = plain.read(dtype, self.memory)
