@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from slime.algorithms.logprobs import linear_log_probs
 from slime.errors import UserError
 from slime.models.head import OutputHead
+from slime.train.backends.causal_attention import _equal_attention, causal_attention
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, attach_context, register_packed_attention
 from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.samples.packing import pack
@@ -76,6 +77,17 @@ def test_bfloat16_on_the_cpu_keeps_its_dtype_and_stays_near_float32() -> None:
         assert one.grad.dtype == torch.bfloat16
         error = (one.grad.float() - other.grad).norm() / other.grad.norm()
         assert error < 0.03, f"{name}: {error}"
+
+
+def test_equal_sequences_as_a_batch_give_what_they_give_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    layout = pack([np.arange(6)] * 3, [2] * 3).layout
+    rows = torch.randn(18, 8 * 16, requires_grad=True)
+    query, key, value = (part.unflatten(1, (-1, 16)) for part in rows.split([4 * 16, 2 * 16, 2 * 16], dim=1))
+    found, wanted = (call(query, key, value, layout, 0.3) for call in (_equal_attention, causal_attention))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    ours, theirs = (torch.autograd.grad(out.square().sum(), rows, retain_graph=True)[0] for out in (found, wanted))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 class Asked(TorchDispatchMode):
