@@ -45,7 +45,7 @@ from slime.rollout.trajectory import generate_and_rm_group
 from slime.train.files import code_folders, files_to_provide, folders_written
 from slime.train.group import TrainerGroup
 from slime.weights.publisher import PublishResult, WeightPublisher, WeightVersionMismatch
-from slime.weights.transport import check_weights_folder, make_publisher
+from slime.weights.transport import check_weights_folder, make_publisher, with_delta_checksum
 
 Status = Callable[[str, str], None]
 Refresh = Callable[[str], bool] | None
@@ -77,6 +77,9 @@ class Parts:
         stack.callback(self.cluster.close)
         self.config = config = outliving_nodes(config, self.cluster.placement)
         self._bring_files()
+        if needs_engines(config):
+            backend, _ = choose_rollout_backend(config, device)
+            self.config = config = with_delta_checksum(config, device, backend)
         self.engines, self.teacher_engine = self._make_engines(stack)
         self.trainers: TrainerGroup | None = None
         if not config.debug_rollout_only:
@@ -126,7 +129,6 @@ class Parts:
         config = self.config
         if not needs_engines(config):
             return None, None
-        choose_rollout_backend(config, self._device)
         alone = config.replace(colocate=True) if config.debug_rollout_only else config  # GPUs from the first one on
         slots = self.cluster.placement.rollout
         spare = self.cluster.spare

@@ -90,6 +90,15 @@ def _refuse_local_folder(config: Config, nodes: Sequence[str]) -> None:
         )
 
 
+def with_delta_checksum(config: Config, device: str, backend: str) -> Config:
+    """The same with a checksum of deltas, if it has none: one that GPUs compute where engines apply deltas there, and
+    one that is quick on the host where deltas are applied to files, as for SGLang."""
+    if config.update_weight_mode != "delta":
+        return config
+    where = device if backend == "embedded" else "cpu"
+    return config.replace(update_weight_delta_checksum=delta_checksum(config.update_weight_delta_checksum, where))
+
+
 def sends_whole_weights(config: Config, engine_kind: EngineKind) -> bool:
     """Whether an update needs nothing of what an engine had before; asked for embedded engines, which can forget it."""
     return engine_kind == "embedded" and config.update_weight_mode == "full" and not sends_adapter(config)

@@ -14,6 +14,7 @@ import xxhash
 import zstandard
 from safetensors.numpy import load_file
 
+from slime.config import Config
 from slime.errors import UserError
 from slime.models.delta.apply import WrongResult, apply_on_device
 from slime.models.delta.blob import BadBlob, Blob, Changes, changed_positions, checksum_function, encode
@@ -21,6 +22,7 @@ from slime.models.delta.folder import BadDelta, DeltaIndex, DeltaPart, delta_ent
 from slime.models.delta.sum64 import sum64_of_tensors
 from slime.models.delta.tensors import tensor_checksums
 from slime.train.sending.delta import Published
+from slime.weights.transport import with_delta_checksum
 
 ENCODINGS = ("xor", "overwrite", "sparse")
 
@@ -113,6 +115,7 @@ def plain_sum64(data: bytes) -> str:
 @pytest.mark.parametrize("size", [0, 1, 8, 4099, 2**16])
 def test_sum64_is_the_same_on_bytes_and_on_tensors(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr("slime.models.delta.sum64._CHUNK", 1000)
+    monkeypatch.setattr("slime.models.delta.sum64._HOST_CHUNK", 300)
     data = versions(size, seed=size)[0]
     expected = plain_sum64(data.tobytes())
     assert checksum_function("sum64")(data) == expected
@@ -136,6 +139,25 @@ def test_checksums_are_the_known_functions() -> None:
     assert checksum_function("blake3")(data) == blake3
     with pytest.raises(UserError, match="md5"):
         checksum_function("md5")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device", "backend", "expected"),
+    [
+        (None, "cuda", "embedded", "sum64"),
+        (None, "cuda", "sglang", "xxh3-128"),
+        (None, "cpu", "embedded", "xxh3-128"),
+        ("adler32", "cuda", "embedded", "adler32"),
+        ("sum64", "cpu", "sglang", "sum64"),
+    ],
+)
+def test_gpus_compute_checksums_where_engines_apply_deltas(
+    chosen: str | None, device: str, backend: str, expected: str
+) -> None:
+    config = Config(update_weight_mode="delta", update_weight_delta_checksum=chosen)
+    assert with_delta_checksum(config, device, backend).update_weight_delta_checksum == expected
+    whole = Config(update_weight_delta_checksum=chosen)
+    assert with_delta_checksum(whole, device, backend) is whole
 
 
 def test_blake3_without_its_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ class WeightFlags:
         None,
         "checksum of each new tensor in a delta",
         choices=("xxh3-128", "sum64", "blake3", "adler32"),
-        derived="sum64 on GPUs, which compute it themselves, else xxh3-128",
+        derived="sum64 where engines apply deltas on GPUs, which compute it themselves; else xxh3-128",
     )
     update_weight_pause_mode: str = flag(
         None,
