@@ -263,7 +263,9 @@ def settle_kernel(
     is_listed = tl.max(tl.load(FOUND + b * tiles + t, mask=t < tiles, other=0), 0) <= ROOM
     mass, count = tl.where(is_listed, mass_a, 0.0), tl.where(is_listed, count_a, 0.0)  # what is not in the list
     count_b = tl.where(k < float("inf"), count_b, float("inf"))  # nobody has counted so far
-    while (key_of(end) - key_of(a) > 1) & (count_b - count_a > 1):
+    passes = 0  # a bracket with an end that is no number would never become narrow
+    while (passes < 200) & (key_of(end) - key_of(a) > 1) & (count_b - count_a > 1):
+        passes += 1
         limits = limits_in(a, end, mass_a, mass_b, count_a, count_b, k, target)
         if is_listed:
             more, others = measured(listed, 0, tiles * ROOM, 0.0, 1.0, limits, True, BLOCK)
