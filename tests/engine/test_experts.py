@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
@@ -50,7 +51,8 @@ def routed(core: EngineCore, *bodies: dict[str, Any]) -> list[tuple[Sequence, di
         made += [(seq, request) for seq in request.sequences(facts, waiter.notify)]
     core.submit([seq for seq, _ in made])
     waiter.wait(len(made))
-    return [(seq, answer(seq, whole(seq, ""), request, "")["meta_info"]) for seq, request in made]
+    answers = ((seq, answer(seq, whole(seq, ""), request, "")) for seq, request in made)
+    return [(seq, orjson.loads(orjson.dumps(told["meta_info"]))) for seq, told in answers]
 
 
 def rows_of(meta: dict[str, Any], topk: int, layers: int = LAYERS) -> np.ndarray:
