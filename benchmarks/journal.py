@@ -8,7 +8,8 @@ Groups of 8 samples with 256 to 2048 response tokens, 32 groups in a rollout, no
 group by group, samples finish one by one, and a batch is consumed as a whole; every call is one transaction of the real
 journal. The table is of the last tenth of the calls, when the file is as large as it gets; `growth` is the ratio of
 their mean to that of the first tenth. Then the same for a fifth of the samples with a checkpoint and an evaluation of
-256 samples after each rollout, with nothing kept and with the default of 256 MB.
+256 samples after each rollout, with nothing kept and with the default of 256 MB. Last, what a batch takes whose samples
+were recorded as they ended and put into shared memory, as in a run: as they are, and when all have changed since.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from slime.cluster.memory.arena import SharedArena
 from slime.data.journal import Journal
 from slime.data.sample import Sample
 
@@ -93,6 +95,35 @@ def fill(journal: Journal, samples: int, clock: Clock, texts: Texts, *, checkpoi
             clock("evaluation", GROUP * BATCH, lambda r=rollout, a=answers: journal.keep_evaluation(r + 1, a))
 
 
+def batch_of_recorded(tokens: int, samples: int, folder: Path) -> tuple[float, float]:
+    """Microseconds a sample of a batch whose samples are as they were recorded, and when all have changed since."""
+    rng, arena = np.random.default_rng(0), SharedArena()
+    journal = Journal.open(folder / f"{tokens}.sqlite", {"model": "benchmark"}, keep=True)
+    groups = [Texts(seed=number).prompts(number) for number in range(samples // GROUP)]
+    journal.hand_out(groups, None)
+    for sample in (sample for group in groups for sample in group):
+        sample.tokens = list(range(60))
+        sample.append_response_tokens(
+            tokens=rng.integers(0, VOCABULARY, tokens - 60),
+            log_probs=-rng.random(tokens - 60, dtype=np.float32),
+            text="word " * (tokens - 60),
+            meta_info={"finish_reason": {"type": "stop"}, "weight_version": "7"},
+        )
+        sample.reward = 1.0
+        journal.produced(sample, sample)
+        sample.keep_with(arena.keep)
+    taken = []
+    for part in (groups[::2], groups[1::2]):
+        began = time.perf_counter()
+        journal.assign(len(taken), part, {})
+        taken.append((time.perf_counter() - began) / (len(part) * GROUP) * 1e6)
+        for sample in (sample for group in groups for sample in group):
+            sample.reward = 0.5
+    journal.close()
+    arena.close()
+    return taken[0], taken[1]
+
+
 def report(console: Console, clock: Clock, file_bytes: int, samples: int, title: str) -> None:
     """The table and the size."""
     table = Table(title=f"{title}, milliseconds", box=None, pad_edge=False)
@@ -143,6 +174,11 @@ def main() -> None:
             journal.close()
             title = f"{samples // 5:,} samples with checkpoints, {keep_bytes / 1e6:.0f} MB kept"
             report(console, clock, journal.path.stat().st_size, samples // 5, title)
+    for tokens, count in ((600, 4096), (32_768, 512)):
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            same, changed = batch_of_recorded(tokens, count, Path(folder))
+        line = f"{same:.0f} us a sample, {changed:,.0f} if all have changed since"
+        console.print(f"batch of recorded samples of {tokens:,} tokens: {line}", highlight=False)
 
 
 if __name__ == "__main__":

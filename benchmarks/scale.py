@@ -11,6 +11,9 @@ fit into memory is skipped, with the bytes it would take.
 
 landing    microseconds a sample, not in the step: what a finished sample costs while others are still sampled, when its
            columns are looked at and put into shared memory; with `--late` nothing is done then, but in the step
+journal    microseconds a sample, not in the step: what the journal takes, in the same wait of the trainers, to make a
+           batch of samples that it recorded when they finished; of the first 1,000 (`--journal` says how many) alone,
+           since their rows are written into a temporary folder
 batch      samples to columns: rewards of groups, masks, checks of log-probs
 schedule   who computes what, in which order; `--schedules` names the ways
 rest       ids, metrics, the cut into shares
@@ -51,6 +54,7 @@ from slime.cluster.channel import Channel, ChannelClosed, Listening, channel_pai
 from slime.cluster.memory.arena import SharedArena
 from slime.cluster.node import Process
 from slime.config import Config
+from slime.data.journal import Journal
 from slime.data.sample import Keep, Sample
 from slime.train.flops import FlopsModel
 from slime.train.group import TrainerGroup
@@ -286,6 +290,7 @@ def refusal(lengths: np.ndarray, ways: Sequence[str]) -> str | None:
 class Measured:
     spent: Spent
     landing: float  # seconds of all samples
+    journal: float  # seconds a sample
     driver_mib: float  # the driver's peak
     receiver_mib: float
 
@@ -309,7 +314,26 @@ def measure(case: Case, lengths: np.ndarray, options: argparse.Namespace) -> Mea
             with profiled(options.profile):
                 group.train(1, groups, last=True)
             group.spent.whole = time.perf_counter() - begin
-            return Measured(group.spent, landing, (status("VmHWM") - before) / 2**20, group.receivers_mib)
+            peak = status("VmHWM")
+            journal = assigning(groups[: -(-options.journal // GROUP_SIZE)], Path(folder) / "journal.sqlite")
+            return Measured(group.spent, landing, journal, (peak - before) / 2**20, group.receivers_mib)
+
+
+def assigning(groups: list[list[Sample]], path: Path) -> float:
+    """Seconds a sample to make a batch of groups that the journal has recorded as they finished."""
+    if not groups:
+        return 0.0
+    journal = Journal.open(path, {"model": "benchmark"}, keep=True)
+    for group in groups:
+        prompts = [Sample(index=sample.index, group_index=sample.group_index) for sample in group]
+        journal.hand_out([prompts], None)
+        for prompt, sample in zip(prompts, group, strict=True):
+            journal.produced(prompt, sample)
+    begin = time.perf_counter()
+    journal.assign(0, groups, {})
+    seconds = time.perf_counter() - begin
+    journal.close()
+    return seconds / sum(map(len, groups))
 
 
 @contextmanager
@@ -333,6 +357,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps of one rollout")
     parser.add_argument("--masked", type=float, default=0.25, help="part of the samples that have tool turns")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that answer for all ranks")
+    parser.add_argument("--journal", type=int, default=1000, help="samples that a journal records, for its column")
     parser.add_argument("--late", action="store_true", help="samples are not put into shared memory when they finish")
     parser.add_argument("--profile", action="store_true", help="print where the driver's time goes")
     parser.add_argument("--receive", help=argparse.SUPPRESS)
@@ -348,6 +373,7 @@ def main() -> None:
         "ranks",
         "samples",
         "landing",
+        "journal",
         *PARTS,
         "whole s",
         "per 1e5",
@@ -368,7 +394,7 @@ def main() -> None:
             times = [*found.spent.columns, found.spent.whole * 1e5 / count]
             gb = BYTES_PER_TOKEN * int(lengths.sum()) / 1e9
             sizes = f"{gb:.2f}", f"{found.driver_mib:,.0f}", f"{found.receiver_mib:,.0f}"
-            counts = str(ranks), f"{count:,}", f"{found.landing / count * 1e6:.0f}"
+            counts = str(ranks), f"{count:,}", f"{found.landing / count * 1e6:.0f}", f"{found.journal * 1e6:.0f}"
             table.add_row(way, schedule, *counts, *(f"{value:.3f}" for value in times), *sizes)
     console = Console(width=160)
     console.print(table)

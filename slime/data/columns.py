@@ -40,7 +40,7 @@ class _Buffer:
 class Packed:
     """Numbers that are only ever read; appending gives a longer one, at a cost of what is appended."""
 
-    __slots__ = ("_buffer", "array", "high", "is_finite", "length", "low", "total")
+    __slots__ = ("_buffer", "array", "digest", "high", "is_finite", "length", "low", "total")
 
     def __init__(self, content: np.ndarray | _Buffer, length: int | None = None) -> None:
         self._buffer = content if isinstance(content, _Buffer) else _Buffer(content, len(content))
@@ -55,6 +55,8 @@ class Packed:
         """The sum of whole numbers of a byte each, once they were looked at."""
         self.is_finite: bool | None = None
         """Whether all floats are numbers, once they were looked at."""
+        self.digest: bytes | None = None
+        """What tells them from other numbers, once somebody asked."""
 
     def __len__(self) -> int:
         return self.length
@@ -84,6 +86,7 @@ class Packed:
         twin.array = same  # itself: what it is based on says where it is
         same.setflags(write=False)
         twin.low, twin.high, twin.total, twin.is_finite = self.low, self.high, self.total, self.is_finite
+        twin.digest = self.digest
         return twin
 
     def tolist(self) -> list[Any]:
@@ -112,8 +115,13 @@ class Packed:
         if is_constant(held):
             return self
         if held.dtype == np.int8 and len(held) and (held == held[0]).all():
-            return Packed(_repeated(held[0], len(held)))
-        return self if len(held) == len(self._buffer.array) else Packed(held.copy())
+            slim = Packed(_repeated(held[0], len(held)))
+        elif len(held) == len(self._buffer.array):
+            return self
+        else:
+            slim = Packed(held.copy())
+        slim.digest = self.digest
+        return slim
 
 
 def packed(value: Any, *, narrow: bool = False) -> Packed | None:

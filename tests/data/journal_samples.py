@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +47,21 @@ def finished(journal: Journal, group_index: int, count: int = 2) -> list[Any]:
     for sample in group:
         journal.produced(sample, finish(sample))
     return group
+
+
+@contextmanager
+def statements(journal: Journal) -> Iterator[list[str]]:
+    """The first words of what changes rows of samples, in order."""
+    seen: list[str] = []
+
+    def note(statement: str) -> None:
+        words = " ".join(statement.split()[:5])
+        if words.startswith(("INSERT OR REPLACE INTO samples", "UPDATE samples SET", "DELETE FROM samples")):
+            seen.append(words.split()[0])
+
+    with journal._database.reading() as connection:
+        connection.set_trace_callback(note)
+        try:
+            yield seen
+        finally:
+            connection.set_trace_callback(None)

@@ -97,8 +97,11 @@ def types(value: Any) -> Any:
 def test_a_sample_is_read_back_exactly(sample: Sample, extra: Any, is_compact: bool) -> None:
     sample.kept_by_a_plugin = extra  # type: ignore[attr-defined]
     codec = RowCodec()
+    content = codec.content(sample)
+    assert codec.content(copy.deepcopy(sample)) == content
     if is_compact:
         sample.compact()
+        assert codec.content(sample) == content  # the same numbers, packed
     back = codec.sample(7, codec.columns(sample))
     assert back.journal_id == 7
     back.journal_id = None

@@ -12,7 +12,7 @@ from slime.rollout.feed import RolloutMaker
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.types import leaves
 from slime.train.samples.batch import flatten_samples, make_train_batch
-from tests.data.journal_samples import open_journal
+from tests.data.journal_samples import open_journal, statements
 
 NEW_SAMPLES = """
 from slime.utils.types import Sample
@@ -51,7 +51,9 @@ def test_new_samples_belong_to_the_one_that_was_dispatched(
     batch = make_train_batch(runtime.args, flatten_samples(output.samples))
     assert [reward > 0 for reward in batch.rewards] == [index % 2 == 1 for index in range(4) for _ in range(turns)]
     assert len(set(batch.rollout_ids)) == 4
-    runtime.journal.assign(0, output.samples, {})
+    with statements(runtime.journal) as written:
+        runtime.journal.assign(0, output.samples, {})
+    assert written == []  # nothing has changed in them since they were recorded
     assert runtime.journal.batch(0)[0] == output.samples
     assert len({sample.journal_id for sample in samples}) == len(samples)
 

@@ -125,27 +125,27 @@ class Journal:
 
     def begin(self, rollout_id: int, groups: Sequence[Group], position: dict[str, Any] | None) -> None:
         """Record what a data source has before the first hand-out: its position after `rollout_id`, and its buffer."""
-        encoded = self._encoded(groups)
+        leaves = self._looked_at(groups)
         with self._database.transaction() as connection:
-            written = self._write(connection, encoded)
+            written = self._write(connection, leaves)
             _note_position(connection, rollout_id, position)
             _set_position(connection, position)
-        _mark(encoded, written)
+        _mark(leaves, written)
 
     def hand_out(self, groups: Sequence[Group], position: dict[str, Any] | None) -> None:
         """Groups leave the data source, which then stands at `position`; new ones get their rows and ids."""
-        encoded = [leaves for group in groups if (leaves := flattened(group))]
-        for leaves in encoded:
+        handed_out = [leaves for group in groups if (leaves := flattened(group))]
+        for leaves in handed_out:
             if any(leaf.sample.journal_id is None for leaf in leaves):
                 self._rows.encoded(leaves)
         changed, written = [], []
         with self._database.transaction() as connection:
-            for leaves in encoded:
+            for leaves in handed_out:
                 if all(leaf.sample.journal_id is None for leaf in leaves):
                     changed.append(leaves)
                     written.append(self._writer.new_group(connection, leaves, "pending"))
                 elif not self._handed_out_again(connection, leaves):
-                    changed.append(self._rows.encoded(leaves))
+                    changed.append(self._look_at(leaves))
                     written += self._writer.write_groups(connection, [leaves], lambda _: "pending", _is_free)
             _set_position(connection, position)
         _mark(changed, written)
@@ -153,10 +153,10 @@ class Journal:
     def put_back(self, groups: Sequence[Group]) -> None:
         """Groups return to the data source, as far as they have come."""
         self._commits.drain()
-        encoded = self._encoded(groups)
+        leaves = self._looked_at(groups)
         with self._database.transaction() as connection:
-            written = self._write(connection, encoded)
-        _mark(encoded, written)
+            written = self._write(connection, leaves)
+        _mark(leaves, written)
 
     def produced(self, dispatched: Sample, produced: Sample | list[Sample]) -> None:
         """One member of a group has ended: finished, failed, or aborted. Samples of no hand-out are not recorded."""
@@ -180,6 +180,8 @@ class Journal:
         leaves = [Leaf(leaf.sample, None, leaf.leaf) for leaf in flattened([produced])]
         if dispatched.journal_id is None or not leaves:
             return None
+        for leaf in leaves:
+            leaf.content = self._rows.content(leaf.sample)  # first: whatever changes from now on is a change
         self._rows.encoded(leaves)
 
         def change(connection: sqlite3.Connection) -> Callable[[], None] | None:
@@ -222,9 +224,12 @@ class Journal:
             after()
 
     def assign(self, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, Any]) -> None:
-        """Groups, as they now are, become the batch of `rollout_id`, with the metrics of that rollout."""
+        """Groups, as they now are, become the batch of `rollout_id`, with the metrics of that rollout.
+
+        Samples that have not changed since they were recorded are not written again.
+        """
         self._commits.drain()
-        encoded = self._encoded(groups)
+        leaves = self._looked_at(groups)
         text = json.dumps(to_json(dict(metrics), f"metrics of rollout {rollout_id}"))
         with self._database.transaction() as connection:
             _refuse_consumed(connection, rollout_id)
@@ -232,19 +237,21 @@ class Journal:
                 "UPDATE groups SET state = 'dropped', rollout_id = NULL, position = NULL WHERE rollout_id = ?",
                 (rollout_id,),
             )
-            written = self._writer.write_groups(connection, encoded, lambda _: "assigned", _is_free)
+            written = self._writer.write_groups(connection, leaves, lambda _: "assigned", _is_free)
             connection.executemany(
                 "UPDATE groups SET rollout_id = ?, position = ? WHERE id = ?",
                 [(rollout_id, place, group_id) for place, (group_id, _) in enumerate(written)],
             )
             connection.execute("INSERT OR REPLACE INTO rollouts VALUES (?, 'assigned', ?)", (rollout_id, text))
-        _mark(encoded, written)
+        _mark(leaves, written)
+        self._writer.forget(row_id for _, ids in written for row_id in ids)
 
     def drop(self, groups: Sequence[Group]) -> None:
         """Groups will not be trained on: a filter left them out, or they are too old."""
         with self._database.transaction() as connection:
             for leaves in map(flattened, groups):
                 homes = [self._writer.home(connection, leaf.sample) for leaf in leaves]
+                self._writer.forget(home.row_id for home in homes if home is not None)
                 connection.executemany(
                     "UPDATE groups SET state = 'dropped', rollout_id = NULL, position = NULL "
                     "WHERE id = ? AND state != 'consumed'",
@@ -349,14 +356,21 @@ class Journal:
 
     def _new_writer(self) -> Writer:
         with self._database.reading() as connection:
-            return Writer(connection)
+            return Writer(connection, self._rows)
 
-    def _encoded(self, groups: Sequence[Group]) -> list[list[Leaf]]:
-        return [self._rows.encoded(leaves) for group in groups if (leaves := flattened(group))]
+    def _looked_at(self, groups: Sequence[Group]) -> list[list[Leaf]]:
+        return [self._look_at(leaves) for group in groups if (leaves := flattened(group))]
 
-    def _write(self, connection: sqlite3.Connection, encoded: list[list[Leaf]]) -> list[tuple[int, list[int]]]:
+    def _look_at(self, leaves: list[Leaf]) -> list[Leaf]:
+        """The same leaves, with their contents where the rows may have the same already."""
+        for leaf in leaves:
+            if self._writer.knows(leaf.sample):
+                leaf.content = self._rows.content(leaf.sample)
+        return leaves
+
+    def _write(self, connection: sqlite3.Connection, groups: list[list[Leaf]]) -> list[tuple[int, list[int]]]:
         """Groups that are in no batch, in the state their samples are in."""
-        return self._writer.write_groups(connection, encoded, _state, _is_free)
+        return self._writer.write_groups(connection, groups, _state, _is_free)
 
     def _handed_out_again(self, connection: sqlite3.Connection, leaves: list[Leaf]) -> bool:
         """Mark a group that the journal has as handed out; False when it does not have it as one group."""
@@ -381,10 +395,12 @@ def _state(leaves: list[Leaf]) -> str:
 
 
 def _mark(groups: list[list[Leaf]], written: list[tuple[int, list[int]]]) -> None:
-    """Samples learn their row ids only now, when they are recorded for good."""
+    """Samples learn their row ids, and rows what they hold, only now, when they are recorded for good."""
     for leaves, (_, ids) in zip(groups, written, strict=True):
         for leaf, row_id in zip(leaves, ids, strict=True):
             leaf.sample.journal_id = row_id
+            if leaf.content is not None:
+                leaf.content.is_in_file = True
 
 
 def _refuse_consumed(connection: sqlite3.Connection, rollout_id: int) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.data.check import BadSample, check_sample, mend
-from slime.data.counters import PrefixCacheInfo, SpecInfo
 from slime.data.journal.codec import Codec
+from slime.data.journal.content import Content, content_of, kept_fields
 from slime.data.sample import Sample
 from slime.data.source import Group
 
@@ -38,7 +38,6 @@ _ENDED = frozenset(status.value for status in (Sample.Status.COMPLETED, Sample.S
 UNUSABLE = "journal: "
 """How the failure of a sample begins whose row could not be used."""
 
-_DEFAULTS = vars(Sample())
 _INT64 = 2**63
 
 
@@ -52,6 +51,8 @@ class Leaf:
     leaf: int | None = None
     """Which of the samples that one dispatched sample fanned out into; None when it did not."""
     columns: tuple[Any, ...] = ()
+    content: Content | None = None
+    """What the columns are made of, where somebody may ask whether that has changed since."""
 
 
 class RowCodec:
@@ -67,18 +68,18 @@ class RowCodec:
             leaf.columns = self.columns(leaf.sample)
         return leaves
 
+    def content(self, sample: Sample) -> Content:
+        """What tells the row of a sample from its other rows; a `UserError` names a value that cannot be kept."""
+        return content_of(sample, self._codec)
+
     def columns(self, sample: Sample) -> tuple[Any, ...]:
         """The values of `COLUMNS`; a `UserError` names a value that cannot be kept."""
-        rest = {name: value for name, value in dict(vars(sample)).items() if not _is_default(name, value)}
-        rest.pop("journal_id", None)
+        rest = kept_fields(sample)
         status = status_of(sample)
         if status == GENERATED:
             rest["status"] = sample.status.value
         else:
             rest.pop("status", None)
-        for name, counters in (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo)):
-            if isinstance(rest.get(name), counters):
-                rest[name] = rest[name].to_dict()
         values = (
             _whole(rest, "index", sample.index, None),
             status,
@@ -219,13 +220,6 @@ def _samples(member: Any) -> Iterator[Sample]:
             yield from _samples(part)
     else:
         raise TypeError(f"a member of a group is a Sample or a list of them, not a {type(member).__name__}")
-
-
-def _is_default(name: str, value: Any) -> bool:
-    if name not in _DEFAULTS:
-        return False
-    default = _DEFAULTS[name]
-    return value is default or (type(value) is type(default) and bool(value == default))
 
 
 def _whole(rest: dict[str, Any], name: str, value: Any, default: int | None) -> int | None:

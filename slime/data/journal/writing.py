@@ -3,40 +3,65 @@
 Invariant: a sample that was handed out has one row (its fan-out: one row each), whatever copies of it come back; they
 are found by `journal_id`. What a group held and holds no more is deleted with the same transaction. Samples of batches
 that are trained on are never touched: when they come back (a source may serve them again), they are recorded as new.
+A row that already holds what its sample is now is not written again (`slime.data.journal.content`).
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
 
-from slime.data.journal.rows import COLUMNS, Leaf
+from slime.data.journal.content import Content
+from slime.data.journal.rows import COLUMNS, Leaf, RowCodec
 from slime.data.sample import Sample
 
 _NAMES = ("id", "group_id", "member", "leaf", *COLUMNS)
 _PUT = f"INSERT OR REPLACE INTO samples ({', '.join(_NAMES)}) VALUES ({', '.join('?' * len(_NAMES))})"
 _UPDATE = f"UPDATE samples SET {', '.join(f'{name} = ?' for name in COLUMNS)} WHERE id = ?"
-_HOME = """
-SELECT samples.id, group_id, member, state
-FROM samples JOIN groups ON groups.id = group_id WHERE samples.id = ?
+_HOMES = """
+SELECT samples.id, group_id, member, leaf, state
+FROM samples JOIN groups ON groups.id = group_id WHERE samples.id
 """
+_SET_STATE = "UPDATE groups SET state = ?, rollout_id = NULL, position = NULL, consumed_by = NULL WHERE id = ?"
+_MOVE = "UPDATE samples SET group_id = ?, member = ?, leaf = ? WHERE id = ?"
+_AT_ONCE = 500
+"""Rows that one query asks for."""
 
 
-@dataclass(frozen=True)
-class Home:
+class Home(NamedTuple):
     """Where the journal has a sample."""
 
     row_id: int
     group_id: int
     member: int | None
+    leaf: int | None
     state: str
+
+    @property
+    def place(self) -> tuple[int, int | None, int | None]:
+        """Which sample of which group it is."""
+        return self.group_id, self.member, self.leaf
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row to be written, in the place of what was there."""
+
+    row_id: int
+    group_id: int
+    leaf: Leaf
 
 
 class Writer:
-    """Gives out row ids, which are never used twice, and writes rows."""
+    """Gives out row ids, which are never used twice, writes rows, and remembers what of them may be asked for again."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, rows: RowCodec) -> None:
+        self._rows = rows
+        self._contents: dict[int, Content] = {}
+        """By row id, of samples that ended and are in no batch yet."""
         last = dict(connection.execute("SELECT name, seq FROM sqlite_sequence"))
         self._last_group = int(last.get("groups", 0))
         self._last_sample = int(last.get("samples", 0))
@@ -45,14 +70,23 @@ class Writer:
         """Where `sample` is, or None when the journal does not have it."""
         if sample.journal_id is None:
             return None
-        row = connection.execute(_HOME, (sample.journal_id,)).fetchone()
+        row = connection.execute(f"{_HOMES} = ?", (sample.journal_id,)).fetchone()
         return None if row is None else Home(*row)
+
+    def knows(self, sample: Sample) -> bool:
+        """Whether it is remembered what the row of a sample holds."""
+        return sample.journal_id in self._contents
+
+    def forget(self, row_ids: Iterable[int]) -> None:
+        """Nobody will ask what these rows hold; if somebody does, they are written again."""
+        for row_id in row_ids:
+            self._contents.pop(row_id, None)
 
     def new_group(self, connection: sqlite3.Connection, leaves: list[Leaf], state: str) -> tuple[int, list[int]]:
         """Insert a group; its id and the ids of its samples."""
         group_id = self._insert_group(connection, leaves, state)
         ids = [self._next_sample() for _ in leaves]
-        self._put(connection, group_id, leaves, ids)
+        self._put(connection, _rows_of(group_id, leaves, ids))
         return group_id, ids
 
     def write_groups(
@@ -62,35 +96,40 @@ class Writer:
         state: Callable[[list[Leaf]], str],
         reusable: Callable[[Home], bool],
     ) -> list[tuple[int, list[int]]]:
-        """Write the content and the state of groups; per group its id and the ids of its samples.
+        """Write the state of groups, and the content that has changed; per group its id and the ids of its samples.
 
         A group is written where the journal has its first sample, if that place is `reusable` and not taken by another
         group of the same call.
         """
+        homes = self._homes(connection, [leaf.sample for leaves in groups for leaf in leaves], reusable)
+        touched = {home.group_id for home in homes if home is not None}
         written: list[tuple[int, list[int]]] = []
+        old_groups: list[tuple[str, int]] = []
+        rows: list[_Row] = []
         used: set[int] = set()
-        touched: set[int] = set()
         claimed: set[int] = set()
+        following = iter(homes)
         for leaves in groups:
-            homes = [self._reusable_home(connection, leaf.sample, reusable) for leaf in leaves]
-            touched |= {home.group_id for home in homes if home is not None}
-            free = (home.group_id for home in homes if home is not None and home.group_id not in claimed)
+            own = list(islice(following, len(leaves)))
+            free = (home.group_id for home in own if home is not None and home.group_id not in claimed)
             group_id = next(free, None)
             if group_id is None:
                 group_id = self._insert_group(connection, leaves, state(leaves))
             else:
-                connection.execute(
-                    "UPDATE groups SET state = ?, rollout_id = NULL, position = NULL, consumed_by = NULL WHERE id = ?",
-                    (state(leaves), group_id),
-                )
+                old_groups.append((state(leaves), group_id))
             claimed.add(group_id)
             ids = []
-            for home in homes:
+            for leaf, home in zip(leaves, own, strict=True):
                 row_id = self._next_sample() if home is None or home.row_id in used else home.row_id
                 used.add(row_id)
                 ids.append(row_id)
-            self._put(connection, group_id, leaves, ids)
+                if home is None or home.row_id != row_id or not self._is_written(row_id, leaf):
+                    rows.append(_Row(row_id, group_id, leaf))
+                elif home.place != (group_id, leaf.member, leaf.leaf):
+                    connection.execute(_MOVE, (group_id, leaf.member, leaf.leaf, row_id))
             written.append((group_id, ids))
+        connection.executemany(_SET_STATE, old_groups)
+        self._put(connection, rows)
         self._remove_left_over(connection, touched, used, claimed)
         return written
 
@@ -110,19 +149,30 @@ class Writer:
             own = leaf.sample.journal_id if ids else home.row_id
             ids.append(own if own is not None and own in old and own not in ids else self._next_sample())
             leaf.member = home.member
-        connection.executemany("DELETE FROM samples WHERE id = ?", [(row_id,) for row_id in old - set(ids)])
-        self._put(connection, home.group_id, leaves, ids)
+        self._delete(connection, old - set(ids))
+        self._put(connection, _rows_of(home.group_id, leaves, ids))
         return ids
 
     def update(self, connection: sqlite3.Connection, row_id: int, leaf: Leaf) -> None:
         """Write new content into one row."""
+        self._contents.pop(row_id, None)
         connection.execute(_UPDATE, (*leaf.columns, row_id))
 
-    def _reusable_home(
-        self, connection: sqlite3.Connection, sample: Sample, reusable: Callable[[Home], bool]
-    ) -> Home | None:
-        home = self.home(connection, sample)
-        return home if home is not None and reusable(home) else None
+    def _homes(
+        self, connection: sqlite3.Connection, samples: Sequence[Sample], reusable: Callable[[Home], bool]
+    ) -> list[Home | None]:
+        """Where each of many samples is, if that is `reusable`."""
+        wanted = [sample.journal_id for sample in samples if sample.journal_id is not None]
+        found: dict[int | None, Home] = {}
+        for begin in range(0, len(wanted), _AT_ONCE):
+            some = wanted[begin : begin + _AT_ONCE]
+            query = f"{_HOMES} IN ({', '.join('?' * len(some))})"
+            found |= {row[0]: home for row in connection.execute(query, some) if reusable(home := Home(*row))}
+        return [found.get(sample.journal_id) for sample in samples]
+
+    def _is_written(self, row_id: int, leaf: Leaf) -> bool:
+        known = self._contents.get(row_id)
+        return known is not None and known.is_in_file and leaf.content is not None and known.key == leaf.content.key
 
     def _insert_group(self, connection: sqlite3.Connection, leaves: list[Leaf], state: str) -> int:
         self._last_group += 1
@@ -136,20 +186,32 @@ class Writer:
         self._last_sample += 1
         return self._last_sample
 
-    def _put(self, connection: sqlite3.Connection, group_id: int, leaves: list[Leaf], ids: list[int]) -> None:
-        connection.executemany(
-            _PUT,
-            [
-                (row_id, group_id, leaf.member, leaf.leaf, *leaf.columns)
-                for row_id, leaf in zip(ids, leaves, strict=True)
-            ],
-        )
+    def _put(self, connection: sqlite3.Connection, rows: Iterable[_Row]) -> None:
+        """Write rows one after the other: what was not encoded yet is encoded for as long as it is written."""
+        connection.executemany(_PUT, map(self._values, rows))
+
+    def _values(self, row: _Row) -> tuple[Any, ...]:
+        leaf = row.leaf
+        if leaf.content is None:
+            self._contents.pop(row.row_id, None)
+        else:
+            self._contents[row.row_id] = leaf.content
+        return row.row_id, row.group_id, leaf.member, leaf.leaf, *(leaf.columns or self._rows.columns(leaf.sample))
+
+    def _delete(self, connection: sqlite3.Connection, row_ids: Iterable[int]) -> None:
+        gone = [(row_id,) for row_id in row_ids]
+        connection.executemany("DELETE FROM samples WHERE id = ?", gone)
+        self.forget(row_id for (row_id,) in gone)
 
     def _remove_left_over(
         self, connection: sqlite3.Connection, touched: set[int], used: set[int], claimed: set[int]
     ) -> None:
         for group_id in touched:
-            rows = connection.execute("SELECT id FROM samples WHERE group_id = ?", (group_id,)).fetchall()
-            connection.executemany("DELETE FROM samples WHERE id = ?", [row for row in rows if row[0] not in used])
-            if group_id not in claimed:
-                connection.execute("DELETE FROM groups WHERE id = ?", (group_id,))
+            rows = connection.execute("SELECT id FROM samples WHERE group_id = ?", (group_id,))
+            if gone := [row_id for (row_id,) in rows if row_id not in used]:
+                self._delete(connection, gone)
+        connection.executemany("DELETE FROM groups WHERE id = ?", [(group_id,) for group_id in touched - claimed])
+
+
+def _rows_of(group_id: int, leaves: list[Leaf], ids: list[int]) -> list[_Row]:
+    return [_Row(row_id, group_id, leaf) for row_id, leaf in zip(ids, leaves, strict=True)]
