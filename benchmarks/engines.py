@@ -97,7 +97,8 @@ async def rates(url: str, loads: list[str], repeat: int, scale: float) -> dict[s
     """Tokens a second of every load, a number for each time."""
     found: dict[str, list[float]] = {}
     timeout = aiohttp.ClientTimeout(total=3600)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # SGLang closes an idle connection after five
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         client = Client(session, url)
         for name in loads:
             found[name] = []
@@ -119,14 +120,19 @@ def sglang(args: argparse.Namespace, folder: Path, log: Path) -> AbstractContext
     return serving("SGLang server", argv, env, log, port)
 
 
-def measure(name: str, server: AbstractContextManager[str], args: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, server: AbstractContextManager[str], log: Path, args: argparse.Namespace) -> dict[str, Any]:
     print(f"{name} starts", flush=True)
     began = time.perf_counter()
     with server as url:
         ready = time.perf_counter() - began
-        print(f"  ready after {ready:.1f} s", flush=True)
+        print(f"  ready after {ready:.1f} s {started(log)}", flush=True)
         found = asyncio.run(rates(url, args.loads, args.repeat, args.scale))
     return {"ready_s": ready, **{load: median(runs) for load, runs in found.items()}, "runs": found}
+
+
+def started(log: Path) -> str:
+    """What this engine's log says of its start: the seconds of each part."""
+    return next((line.split("started in ", 1)[1] for line in log.read_text().splitlines() if "started in " in line), "")
 
 
 def parse() -> argparse.Namespace:
@@ -158,15 +164,18 @@ def main() -> None:
         folder = make_model(Path(scratch) / "model", args.shape, args.dtype)
         options = ["--dtype", args.dtype, "--max-running-requests", str(args.rows), *args.options.split()]
         starts = []
-        for _ in range(args.starts - 1):
+        for at in range(args.starts - 1):
             began = time.perf_counter()
-            with engine(folder, Path(scratch) / "first.log", options, args.device):
+            log = Path(scratch) / f"start{at}.log"
+            with engine(folder, log, options, args.device):
                 starts.append(time.perf_counter() - began)
-        found["slime"] = measure("slime", engine(folder, Path(scratch) / "engine.log", options, args.device), args) | {
-            "earlier_starts_s": starts
-        }
+            print(f"slime was ready after {starts[-1]:.1f} s: {started(log)}", flush=True)
+        log = Path(scratch) / "engine.log"
+        found["slime"] = measure("slime", engine(folder, log, options, args.device), log, args)
+        found["slime"]["earlier_starts_s"] = starts
         if args.sglang:
-            found["SGLang"] = measure("SGLang", sglang(args, folder, Path(scratch) / "sglang.log"), args)
+            log = Path(scratch) / "sglang.log"
+            found["SGLang"] = measure("SGLang", sglang(args, folder, log), log, args)
     show(args, found)
 
 

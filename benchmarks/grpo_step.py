@@ -6,11 +6,11 @@
 
 `--backends fsdp megatron` measures both trainers in one run. `--turns resident offload` measures a run in which trainer
 and engine both stay on the GPU, and one in which each gives its memory to the other (--offload). Flags that it does not
-know are the run's own (--rollout-backend sglang --sglang-python FILE ...). The first steps warm up (compilation,
-graphs); the figures are medians of the others, peaks of memory the largest. Rewards are random: the work is the same as
-with real ones. MFU: the FLOPs of forward and backward (three forwards; recomputation is not counted) against
---peak-tflops, by default what an H200 has in bfloat16. With LoRA a third of these FLOPs, the gradients of the frozen
-weights, need not be computed, and is not counted either.
+know are the run's own (--rollout-backend sglang --sglang-python FILE ...). The parts of every step are printed; the
+first steps warm up (compilation, graphs); the figures are medians of the others, peaks of memory the largest. Rewards
+are random: the work is the same as with real ones. MFU: the FLOPs of forward and backward (three forwards;
+recomputation is not counted) against --peak-tflops, by default what an H200 has in bfloat16. With LoRA a third of these
+FLOPs, the gradients of the frozen weights, need not be computed, and is not counted either.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import string
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -109,6 +110,7 @@ def configure(args: argparse.Namespace, more: list[str], folder: Path, data: Pat
 def measure(config: Config, args: argparse.Namespace) -> dict[str, float]:
     """Seconds of each part, tokens a second, and what the trainer reached and took."""
     result = train(config)
+    Console().print(each_step(result.metrics))
     measured = result.metrics[args.warm_up :]
     figures = {"step_s": median(m["perf/step_time"] for m in measured)}
     for part, name in PARTS.items():
@@ -128,6 +130,18 @@ def measure(config: Config, args: argparse.Namespace) -> dict[str, float]:
     figures["logprob_abs_diff"] = max(m["train/train_rollout_logprob_abs_diff"] for m in measured)
     figures["peak_memory_gib"] = result.peak_memory_gib or 0.0
     return figures
+
+
+def each_step(steps: list[dict[str, Any]]) -> Table:
+    """Seconds of the parts of every step, so that one that took longer says where."""
+    table = Table(title="seconds of each step", title_justify="left")
+    known = {part: name for part, name in PARTS.items() if any(name in step for step in steps)}
+    for column in ("", "whole", *known):
+        table.add_column(column, justify="right")
+    for number, step in enumerate(steps):
+        parts = (f"{step[name]:.3f}" if name in step else "-" for name in known.values())
+        table.add_row(str(number), f"{step['perf/step_time']:.3f}", *parts)
+    return table
 
 
 def show(found: dict[str, dict[str, float]], args: argparse.Namespace) -> Table:

@@ -125,6 +125,7 @@ def show_part(part: Event, events: list[Event], count: int) -> None:
         last = max(last, event.end)
     wall = part.end - part.begin
     print(f"\n{part.name}: {wall:.1f} ms, device busy {busy:.1f} ms ({busy / wall:.0%}), {len(kernels)} kernels")
+    show_gaps(part, kernels, count)
     for title, chosen in (("waits", [event for event in events if event.name in WAITS]), ("kernels", kernels)):
         totals: dict[str, list[float]] = {}
         for event in chosen:
@@ -132,6 +133,19 @@ def show_part(part: Event, events: list[Event], count: int) -> None:
         print(f"  {title}:")
         for name, spans in sorted(totals.items(), key=lambda item: -sum(item[1]))[:count]:
             print(f"  {sum(spans):9.2f} ms {len(spans):6} x  {name[:150]}")
+
+
+def show_gaps(part: Event, kernels: list[Event], count: int) -> None:
+    """The longest times without a kernel, each with its place in the part and the kernels around it."""
+    bounds = [Event("begin", True, part.begin, part.begin), *kernels, Event("end", True, part.end, part.end)]
+    gaps, last = [], bounds[0]
+    for event in bounds[1:]:
+        if event.begin > last.end:
+            gaps.append((event.begin - last.end, last.end - part.begin, last.name, event.name))
+        last = max(last, event, key=lambda one: one.end)
+    print("  idle:")
+    for length, place, before, after in sorted(gaps, reverse=True)[:count]:
+        print(f"  {length:9.2f} ms at {place:9.1f}    {before[:60]} -> {after[:60]}")
 
 
 def main() -> None:

@@ -185,7 +185,7 @@ class Parts:
         if not config.use_opd or config.opd_type != "engine" or self.engines is None:
             return
         assert url is not None, "the config's checks make sure that a teacher is named"
-        teacher = Teacher(
+        teacher = Teacher.at(
             url,
             timeout_s=config.engine_request_timeout,
             concurrency=config.sglang_server_concurrency,

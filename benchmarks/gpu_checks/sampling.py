@@ -38,6 +38,8 @@ def _rows(vocab: int) -> dict[str, torch.Tensor]:
         "spiky": torch.randn(vocab) * 6,
         "equal": torch.zeros(vocab),
         "few values": torch.randint(0, 5, (vocab,)).float(),
+        "close together": torch.randn(vocab) * 1e-3,
+        "rounded": (torch.randn(vocab) * 2.5).bfloat16().float(),
         "one token": spike,
         "mostly -inf": torch.randn(vocab).masked_fill(torch.rand(vocab) < 0.7, -torch.inf),
     }

@@ -82,7 +82,7 @@ _RATE = "all weights have one learning rate, --lr and --min-lr: drop it"
 
 _REFUSED_BY_REASON: dict[str, str] = {
     _QUANTISED: """
-        fp8 fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_wgrad
+        fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_wgrad
         fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red first_last_layers_bf16
         num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 use_kitchen use_kitchen_attention
         kitchen_attention_backend fp4 fp4_recipe fp4_param fp4_quantizer_factory activation_func_fp8_input_store

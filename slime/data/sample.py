@@ -11,6 +11,7 @@ grows with the response. Code of this project reads `token_array()` and its like
 from __future__ import annotations
 
 import base64
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -127,6 +128,17 @@ class Sample(HandsOutLists):
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._own_columns()
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sample:
+        """Python's own deep copy, without looking into what cannot change: most fields of most samples."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            if type(value) not in _UNCHANGING:
+                is_numbers = name in COLUMNS and type(value) is list
+                value = list(value) if is_numbers else copy.deepcopy(value, memo)
+            twin.__dict__[name] = value
         return twin
 
     def _own_columns(self) -> None:
@@ -369,6 +381,8 @@ class Sample(HandsOutLists):
         self.status = _STATUS_OF_FINISH_REASON.get(str(kind), self.status)
 
 
+_UNCHANGING = frozenset({type(None), bool, int, float, str, SampleStatus, Packed})
+
 COLUMNS = (
     "tokens",
     "loss_mask",
@@ -409,8 +423,11 @@ def _checked_log_probs(count: int, log_probs: Sequence[float] | np.ndarray | Non
         return np.empty(0, dtype=np.float32)
     if len(log_probs) != count:
         raise ValueError(f"{count} trainable tokens came with {len(log_probs)} log_probs")
-    if isinstance(log_probs, np.ndarray) and log_probs.ndim == 1 and log_probs.dtype == np.float32:
-        return log_probs.copy()
+    if isinstance(log_probs, np.ndarray) and log_probs.ndim == 1:
+        if log_probs.dtype == np.float32:
+            return log_probs.copy()
+        if log_probs.dtype == np.float64:
+            return exact_floats(log_probs.copy())
     held = packed(log_probs)
     if held is not None and held.array.dtype.kind == "f":
         return held.array

@@ -6,12 +6,11 @@ told. Rollouts that do not fill an optimizer step are kept here and put in front
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.cluster.collector import collector_paused
 from slime.cluster.memory.arena import NoRoom, SharedArena
 from slime.cluster.node import Placement
 from slime.config import Config
@@ -49,23 +49,6 @@ class TrainResult:
     metrics: list[dict[str, float]]
     rollout_metrics: dict[str, float]
     logged: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Without the cyclic garbage collector, which would look through all samples again and again while columns are made
-    of them (a quarter of the time), and find nothing: no cycles are made meanwhile. Nor does it look through what was
-    made right afterwards: it counts as old then."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            if not gc.get_freeze_count():  # else somebody wants his frozen
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 class TrainerGroup:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -42,7 +44,7 @@ def drawn(
 
 
 def faults(
-    vocab: int, tile: int, rows: dict[str, torch.Tensor], asked: list[dict[str, Any]], seed: int
+    vocab: int, tile: int, rows: dict[str, torch.Tensor], asked: list[dict[str, Any]], seed: int, room: int = 256
 ) -> Iterator[str]:
     """Every row with every setting, at uniform numbers that include both ends."""
     cases = [(name, row, raw) for name, row in rows.items() for raw in asked]
@@ -50,7 +52,7 @@ def faults(
     uniform = torch.rand(len(cases), generator=torch.Generator().manual_seed(seed))
     uniform[::5], uniform[1::7] = 0.0, 1 - 2**-24
     logits = torch.stack([row for _, row, _ in cases])
-    draw = KernelDraw(len(cases), vocab, CPU, tile=tile)
+    draw = KernelDraw(len(cases), vocab, CPU, tile=tile, room=room)
     results = drawn(draw, logits, sequences, uniform)
     for (name, row, raw), seq, u, (token, logprob) in zip(cases, sequences, uniform.tolist(), results, strict=True):
         if fault := wrong(row, seq, u, int(token), logprob):
@@ -60,6 +62,7 @@ def faults(
             limit, last = draw._cuts.limit[seq.row], draw._cuts.last[seq.row]
             stays = (far < limit) | ((far == limit) & (torch.arange(vocab) <= last))
             fewest, most = staying(row, seq)
+            fewest &= far <= 87  # the others weigh nothing
             if (fewest & ~stays).any() or (stays & ~most).any():
                 yield f"{name}, {raw}: {int(stays.sum())} tokens stay, not {int(fewest.sum())} to {int(most.sum())}"
 
@@ -87,6 +90,54 @@ def large_cuts() -> Iterator[str]:
     torch.manual_seed(2)
     yield from faults(5000, 1024, {"normal": torch.randn(5000) * 0.6}, [{"top_p": 0.95}], seed=4)
     yield from faults(5000, 1024, {"few values": torch.randint(0, 3, (5000,)).float()}, [{"top_k": 2000}], seed=4)
+
+
+def hard_cuts() -> Iterator[str]:
+    """Rows and settings at the ends of what there is: the kept tokens are those of a sort, equal ones by index."""
+    torch.manual_seed(6)
+    one, close = torch.full((40,), -torch.inf), 1 + torch.arange(40).flip(0) * 2**-23
+    one[7] = 3.0
+    rows = {
+        "equal": torch.full((40,), -2.5),
+        "one above -inf": one,
+        "huge": torch.randint(-3, 4, (40,)) * 1e30,
+        "neighbours in fp32": close[torch.randperm(40)],
+        "beyond reach": torch.tensor([0.0, -86.0, -88.0, -120.0]).repeat(10),
+    }
+    asked: list[dict[str, Any]] = [
+        {"top_p": 1e-9},
+        {"top_p": 0.33},
+        {"top_p": 1 - 2**-24},
+        {"top_k": 1, "temperature": 0.5},
+        {"top_k": 39},
+        {"top_k": 40, "min_p": 1.0},
+        {"top_k": 4000, "top_p": 0.5, "temperature": 1e-3},
+    ]
+    yield from faults(40, 16, rows, asked, seed=6)
+
+
+def full_brackets() -> Iterator[str]:
+    """More tokens near the cut than there is room for on the list: whole rows are read instead."""
+    torch.manual_seed(7)
+    rows = {"close together": torch.randn(500) * 1e-3, "few values": torch.randint(0, 9, (500,)) * 1e-3}
+    asked: list[dict[str, Any]] = [{"top_p": 0.6}, {"top_k": 171}, {"top_p": 0.9, "top_k": 460, "min_p": 0.999}]
+    yield from faults(500, 128, rows, asked, seed=7, room=4)
+
+
+def random_cuts() -> Iterator[str]:
+    """Rows and settings by chance; the seed is fixed, so that what fails fails again."""
+    chance = random.Random(8)
+    torch.manual_seed(8)
+    for _ in range(12):
+        row = torch.randn(300) * 10 ** chance.uniform(-2, 1.5)
+        row = (row * 8).round() / 8 if chance.random() < 0.5 else row
+        raw = {
+            "top_p": chance.choice([1.0, chance.random(), 1 - 10 ** chance.uniform(-5, -1)]),
+            "top_k": chance.choice([-1, chance.randrange(2, 320)]),
+            "min_p": chance.choice([0.0, 10 ** chance.uniform(-6, 0)]),
+            "temperature": 10 ** chance.uniform(-1, 1),
+        }
+        yield from faults(300, 128, {"by chance": row}, [raw], seed=8, room=chance.choice([8, 256]))
 
 
 def nan_rows() -> Iterator[str]:
@@ -189,18 +240,20 @@ def whole_engine() -> Iterator[str]:
         yield f"{answers[0]}"
 
 
+def noting(noted: set[str], then: Launch | None = None) -> Launch:
+    """Notes what is launched, and launches it where told how."""
+
+    def run(kernel: Any, grid: Any, *arguments: Any, **compiled_for: Any) -> None:
+        kinds = [x.dtype if isinstance(x, torch.Tensor) else x for x in arguments]
+        noted.add(f"{kernel.fn.__name__} {kinds} {compiled_for}")
+        if then is not None:
+            then(kernel, grid, *arguments, **compiled_for)
+
+    return run
+
+
 def prepared() -> Iterator[str]:
     """What is compiled at the start is what is launched later."""
-
-    def noting(noted: set[str], then: Launch | None = None) -> Launch:
-        def run(kernel: Any, grid: Any, *arguments: Any, **compiled_for: Any) -> None:
-            kinds = [x.dtype if isinstance(x, torch.Tensor) else x for x in arguments]
-            noted.add(f"{kernel.fn.__name__} {kinds} {compiled_for}")
-            if then is not None:
-                then(kernel, grid, *arguments, **compiled_for)
-
-        return run
-
     compiled: set[str] = set()
     launched: set[str] = set()
     plain: set[str] = set()
@@ -216,7 +269,58 @@ def prepared() -> Iterator[str]:
         yield f"{compiled ^ special} is compiled and not launched, or the other way round"
 
 
-CHECKS = (plain_rows, small_cuts, large_cuts, nan_rows, distribution, edits_ahead, top_tokens, prepared, whole_engine)
+def while_compiling() -> Iterator[str]:
+    """Torch draws until there are kernels, from the same rules, behind tokens that were read; then they take over."""
+    torch.manual_seed(9)
+    vocab, may_end = 12, threading.Event()
+    sequences = [
+        sequence(0, vocab),
+        sequence(1, vocab, top_p=0.6, temperature=0.7),
+        sequence(2, vocab, repetition_penalty=1.5, frequency_penalty=1.0, top_k=4),
+    ]
+    launched: set[str] = set()
+    draw = KernelDraw(3, vocab, CPU, tile=16, run=noting(launched, then=launch))
+    compiling = draw.prepare_aside(lambda *arguments, **compiled_for: may_end.wait())
+    for is_compiled in (False, False, True, True):
+        if is_compiled:
+            may_end.set()
+            compiling.join()
+        foreseen = [draw.foresees(seq) for seq in sequences]
+        if foreseen != [is_compiled, is_compiled, is_compiled and len(sequences[2].output_ids) > 2]:
+            yield f"{foreseen} are foreseen behind {len(sequences[0].output_ids)} tokens"
+        logits, u = torch.randn(3, vocab), torch.rand(3)
+        for row, seq, number, result in zip(
+            logits, sequences, u.tolist(), drawn(draw, logits, sequences, u), strict=True
+        ):
+            if fault := wrong(row, seq, number, int(result[0]), result[1]):
+                yield f"{seq.rid} after {seq.output_ids}: {fault}"
+            seq.output_ids.append(int(result[0]))
+        if is_compiled != any("probe_kernel" in text for text in launched):
+            yield f"compiled: {is_compiled}, launched: {launched}"
+
+    def breaks(*arguments: Any, **compiled_for: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    draw.prepare_aside(breaks).join()
+    if draw.foresees(sequences[1]):
+        yield "kernels that could not be compiled are used"
+
+
+CHECKS = (
+    plain_rows,
+    small_cuts,
+    large_cuts,
+    hard_cuts,
+    full_brackets,
+    random_cuts,
+    nan_rows,
+    distribution,
+    edits_ahead,
+    top_tokens,
+    prepared,
+    while_compiling,
+    whole_engine,
+)
 
 if __name__ == "__main__":
     for check in CHECKS:

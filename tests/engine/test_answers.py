@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import threading
@@ -14,6 +15,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.engine.embedded.http.pieces import Piece, columns
 from slime.engine.http.answers import parse_json, request_body, token_columns
 from slime.engine.http.client import LONG_ANSWER_BYTES, EngineClient
 from slime.engine.http.errors import EngineProtocolError
@@ -82,6 +84,10 @@ def test_a_request_is_what_pythons_writer_would_write(payload: dict[str, Any], i
     )
 
 
+def _column(kind: str, *values: float) -> str:
+    return base64.b64encode(np.array(values, dtype=f"<{kind}").tobytes()).decode()
+
+
 @pytest.mark.parametrize(
     "entries",
     [None, 3, "ab", [1], ["ab"], [{}], [[]], [[0.5]], [[None, 5]], [[True, 5]], [[0.5, True]], [[0.5, 1.0]],
@@ -103,6 +109,35 @@ def test_columns_are_exact() -> None:
     empty = token_columns([])
     assert empty is not None
     assert [len(column) for column in empty] == [0, 0]
+
+
+@pytest.mark.parametrize("values", [[-0.5, -0.25, -1e-30], [-0.1, -0.3, -17.0]])
+def test_columns_of_the_engine_say_what_its_list_says(values: list[float]) -> None:
+    ids = [5, 151_935, 0]
+    piece = Piece(ids, values, [], "", 3, [("7", 0)], 0, {"type": "length", "length": 3})
+    found, listed = (
+        token_columns(columns(piece)),
+        token_columns([[v, t, None] for v, t in zip(values, ids, strict=True)]),
+    )
+    assert found is not None
+    assert listed is not None
+    for one, other in zip(found, listed, strict=True):
+        assert one.dtype == other.dtype
+        assert one.tolist() == other.tolist()
+    assert found[0].flags.owndata
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{}, {"ids": _column("i4", 1)}, {"ids": _column("i4", 1), "logprobs": "?"}, {"ids": 3, "logprobs": 4},
+     {"ids": _column("i4", 1, 2), "logprobs": _column("f4", -0.5)}, {"ids": "AAA=", "logprobs": ""},
+     {"ids": _column("i4", 1), "logprobs": _column("f4", math.nan)}, {"ids": _column("i4", 1), "logprobs": "AAAAAAAA AAA="}],
+)  # fmt: skip
+def test_columns_that_do_not_fit_together_are_refused(broken: dict[str, Any]) -> None:
+    assert token_columns(broken) is None
+    meta = {"finish_reason": {"type": "length"}, "completion_tokens": 1, "output_token_logprobs": broken}
+    with pytest.raises(EngineProtocolError, match="output_token_logprobs"):
+        GenerateResult.from_json({"text": "", "meta_info": meta}, url="http://engine")
 
 
 def _answer(tokens: int) -> dict[str, Any]:

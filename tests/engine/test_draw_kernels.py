@@ -16,11 +16,15 @@ CHECKS = [
     "plain_rows",
     "small_cuts",
     "large_cuts",
+    "hard_cuts",
+    "full_brackets",
+    "random_cuts",
     "nan_rows",
     "distribution",
     "edits_ahead",
     "top_tokens",
     "prepared",
+    "while_compiling",
     "whole_engine",
 ]
 
@@ -34,7 +38,7 @@ def found() -> dict[str, list[str]]:
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, list[str]] = {}

@@ -56,6 +56,18 @@ def test_the_client_gets_a_checked_result(engine: Engine) -> None:
     assert result.token_ids == engine.generate(PROMPT, **GREEDY)["output_ids"]
 
 
+def test_a_result_is_the_answer_however_its_tokens_travel(engine: Engine) -> None:
+    """The client asks for columns; an engine that does not know them answers as it does anybody."""
+    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True}
+    plain = GenerateResult.from_json(engine.generate(PROMPT, **params), url=engine.url)
+    result = engine.call(lambda client: client.generate_result(generate_payload(PROMPT, params)))
+    assert len(result.token_ids) == 300
+    assert (result.token_ids, result.text) == (plain.token_ids, plain.text)
+    assert (result.id_array.dtype, result.log_prob_array.dtype) == (plain.id_array.dtype, plain.log_prob_array.dtype)
+    assert abs(result.log_prob_array - plain.log_prob_array).max() <= 1e-4  # computed in other company
+    assert (result.finish_type, result.completion_tokens, result.weight_version) == ("length", 300, "first")
+
+
 def test_greedy_tokens_are_those_of_transformers(engine: Engine, references: dict[str, Any]) -> None:
     expected = greedy(references["first"], PROMPT, 16)
     assert [engine.generate(PROMPT, **GREEDY)["output_ids"] for _ in range(3)] == [expected] * 3

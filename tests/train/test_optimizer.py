@@ -36,6 +36,32 @@ def test_freezing_the_indexer_is_freezing_by_pattern() -> None:
     assert derive(config).freeze_params_name_list == config.freeze_params_name_list
 
 
+def test_adam_is_that_of_torch_bit_for_bit() -> None:
+    config = Config(lr=1e-2, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3)
+    torch.manual_seed(0)
+    ours, theirs = (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = make_optimizer(ours.parameters(), config)
+    keywords = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-3, "fused": True}
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim == 2], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    wanted = torch.optim.AdamW(groups, **keywords)  # type: ignore[arg-type]
+    for step in range(4):
+        inputs = torch.randn(5, 4)
+        for module, used in ((ours, optimizer), (theirs, wanted)):
+            module.zero_grad()
+            (module if step else module[0])(
+                inputs
+            ).square().sum().backward()  # at first the second half has no gradient
+            used.step()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(mine, other)
+            for name, moment in wanted.state[other].items():
+                assert torch.equal(optimizer.state[mine][name], moment)
+
+
 def test_adam_without_memory_is_a_new_adam_in_every_step() -> None:
     """Against torch's AdamW, made anew before each update."""
     config = Config(use_stateless_adam=True, lr=1e-2, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3)

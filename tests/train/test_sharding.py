@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -133,20 +133,38 @@ def test_ranks_are_numbered_by_context_then_shard_then_copy(tmp_path: Path) -> N
     assert {found["total"] for found in ranks} == {0b1111}  # what two ranks have of the same samples counts once
 
 
+def gathered_in_passes(world: Ranks, folder: str, out: str) -> dict[str, list[int]]:
+    """Of the policy's and the reference's parameters: all, those in its layers that were whole when one of them ran (at
+    most), those that were whole after the pass; and those of one layer."""
+    backend = make_backend(world, folder, out, actor_num_gpus_per_node=world.size)
+    backend.snapshot("ref")
+    found = {}
+    for weights, module in (("policy", backend.module), ("ref", backend._frozen.model("ref").module)):
+        layers, seen = module.model.model.layers, []
+        for layer in layers:
+            layer.register_forward_pre_hook(
+                lambda *_, layers=layers, seen=seen: seen.append(_whole_in(layers.parameters()))
+            )
+        assert len(backend.forward(make_micro_batches(world, folder, out), weights=weights)) == 3
+        parameters = list(module.parameters())
+        found[weights] = [len(parameters), max(seen), _whole_in(parameters), len(list(layers[0].parameters()))]
+    return found
+
+
+def _whole_in(parameters: Iterable[Tensor]) -> int:
+    return sum(not isinstance(parameter, DTensor) for parameter in parameters)
+
+
 def test_a_pass_without_backward_leaves_nothing_gathered(model_folder: Folder, tmp_path: Path) -> None:
     """Or the whole model, and each frozen one, stays beside its shards until the next pass."""
-    world, folder, out = one_rank(), str(model_folder("qwen3")), str(tmp_path)
-    backend, micro_batches = make_backend(world, folder, out), make_micro_batches(world, folder, out)
-    backend.snapshot("ref")
-    frozen = backend._frozen.model("ref").module
-    gathered: list[int] = []
-    for module in frozen.model.model.layers:
-        module.register_forward_pre_hook(
-            lambda *_: gathered.append(sum(not isinstance(p, DTensor) for p in frozen.model.model.layers.parameters()))
-        )
-    for weights, module in (("policy", backend.module), ("ref", frozen)):
-        assert len(backend.forward(micro_batches, weights=weights)) == 3
-        assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
-    in_a_layer = sum(1 for _ in frozen.model.model.layers[0].parameters())
-    assert gathered
-    assert max(gathered) <= in_a_layer  # of a model that is not trained, one layer at a time
+    for found in together(2, gathered_in_passes, str(model_folder("qwen3")), str(tmp_path), folder=tmp_path):
+        for _, during, after, in_a_layer in found.values():
+            assert 0 < during <= in_a_layer  # one layer at a time
+            assert after == 0
+
+
+def test_frozen_weights_that_a_rank_has_for_itself_are_never_copied(model_folder: Folder, tmp_path: Path) -> None:
+    found = gathered_in_passes(one_rank(), str(model_folder("qwen3")), str(tmp_path))
+    assert found["policy"][2] == 0  # what is trained was gathered in the compute dtype, and is given back
+    count, _, whole_after, _ = found["ref"]
+    assert whole_after == count

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import tracemalloc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import numpy as np
 import pytest
 
 from slime.cluster.channel import Channel, channel_pair
+from slime.cluster.collector import collector_paused, old_objects_left_alone
 from slime.cluster.memory.arena import SharedArena
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.train.group import collector_paused
 from slime.train.samples.batch import TrainBatch, make_train_batch
 from slime.train.samples.shares import HandOver, Share, open_share, rank_shares
 from slime.train.schedule import build_schedule
@@ -276,3 +277,26 @@ def test_the_collector_is_on_again_whatever_happens() -> None:
         assert not gc.isenabled(), "who had switched it off wants it off"
     finally:
         gc.enable()
+
+
+def test_what_was_there_before_a_run_is_not_looked_through_in_it_and_is_again_after_it() -> None:
+    class Node:
+        pass
+
+    old, new = Node(), Node()
+    old.itself, new.itself = old, new  # type: ignore[attr-defined]
+    gone = [weakref.ref(old), weakref.ref(new)]
+    with old_objects_left_alone():
+        del old, new
+        young = Node()
+        young.itself = young  # type: ignore[attr-defined]
+        gone.append(weakref.ref(young))
+        del young
+        gc.collect()
+        assert [ref() is None for ref in gone] == [False, False, True]
+        with old_objects_left_alone():  # inside another run
+            pass
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()
+    gc.collect()
+    assert [ref() is None for ref in gone] == [True, True, True]

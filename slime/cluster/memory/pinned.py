@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def pinned_bytes(size: int) -> torch.Tensor:
-    """So many bytes, locked in place for the life of the process.
+    """So many bytes, locked in place for as long as the tensor lives.
 
     Torch's own pinned memory is rounded up to a power of two. Where there is no CUDA, or it refuses, they are plain
     memory.
@@ -30,14 +32,29 @@ def pinned_bytes(size: int) -> torch.Tensor:
 
 
 def pin(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    """Lock memory in place for the life of the process, where there is a GPU; it must have its pages already."""
+    """Lock memory in place while the array lives, where there is a GPU; it must have its pages already.
+
+    Memory that is given back locked would have its addresses refused when the system hands them out again.
+    """
     if not memory.nbytes or not torch.cuda.is_available():
         return
-    status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+    address = memory.ctypes.data
+    status = torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0)
     if int(status):
         log.warning(
-            "CUDA cannot pin %.1f GiB of host memory (%s): copies will be slower", memory.nbytes / 2**30, status
+            "CUDA cannot pin %.1f GiB of host memory (error %d): copies will be slower",
+            memory.nbytes / 2**30,
+            int(status),
         )
+        _take_report()
+        return
+    weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, address).atexit = False
+
+
+def _take_report() -> None:
+    """The next kernel's launch reports the refusal as its own failure: be that kernel."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def _touch(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:

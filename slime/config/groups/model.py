@@ -23,6 +23,11 @@ class ModelFlags:
         choices=DTYPES,
     )
     rollout_dtype: str = flag("auto", "precision of the inference engines; auto: same as --dtype", choices=DTYPES)
+    fp8: bool = flag(
+        False,
+        "matrix products of the decoder layers are computed in 8-bit floats (e4m3, a scale for each row) in the "
+        "forward, in bfloat16 in the backward; on GPUs of compute capability 8.9 and newer",
+    )
     recompute_activations: bool = flag(
         False, "recompute activations in the backward pass: less memory, about a third more work"
     )

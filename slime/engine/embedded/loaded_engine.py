@@ -192,4 +192,4 @@ class LoadedEngine:
         decoder = CudaDecoder(self.runner, body, draw, max_running=o.max_running_requests)
         decoder.capture()
         self.steps.decoder = decoder
-        threading.Thread(target=draw.prepare, name="kernels", daemon=True).start()
+        draw.prepare_aside()

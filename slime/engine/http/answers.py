@@ -6,6 +6,8 @@ it refuses (NaN, half characters, broken UTF-8) goes to Python's own, which deci
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from array import array
 from collections.abc import Mapping
@@ -17,6 +19,8 @@ import orjson
 
 from slime.data.columns import exact_floats, exact_ints
 
+COLUMNS_HEADER = {"X-Slime-Columns": "1"}
+"""Asks an embedded engine for the tokens of an answer as two columns; others do not know it, and answer as ever."""
 _LOG_PROB, _TOKEN_ID = itemgetter(0), itemgetter(1)
 _EMPTY = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
 
@@ -46,7 +50,10 @@ def request_body(payload: Mapping[str, Any]) -> bytes:
 
 
 def token_columns(entries: object) -> tuple[np.ndarray, np.ndarray] | None:
-    """(ids, log-probs) of a list of `[finite log-prob, token id, ...]`; None when it is no such list."""
+    """(ids, log-probs) of a list of `[finite log-prob, token id, ...]`, or of the columns in its place; None when it
+    is no such thing."""
+    if isinstance(entries, dict):
+        return _written_columns(entries)
     if not isinstance(entries, list):
         return None
     if not entries:
@@ -62,6 +69,19 @@ def token_columns(entries: object) -> tuple[np.ndarray, np.ndarray] | None:
     except OverflowError:
         return None
     return (exact_ints(numbers), exact_floats(values)) if np.isfinite(values).all() else None
+
+
+def _written_columns(columns: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    """What `{"ids": base64 of int32, "logprobs": base64 of float32 or float64}` says, in either case little-endian."""
+    try:
+        ids = np.frombuffer(base64.b64decode(columns["ids"], validate=True), dtype="<i4")
+        raw = base64.b64decode(columns["logprobs"], validate=True)
+        values = np.frombuffer(raw, dtype="<f4" if len(raw) == 4 * len(ids) else "<f8")
+    except (KeyError, TypeError, ValueError, binascii.Error):
+        return None
+    if len(values) != len(ids) or not np.isfinite(values).all():
+        return None
+    return ids.astype(np.int32), exact_floats(values.astype(np.float64))
 
 
 def _whole(ids: list[int]) -> np.ndarray:

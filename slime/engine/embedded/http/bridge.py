@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Finished:
-    """A sequence that has ended, and what is written of its tokens: perhaps not yet the last ones."""
+    """A sequence that has ended, and what is written of its tokens, if anything is: perhaps not yet the last ones."""
 
     request: GenerateRequest
     sequence: Sequence
-    written: TokenJson
+    written: TokenJson | None
 
 
 class EngineBridge:
@@ -68,8 +68,9 @@ class EngineBridge:
         finally:
             self._open -= count
 
-    async def run(self, request: GenerateRequest) -> list[Finished]:
-        """All samples of a request, finished; a client that goes away aborts them."""
+    async def run(self, request: GenerateRequest, *, writes: bool = True) -> list[Finished]:
+        """All samples of a request, finished; a client that goes away aborts them. `writes`: their tokens become JSON
+        while they are sampled."""
         loop = asyncio.get_running_loop()
         left = request.params.n
         done = loop.create_future()
@@ -81,7 +82,7 @@ class EngineBridge:
                 done.set_result(None)
 
         sequences = request.sequences(self.loaded, lambda _: loop.call_soon_threadsafe(finished))
-        written = self.writer.watch(sequences)
+        written = self.writer.watch(sequences) if writes else [None] * len(sequences)
         try:
             self.core.submit(sequences)
             await done

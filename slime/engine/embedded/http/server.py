@@ -19,7 +19,7 @@ from slime.engine.embedded.core import PAUSE_MODES
 from slime.engine.embedded.http.bodies import announced, group_name, memory_tags, rendezvous, shared_memory
 from slime.engine.embedded.http.bridge import EngineBridge, Finished, in_daemon_thread
 from slime.engine.embedded.http.openai import OpenAIRoutes
-from slime.engine.embedded.http.pieces import TokenJson, answer, whole
+from slime.engine.embedded.http.pieces import TokenJson, answer, column_answer, whole
 from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
 from slime.engine.embedded.http.wire import (
     error_answer,
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 _MAX_BLOB = 8 << 30  # weights that come as a body
 _PROBE_SECONDS = 20.0
 _LOOK_SECONDS = 0.02
+_COLUMNS_HEADER = "X-Slime-Columns"  # the tokens of an answer as columns, for slime's own client
 _GENERATING = ("/generate", "/health_generate", "/v1/completions", "/v1/chat/completions")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -119,8 +120,9 @@ class EngineServer:
                 raise BadRequest("stream takes one prompt and n = 1")
             with self._engine.admitted(requests):
                 return await self._stream(request, requests[0])
+        writes = _COLUMNS_HEADER not in request.headers
         with self._engine.admitted(requests):
-            results = await asyncio.gather(*(self._engine.run(r) for r in requests))
+            results = await asyncio.gather(*(self._engine.run(r, writes=writes) for r in requests))
         version, done = self.core.weight_version, [each for finished in results for each in finished]
         is_list = batched or requests[0].params.n > 1
 
@@ -340,5 +342,7 @@ class EngineServer:
 
 def _whole_answer(finished: Finished, text: str, version: str) -> dict[str, Any]:
     seq, written = finished.sequence, finished.written
+    if written is None:
+        return column_answer(seq, whole(seq, text), finished.request, version)
     written.catch_up(seq)
     return answer(seq, whole(seq, text), finished.request, version, written)

@@ -5,12 +5,21 @@ are the beginning of that order: fewer than `k` tokens come before each, less ma
 further than `reach`. So a cut is a distance and an index, and it is searched for:
 
 - `probe` narrows a bracket (a, b]: all tokens within `a` stay, none beyond `b` does. It measures the mass (and the
-  number) of tokens within eight distances in the bracket; the next one begins by reading what came out.
-- `gather` lists the tokens in the bracket once they are few, by tiles of the row, and the mass within `a` of each tile.
-- `settle` probes that list until one token or one distance is left, and counts who of those at that distance stays.
+  number) of tokens within eight distances in the bracket; the next one begins by reading what came out. It does
+  nothing once the tokens in the bracket are few.
+- `gather` lists the tokens in the bracket by tiles of the row, and finds the mass within `a` of each tile and between
+  which distances those in the bracket lie.
+- `settle` halves that until one distance is left, and counts who of those at that distance stays.
 
-A row whose bracket is still too full for the list (thousands of equal logits) is probed to the end by `settle` itself.
+Distances are halved as integers, whose order is theirs, and each time both ends move to distances that some token has:
+there are at most 31 halvings, and a thousand equal logits need none. A tile with more tokens in the bracket than there
+is room for is no list; `settle` then reads the whole row each time, which takes longer and gives the same.
 A token more than 87 nats below the first weighs nothing in fp32, so nobody looks further.
+
+These kernels branch and loop on sums of floats, and all threads of a program must take the same way, or they wait for
+one another forever. A sum over threads is the same in each only while no product is fused into its additions, since
+two threads that exchange a * b and c * d would have a * b + (c * d) and (a * b) + c * d, each with another product
+unrounded: they are compiled with `enable_fp_fusion=False`.
 """
 
 from __future__ import annotations
@@ -34,6 +43,7 @@ from slime.engine.embedded.sampling.draw_kernels import (
 PROBES = tl.constexpr(8)  # distances measured at once
 STATE = tl.constexpr(8)  # numbers kept of a bracket
 MOST = tl.constexpr(1024.0)  # tokens in a bracket that is worth a list
+NOTHING = tl.constexpr(2147483647)  # beyond the key of every distance
 
 
 @triton.jit
@@ -86,21 +96,6 @@ def limits_in(a, b, mass_a, mass_b, count_a, count_b, k, target):
     key = tl.where(above - below <= PROBES, below + 1 + j, key)
     key = tl.minimum(tl.maximum(key, below + 1), tl.where(is_first, above, above - 1))
     return key.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def measured(X, begin, end, top, inverse, limits, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Mass and number of the tokens in [begin, end) within each of the limits."""
-    masses = tl.zeros((PROBES, BLOCK), tl.float32)
-    counts = tl.zeros((PROBES, BLOCK), tl.float32)
-    for start in range(begin, end, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        far = distance(top, tl.load(X + i, mask=i < end, other=-float("inf")), inverse)
-        within = far[None, :] <= limits[:, None]
-        masses += tl.where(within, tl.exp(-far)[None, :], 0.0)
-        if COUNTS:
-            counts += tl.where(within, 1.0, 0.0)
-    return tl.sum(masses, 1), tl.sum(counts, 1)
 
 
 @triton.jit
@@ -164,12 +159,22 @@ def store_state(STATES, b, a, end, mass_a, mass_b, count_a, count_b):
     tl.store(s + 5, count_b)
 
 
+@triton.jit
+def distances(logits, start, end, top, inverse, WIDTH: tl.constexpr):
+    """Of the tokens from `start` on; beyond `end` they are infinite."""
+    i = start + tl.arange(0, WIDTH)
+    return i, distance(top, tl.load(logits + i, mask=i < end, other=-float("inf")), inverse)
+
+
 @triton.jit(do_not_specialize_on_alignment=BY_PLACE)
 def probe_kernel(
     LOGITS, ROWS, TEMPERATURE, SETTINGS, TOPS, MASSES, SUMS_BEFORE, STATES_BEFORE, SUMS, STATES, vocab, stride, tiles,
-    FIRST: tl.constexpr, COUNTS: tl.constexpr, TILE: tl.constexpr, TP: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, COUNTS: tl.constexpr, TILE: tl.constexpr, TP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one row; every tile of a row comes to the same bracket by itself."""
+    """One tile of one row; every tile of a row comes to the same bracket by itself.
+
+    The limits are taken one by one, so that a thread has a token's distance and weight for all of them.
+    """
     b, tile = tl.program_id(0), tl.program_id(1)
     own = settings_of(SETTINGS, ROWS, b)
     if (kind_of(SETTINGS, ROWS, b) & CUTS) == 0:
@@ -185,32 +190,26 @@ def probe_kernel(
         store_state(STATES, b, a, end, mass_a, mass_b, count_a, count_b)
     if is_narrow(a, end, mass_a, mass_b) == 0:
         limits = limits_in(a, end, mass_a, mass_b, count_a, count_b, k, target)
-        begin = tile * TILE
-        within, counts = measured(
-            LOGITS + b.to(tl.int64) * stride,
-            begin,
-            tl.minimum(begin + TILE, vocab),
-            top,
-            inverse,
-            limits,
-            COUNTS,
-            BLOCK,
-        )
-        at = SUMS + (b * tiles + tile) * 2 * PROBES + tl.arange(0, PROBES)
-        tl.store(at, within)
-        if COUNTS:
-            tl.store(at + PROBES, counts)
+        _, far = distances(LOGITS + b.to(tl.int64) * stride, tile * TILE, vocab, top, inverse, TILE)
+        weights = tl.exp(-far)
+        at = SUMS + (b * tiles + tile) * 2 * PROBES
+        for j in tl.static_range(PROBES):
+            limit = tl.sum(tl.where(tl.arange(0, PROBES) == j, limits, 0.0), 0)
+            tl.store(at + j, tl.sum(tl.where(far <= limit, weights, 0.0), 0))
+            if COUNTS:
+                tl.store(at + PROBES + j, tl.sum((far <= limit).to(tl.int32), 0).to(tl.float32))
 
 
 @triton.jit(do_not_specialize_on_alignment=BY_PLACE)
 def gather_kernel(
-    LOGITS, ROWS, TEMPERATURE, SETTINGS, TOPS, MASSES, SUMS_BEFORE, STATES_BEFORE, STATES, KEPT, FOUND, LISTED, INDEX,
+    LOGITS, ROWS, TEMPERATURE, SETTINGS, TOPS, MASSES, SUMS_BEFORE, STATES_BEFORE, STATES, KEPT, SPANS, LISTED, INDEX,
     vocab, stride, tiles,
     COUNTS: tl.constexpr, TILE: tl.constexpr, TP: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """LISTED [b, tiles, ROOM] gets the negated distances in the bracket, INDEX their tokens, FOUND how many a tile has.
+    """KEPT [b, tiles] gets the mass of each tile within `a`.
 
-    FOUND is more than there is room for where nothing was listed.
+    SPANS [b, 3, tiles] gets the nearest and the furthest key in the bracket and how many tokens are there; where they
+    are few, LISTED [b, tiles, ROOM] gets their distances and INDEX their places, in order.
     """
     b, tile = tl.program_id(0), tl.program_id(1)
     own = settings_of(SETTINGS, ROWS, b)
@@ -225,31 +224,59 @@ def gather_kernel(
     )
     if tile == 0:
         store_state(STATES, b, a, end, mass_a, mass_b, count_a, count_b)
+    i, far = distances(LOGITS + b.to(tl.int64) * stride, tile * TILE, vocab, top, inverse, TILE)
     place = b * tiles + tile
-    found = ROOM + 1
-    if is_narrow(a, end, mass_a, mass_b):
-        i = tile * TILE + tl.arange(0, TILE)
-        logits = LOGITS + b.to(tl.int64) * stride
-        far = distance(top, tl.load(logits + i, mask=i < vocab, other=-float("inf")), inverse)
-        tl.store(KEPT + place, tl.sum(tl.where(far <= a, tl.exp(-far), 0.0), 0))
-        inside = ((far > a) & (far <= end)).to(tl.int32)
-        at = tl.cumsum(inside, 0) - 1
-        found = tl.sum(inside, 0)
-        fits = (inside != 0) & (at < ROOM)
-        tl.store(LISTED + place * ROOM + at, -far, mask=fits)
-        tl.store(INDEX + place * ROOM + at, i, mask=fits)
-        empty = tl.arange(0, ROOM)
-        tl.store(LISTED + place * ROOM + empty, -float("inf"), mask=empty >= found)
-    tl.store(FOUND + place, found)
+    tl.store(KEPT + place, tl.sum(tl.where(far <= a, tl.exp(-far), 0.0), 0))
+    inside = (far > a) & (far <= end)
+    key = key_of(far)
+    span = SPANS + b * 3 * tiles + tile
+    tl.store(span, tl.min(tl.where(inside, key, NOTHING), 0))
+    tl.store(span + tiles, tl.max(tl.where(inside, key, -1), 0))
+    found = tl.sum(inside.to(tl.int32), 0)
+    tl.store(span + 2 * tiles, found)
+    if (found > 0) & (found <= ROOM):
+        at = tl.cumsum(inside.to(tl.int32), 0) - 1
+        tl.store(LISTED + place * ROOM + at, far, mask=inside)
+        tl.store(INDEX + place * ROOM + at, i, mask=inside)
+
+
+@triton.jit
+def spanned(far, low, middle, high):
+    """Of these distances: the mass and the number within (low, middle], the furthest key there, the nearest beyond."""
+    key = key_of(far)
+    is_near, is_beyond = (key > low) & (key <= middle), (key > middle) & (key <= high)
+    return (
+        tl.where(is_near, tl.exp(-far), 0.0),
+        is_near.to(tl.int32),
+        tl.where(is_near, key, -1),
+        tl.where(is_beyond, key, NOTHING),
+    )
+
+
+@triton.jit
+def spanned_in_row(logits, vocab, top, inverse, low, middle, high, BLOCK: tl.constexpr):
+    """The same of a whole row."""
+    mass, count = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
+    furthest, nearest = tl.full((BLOCK,), -1, tl.int32), tl.full((BLOCK,), NOTHING, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        _, far = distances(logits, start, vocab, top, inverse, BLOCK)
+        more, others, near, beyond = spanned(far, low, middle, high)
+        mass += more
+        count += others
+        furthest, nearest = tl.maximum(furthest, near), tl.minimum(nearest, beyond)
+    return tl.sum(mass, 0), tl.sum(count, 0), tl.max(furthest, 0), tl.min(nearest, 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=BY_PLACE)
 def settle_kernel(
-    LOGITS, ROWS, TEMPERATURE, SETTINGS, TOPS, MASSES, STATES, KEPT, FOUND, LISTED, INDEX, LIMIT, LAST,
+    LOGITS, ROWS, TEMPERATURE, SETTINGS, TOPS, MASSES, STATES, KEPT, SPANS, LISTED, INDEX, LIMIT, LAST,
     vocab, stride, tiles,
     TILE: tl.constexpr, TP: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: from the bracket to the last token that stays, and the mass that each tile keeps."""
+    """One row: from the bracket to the last token that stays, and the mass that each tile keeps.
+
+    Within `low` are too few tokens, at `high` the last one; each turn halves what is between, so that the loop ends.
+    """
     b, t = tl.program_id(0), tl.arange(0, TP)
     own = settings_of(SETTINGS, ROWS, b)
     if (kind_of(SETTINGS, ROWS, b) & CUTS) == 0:
@@ -257,48 +284,54 @@ def settle_kernel(
     inverse = inverse_of(TEMPERATURE, b)
     top, masses = tile_masses(TOPS, MASSES, b, tiles, inverse, TP)
     k, target = wanted(own, tl.sum(masses, 0))
-    a, end, mass_a, mass_b, count_a, count_b = load_state(STATES, b)
+    a, _, mass, _, count, _ = load_state(STATES, b)
     logits = LOGITS + b.to(tl.int64) * stride
-    listed = LISTED + b * tiles * ROOM
-    is_listed = tl.max(tl.load(FOUND + b * tiles + t, mask=t < tiles, other=0), 0) <= ROOM
-    mass, count = tl.where(is_listed, mass_a, 0.0), tl.where(is_listed, count_a, 0.0)  # what is not in the list
-    count_b = tl.where(k < float("inf"), count_b, float("inf"))  # nobody has counted so far
-    passes = 0  # a bracket with an end that is no number would never become narrow
-    while (passes < 200) & (key_of(end) - key_of(a) > 1) & (count_b - count_a > 1):
-        passes += 1
-        limits = limits_in(a, end, mass_a, mass_b, count_a, count_b, k, target)
+    span, real = SPANS + b * 3 * tiles + t, t < tiles
+    high = tl.max(tl.load(span + tiles, mask=real, other=-1), 0)
+    low = tl.minimum(tl.min(tl.load(span, mask=real, other=NOTHING), 0), high) - 1
+    found = tl.load(span + 2 * tiles, mask=real, other=0)
+    is_listed = tl.max(found, 0) <= ROOM
+    slot = tl.arange(0, ROOM)[None, :]
+    place = (b * tiles + t[:, None]) * ROOM + slot
+    is_there = is_listed & (slot < found[:, None])
+    listed = tl.load(LISTED + place, mask=is_there, other=float("inf"))
+    while high - low > 1:
+        middle = low + (high - low) // 2
         if is_listed:
-            more, others = measured(listed, 0, tiles * ROOM, 0.0, 1.0, limits, True, BLOCK)
+            masses_2d, counts_2d, near, beyond = spanned(listed, low, middle, high)
+            more, others = tl.sum(tl.sum(masses_2d, 1), 0), tl.sum(tl.sum(counts_2d, 1), 0)
+            furthest, nearest = tl.max(tl.max(near, 1), 0), tl.min(tl.min(beyond, 1), 0)
         else:
-            more, others = measured(logits, 0, vocab, top, inverse, limits, True, BLOCK)
-        a, end, mass_a, mass_b, count_a, count_b = narrowed(
-            a, end, mass_a, mass_b, count_a, count_b, limits, mass + more, count + others, k, target
-        )
-    a = tl.where(count_b - count_a > 1, a, end)  # the first one in a bracket always stays
-    staying = tl.minimum(k - count_a, tl.ceil((target - mass_a) * tl.exp(end)))  # of those at the last distance
+            more, others, furthest, nearest = spanned_in_row(logits, vocab, top, inverse, low, middle, high, BLOCK)
+        if (mass + more >= target) | (count + others >= k):
+            high = tl.where(others > 0, furthest, middle)
+        else:
+            low = tl.minimum(nearest, high) - 1
+            mass += more
+            count += others
+    end = tl.maximum(high, 0).to(tl.float32, bitcast=True)
+    staying = tl.minimum(k - count, tl.ceil((target - mass) * tl.exp(end)))  # of those at the last distance
     last = -1
     if is_listed:
-        place = t[:, None] * ROOM + tl.arange(0, ROOM)[None, :]
-        real = t[:, None] < tiles
-        far = -tl.load(listed + place, mask=real, other=-float("inf"))
-        ties = (far == end).to(tl.int32)
+        key = key_of(listed)
+        ties = (key == high).to(tl.int32)
         in_tile = tl.sum(ties, 1)
         rank = tl.cumsum(ties, 1) + (tl.cumsum(in_tile, 0) - in_tile)[:, None]
-        stays = (far <= a) | ((ties != 0) & (rank <= staying))
-        kept = tl.load(KEPT + b * tiles + t, mask=t < tiles, other=0.0)
-        kept += tl.sum(tl.where(stays, tl.exp(-far), 0.0), 1)
-        tl.store(KEPT + b * tiles + t, kept, mask=t < tiles)
-        index = tl.load(INDEX + b * tiles * ROOM + place, mask=real, other=-1)
+        stays = (key < high) | ((ties != 0) & (rank <= staying))
+        kept = tl.load(KEPT + b * tiles + t, mask=real, other=0.0)
+        kept += tl.sum(tl.where(stays, tl.exp(-listed), 0.0), 1)
+        tl.store(KEPT + b * tiles + t, kept, mask=real)
+        index = tl.load(INDEX + place, mask=is_there, other=-1)
         last = tl.max(tl.max(tl.where(stays & (ties != 0), index, -1), 1), 0)
     else:
         seen = 0
         for tile in range(0, tiles):
-            i = tile * TILE + tl.arange(0, TILE)
-            far = distance(top, tl.load(logits + i, mask=i < vocab, other=-float("inf")), inverse)
+            i, far = distances(logits, tile * TILE, vocab, top, inverse, TILE)
             ties = (far == end).to(tl.int32)
-            stays = (far <= a) | ((ties != 0) & (seen + tl.cumsum(ties, 0) <= staying))
+            stays = (far < end) | ((ties != 0) & (seen + tl.cumsum(ties, 0) <= staying))
             tl.store(KEPT + b * tiles + tile, tl.sum(tl.where(stays, tl.exp(-far), 0.0), 0))
             last = tl.maximum(last, tl.max(tl.where(stays & (ties != 0), i, -1), 0))
             seen += tl.sum(ties, 0)
-    tl.store(LIMIT + b, end)
-    tl.store(LAST + b, tl.where(a == end, vocab, last))
+    is_empty = high < 0  # no token is in the bracket: those within `a` stay
+    tl.store(LIMIT + b, tl.where(is_empty, tl.maximum(a, 0.0), end))
+    tl.store(LAST + b, tl.where(is_empty, vocab, last))

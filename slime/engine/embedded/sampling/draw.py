@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
@@ -11,29 +13,38 @@ import torch
 import triton
 
 from slime.engine.embedded.model.body import DrawBatch
+from slime.engine.embedded.model.sampler import draw_each
 from slime.engine.embedded.sampling import cut_kernels, draw_kernels
 from slime.engine.embedded.sampling.device import Launch, bring, compile_only, launch, send
 from slime.engine.embedded.sampling.entries import Entries
 from slime.engine.embedded.sampling_params import SamplingParams
 from slime.engine.embedded.sequence import Sequence
 
+log = logging.getLogger(__name__)
+
 EDITS, CUTS, COUNTS = draw_kernels.EDITS.value, draw_kernels.CUTS.value, draw_kernels.COUNTS.value
 _TILE, _MOST_TILES = 8192, 32
 _ROOM = 256  # tokens of a tile that fit on the list of a cut
 _PROBES = 3  # passes over the vocabulary before tokens are listed
-_BLOCK = 1024
-_TOP_ROWS = 32  # rows that are copied at once to find their most likely tokens
+_BLOCK = 2048  # tokens of a row that is read at once
+_ROWS = 32  # rows that torch copies at once, to sort them or to find their most likely tokens
 
 
 class KernelDraw:
-    """Draws for up to `rows` sequences; table row `rows` is nobody's."""
+    """Draws for up to `rows` sequences; table row `rows` is nobody's.
 
-    def __init__(self, rows: int, vocab: int, device: torch.device, *, tile: int = _TILE, run: Launch = launch) -> None:
+    While the kernels of `special` are being compiled (`prepare_aside`) torch draws for those who need them: slowly, and
+    only behind tokens that the host has read, but nobody waits for a compiler.
+    """
+
+    def __init__(
+        self, rows: int, vocab: int, device: torch.device, *, tile: int = _TILE, room: int = _ROOM, run: Launch = launch
+    ) -> None:
         self._run = run
         self._rows, self._vocab, self._device = rows, vocab, device
         self._tile = max(tile, triton.next_power_of_2(triton.cdiv(vocab, _MOST_TILES)))
         self._tiles = triton.cdiv(vocab, self._tile)
-        self._room = min(_ROOM, self._tile)
+        self._room = min(room, self._tile)
         self._padded = triton.next_power_of_2(self._tiles)
         self._tops, self._masses = (torch.zeros(rows, self._tiles, device=device) for _ in range(2))
         self._best = torch.zeros(rows, self._tiles, dtype=torch.int32, device=device)
@@ -42,14 +53,34 @@ class KernelDraw:
         self._owners: list[Sequence | None] = [None] * rows
         self._entries = Entries(rows + 1, vocab, device, run)
         self._cuts: _Cuts | None = None
+        self._is_compiled = threading.Event()
+        self._is_compiled.set()
 
     def foresees(self, seq: Sequence) -> bool:
-        return True
+        if not self._is_compiled.is_set():
+            return False
+        return not seq.params.edits_logits or self._entries.follow(seq)
+
+    def prepare_aside(self, compiles: Launch = compile_only) -> threading.Thread:
+        """`prepare` in a thread of its own; until it has come to its end, torch does what `special` is asked for."""
+        self._is_compiled.clear()
+
+        def run() -> None:
+            try:
+                self.prepare(compiles)
+            except Exception as error:  # whatever a compiler raises: there is another way
+                log.error("torch draws with cuts and penalties, slowly: no kernels could be compiled", exc_info=error)
+            else:
+                self._is_compiled.set()
+
+        thread = threading.Thread(target=run, name="kernels", daemon=True)
+        thread.start()
+        return thread
 
     def prepare(self, compiles: Launch = compile_only) -> None:
         """Compile what `special` launches, so that nobody waits for that later; nothing is launched, any thread may."""
         nowhere = torch.device("meta")
-        twin = KernelDraw(self._rows, self._vocab, nowhere, tile=self._tile, run=compiles)
+        twin = KernelDraw(self._rows, self._vocab, nowhere, tile=self._tile, room=self._room, run=compiles)
         logits, place = torch.empty(1, self._vocab, device=nowhere), torch.empty(1, dtype=torch.int64, device=nowhere)
         number = torch.empty(1, device=nowhere)
         results = torch.empty(1, 2, dtype=torch.float64, device=nowhere)
@@ -75,9 +106,12 @@ class KernelDraw:
         self, logits: torch.Tensor, batch: DrawBatch, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]
     ) -> Callable[[], None] | None:
         """After `plain`; what it returns is called once the results have arrived."""
+        tops = self._bring_top(logits, batch, sequences)
+        if not self._is_compiled.is_set():
+            _draw_with_torch(logits, batch, sequences)
+            return tops
         kinds = self._hold(sequences)
         edited = np.flatnonzero(kinds & EDITS).tolist()
-        tops = self._bring_top(logits, batch, sequences)
         if edited:
             self._entries.hold([sequences[i] for i in edited], [ahead[i] for i in edited])
             self._entries.edit(logits, batch, self._settings)
@@ -125,25 +159,26 @@ class KernelDraw:
         if self._cuts is None:
             self._cuts = _Cuts(self._rows, self._tiles, self._room, self._device)
         cuts, grid = self._cuts, (len(logits), self._tiles)
+        exact = {"num_warps": 8, "enable_fp_fusion": False}  # see `cut_kernels`
         row = (logits, batch.rows, batch.temperature, self._settings, self._tops, self._masses)
         shape = (self._vocab, logits.stride(0), self._tiles)
-        block = min(_BLOCK, self._tile)
         for at in range(_PROBES):
             before, after = (at + 1) % 2, at % 2
             self._run(
                 cut_kernels.probe_kernel, grid,
                 *row, cuts.sums[before], cuts.states[before], cuts.sums[after], cuts.states[after], *shape,
-                FIRST=at == 0, COUNTS=counts, TILE=self._tile, TP=self._padded, BLOCK=block, num_warps=8,
+                FIRST=at == 0, COUNTS=counts, TILE=self._tile, TP=self._padded, **exact,
             )  # fmt: skip
         self._run(
             cut_kernels.gather_kernel, grid,
-            *row, cuts.sums[after], cuts.states[after], cuts.states[before], cuts.kept, cuts.found, cuts.listed,
-            cuts.index, *shape, COUNTS=counts, TILE=self._tile, TP=self._padded, ROOM=self._room, num_warps=8,
+            *row, cuts.sums[after], cuts.states[after], cuts.states[before], cuts.kept, cuts.spans, cuts.listed,
+            cuts.index, *shape, COUNTS=counts, TILE=self._tile, TP=self._padded, ROOM=self._room, **exact,
         )  # fmt: skip
         self._run(
             cut_kernels.settle_kernel, (len(logits),),
-            *row, cuts.states[before], cuts.kept, cuts.found, cuts.listed, cuts.index, cuts.limit, cuts.last, *shape,
-            TILE=self._tile, TP=self._padded, ROOM=self._room, BLOCK=block, num_warps=8,
+            *row, cuts.states[before], cuts.kept, cuts.spans, cuts.listed, cuts.index, cuts.limit, cuts.last, *shape,
+            TILE=self._tile, TP=self._padded, ROOM=self._room, BLOCK=min(_BLOCK, self._tile),
+            **exact,
         )  # fmt: skip
 
     def _bring_top(
@@ -155,7 +190,7 @@ class KernelDraw:
             return None
         rows = send(np.array([i for i, _ in asking]), self._device)
         most = max(seq.top_logprobs for _, seq in asking)
-        found = [logits[part].topk(most) for part in rows.split(_TOP_ROWS)]
+        found = [logits[part].topk(most) for part in rows.split(_ROWS)]
         inverse, tops = 1 / batch.temperature[rows, None], self._tops[rows]
         best = tops.amax(1, keepdim=True)
         total = (self._masses[rows] * ((tops - best) * inverse).exp()).sum(1, keepdim=True)
@@ -170,6 +205,19 @@ class KernelDraw:
         return arrived
 
 
+def _draw_with_torch(logits: torch.Tensor, batch: DrawBatch, sequences: SequenceOf[Sequence]) -> None:
+    """The same tokens and log-probs, up to rounding, for those who ask for more than temperature."""
+    asking = [i for i, seq in enumerate(sequences) if not seq.params.plain]
+    for start in range(0, len(asking), _ROWS):
+        some = asking[start : start + _ROWS]
+        places = send(np.array(some), batch.rows.device)
+        tokens, logprobs = draw_each(
+            logits[places], [sequences[i] for i in some], batch.uniform[places], batch.greedy[places] != 0
+        )
+        batch.tokens[batch.rows[places]] = tokens
+        batch.results[places] = torch.stack([tokens.double(), logprobs.double()], 1)
+
+
 class _Cuts:
     """What the kernels of a cut leave for one another."""
 
@@ -178,7 +226,7 @@ class _Cuts:
         self.sums = torch.zeros(2, rows, tiles, 2, probes, device=device)
         self.states = torch.zeros(2, rows, state, device=device)
         self.kept = torch.zeros(rows, tiles, device=device)
-        self.found = torch.zeros(rows, tiles, dtype=torch.int32, device=device)
+        self.spans = torch.zeros(rows, 3, tiles, dtype=torch.int32, device=device)
         self.listed = torch.zeros(rows, tiles, room, device=device)
         self.index = torch.zeros(rows, tiles, room, dtype=torch.int32, device=device)
         self.limit = torch.zeros(rows, device=device)

@@ -37,23 +37,26 @@ class Entries:
 
     def hold(self, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]) -> None:
         """See that the entries of these sequences are theirs, and that each has room for one more."""
-        stale = [
-            (seq, more)
-            for seq, more in zip(sequences, ahead, strict=True)
-            if self._owners[seq.row] is not seq or self._included[seq.row] != len(seq.output_ids) + more
-        ]
-        if unread := [seq for seq, more in stale if more]:
+        rows = [seq.row for seq in sequences]
+        wanted = [len(seq.output_ids) + more for seq, more in zip(sequences, ahead, strict=True)]
+        included, owners = self._included[rows].tolist(), self._owners
+        stale = [i for i, seq in enumerate(sequences) if owners[seq.row] is not seq or included[i] != wanted[i]]
+        if unread := [sequences[i] for i in stale if ahead[i]]:
             raise RuntimeError(f"the tokens that request {unread[0].rid} has on the device are not those of its row")
-        fresh = [Fresh.of(seq, self._vocab) for seq, _ in stale]
+        fresh = [Fresh.of(sequences[i], self._vocab) for i in stale]
         for made in fresh:
             self._most[made.row] = made.length
-        rows = [seq.row for seq in sequences]
         self._make_room(int(self._most[rows].max()) + 1)
         if fresh:
             self._load(fresh)
-        for seq, _ in stale:
-            self._owners[seq.row] = seq
-            self._included[seq.row] = len(seq.output_ids)
+        for i in stale:
+            seq = sequences[i]
+            owners[seq.row] = seq
+            self._included[seq.row] = wanted[i]
+
+    def follow(self, seq: Sequence) -> bool:
+        """Whether the entries of its row have taken in all that was drawn for this sequence, read or not."""
+        return self._owners[seq.row] is seq and self._included.item(seq.row) == len(seq.output_ids) + seq.ahead
 
     def edit(self, logits: torch.Tensor, batch: DrawBatch, settings: torch.Tensor) -> None:
         """Edit the rows whose settings ask for it, in place."""

@@ -23,7 +23,7 @@ from slime.models.lora import is_adapter
 from slime.train.backends.fsdp.adapted import AdaptedModel
 from slime.train.backends.fsdp.exporting import HfExport
 from slime.train.backends.fsdp.frozen import FrozenSets
-from slime.train.backends.fsdp.fused.layer import fuse_layers
+from slime.train.backends.fsdp.fused.layer import check_float8, fuse_layers
 from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer, set_rates
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
@@ -83,8 +83,10 @@ class FSDPBackend:
         self.module = module
         model = module.model
         self.model_config = model.config
+        if config.fp8:
+            check_float8(model, compute_dtype, topology.device)
         if mesh.device_type == "cuda":
-            fuse_layers(model)
+            fuse_layers(model, in_float8=config.fp8)
         if config.recompute_activations:
             recompute_layers(model)
         if layers is None:  # else those with an adapter are chosen already
@@ -95,7 +97,7 @@ class FSDPBackend:
         shard(module, mesh, precision, progress, on_host=self._on_host)
         self.optimizer = make_optimizer(module.parameters(), config)
         self._parameters = dict(model.named_parameters())
-        self._frozen = FrozenSets(module, mesh, load_frozen, progress, on_host=self._on_host)
+        self._frozen = FrozenSets(module, mesh, load_frozen, progress, on_host=self._on_host, in_float8=config.fp8)
         self._base_of = partial(base_path, config)
         self._adapted: AdaptedModel | None = None
         self.adapter: TrainedAdapter | None = None

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from slime.config.start import Start
-from slime.train.backends.fsdp.fused.layer import fuse_layers
+from slime.train.backends.fsdp.fused.layer import check_float8, fuse_layers
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
 from slime.train.backends.fsdp.sharding import local_part, reshard, shard, whole
 from slime.train.backends.fsdp.state import Placed
@@ -24,11 +24,15 @@ from slime.train.progress import Progress
 class FrozenModel:
     """A model in the compute dtype."""
 
-    def __init__(self, module: PolicyModel, mesh: DeviceMesh, progress: Progress, *, on_host: bool) -> None:
+    def __init__(
+        self, module: PolicyModel, mesh: DeviceMesh, progress: Progress, *, on_host: bool, in_float8: bool
+    ) -> None:
         self.module = module
         module.requires_grad_(False)
+        if in_float8:
+            check_float8(module.model, module.model.dtype, torch.device(mesh.device_type))
         if mesh.device_type == "cuda":
-            fuse_layers(module.model)
+            fuse_layers(module.model, in_float8=in_float8)
         shard(module, mesh, MixedPrecisionPolicy(), progress, on_host=on_host)
         self._parameters = dict(module.model.named_parameters())
         self._average: dict[str, torch.Tensor] = {}
@@ -96,10 +100,11 @@ class FrozenSets:
         progress: Progress,
         *,
         on_host: bool,
+        in_float8: bool,
     ) -> None:
         self._policy = policy
         self._load = load
-        self._freeze = lambda module: FrozenModel(module, mesh, progress, on_host=on_host)
+        self._freeze = lambda module: FrozenModel(module, mesh, progress, on_host=on_host, in_float8=in_float8)
         self._resident: dict[str, FrozenModel] = {}
         self._on_host: dict[str, list[torch.Tensor]] = {}
         self._stage: FrozenModel | None = None

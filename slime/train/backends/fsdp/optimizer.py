@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.train.backends.fsdp.streamed_adam import StreamedAdam
+from slime.train.backends.fsdp.sharding import local_part
+from slime.train.backends.fsdp.streamed_adam import MOMENTS, StreamedAdam, adamw_settings
 from slime.train.rates import Rates
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -58,7 +60,37 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> torch.
     on_host = config.optimizer_cpu_offload
     if on_host or dtypes != (torch.float32, torch.float32):
         return StreamedAdam(groups, lr=config.lr, betas=betas, eps=config.adam_eps, dtypes=dtypes, on_host=on_host)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+    return ShardedAdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """torch's AdamW and its state, the arithmetic over this rank's parts of the parameters.
+
+    Through sharded tensors the call alone takes the host 30 ms for 310 parameters, and the device waits for it.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self._state_of(parameter) for parameter in trained]
+            first, second = ([local_part(state[moment]) for state in states] for moment in MOMENTS)
+            adamw(
+                [local_part(parameter) for parameter in trained],
+                [local_part(parameter.grad) for parameter in trained],
+                first,
+                second,
+                [],
+                [state["step"] for state in states],
+                **adamw_settings(group),
+            )
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            state.update({moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS})
+        return state
 
 
 class StatelessAdam(torch.optim.Optimizer):

@@ -33,6 +33,7 @@ def shard(
 
     A layer's whole weights are given back after its forward, unless a backward follows and one rank has them anyway;
     where most are frozen they would be most of the memory, and copying them once more is nothing beside it.
+    Frozen weights that a rank has for itself stay plain tensors: a gathered copy would be them once more.
     What is on the meta device is read, this rank's part of it. `on_host`: the shards and their gradients lie in the
     host's memory.
     """
@@ -41,6 +42,7 @@ def shard(
     num_parameters = sum(parameter.numel() for parameter in packed.parameters())
     trained = sum(parameter.numel() for parameter in packed.parameters() if parameter.requires_grad)
     keep = _keeps_whole(packed, mesh, on_host=on_host)
+    is_cut = trained > 0 or copy_size(mesh) > 1 or on_host
     adapted = 0 < 2 * trained < num_parameters  # with an adapter at every matrix, compiling took minutes
     worth_compiling = mesh.device_type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS and not adapted
     for module in list(packed.modules()):
@@ -50,8 +52,14 @@ def shard(
                 worth_compiling and not is_fused
             ):  # fuses norms, rotary embedding and gating; all layers share the compiled code
                 module.compile(dynamic=True)
-            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=not keep)
-    fully_shard(packed, mesh=mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=False)
+            if is_cut:
+                fully_shard(
+                    module, mesh=mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=not keep
+                )
+    if is_cut:
+        fully_shard(packed, mesh=mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=False)
+    else:
+        _move(packed, _device_of(mesh))
     for module in packed.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -85,6 +93,13 @@ def _single_experts(packed: PackedModel) -> Iterator[torch.Tensor]:
 def _device_of(mesh: DeviceMesh) -> torch.device:
     on_gpu = mesh.device_type == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """What is not to be read, to the device."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
 
 
 @torch.no_grad()

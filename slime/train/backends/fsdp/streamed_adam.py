@@ -24,6 +24,13 @@ _MIX = (0x85EBCA6B, 0xC2B2AE35)  # of murmur3's finalizer
 _SPREAD = 0x9E3779B1
 
 
+def adamw_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group of parameters tells torch's fused AdamW."""
+    beta1, beta2 = group["betas"]
+    rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
+    return {"fused": True, "amsgrad": False, "maximize": False, "beta1": beta1, "beta2": beta2, **rates}
+
+
 class StreamedAdam(torch.optim.Optimizer):
     """`dtypes`: what the first and the second moment are kept in."""
 
@@ -85,14 +92,7 @@ class StreamedAdam(torch.optim.Optimizer):
                 [moments[1]],
                 [],
                 [state["step"].clone()],
-                fused=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
+                **adamw_settings(group),
             )
             for which, (held, new) in enumerate(zip(kept, moments, strict=True)):
                 if held.dtype == torch.bfloat16:

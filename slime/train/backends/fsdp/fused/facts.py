@@ -11,3 +11,5 @@ class LayerFacts:
     kv_heads: int
     eps: float  # of the norm over the hidden states
     head_eps: float  # of those over each head
+    second_eps: float  # of the norm after attention
+    in_float8: bool = False  # whether products of the forward are

@@ -1,7 +1,8 @@
-"""The two halves of a plain decoder layer around its attention, each with its gradient written out.
+"""The two halves of a plain decoder layer around its attention, and the norm after the last one, with gradients.
 
 Invariant: queries, keys and values are one matrix product, as are gate and up; the joined weights are made for each
 pass and never kept. What is cheap (silu(gate) * up) is computed again in backward; what a product reads is kept.
+In 8-bit floats only the products of the forward are: gradients are those of the products that they stand for.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.train.backends.fsdp.fused import kernels
+from slime.train.backends.fsdp.fused import float8, kernels
 from slime.train.backends.fsdp.fused.facts import LayerFacts
 
 
@@ -36,11 +37,8 @@ class ToHeads(torch.autograd.Function):
         k_norm: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         _, normed, rstd = kernels.norm(hidden, norm, facts.eps)
-        joined = torch.cat((q, k, v))
-        if q_bias is None or k_bias is None or v_bias is None:
-            rows = normed @ joined.t()
-        else:
-            rows = torch.addmm(torch.cat((q_bias, k_bias, v_bias)), normed, joined.t())
+        added = None if q_bias is None or k_bias is None or v_bias is None else torch.cat((q_bias, k_bias, v_bias))
+        rows = _product(normed, torch.cat((q, k, v)), facts, added)
         norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
         queries, keys = kernels.rotate(rows, cos, sin, norms, facts.head_eps, facts.heads, facts.kv_heads)
         values = rows[:, (facts.heads + facts.kv_heads) * cos.shape[1] :].unflatten(1, (facts.kv_heads, -1))
@@ -70,18 +68,21 @@ class FromHeads(torch.autograd.Function):
         ctx: Any,
         attended: Tensor,  # [T, heads x D]
         hidden: Tensor,  # [T, H]
-        eps: float,
+        facts: LayerFacts,
         out: Tensor,
         norm: Tensor,
         gate: Tensor,
         up: Tensor,
         down: Tensor,
     ) -> Tensor:
-        total, normed, rstd = kernels.norm(attended @ out.t(), norm, eps, hidden)
-        both = normed @ torch.cat((gate, up)).t()
+        total, normed, rstd = kernels.norm(_product(attended, out, facts), norm, facts.second_eps, hidden)
+        both = _product(normed, torch.cat((gate, up)), facts)
         ctx.save_for_backward(attended, out, norm, gate, up, down, total, normed, rstd, both)
         after = total.new_empty(1, *total.shape)  # no view: FSDP warns of modules that return one
-        torch.addmm(total, kernels.gate(both), down.t(), out=after[0])
+        if facts.in_float8:
+            torch.add(total, float8.product(kernels.gate(both), down), out=after[0])
+        else:
+            torch.addmm(total, kernels.gate(both), down.t(), out=after[0])
         return after
 
     @staticmethod
@@ -97,3 +98,26 @@ class FromHeads(torch.autograd.Function):
         d_out = d_hidden.t() @ attended if needs[3] else None
         d_attended = d_hidden @ out if needs[0] else None
         return d_attended, d_hidden, None, d_out, d_norm, *d_joined, d_down
+
+
+class LastNorm(torch.autograd.Function):
+    """The norm of what the last layer gave, [T, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        _, normed, rstd = kernels.norm(hidden, weight, eps)
+        ctx.save_for_backward(hidden, weight, rstd)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, rstd = ctx.saved_tensors
+        return *kernels.norm_gradient(grads[0].contiguous(), hidden, weight, rstd), None
+
+
+def _product(rows: Tensor, weight: Tensor, facts: LayerFacts, added: Tensor | None = None) -> Tensor:
+    """rows @ weight.T + added."""
+    if facts.in_float8:
+        found = float8.product(rows, weight)
+        return found if added is None else found.add_(added)
+    return rows @ weight.t() if added is None else torch.addmm(added, rows, weight.t())

@@ -33,7 +33,7 @@ def _norm_forward(x, added, weight, total, out, rstd, width, eps, HAS_ADDED: tl.
 
 
 @triton.jit
-def _norm_backward(grad, x, weight, rstd, passed, dx, sums, rows, width, BLOCK: tl.constexpr):
+def _norm_backward(grad, x, weight, rstd, passed, dx, sums, rows, width, HAS_PASSED: tl.constexpr, BLOCK: tl.constexpr):
     """dx = passed + the gradient through the norm; a program's sums over its rows are the weight's gradient."""
     columns = tl.arange(0, BLOCK)
     here = columns < width
@@ -48,7 +48,8 @@ def _norm_backward(grad, x, weight, rstd, passed, dx, sums, rows, width, BLOCK: 
         toward *= factor
         inner = tl.sum(toward * normed, axis=0) / width
         found = scale * (toward - normed * inner)
-        found += tl.load(passed + at, mask=here, other=0.0).to(tl.float32)
+        if HAS_PASSED:
+            found += tl.load(passed + at, mask=here, other=0.0).to(tl.float32)
         tl.store(dx + at, found.to(dx.dtype.element_ty), mask=here)
     tl.store(sums + tl.program_id(0) * width + columns, total, mask=here)
 
@@ -231,8 +232,10 @@ def norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> 
     return total, out, rstd
 
 
-def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, passed: Tensor) -> tuple[Tensor, Tensor]:
-    """(`passed` + the gradient of x, the weight's) from that of the norm; x is what was normalised."""
+def norm_gradient(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, passed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(`passed`, if any, + the gradient of x, the weight's) from that of the norm; x is what was normalised."""
     rows, width = x.shape
     dx, sums = (
         torch.empty_like(x),
@@ -240,8 +243,9 @@ def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, passed:
     )
     block = triton.next_power_of_2(width)
     _norm_backward[(len(sums),)](
-        grad, x, weight, rstd, passed, dx, sums, rows, width, BLOCK=block, num_warps=max(_warps(block) // 2, 1)
-    )
+        grad, x, weight, rstd, passed, dx, sums, rows, width, HAS_PASSED=passed is not None, BLOCK=block,
+        num_warps=max(_warps(block) // 2, 1),
+    )  # fmt: skip
     return dx, sums.sum(0).to(weight.dtype)
 
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from slime.errors import UserError
 from slime.train.backends.fsdp.attention import packed_attention
 from slime.train.backends.fsdp.fused.facts import LayerFacts
 
 PLAIN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
+FLOAT8_MULTIPLE = 16  # of the sides of a matrix
 
 
 class FusedLayer(GradientCheckpointingLayer):
@@ -27,7 +31,7 @@ class FusedLayer(GradientCheckpointingLayer):
     post_attention_layernorm: nn.Module
     mlp: nn.Module
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, *, in_float8: bool = False) -> None:
         super().__init__()
         for name, child in layer.named_children():
             self.add_module(name, child)
@@ -39,11 +43,11 @@ class FusedLayer(GradientCheckpointingLayer):
         eps = float(layer.input_layernorm.variance_epsilon)
         self._has_norms = "q_norm" in dict(attention.named_children())
         head_eps = float(attention.q_norm.variance_epsilon) if self._has_norms else eps
-        self._facts = LayerFacts(heads, kv_heads, eps, head_eps)
+        second_eps = float(layer.post_attention_layernorm.variance_epsilon)
+        self._facts = LayerFacts(heads, kv_heads, eps, head_eps, second_eps, in_float8)
         is_mistral = type(layer).__name__ == "MistralDecoderLayer"
         windows = config.sliding_window if is_mistral else vars(attention).get("sliding_window")
         self._window: int | None = windows
-        self._second_eps = float(layer.post_attention_layernorm.variance_epsilon)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any
@@ -74,7 +78,7 @@ class FusedLayer(GradientCheckpointingLayer):
         return FromHeads.apply(
             attended.squeeze(0).flatten(1),
             hidden,
-            self._second_eps,
+            self._facts,
             attention.o_proj.weight,
             self.post_attention_layernorm.weight,
             mlp.gate_proj.weight,
@@ -83,12 +87,35 @@ class FusedLayer(GradientCheckpointingLayer):
         )
 
 
-def fuse_layers(model: PreTrainedModel) -> None:
-    """Put a `FusedLayer` in the place of every layer that is of the plain kind."""
+class FusedNorm(nn.Module):
+    """Takes the place of the norm after the last layer, with its weight."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._eps = float(norm.variance_epsilon)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[1, T, H] to [1, T, H]."""
+        from slime.train.backends.fsdp.fused.halves import LastNorm
+
+        return LastNorm.apply(hidden_states.squeeze(0), self.weight, self._eps)[None]
+
+
+def fuse_layers(model: PreTrainedModel, *, in_float8: bool = False) -> None:
+    """Put a `FusedLayer` in the place of every layer that is of the plain kind, and a `FusedNorm` behind them.
+
+    `in_float8`: their matrix products of the forward are in 8-bit floats, which `check_float8` allows.
+    """
+    kinds = set()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if is_plain(child):
-                setattr(parent, name, FusedLayer(child))
+                kinds.add(type(child.input_layernorm))
+                setattr(parent, name, FusedLayer(child, in_float8=in_float8))
+    body: Any = model.base_model
+    if "norm" in dict(body.named_children()) and type(body.norm) in kinds:
+        body.norm = FusedNorm(body.norm)
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -110,3 +137,26 @@ def is_plain(layer: nn.Module) -> bool:
         and attention.head_dim % 2 == 0
         and (attention.config.rope_parameters or {}).get("partial_rotary_factor", 1.0) == 1.0
     )
+
+
+def check_float8(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuses `--fp8` where its products cannot be computed, before the layers are fused."""
+    if device.type != "cuda":
+        raise UserError("--fp8 needs an NVIDIA GPU with units for 8-bit floats, and this run trains on a CPU: drop it")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLOAT8_CAPABILITY:
+        name, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+        raise UserError(f"--fp8 needs a GPU of compute capability 8.9 or newer, and {name} has {found}: drop it")
+    if dtype != torch.bfloat16:
+        raise UserError(f"--fp8 goes with --dtype bfloat16, and this run computes in {str(dtype)[6:]}: change one")
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names or is_plain(module)]
+    if not layers or not all(map(is_plain, layers)):
+        kinds = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in PLAIN_LAYERS))
+        raise UserError(
+            f"--fp8 is for models with the layers of {kinds}, and this is a {type(model).__name__}: drop it"
+        )
+    for name, parameter in layers[0].named_parameters():
+        if parameter.ndim == 2 and any(size % FLOAT8_MULTIPLE for size in parameter.shape):
+            sides = " x ".join(map(str, parameter.shape))
+            raise UserError(f"--fp8 needs matrices whose sides are multiples of 16, and {name} is {sides}: drop it")

@@ -1,0 +1,142 @@
+"""`--fp8`: rows in 8-bit floats, layers that multiply them, and where the flag is refused.
+
+Kernels run in Triton's interpreter, and the scaled product, which only GPUs have, is spelled out.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from slime.config import Config, derive
+from slime.config.checks import check_flags_fit
+from slime.errors import UserError
+from slime.train.backends.fsdp.fused.layer import check_float8
+from tests.train.tiny_training import build_model
+
+PROGRAM = r"""
+import copy
+import torch
+from torch import nn
+from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
+from slime.train.backends.fsdp.fused import float8
+from slime.train.backends.fsdp.fused.layer import fuse_layers
+from slime.train.backends.fsdp.packed_model import PolicyModel
+from slime.train.samples.packing import pack
+from tests.train.tiny_training import build_model
+
+torch.manual_seed(0)
+
+
+def rounded(rows):
+    scales = rows.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / 448
+    return (rows.float() / scales).to(torch.float8_e4m3fn).float(), scales
+
+
+rows = torch.randn(5, 48) * torch.tensor([1.0, 1e-4, 300.0, 0.0, 1.0])[:, None]
+for dtype in (torch.float32, torch.bfloat16):
+    found, scales = float8.quantize(rows.to(dtype))
+    wanted, wanted_scales = rounded(rows.to(dtype))
+    assert found.dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(scales, wanted_scales[:, 0], rtol=1e-6, atol=0)
+    assert (found.float() == wanted).float().mean() > 0.95  # the interpreter has a rounding of its own
+    assert torch.equal(found.float().abs().amax(1), torch.tensor([448.0, 448, 448, 0, 448]))
+print("rows right")
+
+float8.quantize = lambda rows: (rounded(rows)[0].to(torch.float8_e4m3fn), rounded(rows)[1][:, 0])
+float8.scaled_product = lambda a, of_a, b, of_b, dtype: (
+    (a.float() @ b.float().t()) * of_a[:, None] * of_b[None, :]
+).to(dtype)
+
+
+class Rounded(nn.Linear):
+    # the product of rounded factors, with the gradients of the exact one
+    def forward(self, x):
+        exact = nn.functional.linear(x, self.weight)
+        (a, of_a), (b, of_b) = rounded(x.detach().flatten(0, 1)), rounded(self.weight.detach())
+        product = ((a @ b.t()) * of_a * of_b.t()).view(exact.shape)
+        product = exact + (product - exact).detach()
+        return product if self.bias is None else product + self.bias
+
+
+register_packed_attention()
+generator = torch.Generator().manual_seed(0)
+row = pack([torch.randint(0, 128, (n,), generator=generator).numpy() for n in (5, 6, 3)], [3, 4, 2])
+for kind in ("qwen3", "qwen2"):
+    exact = build_model(kind)
+    exact.set_attn_implementation(ATTENTION_NAME)
+    fused, spelled = copy.deepcopy(exact), copy.deepcopy(exact)
+    fuse_layers(fused, in_float8=True)
+    for layer in spelled.model.layers:
+        for linear in (module for module in layer.modules() if isinstance(module, nn.Linear)):
+            linear.__class__ = Rounded
+    found = []
+    for model in (spelled, fused, exact):
+        log_probs, _ = PolicyModel(model)(row)
+        (log_probs * torch.linspace(-1, 1, len(log_probs))).sum().backward()
+        found.append((log_probs.detach(), {name: one.grad for name, one in model.named_parameters()}))
+    (wanted, gradients), (got, own), (plain, _) = found
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-3)
+    assert 1e-5 < (got - plain).abs().mean() < 0.05, (got - plain).abs().mean()
+    for name, gradient in gradients.items():
+        apart = (own[name] - gradient).norm() / gradient.norm()
+        assert apart < 1e-2, (kind, name, apart)
+    print(kind, "right")
+"""
+
+
+def test_layers_multiply_rounded_rows_and_keep_the_gradients_of_exact_products() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[:-1] == ["rows right", "qwen3 right", "qwen2 right"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"device": "cpu"}, "--fp8 needs an NVIDIA GPU with units for 8-bit floats, and --device cpu trains on none"),
+        ({"dtype": "float32"}, "--fp8 goes with --dtype bfloat16, and --dtype float32 was given: drop one"),
+        ({"lora_rank": 4}, "--fp8 is for training all weights, and --lora-rank 4 trains an adapter: drop one"),
+    ],
+)
+def test_flags_that_do_not_go_with_it(flags: dict[str, object], sentence: str) -> None:
+    given = {"device": "cuda", "dtype": "bfloat16", **flags}
+    valid = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1, "num_rollout": 1}
+    config = derive(Config(**valid, **given))  # type: ignore[arg-type]
+    check_flags_fit(config)
+    with pytest.raises(UserError, match=sentence):
+        check_flags_fit(config.replace(fp8=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "dtype", "sentence"),
+    [
+        ("qwen3", (8, 0), torch.bfloat16, "compute capability 8.9 or newer, and a card has 8.0: drop it"),
+        ("qwen3", (9, 0), torch.float32, "goes with --dtype bfloat16, and this run computes in float32: change one"),
+        ("gemma2", (9, 0), torch.bfloat16, "layers of Llama, Mistral, Qwen2, Qwen3, and this is a Gemma2ForCausalLM"),
+        ("odd", (9, 0), torch.bfloat16, "multiples of 16, and mlp.gate_proj.weight is 120 x 64: drop it"),
+        ("qwen3", (8, 9), torch.bfloat16, None),
+    ],
+)
+def test_gpus_and_models_that_cannot(
+    monkeypatch: pytest.MonkeyPatch, kind: str, capability: tuple[int, int], dtype: torch.dtype, sentence: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    model = build_model("qwen3" if kind == "odd" else kind)
+    if kind == "odd":
+        for layer in model.model.layers:
+            layer.mlp.gate_proj = torch.nn.Linear(64, 120, bias=False)
+    if sentence is None:
+        check_float8(model, dtype, torch.device("cuda"))
+        return
+    with pytest.raises(UserError, match=sentence):
+        check_float8(model, dtype, torch.device("cuda"))
+
+
+def test_a_cpu_is_refused() -> None:
+    with pytest.raises(UserError, match="--fp8 needs an NVIDIA GPU with units for 8-bit floats, and this run trains"):
+        check_float8(build_model("qwen3"), torch.bfloat16, torch.device("cpu"))
