@@ -180,11 +180,10 @@ def _opening(
     config = runtime.args
     assert config.hf_checkpoint is not None, "a run with engines has a model"
     limits = session_limits(config, params, model_context_length(config.hf_checkpoint), max_turns)
-    names = ("max_turns", "max_tokens", "max_new_tokens", "max_context")
     return Opening(
         key=secrets.token_urlsafe(KEY_BYTES),
         params=dict(params),
-        limits={name: getattr(limits, name) for name in names},
+        limits=limits.to_dict(),
         strict=config.strict_tokens,
         template_kwargs=template_kwargs(config, sample),
         held=ticket is not None,

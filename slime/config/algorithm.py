@@ -221,11 +221,13 @@ def _distillation(config: Config) -> Iterator[str]:
             yield "--opd-type and --opd-teacher-load are for on-policy distillation: add --use-opd"
         return
     if config.opd_type is None:
-        yield "--use-opd needs --opd-type: engine or trainer"
+        yield "--use-opd needs --opd-type: engine, trainer or sample"
     elif config.opd_type == "trainer" and config.opd_teacher_load is None:
         yield "--opd-type trainer needs --opd-teacher-load, the teacher's model folder"
     elif config.opd_type == "engine" and config.opd_teacher_load is None and config.rm_url is None:
         yield "--opd-type engine needs --opd-teacher-load (a folder to serve) or --rm-url (where it is served)"
+    elif config.opd_type == "sample" and config.opd_teacher_load is not None:
+        yield "--opd-type sample has its teacher asked by the generate function: drop --opd-teacher-load"
     if config.opd_type == "engine" and config.rollout_temperature != 1:
         yield (
             f"--opd-type engine scores at temperature 1, but --rollout-temperature is {config.rollout_temperature}: "

@@ -19,6 +19,7 @@ from slime.config.folders import check_folders
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.layout import layout_contradictions, uses_megatron
+from slime.config.live import live_contradictions
 from slime.config.lora import check_adapter, lora_contradictions
 from slime.config.megatron_fields import CHOICES, given_settings
 from slime.config.megatron_flags import NEUTRAL, REFUSED_BY_MEGATRON
@@ -66,8 +67,10 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from _length_and_data(config)
     yield from _placement(config)
     yield from async_contradictions(config)
+    yield from live_contradictions(config)
     yield from _algorithm(config)
     yield from lora_contradictions(config)
+    yield from _float8(config)
     yield from _saving(config)
     yield from _environment(config)
 
@@ -151,6 +154,17 @@ def _moments(config: Config) -> Iterator[str]:
     ]
     if config.use_stateless_adam and asked:
         yield f"{asked[0]} is about moments, and --use-stateless-adam keeps none: leave out one of the two"
+
+
+def _float8(config: Config) -> Iterator[str]:
+    if not config.fp8:
+        return
+    if config.device == "cpu":
+        yield "--fp8 needs an NVIDIA GPU with units for 8-bit floats, and --device cpu trains on none: drop one"
+    if config.dtype == "float32":
+        yield "--fp8 goes with --dtype bfloat16, and --dtype float32 was given: drop one"
+    if config.lora_rank > 0:
+        yield f"--fp8 is for training all weights, and --lora-rank {config.lora_rank} trains an adapter: drop one"
 
 
 def _schedule(config: Config) -> Iterator[str]:

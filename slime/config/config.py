@@ -24,6 +24,7 @@ from slime.config.groups.debug import DebugFlags
 from slime.config.groups.distillation import DistillationFlags
 from slime.config.groups.engine import EngineFlags
 from slime.config.groups.evaluation import EvalFlags
+from slime.config.groups.live import LiveFlags
 from slime.config.groups.logs import LoggingFlags
 from slime.config.groups.lora import LoraFlags
 from slime.config.groups.megatron import MegatronFlags
@@ -45,6 +46,7 @@ GROUPS: tuple[type, ...] = (
     DataFlags,
     RolloutFlags,
     AgentFlags,
+    LiveFlags,
     AsyncFlags,
     RewardFlags,
     EvalFlags,
@@ -71,6 +73,7 @@ class Config(
     DataFlags,
     RolloutFlags,
     AgentFlags,
+    LiveFlags,
     AsyncFlags,
     RewardFlags,
     EvalFlags,

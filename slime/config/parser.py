@@ -77,6 +77,19 @@ def parse_flags(argv: Sequence[str] | None = None, add_custom_arguments: AddCust
     return Config(**values, carried=carried)
 
 
+def config_of_settings(settings: Mapping[str, Any], origin: str, argv: Sequence[str] = ()) -> Config:
+    """The config as written, of `settings` in the place of a --config file `origin`, and a command line."""
+    values: dict[str, Any] = {}
+    carried: dict[str, Any] = {}
+    _take_settings(settings, origin, values, carried)
+    occurrences = scan(argv)
+    for occurrence in occurrences:
+        if occurrence.name in (*_FILE_FLAGS, "help"):
+            raise UserError(f"{occurrence.shown} does not go with {origin}: write what it says into that file")
+    _take_command_line(occurrences, None, values, carried)
+    return Config(**values, carried=carried)
+
+
 def config_of_keywords(keywords: Mapping[str, Any]) -> Config:
     """The config that these keywords mean, as `parse_flags` has it of a command line."""
     given = dict(keywords)
@@ -217,8 +230,18 @@ def _take_file(
     what: str,
     custom: _CustomParser | None = None,
 ) -> None:
+    _take_settings(read_config_file(path, what=what), path, values, carried, custom)
+
+
+def _take_settings(
+    settings: Mapping[str, Any],
+    path: str,
+    values: dict[str, Any],
+    carried: dict[str, Any],
+    custom: _CustomParser | None = None,
+) -> None:
     own_flags = custom.names if custom is not None else {}
-    for key, value in read_config_file(path, what=what).items():
+    for key, value in settings.items():
         flag = key.replace("_", "-")
         spec = _BY_FLAG.get(flag)
         where = f"{key} in {path}"

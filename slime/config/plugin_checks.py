@@ -11,6 +11,7 @@ from slime.config.eval_datasets import eval_datasets
 from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.config.live import LIVE_GENERATE, TRAFFIC_BASELINE
 from slime.config.plugin_args import plugin_args
 from slime.config.spec import flag_name
 from slime.errors import UserError
@@ -22,6 +23,8 @@ _BUILT_IN = (
     FULLY_ASYNC_ROLLOUT_FUNCTION,
     SFT_ROLLOUT_FUNCTION,
     NONZERO_STD_FILTER,
+    LIVE_GENERATE,
+    TRAFFIC_BASELINE,
 )
 
 

@@ -17,6 +17,7 @@ from slime.config.checks import check_all_there, check_files, check_flags_fit, c
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
 from slime.config.layout import uses_megatron
+from slime.config.live import derive_live
 from slime.config.lora import derive_lora, take_from_adapter
 from slime.config.plugin_args import with_own_overlay
 from slime.config.plugin_checks import check_plugins
@@ -57,6 +58,7 @@ def derive(config: Config) -> Config:
         derive_algorithm,
         _derive_rollout_function,
         derive_lora,
+        derive_live,
         _derive_placement,
         derive_batch_sizes,
         _derive_eval,

@@ -41,7 +41,7 @@ def test_the_table_has_every_flag_that_names_a_function() -> None:
     paths = [spec for spec in FLAG_SPECS.values() if spec.flag.endswith("-path")]
     flags = {spec.flag for spec in paths if "function" in spec.info.help or "class" in spec.info.help}
     assert {contract.flag for contract in CONTRACTS} == flags
-    assert len(CONTRACTS) == len(flags) == 24
+    assert len(CONTRACTS) == len(flags) == 26
 
 
 def test_built_in_functions_are_not_imported_for_the_check() -> None:

@@ -39,6 +39,8 @@ FLAG_OF = {
     "fan_out_generate": "--custom-generate-function-path",
     "generate": "--custom-generate-function-path",
     "group_reward": "--custom-rm-path",
+    "live_filter": "--live-filter-path",
+    "live_judge": "--live-judge-path",
     "loss": "--custom-loss-function-path",
     "megatron_init": "--custom-megatron-init-path",
     "model_provider": "--custom-model-provider-path",

@@ -12,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from slime.agent.live.door import Door
 from slime.agent.server.answering import answer_stream, answer_whole, json_response
 from slime.agent.server.dialects import (
     DIALECTS,
@@ -37,8 +38,9 @@ logger = logging.getLogger(__name__)
 class AgentApp:
     """The aiohttp application; `names` are the model's, the first is what clients are told."""
 
-    def __init__(self, sessions: Sessions, tokenizer: Any, names: Sequence[str]) -> None:
+    def __init__(self, sessions: Sessions, tokenizer: Any, names: Sequence[str], door: Door | None = None) -> None:
         self._sessions, self._tokenizer, self._names = sessions, tokenizer, tuple(names)
+        self._door = door
         self.app = web.Application(client_max_size=MOST_BODY_BYTES)
         for dialect in DIALECTS:
             for path in dialect.paths:
@@ -57,8 +59,13 @@ class AgentApp:
         except web.HTTPRequestEntityTooLarge:
             return _refused(dialect, Problem(Kind.BAD_BODY, f"the body has more than {MOST_BODY_BYTES} bytes"))
         try:
-            held = self._sessions.find(dialect.key(http.headers, body))
-            asked = dialect.asked(http.path, body, http.headers)
+            key = dialect.key(http.headers, body)
+            if self._door is not None and self._door.is_for(key):
+                asked = dialect.asked(http.path, body, http.headers)  # what cannot be read opens no conversation
+                held = await self._door.enter(http.headers)
+            else:
+                held = self._sessions.find(key)
+                asked = dialect.asked(http.path, body, http.headers)
             return await self._answered(http, held, dialect, asked)
         except Problem as problem:
             return _refused(dialect, problem)

@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from slime.agent.live.door import Door
 from slime.agent.server.dialects import Kind, Problem
 from slime.agent.server.listeners import Listeners
 from slime.agent.server.sessions import Sessions
@@ -28,7 +29,9 @@ Call = Callable[[dict[str, Any]], Awaitable[Any]]
 class ControlApp:
     """The application behind `control.sock`: each path is one call with named arguments."""
 
-    def __init__(self, sessions: Sessions, pool: EnginePool, listeners: Listeners, secret: str) -> None:
+    def __init__(
+        self, sessions: Sessions, pool: EnginePool, listeners: Listeners, secret: str, door: Door | None = None
+    ) -> None:
         self._sessions, self._pool, self._listeners = sessions, pool, listeners
         self._expected = authorization(secret)["Authorization"].encode()
         self._codec = Codec()
@@ -43,6 +46,8 @@ class ControlApp:
             "version": self._version,
             "stats": self._stats,
         }
+        if door is not None:
+            calls |= _live_calls(door)
         for name, call in calls.items():
             self.app.router.add_post(f"/{name}", self._handler(call))
 
@@ -97,3 +102,30 @@ class ControlApp:
 
     async def _stats(self, body: dict[str, Any]) -> Any:
         return {"open": len(self._sessions), "opened": self._sessions.opened}
+
+
+def _live_calls(door: Door) -> dict[str, Call]:
+    """What the driver asks of a live service."""
+
+    async def take(body: dict[str, Any]) -> Any:
+        return await door.take(int(body["slot"]))
+
+    async def taken(body: dict[str, Any]) -> Any:
+        return door.store.taken()
+
+    async def forget(body: dict[str, Any]) -> Any:
+        await door.store.forget(str(body["id"]))
+
+    async def recorded(body: dict[str, Any]) -> Any:
+        await door.store.forget_slot(int(body["slot"]))
+
+    async def stats(body: dict[str, Any]) -> Any:
+        return door.stats()
+
+    return {
+        "live_take": take,
+        "live_taken": taken,
+        "live_forget": forget,
+        "live_recorded": recorded,
+        "live_stats": stats,
+    }

@@ -19,12 +19,16 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+from slime.agent.live.settings import LiveSettings, kept_key, write_address
+from slime.agent.live.store import FILE_NAME as LIVE_FILE
 from slime.agent.server.remote import AgentServerFailed, RemoteServer
 from slime.agent.server.settings import Opening, ServerSettings
 from slime.agent.session.journal import FILE_NAME, Attempt, TurnJournal
+from slime.agent.talk import session_limits
 from slime.cluster.process import ChildProcess
 from slime.cluster.python import module_command
 from slime.data.journal import run_identity
+from slime.data.tokenizer import model_context_length
 from slime.errors import UserError
 from slime.parsers.formats import named_formats
 from slime.rollout.runtime import RolloutRuntime
@@ -152,6 +156,8 @@ class AgentServer:
             await asyncio.to_thread(child.stop)
             shutil.rmtree(folder, ignore_errors=True)
             raise
+        if settings.live is not None:
+            write_address(Path(self._config.output_dir or folder), remote.url, settings.live.key, remote.model)
         running = RunningServer(child, remote, reader)
         self._running = running, writer, folder
         up = {client.base_url for client in self._pool.up}
@@ -207,6 +213,28 @@ class AgentServer:
             journal=None if self.journal is None else str(self.journal.path.absolute()),
             host=config.host,
             port=config.agent_server_port or 0,
+            live=self._live(folder),
+        )
+
+    def _live(self, folder: str) -> LiveSettings | None:
+        """What clients are served with whom nobody dispatched, where there is a service for them."""
+        config, params = self._config, self._state.sampling_params
+        if config.live_judge_path is None:
+            return None
+        assert config.hf_checkpoint is not None, "a run with engines has a model"
+        home = Path(config.output_dir or folder)
+        limits = session_limits(config, params, model_context_length(config.hf_checkpoint), None)
+        return LiveSettings(
+            key=kept_key(home),
+            store=str((home / LIVE_FILE).absolute()),
+            params=dict(params),
+            limits=limits.to_dict(),
+            template_kwargs=dict(config.apply_chat_template_kwargs or {}),
+            strict=config.strict_tokens,
+            routing=config.use_rollout_routing_replay,
+            filter_path=config.live_filter_path,
+            idle_s=config.live_idle_timeout,
+            most_conversations=config.live_max_conversations,
         )
 
     async def _end(self) -> None:

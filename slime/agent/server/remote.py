@@ -85,6 +85,10 @@ class RemoteServer:
         answer: dict[str, Any] = await self._call("stats", {})
         return answer
 
+    async def live(self, call: str, **arguments: Any) -> Any:
+        """One call of a live service: take, taken, forget, recorded, stats."""
+        return await self._call(f"live_{call}", arguments)
+
     async def accept_on(self, key: str, listener: socket.socket) -> None:
         """Have the endpoints accept on a listening socket too, for as long as the session lasts."""
         try:

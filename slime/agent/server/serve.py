@@ -14,6 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
+from slime.agent.live.door import Door
 from slime.agent.sampling.model import ChatModel
 from slime.agent.server.app import AgentApp
 from slime.agent.server.control import ControlApp
@@ -44,9 +45,10 @@ async def serve(
     sessions = Sessions(model, pool, fault_tolerant=settings.fault_tolerant, version=settings.version, journal=journal)
     names = (*settings.names, Path(settings.model).name, settings.model, *DEFAULT_NAMES)
     folder = Path(settings.folder)
-    agents = _runner(AgentApp(sessions, tokenizer, names).app)
+    door = None if settings.live is None else Door(settings.live, sessions)
+    agents = _runner(AgentApp(sessions, tokenizer, names, door).app)
     listeners = Listeners(agents, str(folder / LISTENERS), settings.secret)
-    control = _runner(ControlApp(sessions, pool, listeners, settings.secret).app)
+    control = _runner(ControlApp(sessions, pool, listeners, settings.secret, door).app)
     try:
         port = await _listen(agents, settings, folder / AGENTS)
         await control.setup()
@@ -62,6 +64,8 @@ async def serve(
         await agents.cleanup()
         await control.cleanup()
         await pool.aclose()
+        if door is not None:
+            await door.aclose()
         if journal is not None:
             journal.close()
         shutil.rmtree(folder, ignore_errors=True)

@@ -41,6 +41,8 @@ class OpenSession:
         self.names: frozenset[str] = frozenset()
         self.journaled: Callable[[Turn], Awaitable[None]] | None = None
         """Keeps a turn before its client has all of it."""
+        self.continued: Callable[[Prompt], Awaitable[None]] | None = None
+        """Told of each prompt that is going to be answered; the answer ends when what it does is done."""
         self.noted: set[str] = set()
         """What was logged about its requests: each client leaves the same things out turn after turn."""
         self.failure: str | None = None
@@ -59,12 +61,16 @@ class OpenSession:
             raise refusal_problem(refusal) from refusal
         is_begun = False
 
+        continuing = None if self.continued is None else self.continued(prompt)
+
         async def take() -> TakenTurn:
             nonlocal is_begun
             is_begun = True
             taken = await take_prepared(
                 self.session, request, prompt, self._sampler, self._parsers, self._params, on_event
             )
+            if continuing is not None:
+                await continuing
             if self.journaled is not None:
                 await self.journaled(taken.turn)
             return taken
@@ -78,6 +84,11 @@ class OpenSession:
         self._answering.add(task)
         task.add_done_callback(done)
         return prompt, task
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a turn is being sampled."""
+        return bool(self._answering)
 
     async def hold(self) -> None:
         """Send what is at the engines to the gate, which lets nobody through from now on; returns when all is there."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from slime.agent.live.settings import LiveSettings
 from slime.engine.http.pool import EnginePool
 from slime.engine.sglang.router import RoutedPool
 
@@ -64,6 +65,8 @@ class ServerSettings:
     """The file in which the turns of unfinished sessions are kept."""
     host: str = "127.0.0.1"
     port: int = 0
+    live: LiveSettings | None = None
+    """What clients whom nobody dispatched are served with."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,7 +75,8 @@ class ServerSettings:
     def from_dict(cls, values: Mapping[str, Any]) -> ServerSettings:
         """The inverse of `to_dict`, from JSON values too."""
         lists = {name: tuple(values[name]) for name in ("engines", "names")}
-        return cls(**{**values, **lists})
+        live = values.get("live")
+        return cls(**{**values, **lists, "live": None if live is None else LiveSettings(**live)})
 
     def make_pool(self) -> EnginePool:
         """The engines, as this process asks them."""

@@ -13,19 +13,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import sqlite3
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.agent.session.limits import Limits
 from slime.agent.session.records import BadRecord
+from slime.agent.session.row_file import RowFile, RowKind
 from slime.agent.session.session import Session, Template
-from slime.data.journal import JournalFailed
 from slime.data.journal.codec import Codec
-from slime.data.journal.commits import Change, Commits
+from slime.data.journal.commits import Change
 from slime.data.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -33,7 +31,6 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "sessions.sqlite"
 APPLICATION_ID = 0x736C7475  # "sltu"
 FORMAT = 1
-_BUSY_S = 30.0
 _SCHEMA = """
 CREATE TABLE turns (
     run TEXT NOT NULL, sample INTEGER NOT NULL, group_index INTEGER NOT NULL, attempt INTEGER NOT NULL,
@@ -41,6 +38,7 @@ CREATE TABLE turns (
     PRIMARY KEY (run, sample, group_index, attempt, session, number)
 ) WITHOUT ROWID;
 """
+_KIND = RowKind("turns of sessions", APPLICATION_ID, FORMAT, _SCHEMA, "SELECT number FROM turns LIMIT 1")
 _OF_ATTEMPT = "run = ? AND sample = ? AND group_index = ? AND attempt = ?"
 _NONE = -1
 
@@ -64,21 +62,13 @@ class Attempt:
         return (self.run, _NONE if self.sample is None else self.sample, group, self.number)
 
 
-class TurnJournal:
-    """One process's hands on the file; others may have theirs. Usable from several threads."""
+class TurnJournal(RowFile):
+    """The turns of unfinished sessions."""
 
     def __init__(self, path: Path) -> None:
         """Make or open `path`."""
-        self.path = path
-        self._lock = threading.RLock()
+        super().__init__(path, _KIND)
         self._codec = Codec()
-        if path.exists() and not _is_ours(path):
-            _set_aside(path)
-        try:
-            self._connection = self._connected()
-        except sqlite3.Error as error:
-            raise self._failed(error) from error
-        self._commits = Commits(self)
 
     async def append(self, key: str, attempt: Attempt, record: Mapping[str, Any]) -> None:
         """Keep a turn (`Session.turn_record`); in the file when this returns, and the event loop goes on meanwhile.
@@ -140,26 +130,6 @@ class TurnJournal:
             logger.warning("%s: the session of sample %s begins anew: %s", self.path, attempt.sample, error)
             return None
 
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of what is written inside, or nothing."""
-        with self._lock:
-            try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                yield self._connection
-                self._connection.execute("COMMIT")
-            except sqlite3.Error as error:
-                raise self._failed(error) from error
-            finally:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-
-    def close(self) -> None:
-        """Write what waits, and give the file back; safe to call again."""
-        self._commits.close()
-        with self._lock:
-            self._connection.close()
-
     def _appending(self, key: str, attempt: Attempt, record: Mapping[str, Any]) -> Change:
         number = int(record["turn"]["number"])
         content = self._codec.pack(dict(record), f"turn {number} of sample {attempt.sample}")
@@ -180,25 +150,6 @@ class TurnJournal:
         record: Mapping[str, Any] = self._codec.unpack(content)
         return record
 
-    def _connected(self) -> sqlite3.Connection:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
-        connection.execute("BEGIN IMMEDIATE")
-        if not connection.execute("PRAGMA user_version").fetchone()[0]:
-            connection.execute(_SCHEMA)
-            connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version={FORMAT}")
-        connection.execute("COMMIT")
-        return connection
-
-    def _failed(self, error: sqlite3.Error) -> JournalFailed:
-        return JournalFailed(
-            f"{self.path}: the turns of sessions cannot be written ({error}); make room on that disk if it is full, "
-            "and run the same command again"
-        )
-
 
 def _deleting(where: str, columns: tuple[Any, ...]) -> Change:
     def change(connection: sqlite3.Connection) -> None:
@@ -212,32 +163,6 @@ def _digest(attempt: Attempt, key: str, number: int, content: bytes) -> bytes:
     digest = hashlib.blake2b(repr((*attempt.columns, key, number)).encode(), digest_size=16)
     digest.update(content)
     return digest.digest()
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether this is a journal of turns that can be read, or an empty file that is going to be one."""
-    try:
-        with closing(sqlite3.connect(f"file:{path.absolute()}?mode=ro", uri=True, timeout=_BUSY_S)) as connection:
-            known = [
-                int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")
-            ]
-            if known == [0, 0]:
-                return not connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
-            connection.execute("SELECT number FROM turns LIMIT 1").fetchone()
-            return known == [APPLICATION_ID, FORMAT]
-    except sqlite3.DatabaseError:
-        return False
-
-
-def _set_aside(path: Path) -> None:
-    number = 1
-    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
-        number += 1
-    for suffix in ("", "-wal", "-shm"):
-        beside = path.with_name(path.name + suffix)
-        if beside.exists():
-            beside.rename(f"{aside}{suffix}")
-    logger.warning("%s: is no journal of turns that this slime can read; it is now %s", path, aside)
 
 
 def _or_none(value: int) -> int | None:

@@ -57,6 +57,11 @@ class Limits:
     deadline: float | None = None
     clock: Callable[[], float] = time.monotonic
 
+    def to_dict(self) -> dict[str, int | None]:
+        """The numbers, for a process with a clock of its own."""
+        names = ("max_turns", "max_tokens", "max_new_tokens", "max_context")
+        return {name: getattr(self, name) for name in names}
+
     def check(self, turns: int, sampled: int) -> None:
         """Raise if no further turn may begin after so many turns and sampled tokens."""
         if self.deadline is not None and self.clock() >= self.deadline:

@@ -1,0 +1,1 @@
+"""A model that serves real clients and learns from their conversations (docs/agents.md, "A live service")."""

@@ -1,0 +1,41 @@
+"""What a live service implies, and the flags that it refuses."""
+
+import pytest
+
+from slime.config import Config, derive
+from slime.config.live import LIVE_GENERATE, TRAFFIC_BASELINE, live_contradictions
+
+LIVE = {"rollout_batch_size": 4, "num_rollout": 2, "live_judge_path": "judge.py:judge", "device": "cpu"}
+
+
+def derived(**flags):
+    return derive(Config(**{**LIVE, "async_mode": "full", "n_samples_per_prompt": 1, **flags}))
+
+
+def test_samples_are_exchanges_and_the_traffic_is_the_baseline():
+    config = derived()
+    assert config.disable_rollout_global_dataset
+    assert config.custom_generate_function_path == LIVE_GENERATE
+    assert config.custom_reward_post_process_path == TRAFFIC_BASELINE
+    assert list(live_contradictions(config)) == []
+
+
+def test_functions_that_were_named_stay():
+    config = derived(custom_generate_function_path="mine.py:f", custom_reward_post_process_path="mine.py:g")
+    assert (config.custom_generate_function_path, config.custom_reward_post_process_path) == ("mine.py:f", "mine.py:g")
+    assert derived(advantage_estimator="reinforce_plus_plus").custom_reward_post_process_path is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"async_mode": "sync"}, "--async-mode full"),
+        ({"max_weight_staleness": 0}, "--async-mode full"),
+        ({"n_samples_per_prompt": 2}, "groups of 1"),
+        ({"prompt_data": "prompts.jsonl"}, "drop it"),
+        ({"live_judge_path": None, "live_filter_path": "f.py"}, "--live-judge-path"),
+    ],
+)
+def test_what_does_not_go_with_it_is_one_sentence(flags, sentence):
+    [found] = live_contradictions(derived(**flags))
+    assert sentence in found
