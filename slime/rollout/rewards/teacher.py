@@ -22,9 +22,15 @@ FIRST_BACKOFF_S = 0.5
 class Teacher:
     """A served model that is asked for log-probs and never updated."""
 
-    def __init__(self, url: str, *, timeout_s: float, concurrency: int, api_key: str | None = None) -> None:
-        self.pool = EnginePool([url.rstrip("/").removesuffix("/generate")], timeout_s=timeout_s, api_key=api_key)
+    def __init__(self, pool: EnginePool, *, concurrency: int) -> None:
+        self.pool = pool
         self._semaphore = asyncio.Semaphore(concurrency)
+
+    @classmethod
+    def at(cls, url: str, *, timeout_s: float, concurrency: int, api_key: str | None = None) -> Teacher:
+        """The one that is served there."""
+        pool = EnginePool([url.rstrip("/").removesuffix("/generate")], timeout_s=timeout_s, api_key=api_key)
+        return cls(pool, concurrency=concurrency)
 
     async def log_probs(self, tokens: Sequence[int], response_length: int) -> list[float]:
         """The log-probs of the last `response_length` tokens, each given those before it."""

@@ -1,0 +1,30 @@
+"""Rewards by rank: the answers to one prompt are compared in pairs, and the order that comes of it is the reward.
+
+from slime.rollout.rewards.tournament import ServedJudge, Tournament
+
+tournament = Tournament(ServedJudge(prompt=PROMPT), topology="swiss")
+
+async def reward(args, samples):  # --custom-rm-path this_file.py:reward --group-rm
+    return await tournament.rewards(args, samples)
+"""
+
+from slime.rollout.rewards.tournament.judging import Judge, JudgeFailed, Match
+from slime.rollout.rewards.tournament.ranking import rank_rewards
+from slime.rollout.rewards.tournament.rewarding import Tournament
+from slime.rollout.rewards.tournament.served import ServedJudge, verdict_of
+from slime.rollout.rewards.tournament.topologies import TOPOLOGIES, Played, Topology, expected_matches, play
+
+__all__ = [
+    "TOPOLOGIES",
+    "Judge",
+    "JudgeFailed",
+    "Match",
+    "Played",
+    "ServedJudge",
+    "Topology",
+    "Tournament",
+    "expected_matches",
+    "play",
+    "rank_rewards",
+    "verdict_of",
+]

@@ -1,0 +1,255 @@
+"""Who plays whom, and what order comes of it: tournaments as pure generators.
+
+A topology of n players (0 ... n-1, the best seed first) yields rounds, lists of pairs whose matches do not depend on
+one another, is sent the scores of each round, and returns the level of every player. A score is the first player's
+share of the point: 1, 0, or 1/2 for a tie; None is a match that nobody could decide.
+
+| topology | matches of n players | an undecided match |
+|---|---|---|
+| `round_robin` | n (n-1) / 2 | does not count |
+| `swiss` | floor(n/2) ceil(log2 n) | half a point each |
+| `double_elimination` | 2n - 2, and one more if the unbeaten one loses the final | as a tie |
+| `seeded_single_elimination` | 2n - 2: all against one, which makes the seeds, then n - 1 | as a tie |
+| `single_elimination` | n - 1 | as a tie |
+
+In an elimination one has to leave: after a tie the worse seed, which then ends where the other one ends. So equal
+answers get equal ranks wherever the draw put them. A player of whom no match was decided has no level.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass
+
+from slime.rollout.rewards.tournament.ranking import Level
+
+Pair = tuple[int, int]
+Score = float | None
+Rounds = Generator[list[Pair], Sequence[Score], list[Level]]
+Topology = Callable[[int], Rounds]
+
+TIE = 0.5
+BYE = 1.0
+
+
+@dataclass(frozen=True)
+class Played:
+    """A tournament that was played: levels in the order of the players, and every match with its score."""
+
+    levels: list[Level | None]
+    matches: list[tuple[Pair, Score]]
+
+    @property
+    def undecided(self) -> int:
+        """Matches without a score."""
+        return sum(score is None for _, score in self.matches)
+
+    @property
+    def ties(self) -> int:
+        """Matches that went to nobody."""
+        return sum(score == TIE for _, score in self.matches)
+
+
+async def play(
+    topology: Topology, seeds: Sequence[int], score_round: Callable[[list[Pair]], Awaitable[Sequence[Score]]]
+) -> Played:
+    """Play `topology` among the players in `seeds`, the best first; `score_round` scores the matches of a round.
+
+    `seeds` is a permutation of 0 ... n-1; pairs and levels are in terms of its members.
+    """
+    rounds, matches = topology(len(seeds)), list[tuple[Pair, Score]]()
+    try:
+        pairs = next(rounds)
+        while True:
+            named = [(seeds[a], seeds[b]) for a, b in pairs]
+            scores = await score_round(named)
+            matches += zip(named, scores, strict=True)
+            pairs = rounds.send(scores)
+    except StopIteration as end:
+        by_seed: list[Level] = end.value
+    decided = {player for pair, score in matches if score is not None for player in pair}
+    levels: list[Level | None] = [None] * len(seeds)
+    for seed, player in enumerate(seeds):
+        if player in decided or len(seeds) == 1:
+            levels[player] = by_seed[seed]
+    return Played(levels, matches)
+
+
+def round_robin(n: int) -> Rounds:
+    """All against all; the level is the mean score over the matches that were decided."""
+    pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
+    scores = yield pairs
+    points: list[list[float]] = [[] for _ in range(n)]
+    for (a, b), score in zip(pairs, scores, strict=True):
+        if score is not None:
+            points[a].append(score)
+            points[b].append(1 - score)
+    return [(sum(own) / len(own) if own else TIE,) for own in points]
+
+
+def swiss(n: int) -> Rounds:
+    """ceil(log2 n) rounds among those with equal points, nobody twice against the same one where that can be.
+
+    Of an odd number the last without a bye yet has one, which is a point. The level is the points, then those of the
+    opponents (Buchholz).
+    """
+    points, met = [0.0] * n, [set[int]() for _ in range(n)]
+    had_bye: set[int] = set()
+    for _ in range(math.ceil(math.log2(n)) if n > 1 else 0):
+        order = sorted(range(n), key=lambda player: (-points[player], player))
+        if n % 2:
+            resting = next(player for player in reversed(order) if player not in had_bye)
+            order.remove(resting)
+            had_bye.add(resting)
+        pairs = _not_yet_met(order, met)
+        scores = yield pairs
+        for (a, b), score in zip(pairs, scores, strict=True):
+            share = TIE if score is None else score
+            points[a] += share
+            points[b] += 1 - share
+            met[a].add(b)
+            met[b].add(a)
+        if n % 2:
+            points[resting] += BYE
+    return [(points[player], sum(points[other] for other in sorted(met[player]))) for player in range(n)]
+
+
+def single_elimination(n: int) -> Rounds:
+    """Who loses is out; the best seeds pass over the first round where n is no power of two.
+
+    The best seed left meets the worst one in every round. The level is the round in which one fell.
+    """
+    alive, level, shares = list(range(n)), [0] * n, dict[int, int]()
+    rounds = math.ceil(math.log2(n)) if n > 1 else 0
+    for number in range(rounds):
+        passing = 2 ** (rounds - number) - len(alive)
+        pairs = _folded(alive[passing:])
+        scores = yield pairs
+        fell = _losers(pairs, scores, shares)
+        for player in alive:
+            level[player] = number if player in fell else number + 1
+        alive = [player for player in alive if player not in fell]
+    return _with_shares(level, shares)
+
+
+def seeded_single_elimination(n: int) -> Rounds:
+    """All others against the first one, then a single elimination among seeds by how that went.
+
+    The level is the round in which one fell, then the score against the first one.
+    """
+    pairs = [(player, 0) for player in range(1, n)]
+    scores = yield pairs
+    points = [TIE, *(TIE if score is None else score for score in scores)]
+    seeds = sorted(range(n), key=lambda player: (-points[player], player))
+    rounds, fell = single_elimination(n), list[Level]()
+    try:
+        pairs = next(rounds)
+        while True:
+            pairs = rounds.send((yield [(seeds[a], seeds[b]) for a, b in pairs]))
+    except StopIteration as end:
+        fell = end.value
+    return [(*fell[seeds.index(player)], points[player]) for player in range(n)]
+
+
+def double_elimination(n: int) -> Rounds:
+    """Who loses twice is out; the last unbeaten one meets the last one beaten once, twice if it loses the first time.
+
+    The unbeaten play each other, and so do those beaten once; of an odd number the best seed rests. The level is the
+    step at which one was out.
+    """
+    unbeaten, beaten = list(range(n)), list[int]()
+    level, shares, step = [0] * n, dict[int, int](), 0
+    while len(unbeaten) > 1 or len(beaten) > 1:
+        step += 1
+        upper, lower = _folded(unbeaten[len(unbeaten) % 2 :]), _folded(beaten[len(beaten) % 2 :])
+        scores = yield [*upper, *lower]
+        dropped = _losers(upper, scores[: len(upper)], {})
+        out = _losers(lower, scores[len(upper) :], shares)
+        for player in [*unbeaten, *beaten]:
+            level[player] = step - 1 if player in out else step
+        unbeaten = [player for player in unbeaten if player not in dropped]
+        beaten = sorted({*beaten, *dropped} - out)
+    if n > 1:
+        final = (unbeaten[0], beaten[0])
+        scores = yield [final]
+        if scores[0] is not None and scores[0] < TIE:
+            scores = yield [final]
+        last = TIE if scores[0] is None else scores[0]
+        level[final[0]] += last >= TIE
+        level[final[1]] += last <= TIE
+    return _with_shares(level, shares)
+
+
+TOPOLOGIES: dict[str, Topology] = {
+    "round_robin": round_robin,
+    "swiss": swiss,
+    "double_elimination": double_elimination,
+    "seeded_single_elimination": seeded_single_elimination,
+    "single_elimination": single_elimination,
+}
+
+
+def expected_matches(name: str, n: int) -> int:
+    """How many matches a topology has among n players (of double elimination: without the second final)."""
+    rounds = math.ceil(math.log2(n)) if n > 1 else 0
+    return {
+        "round_robin": n * (n - 1) // 2,
+        "swiss": n // 2 * rounds,
+        "double_elimination": 2 * (n - 1),
+        "seeded_single_elimination": 2 * (n - 1),
+        "single_elimination": n - 1,
+    }[name]
+
+
+def _folded(players: Sequence[int]) -> list[Pair]:
+    """The best seed against the worst, the second against the last but one, ..."""
+    return [(players[i], players[-1 - i]) for i in range(len(players) // 2)]
+
+
+def _losers(pairs: Sequence[Pair], scores: Sequence[Score], shares: dict[int, int]) -> set[int]:
+    """Who leaves each match; after a tie the worse seed, of whom `shares` notes with whom it shares its place."""
+    losers = set()
+    for (a, b), score in zip(pairs, scores, strict=True):
+        better, worse = min(a, b), max(a, b)
+        if score is None or score == TIE:
+            losers.add(worse)
+            shares[worse] = better
+        else:
+            losers.add(b if score > TIE else a)
+    return losers
+
+
+def _with_shares(level: Sequence[int], shares: dict[int, int]) -> list[Level]:
+    """The levels, where one that fell in a tie has that of the player it tied with in the end."""
+    found: list[Level] = []
+    for player in range(len(level)):
+        while player in shares:  # towards better seeds: it ends
+            player = shares[player]
+        found.append((float(level[player]),))
+    return found
+
+
+def _not_yet_met(order: Sequence[int], met: Sequence[set[int]]) -> list[Pair]:
+    """Neighbours in `order` as pairs; those who have met are kept apart as far as swapping can do it."""
+    left, pairs = list(order), list[Pair]()
+    while left:
+        first = left.pop(0)
+        at = next((i for i, other in enumerate(left) if other not in met[first]), None)
+        if at is None and (swapped := _swapped(first, left[0], pairs, met)) is not None:
+            pairs[swapped[0]], pair = swapped[1], swapped[2]
+            pairs.append(pair)
+            left.pop(0)
+            continue
+        pairs.append((first, left.pop(at or 0)))
+    return pairs
+
+
+def _swapped(a: int, b: int, pairs: Sequence[Pair], met: Sequence[set[int]]) -> tuple[int, Pair, Pair] | None:
+    """The latest pair that a and b, who have met, can exchange partners with, and the two pairs that come of it."""
+    for at in range(len(pairs) - 1, 0, -1):  # not the first: those two play for the lead
+        c, d = pairs[at]
+        for one, two in (((c, a), (d, b)), ((c, b), (d, a))):
+            if one[1] not in met[one[0]] and two[1] not in met[two[0]]:
+                return at, one, two
+    return None
