@@ -1,0 +1,56 @@
+"""The machine's C compiler, for programs that a model wrote: found once, run only in sandboxes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime.agent.sandbox.machine import MachineSandbox
+from slime.agent.sandbox.protocol import Outcome
+from slime.errors import UserError
+
+NAMES = ("cc", "gcc", "clang")
+_ERROR = re.compile(r"^[^\n:]*:\d+:(?:\d+:)? (?:fatal )?error: (.*)$", re.MULTILINE)
+_LINKING = re.compile(r"^.*?((?:undefined reference|multiple definition|undefined symbol|duplicate symbol).*)$", re.M)
+
+
+@dataclass(frozen=True)
+class CCompiler:
+    """A compiler of this machine, which sandboxes see too (`/usr` is visible there)."""
+
+    path: str
+    version: str
+    """The first line that it says about itself: what verdicts on programs depend on."""
+
+    async def build(
+        self, sandbox: MachineSandbox, sources: Sequence[str], output: str, flags: Sequence[str] = ()
+    ) -> Outcome:
+        """Compile and link in the sandbox, under its limits; the outcome is the compiler's."""
+        return await sandbox.exec([self.path, *flags, *sources, "-o", output])
+
+
+def find_c_compiler(names: Sequence[str] = NAMES) -> CCompiler:
+    """The first of these that is on the PATH; UserError with the remedy where there is none."""
+    for name in names:
+        path = shutil.which(name)
+        if path is None:
+            continue
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        if said.returncode == 0 and said.stdout:
+            return CCompiler(path, said.stdout.splitlines()[0])
+    raise UserError(
+        f"there is no C compiler on the PATH ({', '.join(names)}): install one, such as by `apt install gcc libc6-dev`"
+        ", `dnf install gcc` or `xcode-select --install`"
+    )
+
+
+def first_error(outcome: Outcome, *, limit: int = 120) -> str:
+    """What the compiler complained of first, in its words and in one line, without the place; quotes are plain ones."""
+    if outcome.cause is not None:
+        return f"the compiler ran into the limit on {outcome.cause}"
+    found = _ERROR.search(outcome.err) or _LINKING.search(outcome.err)
+    text = found[1] if found else next(iter(outcome.err.strip().splitlines()), f"exit code {outcome.code}")
+    return re.sub("[‘’`]", "'", text).strip()[:limit]

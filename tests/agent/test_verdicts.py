@@ -1,0 +1,114 @@
+"""Verdicts are found out once: at the same time, in a row, and over runs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.agent.verdicts import Verdicts
+
+
+class Judge:
+    """Says how long a text is, when it may; counts."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.may = asyncio.Event()
+        self.may.set()
+        self.fails = 0
+
+    async def __call__(self, text: str) -> dict[str, Any]:
+        self.texts.append(text)
+        await self.may.wait()
+        if self.fails:
+            self.fails -= 1
+            raise OSError("no sandbox")
+        return {"length": len(text)}
+
+
+def test_a_text_that_many_ask_about_is_judged_once() -> None:
+    async def main() -> None:
+        verdicts, judge = Verdicts(), Judge()
+        judge.may.clear()
+        asked = [asyncio.create_task(verdicts.of(text, judge)) for text in ("aa", "b", "aa", "aa")]
+        await asyncio.sleep(0)
+        judge.may.set()
+        assert [found["length"] for found in await asyncio.gather(*asked)] == [2, 1, 2, 2]
+        assert await verdicts.of("aa", judge) == {"length": 2}
+        assert judge.texts == ["aa", "b"]
+        assert (verdicts.asked, verdicts.judged) == (5, 2)
+
+    asyncio.run(main())
+
+
+def test_who_gives_up_takes_no_one_elses_verdict_along() -> None:
+    async def main() -> None:
+        verdicts, judge = Verdicts(), Judge()
+        judge.may.clear()
+        first, second = (asyncio.create_task(verdicts.of("aa", judge)) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        judge.may.set()
+        assert await second == {"length": 2}
+        assert judge.texts == ["aa"]
+
+    asyncio.run(main())
+
+
+def test_a_failure_is_no_verdict_and_is_tried_again() -> None:
+    async def main() -> None:
+        verdicts, judge = Verdicts(), Judge()
+        judge.fails = 1
+        with pytest.raises(OSError, match="no sandbox"):
+            await verdicts.of("aa", judge)
+        assert await verdicts.of("aa", judge) == {"length": 2}
+
+    asyncio.run(main())
+
+
+def test_a_later_run_knows_them_but_not_those_of_another_context(tmp_path: Path) -> None:
+    file = tmp_path / "run" / "verdicts.jsonl"
+
+    async def ask(judge: Judge, **context: str) -> None:
+        assert await Verdicts(file, context=context).of("aa", judge) == {"length": 2}
+
+    judges = [Judge() for _ in range(4)]
+    asyncio.run(ask(judges[0], compiler="gcc 12"))
+    asyncio.run(ask(judges[1], compiler="gcc 12"))
+    asyncio.run(ask(judges[2], compiler="gcc 13"))
+    asyncio.run(ask(judges[3], compiler="gcc 12"))
+    assert [len(judge.texts) for judge in judges] == [1, 0, 1, 0]
+
+
+def test_a_line_that_a_crash_cut_off_costs_that_line_only(tmp_path: Path) -> None:
+    file = tmp_path / "verdicts.jsonl"
+
+    async def ask(judge: Judge) -> None:
+        verdicts = Verdicts(file)
+        for text in ("aa", "b"):
+            await verdicts.of(text, judge)
+
+    first, second, third = Judge(), Judge(), Judge()
+    asyncio.run(ask(first))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20] + b"\xff")
+    asyncio.run(ask(second))
+    asyncio.run(ask(third))
+    assert (first.texts, second.texts, third.texts) == (["aa", "b"], ["b"], [])
+
+
+def test_closing_gives_up_what_is_under_way() -> None:
+    async def main() -> None:
+        verdicts, judge = Verdicts(), Judge()
+        judge.may.clear()
+        asked = asyncio.create_task(verdicts.of("aa", judge))
+        await asyncio.sleep(0)
+        await verdicts.aclose()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    asyncio.run(main())
