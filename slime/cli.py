@@ -16,6 +16,7 @@ usage: slime COMMAND ...
 
   train        train a model; the same as python train.py (slime train --help lists the flags)
   train-async  the same, generating while it trains (--async-mode one-step or full); python train_async.py
+  stages       train in stages that one config file describes: slime stages FILE [FLAGS] (docs/stages.md)
   plan         say what a training run would do, and stop; the same as slime train --dry-run
   samples      list, filter and export the samples of a run (slime samples --help)
   serve        start the embedded inference engine alone (slime serve --help), or with --rollout-backend or
@@ -60,6 +61,7 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "train": _train,
         "train-async": _train_async,
+        "stages": _stages,
         "plan": _plan,
         "serve": _serve,
         "fleet": _fleet,
@@ -108,6 +110,17 @@ def _run(config: Config) -> int:
     from slime.driver import train
 
     train(config)
+    return EXIT_OK
+
+
+def _stages(words: Sequence[str]) -> int:
+    from slime.stages import read_stages
+
+    if not words or words[0].startswith("-"):
+        raise UserError("slime stages needs the config file first: slime stages FILE [FLAGS of slime train]")
+    for stage in read_stages(words[0], words[1:]):
+        print(stage.heading, flush=True)
+        _run(stage.config())
     return EXIT_OK
 
 

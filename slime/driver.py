@@ -32,6 +32,7 @@ from types import FrameType
 from typing import Any
 
 from slime.cluster.choose import find_machines
+from slime.cluster.collector import old_objects_left_alone
 from slime.cluster.process import process_tree
 from slime.config import Config, resolve, save_config
 from slime.config.asynchronous import is_async
@@ -279,7 +280,7 @@ class Run:
         self.publish_weights(self.start)
         if total == 0 or (self.start == 0 and not config.skip_eval_before_train) or self._evaluation_is_missing():
             self.evaluate(self.start)
-        with closing(self._make_feed()) as feed:
+        with old_objects_left_alone(), closing(self._make_feed()) as feed:
             for rollout_id in range(self.start, total):
                 began = time.monotonic()
                 rollout = self.next_rollout(feed, rollout_id)
@@ -296,6 +297,7 @@ class Run:
                     after |= self.turns.metrics()
                     step_s = time.monotonic() - began
                     after |= {"perf/rollout_wait_time": waited, "perf/step_time": step_s}
+                    after |= straggler_seconds(rollout.metrics, waited)
                     after["perf/idle_time"] = idle_seconds(rollout.metrics | after)
                     self._finish_step(rollout_id, rollout, after)
                     if evaluates_now:
@@ -546,6 +548,15 @@ def idle_seconds(metrics: dict[str, Any]) -> float:
     parts = ("perf/train_time", "perf/update_weights_time", "perf/switch_time")
     known = sum(metrics.get(name, 0.0) for name in parts)
     return max(0.0, float(metrics["perf/step_time"] - generating - known))
+
+
+def straggler_seconds(metrics: dict[str, Any], waited: float) -> dict[str, float]:
+    """How long the trainers waited for the last tenth of a rollout: both the wait and that tenth end with the rollout.
+
+    Nothing where it is not known, as with a rollout function of the user's.
+    """
+    tail = metrics.get("perf/rollout_tail_time")
+    return {} if tail is None else {"perf/straggler_wait_time": min(waited, tail)}
 
 
 def _without(metrics: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def _without_free_memory(plan: str) -> list[str]:
         (["tarin"], "error: unknown command tarin: did you mean train?"),
         (
             [],
-            "error: a command is missing: one of train, train-async, plan, serve, fleet, samples, convert, models, flags, version",
+            "error: a command is missing: one of train, train-async, stages, plan, serve, fleet, samples, convert, models, flags, version",
         ),
         (
             ["flags", "lerning", "rate"],

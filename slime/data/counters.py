@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -35,6 +35,9 @@ class SpecInfo:
         self.spec_verify_ct += int(meta_info["spec_verify_ct"])
         self.completion_token_num += int(meta_info.get("completion_tokens") or 0)
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> SpecInfo:
+        return replace(self)
+
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
 
@@ -59,6 +62,9 @@ class PrefixCacheInfo:
         """Add one engine call."""
         self.cached_tokens += int(meta_info.get("cached_tokens") or 0)
         self.total_prompt_tokens += int(meta_info.get("prompt_tokens") or 0)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> PrefixCacheInfo:
+        return replace(self)
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)

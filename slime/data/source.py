@@ -328,6 +328,11 @@ def fill_in_indices(group: Group, next_group_index: int, next_index: int) -> tup
     return next_group_index, next_index
 
 
+def observes(source: Any) -> bool:
+    """Whether a data source wants to see finished groups with their rewards: `observe_samples(rollout_id, groups)`."""
+    return callable(getattr(source, "observe_samples", None))
+
+
 def is_group(group: Any) -> bool:
     """Whether something is all that belongs to one prompt."""
     return isinstance(group, list) and bool(group) and all(map(is_member, group))

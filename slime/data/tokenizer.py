@@ -83,6 +83,11 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def prompt_token_ids(tokenizer: Any, sample: Sample) -> list[int]:
     """Token ids of a sample's prompt."""
+    return encode(tokenizer, prompt_text(tokenizer, sample))
+
+
+def prompt_text(tokenizer: Any, sample: Sample) -> str:
+    """A sample's prompt as the text that is tokenised."""
     if isinstance(sample.prompt, str):
-        return encode(tokenizer, sample.prompt)
-    return encode(tokenizer, render_messages(tokenizer, sample, sample.prompt, add_generation_prompt=True))
+        return sample.prompt
+    return render_messages(tokenizer, sample, sample.prompt, add_generation_prompt=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 from slime.data.jsonable import from_json, to_json
@@ -19,9 +20,11 @@ from slime.data.source import (
     RolloutDataSourceWithBuffer,
     fill_in_indices,
     is_group,
+    observes,
     remove_chosen,
     samples_of,
 )
+from slime.data.state_file import latest_state_path, read_state, state_path, write_state
 from slime.errors import UserError
 from slime.plugins import load_plugin, takes_nothing
 
@@ -61,6 +64,10 @@ class UserSource:
         self._handed_out = 0
         self._next_group_index = 0
         self._next_index = 0
+        self._observed = -1
+        """The last rollout whose groups the source has seen."""
+        if observes(source):
+            self.observe_samples = self._observe
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["source"], name)
@@ -92,15 +99,27 @@ class UserSource:
         else:
             self._returned.extend(samples)
 
+    def _observe(self, rollout_id: int, groups: list[Group]) -> None:
+        self.source.observe_samples(rollout_id, groups)
+        self._observed = rollout_id
+
+    def stands_before(self, rollout_id: int) -> bool:
+        """Whether the source observes, and was loaded where it had not seen this rollout yet."""
+        return observes(self.source) and self._observed < rollout_id
+
     def save(self, rollout_id: int) -> None:
-        """Save the source's position, if it knows how."""
+        """Save the source's position: as it does that itself, or what its `state_dict` says."""
         if _has(self.source, "save"):
             self.source.save(rollout_id)
+        elif self._has_state() and self.args.save is not None:
+            write_state(state_path(self.args.save, rollout_id), self.position())
 
     def load(self, rollout_id: int | None = None) -> None:
         """Go on from a saved position, if the source knows how."""
         if _has(self.source, "load"):
             self.source.load(rollout_id)
+        elif (path := self._saved_state(rollout_id)) is not None:
+            self._take(read_state(path), str(path))
         elif rollout_id is not None and rollout_id >= 0:
             logger.warning("%s %s cannot load a position: prompts start over", FLAG, self.args.data_source_path)
 
@@ -111,6 +130,8 @@ class UserSource:
             "next_group_index": self._next_group_index,
             "next_index": self._next_index,
         }
+        if observes(self.source):
+            position["observed"] = self._observed
         if self._has_state():
             name = "position" if _has(self.source, "position") else "state_dict"
             state = self.source.position() if name == "position" else self.source.state_dict()
@@ -121,10 +142,10 @@ class UserSource:
         """Stand at `position`, without anything in a buffer; `saved` is the position when `rollout_id` was saved.
 
         A source without a state of its own is loaded where it was saved, and what it has handed out since then is
-        taken from it once more and thrown away.
+        taken from it once more and thrown away. Batches that it saw since then it will see again (`stands_before`).
         """
         if self._has_state() and "source" in position:
-            self.source.load_state_dict(from_json(position["source"]))
+            self._take(position, "the journal")
         else:
             known = 0
             if _has(self.source, "load"):
@@ -134,10 +155,30 @@ class UserSource:
                 self.source.buffer.clear()
             self._handed_out = known
             self._skip_to(int(position["handed_out"]))
+            self._observed = max(rollout_id, int((saved or {}).get("observed", -1)))
+            self._count_from(position)
         self._returned.clear()
+
+    def _take(self, position: dict[str, Any], origin: str) -> None:
+        """Stand at a position that has the source's own state."""
+        try:
+            self.source.load_state_dict(from_json(position["source"]))
+            self._observed = int(position.get("observed", -1))
+            self._count_from(position)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{origin}: is no position of {FLAG} {self.args.data_source_path} ({error!r})") from error
+
+    def _count_from(self, position: dict[str, Any]) -> None:
         self._handed_out = int(position["handed_out"])
         self._next_group_index = int(position["next_group_index"])
         self._next_index = int(position["next_index"])
+
+    def _saved_state(self, rollout_id: int | None) -> Path | None:
+        """The file that `save` wrote of a source's state; None where there is none, or nothing to give it to."""
+        if self.args.load is None or rollout_id == -1 or not self._has_state():
+            return None
+        path = latest_state_path(self.args.load) if rollout_id is None else state_path(self.args.load, rollout_id)
+        return path if path is not None and path.is_file() else None
 
     def buffered(self) -> list[Group]:
         """Groups that were put back, here or into the source, as far as one can see."""

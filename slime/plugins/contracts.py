@@ -98,6 +98,7 @@ CONTRACTS: tuple[Contract, ...] = (
         methods={
             "add_samples": ("samples",),
             "buffer_filter": ("args", "buffer", "num_samples"),
+            "observe_samples": ("rollout_id", "groups"),
             "save": ("rollout_id",),
             "load": ("rollout_id",),
         },
@@ -131,6 +132,8 @@ CONTRACTS: tuple[Contract, ...] = (
         ("rollout_id", "args", "data", "extra_metrics"),
         names=("eval_log", "eval_rollout_log", "log_eval"),
     ),
+    Contract("--live-judge-path", ("args", "exchange"), awaiting="either", names=("live_judge", "judge")),
+    Contract("--live-filter-path", ("exchange",), names=("live_filter", "may_be_kept")),
     Contract("--custom-advantage-function-path", ("args", "rollout_data"), names=("advantage_function", "advantages")),
     Contract(
         "--custom-loss-function-path",

@@ -223,10 +223,19 @@ class Journal:
         if after is not None:
             after()
 
-    def assign(self, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, Any]) -> None:
+    def assign(
+        self,
+        rollout_id: int,
+        groups: Sequence[Group],
+        metrics: Mapping[str, Any],
+        *,
+        dropped: Sequence[Group] = (),
+        position: dict[str, Any] | None = None,
+    ) -> None:
         """Groups, as they now are, become the batch of `rollout_id`, with the metrics of that rollout.
 
-        Samples that have not changed since they were recorded are not written again.
+        Samples that have not changed since they were recorded are not written again. In the same transaction other
+        groups are `dropped`, and the data source stands at `position`, if it is one that has learned from them.
         """
         self._commits.drain()
         leaves = self._looked_at(groups)
@@ -243,20 +252,25 @@ class Journal:
                 [(rollout_id, place, group_id) for place, (group_id, _) in enumerate(written)],
             )
             connection.execute("INSERT OR REPLACE INTO rollouts VALUES (?, 'assigned', ?)", (rollout_id, text))
+            self._drop(connection, dropped)
+            _set_position(connection, position)
         _mark(leaves, written)
         self._writer.forget(row_id for _, ids in written for row_id in ids)
 
     def drop(self, groups: Sequence[Group]) -> None:
         """Groups will not be trained on: a filter left them out, or they are too old."""
         with self._database.transaction() as connection:
-            for leaves in map(flattened, groups):
-                homes = [self._writer.home(connection, leaf.sample) for leaf in leaves]
-                self._writer.forget(home.row_id for home in homes if home is not None)
-                connection.executemany(
-                    "UPDATE groups SET state = 'dropped', rollout_id = NULL, position = NULL "
-                    "WHERE id = ? AND state != 'consumed'",
-                    [(group_id,) for group_id in {home.group_id for home in homes if home is not None}],
-                )
+            self._drop(connection, groups)
+
+    def _drop(self, connection: sqlite3.Connection, groups: Sequence[Group]) -> None:
+        for leaves in map(flattened, groups):
+            homes = [self._writer.home(connection, leaf.sample) for leaf in leaves]
+            self._writer.forget(home.row_id for home in homes if home is not None)
+            connection.executemany(
+                "UPDATE groups SET state = 'dropped', rollout_id = NULL, position = NULL "
+                "WHERE id = ? AND state != 'consumed'",
+                [(group_id,) for group_id in {home.group_id for home in homes if home is not None}],
+            )
 
     def batch(self, rollout_id: int) -> tuple[list[Group], dict[str, Any]] | None:
         """The groups and metrics that were assigned to a rollout and not consumed, to be trained on again."""

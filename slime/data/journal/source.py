@@ -2,14 +2,15 @@
 
 Invariant: a group is in the journal before anybody can work on it, together with the position after it. After a crash
 `resume` puts source and buffer where the journal says they were; what was handed out and not trained on is served
-first, in the order in which it was handed out.
+first, in the order in which it was handed out. A source with `observe_samples` sees every finished group once: those of
+a batch and those that a filter dropped on the way to it, in the transaction in which the batch is recorded.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from slime.data.journal.identity import run_identity
 from slime.data.journal.journal import Journal
 from slime.data.journal.rows import flattened
 from slime.data.sample import Sample
-from slime.data.source import Group, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.data.source import Group, RolloutDataSource, RolloutDataSourceWithBuffer, observes
 from slime.data.user_source import UserSource
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def open_journal(config: Any, path: Path) -> Journal:
 class JournaledSource:
     """Any data source; what is not said here is asked of (and set in) the source itself."""
 
-    _OWN = frozenset({"source", "journal", "_lock", "_returned", "_groups"})
+    _OWN = frozenset({"source", "journal", "_lock", "_returned", "_groups", "_dropped"})
 
     def __init__(self, source: Any, journal: Journal) -> None:
         self.source = source
@@ -48,6 +49,8 @@ class JournaledSource:
         self._lock = threading.RLock()
         self._returned: list[Group] = []
         """Groups of an earlier life, for a source that takes none back."""
+        self._dropped: list[Group] = []
+        """Groups that the source has yet to observe; until then the journal has them as finished."""
         self._groups: JournaledGroups | None = None
         if isinstance(source, RolloutDataSourceWithBuffer):
             self._groups = source.records = JournaledGroups(journal, source.args.load)
@@ -84,6 +87,32 @@ class JournaledSource:
             if _takes_groups(self.source):
                 self.journal.put_back(samples)
             self.source.add_samples(samples)
+
+    def drop(self, groups: list[Group]) -> None:
+        """A filter left groups out; a source that observes is told with the next batch."""
+        with self._lock:
+            if observes(self.source):
+                self._dropped += groups
+            else:
+                self.journal.drop(groups)
+
+    def assign(self, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, Any]) -> None:
+        """Groups become the batch of a rollout; a source that observes has seen them and those dropped since."""
+        with self._lock:
+            if not observes(self.source):
+                self.journal.assign(rollout_id, groups, metrics)
+                return
+            dropped, self._dropped = self._dropped, []
+            self.source.observe_samples(rollout_id, [*_as_groups(groups), *dropped])
+            self.journal.assign(rollout_id, groups, metrics, dropped=dropped, position=self._position())
+
+    def batch(self, rollout_id: int) -> tuple[list[Group], dict[str, Any]] | None:
+        """The batch that the journal has of a rollout; a source that stands before it observes it once more."""
+        with self._lock:
+            found = self.journal.batch(rollout_id)
+            if found is not None and isinstance(self.source, UserSource) and self.source.stands_before(rollout_id):
+                self.source.observe_samples(rollout_id, found[0])
+            return found
 
     def save(self, rollout_id: int) -> None:
         """Save the source's position, and remember where that was.
@@ -150,6 +179,11 @@ class JournaledSource:
 
 def _takes_groups(source: Any) -> bool:
     return not isinstance(source, RolloutDataSource) or type(source).add_samples is not RolloutDataSource.add_samples
+
+
+def _as_groups(groups: Sequence[Any]) -> list[Group]:
+    """What rollout functions return may be bare samples."""
+    return [group if isinstance(group, list) else [group] for group in groups]
 
 
 def _buffered(source: Any) -> list[Group]:
