@@ -12,10 +12,11 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
+from slime.observe.figures import STEP_TIME
 from slime.observe.metrics import read_metrics
 
 REWARD = "rollout/raw_reward"
@@ -137,20 +138,54 @@ def _draw(out: Path, title: str, own: tuple[str, Points], scales: tuple[str, str
         axes.annotate(
             f"{scores[-1]:.3g}", (steps[-1], scores[-1]), textcoords="offset points", xytext=(6, 4), color=color
         )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _label(axes, title, scales)
+    return _saved(figure, out)
+
+
+def reward_by_seconds(records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """(seconds of steps so far, mean reward): evaluations and the time between a crash and the next start are left
+    out, so that runs can be compared."""
+    spent, points = 0.0, []
+    for record in sorted((one for one in records if STEP_TIME in one), key=lambda one: one["rollout_id"]):
+        spent += record[STEP_TIME]
+        if record.get(REWARD) is not None:
+            points.append((spent, record[REWARD]))
+    return points
+
+
+def draw_comparison(runs: Mapping[str, str | os.PathLike[str]], out: Path, title: str) -> Path:
+    """The rewards of several runs, given as the metrics file of each, against the seconds of their steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.8), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, file), color in zip(runs.items(), cycle((_TRAIN, *_EVALS))):
+        points = reward_by_seconds(read_metrics(file))
+        if not points:
+            continue
+        seconds, rewards = zip(*points, strict=True)
+        axes.plot(seconds, rewards, color=color, alpha=0.2, linewidth=1)
+        curve = smooth(rewards, half_life=max(1.0, math.sqrt(len(rewards)) / 2))
+        axes.plot(seconds, curve, color=color, linewidth=2, label=name)
+        axes.plot(seconds[-1:], curve[-1:], color=color, marker="o", markersize=5)
+    _label(axes, title, ("seconds of training", "mean reward"))
+    return _saved(figure, out, dpi=80)
+
+
+def _label(axes: Any, title: str, scales: tuple[str, str]) -> None:
     axes.set_title(title, loc="left", color=_INK, fontweight="bold")
     axes.set_xlabel(scales[0], color=_INK)
     axes.set_ylabel(scales[1], color=_INK)
     axes.grid(axis="y", color="#e2e8f0")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, loc="best", fontsize=9)
-    return _saved(figure, out)
 
 
-def _saved(figure: Any, out: Path) -> Path:
+def _saved(figure: Any, out: Path, dpi: int = 150) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    figure.savefig(unfinished, dpi=150, format="png")
+    figure.savefig(unfinished, dpi=dpi, format="png")
     unfinished.replace(out)
     return out
 

@@ -14,7 +14,7 @@ from slime.config import Config
 from slime.rollout.failures import refuse_all_failed
 from slime.rollout.filters import GroupJudge, call_plugins
 from slime.rollout.flight import Flight, Landed
-from slime.rollout.metrics import Metrics, rollout_metrics
+from slime.rollout.metrics import Metrics, rollout_metrics, tail_seconds
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.rollout.staleness import StaleGroups, is_stale
 from slime.rollout.trajectory import refuse_bad_rewards
@@ -44,9 +44,11 @@ async def _collected(
 ) -> RolloutFnTrainOutput:
     args = runtime.args
     started = time.monotonic()
-    judge = GroupJudge(runtime, f"rollout {rollout_id}")
+    judge = GroupJudge(runtime, f"rollout {rollout_id}", data_source)
     stale = StaleGroups(runtime)
-    groups, surplus = await _filled(runtime, data_source, flight, judge, stale)
+    arrivals: list[float] = []
+    groups, surplus = await _filled(runtime, data_source, flight, judge, stale, arrivals)
+    tail = tail_seconds(arrivals, time.monotonic())
     landed = await flight.land()
     surplus += landed.finished
     if surplus or landed.unfinished:
@@ -56,6 +58,7 @@ async def _collected(
     refuse_all_failed(samples, f"rollout {rollout_id}")
     call_plugins(runtime, groups, sorted([*groups, *judge.dropped], key=group_order), data_source)
     metrics = rollout_metrics(args, samples, time.monotonic() - started, judge.repetitions)
+    metrics["perf/rollout_tail_time"] = tail
     over_samples = args.over_sampling_batch_size > args.rollout_batch_size
     if over_samples or args.partial_rollout or args.dynamic_sampling_filter_path is not None:
         metrics |= judge.metrics() | _left_over(surplus, landed)
@@ -65,9 +68,14 @@ async def _collected(
 
 
 async def _filled(
-    runtime: RolloutRuntime, data_source: Any, flight: Flight, judge: GroupJudge, stale: StaleGroups
+    runtime: RolloutRuntime,
+    data_source: Any,
+    flight: Flight,
+    judge: GroupJudge,
+    stale: StaleGroups,
+    arrivals: list[float],
 ) -> tuple[list[Group], list[Group]]:
-    """A full batch, and the groups that finished in the same moment as its last one.
+    """A full batch, and the groups that finished in the same moment as its last one; `arrivals` gets its groups' times.
 
     `state.remaining_batch_size` counts the groups dispatched and not dropped. A source that has nothing more to hand
     out ends a batch early.
@@ -97,6 +105,7 @@ async def _filled(
             refuse_bad_rewards(runtime.args, list(leaves(group)))
             if judge.keeps(group, insufficient=state.remaining_batch_size <= target):
                 groups.append(group)
+                arrivals.append(time.monotonic())
             else:
                 state.remaining_batch_size -= 1
     return groups, surplus

@@ -24,7 +24,7 @@ from slime.data.sample import Sample
 from slime.rollout.failures import refuse_all_failed
 from slime.rollout.filters import GroupJudge, call_plugins
 from slime.rollout.flight import cancelled, result_of
-from slime.rollout.metrics import rollout_metrics
+from slime.rollout.metrics import rollout_metrics, tail_seconds
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.staleness import StaleGroups, group_version
 from slime.rollout.trajectory import refuse_bad_rewards
@@ -39,13 +39,14 @@ class _Dispatched:
     """A group, its prompts as they were, and the oldest weights that have sampled or will sample it.
 
     The version is found once, when the group takes off and again when it arrives; `known` says whether its tokens
-    tell it.
+    tell it. `arrived_at` is when it was ready.
     """
 
     group: Group
     prompts: Group
     version: int
     known: bool = False
+    arrived_at: float = 0.0
 
 
 class ContinuousRollout:
@@ -71,7 +72,7 @@ class ContinuousRollout:
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
         self._serving: Background | None = None
-        self._judge = GroupJudge(runtime, f"rollout {first}")
+        self._judge = GroupJudge(runtime, f"rollout {first}", data_source)
         self._stale = StaleGroups(runtime)
         self._since = time.monotonic()
 
@@ -87,14 +88,16 @@ class ContinuousRollout:
         self._runtime.state.rollout_id = rollout_id
         self._changed.set()
         taken = await self._batch(rollout_id)
+        tail = tail_seconds([one.arrived_at for one in taken], time.monotonic())
         groups = sorted((one.group for one in taken), key=group_order)
-        judge, self._judge = self._judge, GroupJudge(self._runtime, f"rollout {rollout_id + 1}")
+        judge, self._judge = self._judge, GroupJudge(self._runtime, f"rollout {rollout_id + 1}", self._source)
         self._judge.repetitions = judge.repetitions.only(leaves([one.group for one in self._ready]))
         samples = list(leaves(groups))
         refuse_all_failed(samples, f"rollout {rollout_id}")
         everything = sorted([*groups, *judge.dropped], key=group_order)
         call_plugins(self._runtime, groups, everything, self._source)
         metrics = rollout_metrics(self._args, samples, time.monotonic() - self._since, judge.repetitions)
+        metrics["perf/rollout_tail_time"] = tail
         metrics |= judge.metrics() | self._stale.counted()
         metrics |= {
             "rollout/under_way_groups": float(len(self._under_way)),
@@ -191,6 +194,7 @@ class ContinuousRollout:
         if self._is_stale(arrived, self._next):
             self._give_up(arrived, self._next)
         else:
+            arrived.arrived_at = time.monotonic()
             self._ready.append(arrived)
 
     async def _batch(self, rollout_id: int) -> list[_Dispatched]:

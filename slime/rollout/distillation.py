@@ -53,7 +53,7 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) ->
 async def _asked(args: Any, tokens: list[int], length: int) -> list[float]:
     if args.rm_url is None:
         raise UserError("slime.rollout.on_policy_distillation asks the teacher that is served at --rm-url: name one")
-    teacher = Teacher(args.rm_url, timeout_s=TIMEOUT_S, concurrency=1)
+    teacher = Teacher.at(args.rm_url, timeout_s=TIMEOUT_S, concurrency=1)
     try:
         return await teacher.log_probs(tokens, length)
     finally:

@@ -20,7 +20,9 @@ from slime.config import Config
 from slime.config.asynchronous import is_async, may_be_older
 from slime.config.groups.asynchronous import ONE_STEP
 from slime.config.plugin_args import plugin_args
+from slime.data.journal import JournaledSource
 from slime.data.sample import Sample
+from slime.data.source import observes
 from slime.errors import UserError
 from slime.rollout.continuous import ContinuousRollout
 from slime.rollout.dump import save_rollout
@@ -67,7 +69,7 @@ class RolloutMaker:
         self._args = args
         self._rollout_fn = rollout_fn
         self._data_source = data_source
-        self._journal = journal
+        self._batches = data_source if isinstance(data_source, JournaledSource) else journal
         self._log = log
         self.at_work = at_work
         self._pulse = pulse or Pulse()
@@ -92,7 +94,7 @@ class RolloutMaker:
 
     def make_with(self, rollout_id: int, sample: Callable[[], RolloutFnTrainOutput]) -> Generated:
         """The same, with another way to sample."""
-        found = None if self._journal is None else self._journal.batch(rollout_id)
+        found = None if self._batches is None else self._batches.batch(rollout_id)
         if found is not None:
             groups, metrics = found
             return self._finished(rollout_id, groups, metrics, seconds=0.0)
@@ -106,8 +108,10 @@ class RolloutMaker:
             made = rollout_metrics(self._args, samples, seconds) | made
         if may_be_older(self._args):
             made |= staleness_metrics(samples, rollout_id)
-        if self._journal is not None:
-            self._journal.assign(rollout_id, output.samples, made)
+        if self._batches is not None:
+            self._batches.assign(rollout_id, output.samples, made)
+        elif observes(self._data_source):
+            self._data_source.observe_samples(rollout_id, output.samples)
         return self._finished(rollout_id, output.samples, made, seconds)
 
     def _usable(self, rollout_id: int, groups: Any) -> list[Sample]:

@@ -6,8 +6,8 @@ deviation, float64): one with one reward throughout has advantage 0 everywhere a
 
 Invariant: every group given to `GroupJudge.keeps` is either kept, ready for the trainers, or counted as dropped, with
 its reason and its tokens; a filter that keeps dropping ends the rollout (`RolloutFailed`) instead of going through the
-data forever. Dropped groups themselves are held only where `--rollout-all-samples-process-path` wants to see them,
-until the rollout is full.
+data forever. Dropped groups themselves are held only where `--rollout-all-samples-process-path` or the data source
+(`observe_samples`) wants to see them, until the rollout is full.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.data.journal import JournaledSource
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.failures import RolloutFailed
@@ -123,8 +124,9 @@ def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Sample],
 class GroupJudge:
     """The filter of one rollout and what it dropped."""
 
-    def __init__(self, runtime: RolloutRuntime, what: str) -> None:
+    def __init__(self, runtime: RolloutRuntime, what: str, data_source: Any = None) -> None:
         self._args = runtime.args
+        self._journal = data_source if isinstance(data_source, JournaledSource) else runtime.journal
         self._pulse = runtime.pulse
         self._what = what
         path = runtime.args.dynamic_sampling_filter_path
@@ -170,8 +172,8 @@ class GroupJudge:
     def _drop(self, group: Group) -> None:
         if self._holds:
             self.dropped.append(group)
-        if self._runtime.journal is not None:
-            self._runtime.journal.drop([group])
+        if self._journal is not None:
+            self._journal.drop([group])
         self._pulse.want_more(len(group))
         self._dropped_in_a_row += 1
         self.dropped_groups += 1

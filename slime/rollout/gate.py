@@ -155,7 +155,7 @@ class Gate:
             waited = True
             self._give_seat()
             try:
-                with _clock_stopped(), waiting("the next rollout", "before it may ask an engine", timeout_s=None):
+                with clock_stopped(), waiting("the next rollout", "before it may ask an engine", timeout_s=None):
                     await self._opened.wait()
                     await self._seats.acquire()
             except BaseException:
@@ -181,7 +181,7 @@ class Gate:
             self._seats.release()
 
 
-def _clock_stopped() -> AbstractContextManager[None]:
+def clock_stopped() -> AbstractContextManager[None]:
     """The clock of the sample that the running code belongs to stands still meanwhile."""
     clock = _clock.get()
     return nullcontext() if clock is None else clock.stopped()

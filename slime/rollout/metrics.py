@@ -56,7 +56,16 @@ def rollout_metrics(
         metrics |= _multi_turn_metrics(args, _usable(samples))
     metrics |= _session_metrics(samples)
     metrics |= _tool_metrics(samples)
+    metrics |= _tournament_metrics(samples)
     return metrics | {f"perf/{name}": value for name, value in _perf_metrics(args, samples, rollout_time).items()}
+
+
+def tail_seconds(arrivals: Sequence[float], now: float) -> float:
+    """Of the time that a batch took, what was spent on its last tenth: `now` less the moment at which nine tenths of
+    its groups (rounded down, at least one) were there, however long before the batch was begun that was."""
+    if not arrivals:
+        return 0.0
+    return now - sorted(arrivals)[max(1, len(arrivals) * 9 // 10) - 1]
 
 
 def eval_metrics(args: Config, data: Mapping[str, Mapping[str, Any]]) -> Metrics:
@@ -227,6 +236,16 @@ def _tool_metrics(samples: Sequence[Sample]) -> Metrics:
     metrics = {"agent/tool_calls": float(totals.pop("calls", 0))}
     metrics["agent/tool_failures"] = metrics["agent/tool_calls"] - totals["ok"]
     return metrics | {f"agent/tool_{name}": float(value) for name, value in totals.items()}
+
+
+def _tournament_metrics(samples: Sequence[Sample]) -> Metrics:
+    """What judging groups in pairs took: the sums of what `slime.rollout.rewards.tournament` noted, one for a group."""
+    totals: Counter[str] = Counter()
+    for sample in samples:
+        noted = sample.metadata.get("tournament")
+        if isinstance(noted, Mapping):
+            totals.update({name: value for name, value in noted.items() if isinstance(value, int | float)})
+    return {f"rollout/tournament_{name}": float(value) for name, value in totals.items()}
 
 
 _SESSION_TOTALS = (

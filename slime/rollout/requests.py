@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.data.tokenizer import prompt_token_ids
 from slime.data.trace import build_sglang_meta_trace_attrs
 from slime.engine.http.client import GenerateResult
 from slime.engine.http.protocol import (
@@ -69,7 +68,7 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
     config, ticket = runtime.args, ticket_here()
     sampling_params = drawn_apart(sampling_params)
     if not sample.total_length:
-        sample.tokens = prompt_token_ids(runtime.tokenizer, sample)
+        sample.tokens = runtime.prompt_ids(sample)
     aborts = 0
     while aborts < MOST_RESUMES:
         budget = new_token_budget(config, sample, sampling_params)

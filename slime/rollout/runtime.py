@@ -13,7 +13,7 @@ import copy
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ from slime.config.plugin_args import changed_by, plugin_args, tell_plugins, with
 from slime.data.check import Bounds
 from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Keep, Sample
-from slime.data.tokenizer import load_tokenizer, model_vocab_size
+from slime.data.tokenizer import encode, load_tokenizer, model_vocab_size, prompt_text
 from slime.data.trace import Span, trace_span
 from slime.engine.http.key import engine_key
 from slime.engine.http.pool import EnginePool
@@ -43,6 +43,7 @@ from slime.rollout.state import Dispatch, GenerateState
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 30.0
+_PROMPTS_KNOWN = 4
 GENERATE_FLAG = "--custom-generate-function-path"
 
 
@@ -147,6 +148,10 @@ class RolloutRuntime:
     def tokenizer(self) -> Any:
         """The tokenizer of ``--hf-checkpoint``, loaded on first use."""
         return self._model.tokenizer
+
+    def prompt_ids(self, sample: Sample) -> list[int]:
+        """Token ids of a sample's prompt; the samples of a group, which come one after the other, share the work."""
+        return list(self._model.encode(prompt_text(self.tokenizer, sample)))
 
     @property
     def special_token_ids(self) -> frozenset[int]:
@@ -284,6 +289,7 @@ class _Model:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self.encode = lru_cache(maxsize=_PROMPTS_KNOWN)(lambda text: tuple(encode(self.tokenizer, text)))
 
     @cached_property
     def tokenizer(self) -> Any:

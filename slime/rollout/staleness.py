@@ -69,7 +69,8 @@ def prompts_of(group: Group) -> Group | None:
 
 
 def staleness_metrics(samples: Sequence[Sample], rollout_id: int) -> dict[str, float]:
-    """Mean and largest staleness of the samples, and the share of trained tokens that older weights sampled."""
+    """Mean and largest staleness of the samples, the share of trained tokens that older weights sampled, and the share
+    of samples under which the weights changed: several versions sampled their tokens."""
     known = [version for sample in samples if (version := sample.oldest_weight_version) is not None]
     if not known:
         return {}
@@ -85,4 +86,9 @@ def staleness_metrics(samples: Sequence[Sample], rollout_id: int) -> dict[str, f
         "rollout/staleness/mean": fmean(rollout_id - version for version in known),
         "rollout/staleness/max": float(rollout_id - min(known)),
         "rollout/off_policy_token_frac": old / trained if trained else 0.0,
+        "rollout/mixed_version_frac": fmean(len(_versions(sample)) > 1 for sample in samples),
     }
+
+
+def _versions(sample: Sample) -> set[str]:
+    return {version for version, _ in sample.version_spans if version is not None}

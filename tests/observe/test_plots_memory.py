@@ -13,7 +13,15 @@ import pytest
 
 from slime.observe.curves import Curves
 from slime.observe.memory import MemorySampler, memory_bytes
-from slime.observe.plots import draw_curves, eval_points, loss_points, reward_points, smooth
+from slime.observe.plots import (
+    draw_comparison,
+    draw_curves,
+    eval_points,
+    loss_points,
+    reward_by_seconds,
+    reward_points,
+    smooth,
+)
 
 RECORDS = [
     {"kind": "eval", "step": 0, "rollout_id": 0, "eval/held-out": 0.1, "eval/held-out-pass@4": 0.3},
@@ -23,6 +31,27 @@ RECORDS = [
     {"kind": "eval", "step": 2, "rollout_id": 1, "eval/held-out": 0.6, "eval/held-out-truncated_ratio": 0.0,
      "eval/held-out/response_len/mean": 3.0, "eval/code": 0.5, "eval/step": 2},
 ]  # fmt: skip
+
+
+def timed(rollout_id: int, seconds: float, reward: float | None) -> dict[str, Any]:
+    return {"rollout_id": rollout_id, "perf/step_time": seconds, "rollout/raw_reward": reward}
+
+
+def test_rewards_by_the_seconds_of_the_steps_so_far() -> None:
+    records = [timed(1, 3.0, 0.5), {"rollout_id": 1, "train/loss": 0.1}, timed(0, 2.0, 0.25), timed(2, 1.0, None)]
+    assert reward_by_seconds([*records, timed(3, 4.0, 0.75)]) == [(2.0, 0.25), (5.0, 0.5), (10.0, 0.75)]
+    assert reward_by_seconds(RECORDS) == [], "nobody knows how long these took"
+
+
+def test_several_runs_are_drawn_into_one_picture(tmp_path: Path) -> None:
+    for name in ("fast", "slow"):
+        (tmp_path / name).write_text("".join(json.dumps(timed(i, 1.0, i / 9)) + "\n" for i in range(9)))
+    (tmp_path / "none").write_text("")
+    runs = {name: tmp_path / name for name in ("fast", "slow", "none")}
+    picture = draw_comparison(runs, tmp_path / "pictures/modes.png", "both")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size < 60_000
+    assert [file.name for file in picture.parent.iterdir()] == ["modes.png"]
 
 
 def test_points_of_a_run() -> None:

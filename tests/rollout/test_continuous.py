@@ -142,6 +142,7 @@ def test_slow_groups_are_overtaken_until_they_would_become_too_old(begin: Any, t
     assert [next(leaves(group)).prompt for group in groups] == ["a", "d"]
     assert staleness_metrics(list(leaves(groups)), 1)["rollout/staleness/max"] == 1.0
     assert taking.result().metrics["rollout/thrown_away_tokens"] == 0.0
+    assert taking.result().metrics["perf/rollout_tail_time"] > 0.0  # d was there long before a
 
 
 def test_the_bound_holds_and_nothing_is_lost_whatever_the_timing(

@@ -2,14 +2,16 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 
 from slime.data.journal import JournaledSource
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.base_types import leaves
+from slime.rollout.base_types import RolloutFnTrainOutput, leaves
 from slime.rollout.failures import RolloutFailed
+from slime.rollout.feed import RolloutMaker
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
 from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std,
@@ -416,4 +418,39 @@ def test_dropped_groups_are_held_only_for_whoever_wants_to_see_them(
     else:
         assert held[-1] <= 1  # the one that was judged last may be on its way out
     assert list(leaves(runtime.journal.recover(0).groups)) == list(leaves(output.samples))
+    runtime.journal.close()
+
+
+def test_a_source_that_observes_sees_what_the_filter_dropped_when_the_batch_is_made(
+    engine, make_runtime, prompts, answer, write_plugin, tmp_path
+):
+    class Observing(prompts):
+        seen = ()
+
+        def observe_samples(self, rollout_id, groups):
+            self.seen = [(rollout_id, group[0].prompt, group[0].reward) for group in groups]
+
+    answer(a="7</s>", b="77</s>", c="777</s>", d="7777</s>")
+    only = write_plugin("def f(args, samples):\n    return samples[0].prompt in 'bd'\n", "only")
+    runtime = make_runtime(
+        [engine.url],
+        custom_rm_path=write_plugin(LENGTH, "length"),
+        dynamic_sampling_filter_path=only,
+        n_samples_per_prompt=1,
+    )
+    inner = Observing(list("abcd"), n=1)
+    runtime.journal = open_journal(tmp_path)
+    source = JournaledSource(inner, runtime.journal)
+    maker = RolloutMaker(
+        runtime.args, generate_rollout, source, journal=runtime.journal, log=lambda *_: False, at_work=nullcontext
+    )
+    groups = generate_rollout(runtime.args, 3, source).samples
+    assert prompts_of(groups) == ["b", "d"]
+    finished = prompts_of(runtime.journal.recover(0).groups)
+    assert (inner.seen, finished) == ((), list("abcd"))  # a crash now would bring all of them back
+    maker.make_with(3, lambda: RolloutFnTrainOutput(groups, {}))
+    kept, dropped = inner.seen[:2], inner.seen[2:]
+    assert kept == [(3, "b", 2.0), (3, "d", 4.0)]
+    assert sorted(dropped) == [(3, "a", 1.0), (3, "c", 3.0)]
+    assert runtime.journal.recover(0).groups == []
     runtime.journal.close()

@@ -51,7 +51,7 @@ def say(engine, tokenizer):
     def script(reply):
         def respond(body):
             said = reply(tokenizer.decode(body["input_ids"]))
-            return engine.held(said[:-1]) if said.endswith("~") else said
+            return engine.held(said[:-1]) if isinstance(said, str) and said.endswith("~") else said
 
         engine.respond = respond
 
@@ -253,9 +253,27 @@ class Noted:
         pass
 
 
-def test_progress_of_the_default_generate_and_drops_are_recorded(engine, make_partial, prompts, say, write_plugin):
-    say(lambda text: {"a": "7</s>", "b": "12~", "c": "1</s>"}[text])
-    keeps = write_plugin("def f(args, samples):\n    return samples[0].prompt != 'c'\n", "filter")
+JUDGES_C = """
+from pathlib import Path
+def f(args, samples):
+    if samples[0].prompt == "c":
+        Path({seen!r}).touch()
+    return samples[0].prompt != "c"
+"""
+
+
+def test_progress_of_the_default_generate_and_drops_are_recorded(
+    engine, make_partial, prompts, say, write_plugin, tmp_path
+):
+    seen = tmp_path / "c was dropped"
+
+    async def when_b_is_asked_and_c_dropped():
+        while len(engine.requests) < 3 or not seen.exists():  # noqa: ASYNC110 - a file and a list tell
+            await asyncio.sleep(0.005)
+        return "7</s>"
+
+    say(lambda text: when_b_is_asked_and_c_dropped() if text == "a" else {"b": "12~", "c": "1</s>"}[text])
+    keeps = write_plugin(JUDGES_C.format(seen=str(seen)), "filter")
     runtime = make_partial(
         custom_generate_function_path=None, dynamic_sampling_filter_path=keeps, over_sampling_batch_size=3
     )
@@ -263,6 +281,7 @@ def test_progress_of_the_default_generate_and_drops_are_recorded(engine, make_pa
     generate_rollout(runtime.args, 0, prompts(["c", "b", "a"], n=1))
     assert runtime.journal.progress == [("b", "12")]
     assert runtime.journal.drops == ["c"]
+    say(lambda text: {"a": "7</s>", "b": "12~"}[text])
     custom = make_partial(ONE_CALL)
     custom.journal = Noted()
     generate_rollout(custom.args, 0, prompts(["a", "b"], n=1))

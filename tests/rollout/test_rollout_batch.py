@@ -12,6 +12,7 @@ from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, leaves
 from slime.rollout.failures import RolloutFailed
+from slime.rollout.metrics import tail_seconds
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm, generate_rollout
 
 REWARD_BY_LENGTH = "async def f(args, sample):\n    return float(len(sample.response))\n"
@@ -46,6 +47,14 @@ def test_a_rollout_returns_all_groups_sorted_with_rewards_and_metrics(engine, ma
     assert metrics["rollout/zero_std/count_1.0"] == 2.0
     assert metrics["rollout/prefix_cache_hit_rate"] == 0.25
     assert metrics["perf/tokens_per_gpu_per_sec"] == pytest.approx(8 / metrics["perf/rollout_time"])
+    assert 0.0 < metrics["perf/rollout_tail_time"] < metrics["perf/rollout_time"]
+
+
+def test_the_tail_of_a_rollout_begins_when_nine_tenths_of_its_groups_are_there():
+    assert tail_seconds([*range(18), 30.0, 50.0], now=51.0) == 51.0 - 17
+    assert tail_seconds([4.0, 1.0], now=6.0) == 5.0, "rounded down"
+    assert tail_seconds([4.0], now=6.0) == 2.0, "at least one"
+    assert tail_seconds([], now=6.0) == 0.0
 
 
 def test_every_sample_has_its_own_seed_and_a_second_run_the_same_ones(engine, make_runtime, prompts):

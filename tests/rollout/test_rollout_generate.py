@@ -11,6 +11,7 @@ from slime.engine.http.protocol import sampling_seed
 from slime.rollout.asking import AbortedTooOften
 from slime.rollout.gate import as_evaluation
 from slime.rollout.requests import PromptTooLong, generate
+from slime.rollout.trajectory import generate_and_rm_group
 
 
 def run_generate(runtime, sample, **params):
@@ -211,3 +212,19 @@ def test_a_stop_token_is_text_only_when_the_user_chose_it(engine, make_runtime, 
     engine.respond = stopped
     sample = run_generate(make_runtime([engine.url], **wanted), Sample(prompt="x"))
     assert (sample.response, sample.response_length) == (text, 2)
+
+
+def test_the_samples_of_a_group_tokenise_their_prompt_once(engine, make_runtime, monkeypatch):
+    runtime = make_runtime([engine.url], n_samples_per_prompt=4, rm_type="random")
+    encoded = []
+    encode = type(runtime.tokenizer).encode
+    monkeypatch.setattr(
+        type(runtime.tokenizer), "encode", lambda self, text, **kw: encoded.append(text) or encode(self, text, **kw)
+    )
+    for prompt in ("2+3=", "4+4="):
+        group = [Sample(prompt=prompt, index=i, group_index=0) for i in range(4)]
+        made = runtime.run(generate_and_rm_group(runtime.args, group, {"max_new_tokens": 8}))
+        ids = encode(runtime.tokenizer, prompt, add_special_tokens=False)
+        assert [sample.tokens[: len(ids)] for sample in made] == [ids] * 4
+        assert len({id(sample.tokens) for sample in made}) == 4
+    assert [text for text in encoded if text.endswith("=")] == ["2+3=", "4+4="]  # the engine encodes its answers

@@ -39,6 +39,7 @@ def test_the_metrics_count_samples_and_tokens() -> None:
         "rollout/staleness/mean": pytest.approx((2 + 0 + 1) / 3),
         "rollout/staleness/max": 2.0,
         "rollout/off_policy_token_frac": pytest.approx(3 / 9),
+        "rollout/mixed_version_frac": pytest.approx(1 / 3),  # tokens of no engine are no version
     }
     assert staleness_metrics([Sample()], 5) == {}
 
