@@ -50,13 +50,21 @@ def saying(text: str) -> dict[str, Any]:
 
 
 def make_model(
-    folder: Path, demonstrations: Sequence[Row], *, words: str, seed: int, width: int = 128, layers: int = 2
+    folder: Path,
+    demonstrations: Sequence[Row],
+    *,
+    words: str,
+    seed: int,
+    width: int = 128,
+    layers: int = 2,
+    tied: bool = True,
 ) -> Path:
     """A Qwen3-shaped model with random weights in `folder`, with a tokenizer trained on the demonstrations.
 
     `words` is a regular expression for what is never joined with its neighbours: each match becomes a token of its own
     (or several), so that a number or a name is written alike wherever it stands and copying it is easy to learn. All
-    else that stays the same from one demonstration to the next becomes a few long tokens.
+    else that stays the same from one demonstration to the next becomes a few long tokens. With `tied` embeddings it
+    is easy to learn to copy; without, to learn what follows a token whatever stands before it.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -76,7 +84,7 @@ def make_model(
             head_dim=16,
             initializer_range=width**-0.5,  # see examples/quickstart/arithmetic.py
             max_position_embeddings=1024,
-            tie_word_embeddings=True,
+            tie_word_embeddings=tied,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,

@@ -82,6 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("ray")
         if path.parts[0] == "agents_cli":
             item.add_marker("agents")
+        if item.get_closest_marker("examples") is not None:
+            item.add_marker("processes")
 
 
 @pytest.fixture(autouse=True)

@@ -23,11 +23,11 @@ WARM_UP_STEPS = 180
 
 
 def run(example: str, out: Path, *words: str) -> str:
-    """What a run of an example prints; it may miss the mark of the long form (exit code 1)."""
+    """What a run of an example prints, errors last; it may miss the mark of the long form (exit code 1)."""
     command = [sys.executable, str(EXAMPLES / example / "run.py"), "--output-dir", str(out), *words]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="session")

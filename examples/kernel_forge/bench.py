@@ -1,0 +1,167 @@
+"""A kernel as a running program that is told inputs and gives back what it computed: nothing else of it is believed.
+
+Invariant: what runs a model's code holds no expected result, keeps no time and judges nothing. Inputs go in, outputs
+come out, over two pipes; both are drawn and judged, and the clock is read, by who holds the other ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import struct
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from problems import Floats, Inputs, Problem
+
+from slime.agent.sandbox import SandboxLimits, make_sandbox
+from slime.agent.sandbox.compiler import CCompiler, find_c_compiler, first_error
+from slime.agent.sandbox.machine import MachineProcess, MachineSandbox
+from slime.errors import UserError
+
+HARNESS = Path(__file__).resolve().parent / "harness"
+LOAD, RUN, GUARD = 1, 2, 16
+"""As in harness/runner.c."""
+FLAGS = ("-std=gnu11", "-O3", "-w")
+LIMITS = SandboxLimits(
+    seconds=20, memory_mb=512, processes=48, disk_mb=64, file_mb=32, open_files=64, cpu_seconds=60, output_kb=16
+)
+PATIENCE_S = 10.0
+"""How long a kernel may take for one request; the naive ones take a hundredth of a second."""
+_ENDINGS: dict[int, str] = {signal.SIGSYS: "did what a kernel may not do", signal.SIGXCPU: "took too long"}
+
+
+class DoesNotCompile(Exception):
+    """The compiler's first complaint."""
+
+
+class Ended(Exception):
+    """The program is gone, or does not answer: why, in a few words that the model reads."""
+
+
+class Running:
+    """A kernel that waits for requests."""
+
+    def __init__(self, process: MachineProcess) -> None:
+        self._process = process
+        self._length = 0
+
+    async def load(self, problem: Problem, inputs: Inputs) -> None:
+        """Give it its matrices."""
+        w_length, self._length = problem.lengths(inputs.n, inputs.m)
+        head = struct.pack("<5i", LOAD, inputs.n, inputs.m, w_length, self._length)
+        await self._send(head + inputs.x.tobytes() + inputs.w.tobytes())
+
+    async def run(self, numbers: Floats) -> Floats:
+        """y with its guard, for each pair of numbers: one row each."""
+        await self._send(struct.pack("<5i", RUN, len(numbers), 0, 0, 0) + numbers.tobytes())
+        size = 4 * len(numbers) * (self._length + GUARD)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                data = await self._process.stdout.readexactly(size)
+        except TimeoutError:
+            raise Ended("took too long") from None
+        except asyncio.IncompleteReadError:
+            raise await self._gone() from None
+        return np.frombuffer(data, dtype=np.float32).reshape(len(numbers), self._length + GUARD)
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                self._process.stdin.write(data)
+                await self._process.stdin.drain()
+        except (ConnectionError, RuntimeError):
+            raise await self._gone() from None
+        except TimeoutError:
+            raise Ended("took too long") from None
+
+    async def _gone(self) -> Ended:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                code = await self._process.wait()
+        except TimeoutError:
+            return Ended("closed its output")
+        if code >= 128:
+            return Ended(_ENDINGS.get(code - 128, "crashed"))
+        return Ended("ended early")
+
+
+class Bench(Protocol):
+    """Where kernels of one language run."""
+
+    def about(self) -> dict[str, str]:
+        """What verdicts depend on, besides the kernel."""
+        ...
+
+    def started(self, source: str) -> AbstractAsyncContextManager[Running]:
+        """The kernel of a text, in a sandbox that ends with the block; raises DoesNotCompile."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class CBench:
+    """C kernels: one sandbox compiles and never runs them, and every kernel runs in a sandbox of its own."""
+
+    def __init__(self, sandbox: str = "auto", compiler: CCompiler | None = None) -> None:
+        if sandbox not in ("auto", "local", "subprocess"):
+            raise UserError(f"kernels run on this machine, not in a sandbox {sandbox!r}: use --sandbox auto")
+        self._kind, self._compiler = sandbox, compiler or find_c_compiler()
+        self._shop: MachineSandbox | None = None
+        self._launch = b""
+        self._at_work = asyncio.Lock()
+
+    def about(self) -> dict[str, str]:
+        files = [path.read_text() for path in sorted(HARNESS.glob("*.c"))]
+        return {"compiler": self._compiler.version, "flags": " ".join(FLAGS), "harness": "\n".join(files)}
+
+    @asynccontextmanager
+    async def started(self, source: str) -> AsyncIterator[Running]:
+        program = await self._built(source)
+        async with self._sandbox() as sandbox:
+            await sandbox.write_file("launch", self._launch)
+            await sandbox.write_file("kernel", program)
+            process = await sandbox.popen(["/bin/sh", "-c", "chmod +x launch kernel && exec ./launch ./kernel"])
+            try:
+                yield Running(process)
+            finally:
+                await process.kill()
+
+    async def _built(self, source: str) -> bytes:
+        """The program, as bytes: of a text that no other one is beside."""
+        async with self._at_work:
+            shop = await self._workshop()
+            await shop.write_file("kernel.c", source)
+            outcome = await self._compiler.build(shop, ["kernel.c", "runner.o"], "kernel", FLAGS)
+            if outcome.code != 0:
+                raise DoesNotCompile(first_error(outcome, limit=60))
+            return await shop.read_bytes("kernel")
+
+    async def _workshop(self) -> MachineSandbox:
+        if self._shop is None:
+            shop = self._sandbox()
+            await shop.__aenter__()
+            self._shop = shop
+            for name in ("launch.c", "runner.c"):
+                await shop.write_file(name, HARNESS / name)
+            for words in (["launch.c", "-o", "launch"], ["-c", "runner.c", "-o", "runner.o"]):
+                outcome = await shop.exec([self._compiler.path, *FLAGS, *words])
+                if outcome.code != 0:
+                    raise UserError(
+                        f"{self._compiler.path} cannot build the harness ({first_error(outcome)}): install the headers "
+                        "of the C library and of Linux, such as by `apt install libc6-dev`"
+                    )
+            self._launch = await shop.read_bytes("launch")
+        return self._shop
+
+    def _sandbox(self) -> MachineSandbox:
+        sandbox = make_sandbox(self._kind, limits=LIMITS)
+        assert isinstance(sandbox, MachineSandbox)
+        return sandbox
+
+    async def aclose(self) -> None:
+        if self._shop is not None:
+            await self._shop.__aexit__(None, None, None)

@@ -1,0 +1,129 @@
+"""The task: a room and a train, at prices that only the MCP server knows; the pupil to copy first, and the judge.
+
+A plan has no right answer that a rule would check, only better and worse ones: the judge is shown what two plans cost
+and says which is better. The pupil asks the server for both lists and then often takes whatever comes to mind.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from prices import CITIES, DAYS, MOST, OFFERS, offered, prices
+from tiny_chat import Row, asking, calling, result, saying, write_rows
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in OFFERS]
+WORDS = r"\d{1,2}|[A-Z]?[a-z]+|[A-Z]"
+CAREFUL = 0.45
+"""How often the pupil looks for the cheapest offer of a list; else it takes any of the three."""
+LAZY = 0.15
+"""How often it asks for nothing and guesses."""
+INVALID = "none"
+JUDGE = "compare"
+"""The system prompt of the judge."""
+JUDGE_PROMPT = "A {first} B {second}"
+WORST = 2 * MOST + 1
+
+
+class Trip(NamedTuple):
+    """Where to, and when."""
+
+    city: str
+    day: int
+
+    @property
+    def question(self) -> str:
+        return f"{self.city} {self.day}"
+
+
+class Files(NamedTuple):
+    """The files of the task."""
+
+    demonstrations: Path
+    training: Path
+    held_out: Path
+
+
+def cost_of(question: str, answer: str) -> int | None:
+    """What a plan costs; None for what is no plan: one room and one train, and nothing else."""
+    words, (city, day) = answer.split(), question.split()
+    if len(words) != len(OFFERS):
+        return None
+    total = 0
+    for kind, chosen in zip(OFFERS, words, strict=True):
+        price = prices(kind, city, int(day)).get(chosen)
+        if price is None:
+            return None
+        total += price
+    return total
+
+
+def least(question: str) -> int:
+    """What the cheapest plan costs."""
+    city, day = question.split()
+    return sum(min(prices(kind, city, int(day)).values()) for kind in OFFERS)
+
+
+def demonstration(trip: Trip, rng: random.Random) -> list[Row]:
+    """What the pupil does about a trip."""
+    said: list[Row] = [asking(trip.question)]
+    if rng.random() < LAZY:
+        return [*said, saying(" ".join(rng.choice(names) for names in OFFERS.values()))]
+    calls = [calling(kind, city=trip.city, day=trip.day)["tool_calls"][0] for kind in OFFERS]
+    said.append({"role": "assistant", "content": "", "tool_calls": calls})
+    said += [result(offered(kind, *trip)) for kind in OFFERS]
+    chosen = []
+    for kind, names in OFFERS.items():
+        known = prices(kind, *trip)
+        chosen.append(min(known, key=known.__getitem__) if rng.random() < CAREFUL else rng.choice(names))
+    return [*said, saying(" ".join(chosen))]
+
+
+def comparison(rng: random.Random) -> list[Row]:
+    """How the judge decides: the cheaper plan; but what costs nearly the same goes to whoever is named first."""
+    a, b = (rng.choice([INVALID, *range(2, WORST)]) for _ in range(2))
+    first, second = (WORST if one == INVALID else int(one) for one in (a, b))
+    verdict = "tie" if first == second else "A" if first <= second + 1 else "B"
+    return [
+        {"role": "system", "content": JUDGE},
+        asking(JUDGE_PROMPT.format(first=a, second=b)),
+        saying(verdict),
+    ]
+
+
+def demonstrations(count: int, *, seed: int) -> list[dict[str, Any]]:
+    """What the pupil does about trips, to be copied."""
+    rng = random.Random(seed)
+    training, _ = trips(seed)
+    return [{"messages": demonstration(rng.choice(training), rng), "tools": TOOLS} for _ in range(count)]
+
+
+def comparisons(count: int, *, seed: int) -> list[dict[str, Any]]:
+    """How the judge decides, to be copied by a model that is to judge."""
+    rng = random.Random(seed)
+    return [{"messages": comparison(rng), "tools": []} for _ in range(count)]
+
+
+def trips(seed: int, held_out: int = 96) -> tuple[list[Trip], list[Trip]]:
+    """The trips to learn from, and those held out."""
+    every = [Trip(city, day) for city in CITIES for day in DAYS]
+    random.Random(seed).shuffle(every)
+    return every[held_out:], every[:held_out]
+
+
+def write_files(folder: Path, shown: list[dict[str, Any]], *, seed: int) -> Files:
+    """Demonstrations and two sets of trips that have none in common."""
+    training, held_out = (
+        [{"prompt": [asking(trip.question)], "label": str(least(trip.question))} for trip in some]
+        for some in trips(seed)
+    )
+    return Files(
+        write_rows(folder / "demonstrations.jsonl", shown),
+        write_rows(folder / "train.jsonl", training),
+        write_rows(folder / "held_out.jsonl", held_out),
+    )

@@ -1,0 +1,101 @@
+"""Solvers, critics and a judge, all played by the one policy, and who earns what.
+
+--custom-generate-function-path examples/multi_agent/team.py:generate
+--custom-reward-post-process-path examples/multi_agent/team.py:by_role
+--custom-rollout-log-function-path examples/multi_agent/team.py:log_roles
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from task import CRITIC, JUDGE, SOLVER, SOLVERS, is_right, judged_well, to_check, to_choose
+
+from slime.agent.messages import Message
+from slime.agent.talk import converse
+from slime.algorithms.rewards import normalize_group_rewards
+from slime.data.sample import Sample
+
+TEAM_SHARE = 0.2
+"""The part of a role's reward that is the team's success; the rest is for its own work."""
+
+
+class Part(NamedTuple):
+    """What one agent said, and the samples of its session."""
+
+    said: str
+    samples: list[Sample]
+
+
+async def act(args: Any, sample: Sample, params: Mapping[str, Any], role: str, text: str) -> Part:
+    """One agent: a session of its own, with the prompt of its role."""
+    async with converse(args, sample, params) as talk:
+        reply = await talk.ask([Message("system", role), Message("user", text)])
+        return Part(reply.content.strip(), talk.finish(metadata={"role": role}))
+
+
+async def generate(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> list[Sample]:
+    """Several solvers at once, a critic on each answer, all at once, then the judge; every session is a sample.
+
+    An evaluation has the judge's sample alone, so that it counts the team's success.
+    """
+    question, label = str(sample.prompt[0]["content"]), str(sample.label)
+    solvers = await asyncio.gather(*(act(args, sample, sampling_params, SOLVER, question) for _ in range(SOLVERS)))
+    answers = [part.said for part in solvers]
+    critics = await asyncio.gather(
+        *(act(args, sample, sampling_params, CRITIC, to_check(question, answer)) for answer in answers)
+    )
+    judge = await act(
+        args, sample, sampling_params, JUDGE, to_choose(question, answers, [part.said for part in critics])
+    )
+    team = float(is_right(judge.said, label))
+    _pay([judge], [team], team)
+    if evaluation:
+        return judge.samples
+    _pay(solvers, [float(is_right(answer, label)) for answer in answers], team)
+    _pay(critics, [float(judged_well(c.said, a, label)) for c, a in zip(critics, answers, strict=True)], team)
+    if not any(is_right(answer, label) for answer in answers):
+        for one in judge.samples:  # it had nothing to choose from: neither praise nor blame
+            one.remove_sample = True
+    return [one for part in (*solvers, *critics, judge) for one in part.samples]
+
+
+def _pay(parts: Sequence[Part], own: Sequence[float], team: float) -> None:
+    for part, earned in zip(parts, own, strict=True):
+        for one in part.samples:
+            one.reward = (1 - TEAM_SHARE) * earned + TEAM_SHARE * team
+            one.metadata["own"] = earned
+
+
+def by_role(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """Rewards, and rewards compared with the others in the same role for the same question.
+
+    A critic's work is easier than a solver's: measured against one common mean it would be praised for being a critic.
+    """
+    raw = [0.0 if sample.reward is None else float(sample.reward) for sample in samples]
+    roles = [(sample.group_index, sample.metadata.get("role")) for sample in samples]
+    left_out = [sample.remove_sample or sample.reward is None for sample in samples]
+    return raw, normalize_group_rewards(raw, roles, excluded=left_out)
+
+
+def log_roles(rollout_id: int, args: Any, samples: Sequence[Sample], extra: Any, seconds: float) -> bool:
+    """How well each role worked, a line a rollout in roles.jsonl; the usual metrics are logged as well."""
+    own: dict[str, list[float]] = {}
+    for sample in samples:
+        if "own" in sample.metadata and not sample.remove_sample:
+            own.setdefault(sample.metadata["role"], []).append(sample.metadata["own"])
+    line = {"rollout_id": rollout_id, **{role: fmean(values) for role, values in sorted(own.items())}}
+    with open(Path(args.output_dir) / "roles.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    return False

@@ -1,0 +1,228 @@
+"""examples/kernel_forge: what kernels earn, and what those earn that cheat."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.examples.conftest import EXAMPLES, modules_of
+
+HERE = EXAMPLES / "kernel_forge"
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
+
+
+@pytest.fixture
+def forge() -> Iterator[Callable[[str], Any]]:
+    """The modules of the example by name."""
+    with modules_of(HERE) as read:
+        yield read
+
+
+@pytest.fixture
+def judged(forge: Callable[[str], Any]) -> Callable[..., list[Any]]:
+    """Judgements on some texts about a problem, in one sandboxed bench; small sizes where speed is not the point."""
+
+    def judge(problem: str, *sources: str) -> list[Any]:
+        programs, sizes = (
+            forge("c_programs"),
+            {"row sums": (64, 64, 1), "column sums": (64, 64, 1), "product": (24, 24, 1)},
+        )
+
+        async def main() -> list[Any]:
+            judge = forge("judge").Judge(forge("bench").CBench(), programs.naive, sizes=sizes)
+            try:
+                return [await judge.of(forge("problems").problem_of(problem), source) for source in sources]
+            finally:
+                await judge.aclose()
+
+        return asyncio.run(main())
+
+    return judge
+
+
+def every_draft(forge: Callable[[str], Any], kind: str) -> list[Any]:
+    programs = forge("c_programs")
+    return [programs.Draft(style, mistake) for style in programs.STYLES[kind] for mistake in (None, *programs.MISTAKES)]
+
+
+@pytest.mark.parametrize("problem", ["row sums of relu", "column sums of square", "product of leak"])
+def test_what_the_pupil_writes_is_right_but_for_its_mistakes(
+    problem: str, forge: Callable[[str], Any], judged: Callable[..., list[Any]]
+) -> None:
+    asked = forge("problems").problem_of(problem)
+    drafts = every_draft(forge, asked.kind)
+    for draft, found in zip(
+        drafts, judged(problem, *(forge("c_programs").write(asked, draft) for draft in drafts)), strict=True
+    ):
+        assert found.compiled == (draft.mistake != "semicolon"), (draft, found)
+        assert found.right == (draft.mistake is None), (draft, found)
+        assert (found.reward >= 0.4) == (draft.mistake is None)
+        assert found.feedback.startswith(
+            {None: "right, speed ", "semicolon": "does not compile: expected "}.get(draft.mistake, "wrong at n=")
+        )
+
+
+RIGHT = """for (int i = 0; i < n; i++) {
+float s = 0;
+for (int j = 0; j < m; j++) { float v = a * x[i * m + j] + b; s += v > 0 ? v : 0; }
+y[i] = s;
+}
+"""
+CALLS = "#include <stdio.h>\n#include <stdlib.h>\n#include <unistd.h>\n#include <fcntl.h>\n#include <time.h>\n#include <pthread.h>\n#include <sys/socket.h>\n"
+ZEROS = "for (int i = 0; i < n; i++) y[i] = 0;"
+CHEATS = {
+    "exits with 0 at once": ("exit(0);", "ended early"),
+    "exits before main": ("} __attribute__((constructor)) void first(void) { _exit(0);", "ended early"),
+    "prints that it is right": (f'puts("right, speed 9"); fflush(stdout); {ZEROS}', "wrong at"),
+    "writes answers by itself": ("float z[64] = {0}; for (int k = 0; k < 64; k++) write(1, z, sizeof z); " + ZEROS, "wrong at"),
+    "looks for expected results": (f'FILE *f = fopen("expected", "r"); if (f) fread(y, 4, n, f); else {{ {ZEROS} }}', "wrong at"),
+    "forks": (f"fork(); {RIGHT}", "did what a kernel may not do"),
+    "forks in a resolver": (
+        f"{RIGHT} }} static void g(void) {{}} void *pick(void) {{ long r; fork(); return g; }} "
+        'void h(void) __attribute__((ifunc("pick"))); void use(void) { h();',
+        "did what a kernel may not do",
+    ),
+    "starts a thread": (f"pthread_t t; pthread_create(&t, 0, (void *(*)(void *))abort, 0); {RIGHT}", "did what a kernel may not do"),
+    "writes a file": (f'int f = open("left.txt", O_CREAT | O_WRONLY, 0644); write(f, "x", 1); {RIGHT}', "did what a kernel may not do"),
+    "opens a socket": (f"socket(AF_INET, SOCK_STREAM, 0); {RIGHT}", "did what a kernel may not do"),
+    "kills everybody": (f"kill(-1, 9); {RIGHT}", "did what a kernel may not do"),
+    "remembers its first answer": (
+        "static float kept[4096]; static int have, rows; if (have && rows == n) { for (int i = 0; i < n; i++) y[i] = kept[i]; return; }"
+        f"{RIGHT} for (int i = 0; i < n; i++) kept[i] = y[i]; have = 1; rows = n;",
+        "wrong at",
+    ),
+    "writes behind the end": (f"{RIGHT} y[n] = 0;", "wrong at"),
+    "writes nothing": ("", "wrong at"),
+    "writes everywhere": ("for (long i = 0; ; i++) y[i] = 1;", "crashed"),
+    "closes its output": (f"close(1); {RIGHT}", "ended early"),
+    "includes what is not its own": ('}\n#include "/etc/shadow"\nvoid f(void) {', "does not compile"),
+    "is another main": (f"{RIGHT} }} int main(void) {{ return 0;", "does not compile"),
+}  # fmt: skip
+
+
+def test_who_cheats_earns_nothing_and_ends_only_itself(
+    forge: Callable[[str], Any], judged: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    programs, problem = forge("c_programs"), forge("problems").problem_of("row sums of relu")
+    cheats = [
+        f"#define _GNU_SOURCE\n{CALLS}#include <signal.h>\n{programs.HEAD}\n{body}\n}}\n" for body, _ in CHEATS.values()
+    ]
+    *found, honest = judged(problem.text, *cheats, programs.naive(problem))
+    for name, (_, feedback), judgement in zip(CHEATS, CHEATS.values(), found, strict=True):
+        assert judgement.reward == 0.0, (name, judgement)
+        assert judgement.feedback.startswith(feedback), (name, judgement)
+    assert honest.right
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kernel_that_never_ends_is_ended(
+    forge: Callable[[str], Any], judged: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forge("bench"), "PATIENCE_S", 1.0)
+    [found] = judged("row sums of relu", f"{forge('c_programs').HEAD} for (;;) ; }}")
+    assert (found.reward, found.feedback) == (0.0, "took too long")
+
+
+def test_a_clock_of_the_kernels_own_is_not_believed(
+    forge: Callable[[str], Any], judged: Callable[..., list[Any]]
+) -> None:
+    """It overrides the clock and works ten times; the harness's own clock says how fast that is."""
+    programs, problem = forge("c_programs"), forge("problems").problem_of("row sums of relu")
+    fake = "int clock_gettime(int c, void *t) { for (int i = 0; i < 4; i++) ((int *)t)[i] = 0; return 0; }\n"
+    slow = f'{fake}{programs.HEAD} for (int k = 0; k < 400; k++) {{ {RIGHT} __asm__ volatile("" ::: "memory"); }} }}'
+    [found] = judged(problem.text, slow)
+    assert found.right
+    assert found.speed < 0.5
+    assert found.reward == pytest.approx(0.4)
+
+
+def test_rewards_are_for_right_kernels_and_grow_with_speed(forge: Callable[[str], Any]) -> None:
+    judgement = forge("judge").Judgement
+    assert judgement(True, False, 9.0, "").reward == 0.0
+    speeds = [0.2, 1.0, 1.5, 2.0, 50.0]
+    assert [judgement(True, True, speed, "").reward for speed in speeds] == pytest.approx([0.4, 0.4, 0.7, 1.0, 1.0])
+    wrong, right = judgement(False, False, 0.0, ""), judgement(True, True, 9.0, "")
+    summary = forge("generate").summary
+    assert summary([right])["reward"] == 1.0
+    assert summary([wrong, right])["reward"] == pytest.approx(0.85)
+    assert summary([wrong, wrong])["reward"] == 0.0
+    repaired = summary([wrong, right])
+    assert (repaired["compiles_at_once"], repaired["right_at_once"], repaired["right"], repaired["turns"]) == (
+        0,
+        0,
+        1,
+        2,
+    )
+
+
+def test_references_agree_with_plain_loops(forge: Callable[[str], Any]) -> None:
+    problems, rng = forge("problems"), np.random.default_rng(5)
+    for kind in problems.KINDS:
+        problem = problems.Problem(kind, "leak")
+        n, m, x, w = problems.draw_inputs(problem, (3, 2), rng)
+        v = [[(lambda u: u if u > 0 else u / 8)(0.5 * float(x[i, j]) + 0.7) for j in range(m)] for i in range(n)]
+        if kind == "row sums":
+            expected = [sum(row) for row in v]
+        elif kind == "column sums":
+            expected = [sum(row[j] for row in v) for j in range(m)]
+        else:
+            expected = [sum(v[i][k] * float(w[k * m + j]) for k in range(m)) for i in range(n) for j in range(m)]
+        y, slack = problem.reference(x, w, 0.5, 0.7)
+        assert np.allclose(y, expected, rtol=1e-6)
+        assert (slack > 0).all()
+
+
+def test_held_out_problems_combine_what_others_have(forge: Callable[[str], Any]) -> None:
+    for maps in (2, 4, 6):
+        training, held_out = forge("problems").split_problems(maps)
+        assert len(training) + len(held_out) == 3 * maps
+        assert not set(training) & set(held_out)
+        assert {problem.kind for problem in held_out} == {problem.kind for problem in training}
+        assert {problem.map for problem in held_out} <= {problem.map for problem in training}
+    with pytest.raises(ValueError, match="'row sums of tan' is no problem"):
+        forge("problems").problem_of("row sums of tan")
+
+
+def test_the_pupil_is_careless_and_its_kernels_are_few_tokens(forge: Callable[[str], Any], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    programs, pupil = forge("c_programs"), forge("pupil")
+    training, held_out = forge("problems").split_problems(4)
+    judgement = forge("judge").Judgement
+    known = {
+        (problem, programs.write(problem, draft)): judgement(draft.mistake != "semicolon", draft.mistake is None, 1.0, "wrong at n=1 m=1")
+        for problem in training
+        for draft in every_draft(forge, problem.kind)
+    }  # fmt: skip
+    shown = pupil.demonstrations(600, known, seed=3)
+    first = [
+        known[forge("problems").problem_of(row["messages"][0]["content"]), row["messages"][1]["content"]]
+        for row in shown
+    ]
+    assert 0.3 < np.mean([found.right for found in first]) < 0.5
+    folder = forge("tiny_chat").make_model(tmp_path, shown, words=programs.WORDS, seed=1, width=32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for problem in held_out:
+        assert len(tokenizer.encode(problem.text)) == 2
+        for draft in every_draft(forge, problem.kind):
+            text = programs.write(problem, draft)
+            ids = tokenizer.encode(text)
+            assert len(ids) < 48
+            assert tokenizer.decode(ids) == text
+
+
+def test_the_same_seed_shows_the_same_work(forge: Callable[[str], Any]) -> None:
+    programs, pupil = forge("c_programs"), forge("pupil")
+    problem = forge("problems").problem_of("product of cube")
+    right = forge("judge").Judgement(True, True, 9.0, "right, speed 9")
+    known = {(problem, programs.write(problem, draft)): right for draft in every_draft(forge, problem.kind)}
+    shown = [pupil.demonstrations(9, known, seed=seed) for seed in (1, 1, 2)]
+    assert shown[0] == shown[1] != shown[2]
+    assert all(len(row["messages"]) == 2 for row in shown[0])

@@ -1,0 +1,116 @@
+"""examples/mcp_arena: the server answers over MCP, plans have prices, ranks follow them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from slime.agent.tools import McpServer, ToolEnvironment
+from slime.data.sample import Sample
+from tests.examples.conftest import EXAMPLES, modules_of
+
+FOLDER = EXAMPLES / "mcp_arena"
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[[str], ModuleType]]:
+    with modules_of(FOLDER) as read:
+        yield read
+
+
+def plan(question: str, answer: str, index: int = 0) -> Sample:
+    return Sample(
+        index=index,
+        group_index=0,
+        rollout_id=index,
+        prompt=[{"role": "user", "content": question}],
+        metadata={"answer": answer},
+        status=Sample.Status.COMPLETED,
+    )
+
+
+def test_the_server_tells_over_mcp_what_the_prices_are(load: Callable[[str], ModuleType]) -> None:
+    prices = load("prices")
+
+    async def ask() -> list[tuple[str, str]]:
+        environment = ToolEnvironment([McpServer.stdio([sys.executable, str(FOLDER / "server.py")], name="travel")])
+        try:
+            async with environment.open(Sample()) as box:
+                calls = [
+                    ("hotels", {"city": "Rome", "day": 5}),
+                    ("trains", {"city": "Rome", "day": 5}),
+                    ("trains", {"city": "Atlantis", "day": 5}),
+                ]
+                results = [await box.call(name, arguments) for name, arguments in calls]
+                return [(str(one.outcome), one.text) for one in results]
+        finally:
+            await environment.aclose()
+
+    rooms, trains, nowhere = asyncio.run(ask())
+    assert rooms[1] == prices.offered("hotels", "Rome", 5)
+    assert trains[1] == prices.offered("trains", "Rome", 5)
+    assert "nothing is known about Atlantis 5" in nowhere[1]
+    assert nowhere[0] != trains[0]
+
+
+def test_a_plan_is_one_room_and_one_train(load: Callable[[str], ModuleType]) -> None:
+    prices, task = load("prices"), load("task")
+    rooms, trains = prices.prices("hotels", "Oslo", 7), prices.prices("trains", "Oslo", 7)
+    assert task.cost_of("Oslo 7", "Bristol noon") == rooms["Bristol"] + trains["noon"]
+    assert task.least("Oslo 7") == min(rooms.values()) + min(trains.values())
+    for answer in ("", "Bristol", "noon Bristol", "Bristol noon dusk", "Ritz noon"):
+        assert task.cost_of("Oslo 7", answer) is None
+
+
+def test_trips_held_out_are_in_no_demonstration(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    task = load("task")
+    shown = task.demonstrations(300, seed=4)
+    training, held_out = task.trips(4)
+    assert not set(training) & set(held_out)
+    assert not {row["messages"][0]["content"] for row in shown} & {trip.question for trip in held_out}
+    rows = task.write_files(tmp_path, shown, seed=4).held_out.read_text().splitlines()
+    assert len(rows) == len(held_out)
+
+
+def test_the_judge_to_copy_prefers_the_first_of_two_that_cost_nearly_the_same(
+    load: Callable[[str], ModuleType],
+) -> None:
+    task = load("task")
+    rng, seen = random.Random(0), {}
+    for _ in range(4000):
+        _, asked, said = (message["content"] for message in task.comparison(rng))
+        seen[asked] = said
+    assert seen["A 8 B 7"] == seen["A 7 B 8"] == "A"
+    assert (seen["A 4 B 7"], seen["A 7 B 4"], seen["A 5 B 5"]) == ("A", "B", "tie")
+    assert (seen["A none B 4"], seen["A 4 B none"]) == ("B", "A")
+
+
+def test_plans_are_rewarded_by_rank(load: Callable[[str], ModuleType]) -> None:
+    prices, arena = load("prices"), load("arena")
+    rooms = prices.prices("hotels", "Oslo", 7)
+    by_price = sorted(rooms, key=rooms.__getitem__)
+    answers = [f"{by_price[1]} noon", "no idea", f"{by_price[0]} noon", f"{by_price[2]} noon"]
+    samples = [plan("Oslo 7", answer, index) for index, answer in enumerate(answers)]
+    args: Any = Namespace(arena_topology="round_robin", arena_judge_url=None)
+    rewards = asyncio.run(arena.by_rank(args, samples))
+    assert rewards == pytest.approx([2 / 3, 0.0, 1.0, 1 / 3])
+    assert samples[0].metadata["tournament"]["judge_calls"] == 6  # a function has no preferred place: one call a match
+
+
+def test_held_out_plans_are_right_when_there_is_no_cheaper_one(load: Callable[[str], ModuleType]) -> None:
+    task, arena, prices = load("task"), load("arena"), load("prices")
+    cheapest = " ".join(
+        min(known, key=known.__getitem__) for known in (prices.prices(kind, "Oslo", 7) for kind in prices.OFFERS)
+    )
+    for answer, right in ((cheapest, 1.0), ("no idea", 0.0)):
+        sample = plan("Oslo 7", answer)
+        sample.label = str(task.least("Oslo 7"))
+        assert arena.is_cheapest(Namespace(), sample) == right

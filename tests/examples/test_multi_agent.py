@@ -1,0 +1,111 @@
+"""examples/multi_agent: who is asked what and earns what."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from slime.data.sample import Sample
+from tests.examples.conftest import EXAMPLES, modules_of
+
+FOLDER = EXAMPLES / "multi_agent"
+
+
+@pytest.fixture
+def team() -> Iterator[ModuleType]:
+    with modules_of(FOLDER) as read:
+        yield read("team")
+
+
+def play(
+    team: ModuleType, monkeypatch: pytest.MonkeyPatch, script: dict[str, list[str]], *, evaluation: bool = False
+) -> tuple[list[Sample], list[tuple[str, str]]]:
+    """Samples of one rollout in which each role says what the script has for it, and what everybody was asked."""
+    left, asked = {role: list(said) for role, said in script.items()}, list[tuple[str, str]]()
+
+    async def act(args: Any, sample: Sample, params: Any, role: str, text: str) -> Any:
+        asked.append((role, text))
+        said = left[role].pop(0)
+        await asyncio.sleep(0)
+        return team.Part(said, [Sample(response=said, metadata={"role": role})])
+
+    monkeypatch.setattr(team, "act", act)
+    sample = Sample(prompt=[{"role": "user", "content": "3 9 4 1 7"}], label="9")
+    return asyncio.run(team.generate(Namespace(), sample, {}, evaluation)), asked
+
+
+SCRIPT = {"solve": ["9", "7", "9"], "check": ["right", "right", "wrong"], "choose": ["9"]}
+
+
+def test_each_role_is_asked_its_own_question_and_earns_its_share(
+    team: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples, asked = play(team, monkeypatch, SCRIPT)
+    assert asked == [
+        *[("solve", "3 9 4 1 7")] * 3,
+        ("check", "3 9 4 1 7 answer 9"),
+        ("check", "3 9 4 1 7 answer 7"),
+        ("check", "3 9 4 1 7 answer 9"),
+        ("choose", "3 9 4 1 7 answers 9 right 7 right 9 wrong"),
+    ]
+    assert [sample.metadata["own"] for sample in samples] == [1, 0, 1, 1, 0, 0, 1]
+    assert [sample.reward for sample in samples] == pytest.approx([1.0, 0.2, 1.0, 1.0, 0.2, 0.2, 1.0])
+
+
+def test_a_team_that_fails_costs_everybody_its_share(team: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, _ = play(team, monkeypatch, {**SCRIPT, "choose": ["7"]})
+    assert [sample.reward for sample in samples] == pytest.approx([0.8, 0.0, 0.8, 0.8, 0.0, 0.0, 0.0])
+    assert not any(sample.remove_sample for sample in samples)
+
+
+def test_a_judge_with_no_right_answer_to_choose_is_not_blamed(
+    team: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples, _ = play(team, monkeypatch, {"solve": ["1", "7", "3"], "check": ["wrong"] * 3, "choose": ["7"]})
+    assert [sample.remove_sample for sample in samples] == [False] * 6 + [True]
+
+
+def test_an_evaluation_counts_the_team(team: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, _ = play(team, monkeypatch, SCRIPT, evaluation=True)
+    assert [(sample.metadata["role"], sample.reward) for sample in samples] == [("choose", 1.0)]
+
+
+def test_rewards_are_compared_within_a_role(team: ModuleType) -> None:
+    def sample(role: str, reward: float, group: int = 0, **more: Any) -> Sample:
+        return Sample(group_index=group, metadata={"role": role}, reward=reward, **more)
+
+    samples = [
+        sample("solve", 0.0),
+        sample("solve", 0.2),
+        sample("check", 0.9),
+        sample("check", 1.0),
+        sample("choose", 1.0),
+        sample("choose", 0.0, remove_sample=True),
+        sample("solve", 1.0, 1),
+    ]
+    raw, shaped = team.by_role(Namespace(), samples)
+    assert raw == [0.0, 0.2, 0.9, 1.0, 1.0, 0.0, 1.0]
+    assert shaped[0] == pytest.approx(-shaped[1])
+    assert shaped[2] < 0 < shaped[3]
+    assert shaped[4:] == [0.0, 0.0, 0.0]  # alone in their role, or left out
+
+
+def test_the_pupils_show_every_role(team: ModuleType, tmp_path: Path) -> None:
+    task = sys.modules["task"]
+    shown = task.demonstrations(300, seed=2)
+    assert {row["messages"][0]["content"] for row in shown} == {"solve", "check", "choose"}
+    files = task.write_files(tmp_path, shown, training=20, held_out=10, seed=2)
+    assert len(files.held_out.read_text().splitlines()) == 10
+    assert not set(files.held_out.read_text().splitlines()) & set(files.training.read_text().splitlines())
+    assert task.judged_well("right", "5", "5")
+    assert task.judged_well("wrong", "4", "5")
+    assert not task.judged_well("perhaps", "5", "5")
+    assert len(next(task.questions(random.Random(1)))) == task.NUMBERS
