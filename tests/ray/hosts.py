@@ -15,12 +15,14 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.e2e.runs import ROOT, wait_until
 
 STORE_BYTES = 80 * 2**20
 PORT = 6379
+STARTS, START_LIMIT_S = 3, 120.0
 
 
 def why_impossible() -> str | None:
@@ -58,9 +60,7 @@ def ray_hosts(cpus: Sequence[int], folder: Path) -> Iterator[list[Host]]:
         for number, name in enumerate(names):
             _plug_in(name, f"10.77.0.{number + 1}", switch, number)
         for number, name in enumerate(names):
-            hosts.append(_start_ray(name, f"10.77.0.{number + 1}", cpus[number], hosts[:1], folder))
-            if number == 0:
-                assert wait_until(lambda: _answers(hosts[0]), 60), (folder / f"{name}.log").read_text()
+            hosts.append(_up(name, f"10.77.0.{number + 1}", cpus[number], hosts[:1], folder))
         yield hosts
     finally:
         for name in [*names, switch]:
@@ -84,6 +84,22 @@ def _plug_in(name: str, address: str, switch: str, number: int) -> None:
     _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
     _ip("-n", name, "link", "set", "eth0", "up")
     _ip("-n", name, "link", "set", "lo", "up")
+
+
+def _up(name: str, address: str, cpus: int, head: Sequence[Host], folder: Path) -> Host:
+    """A host that is part of the cluster. Ray gives a node thirty seconds to register, which a busy machine may miss."""
+    log = folder / f"{name}.log"
+    for _ in range(STARTS):
+        host = _start_ray(name, address, cpus, head, folder)
+        assert wait_until(partial(_settled, host, log), START_LIMIT_S), log.read_text()
+        if host.ray.poll() is None:
+            return host
+    raise AssertionError(f"{name} did not join the cluster in {STARTS} starts:\n{log.read_text()}")
+
+
+def _settled(host: Host, log: Path) -> bool:
+    """It has joined, or given up."""
+    return host.ray.poll() is not None or "Ray runtime started." in log.read_text()
 
 
 def _start_ray(name: str, address: str, cpus: int, head: Sequence[Host], folder: Path) -> Host:
@@ -111,8 +127,3 @@ def _installed_slime() -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-c", code], cwd="/", env=environment, capture_output=True, text=True)
     return done.stdout.split() if done.returncode == 0 else []
-
-
-def _answers(host: Host) -> bool:
-    code = f"import socket; socket.create_connection(('{host.address}', {PORT}), 1)"
-    return subprocess.run(host.command([sys.executable, "-c", code]), capture_output=True).returncode == 0
