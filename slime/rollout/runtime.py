@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, lru_cache
@@ -42,7 +43,10 @@ from slime.rollout.state import Dispatch, GenerateState
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 CLOSE_TIMEOUT_S = 30.0
+CLOSE_ALL_TIMEOUT_S = 300.0
 _PROMPTS_KNOWN = 4
 GENERATE_FLAG = "--custom-generate-function-path"
 
@@ -220,7 +224,7 @@ class RolloutRuntime:
         with ExitStack() as last:  # what still runs in the loop finds its runtime until the loop has ended
             last.callback(_registry.unbind, self.config.overlay.mark)
             last.callback(self.loop_thread.close)
-            self.run(self._aclose(), CLOSE_TIMEOUT_S)
+            self.run(self._aclose(), CLOSE_ALL_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -242,20 +246,20 @@ class RolloutRuntime:
 
     async def _aclose(self) -> None:
         if self.state.continuous is not None:
-            await self.state.continuous.aclose()
-        await self.state.cancel_held()
+            await _closed("generation", self.state.continuous.aclose())
+        await _closed("samples in the making", self.state.cancel_held())
         while self._owned:
-            _, (kept, close) = self._owned.popitem()  # last made, first closed
+            name, (kept, close) = self._owned.popitem()  # last made, first closed
             if close is not None:
-                await close(kept)
+                await _closed(name, close(kept))
         for router in self._routers:
-            await router.aclose()
-        for pool in self.frozen_pools.values():
-            await pool.aclose()
+            await _closed("router", router.aclose())
+        for name, pool in self.frozen_pools.items():
+            await _closed(f"connections to {name}", pool.aclose())
         for hub in self._hubs.values():
-            await hub.aclose()
+            await _closed("reward workers", hub.aclose())
         if self._pool is not None:
-            await self._pool.aclose()
+            await _closed("connections to the engines", self._pool.aclose())
 
     def _router_addresses(self) -> dict[str, Any]:
         if self._pool is None:
@@ -282,6 +286,15 @@ class RolloutRuntime:
         if address.hostname is None or address.port is None:
             raise ValueError(f"an engine URL needs a host and a port: {urls[0]}")
         return address.hostname, address.port
+
+
+async def _closed(what: str, closing: Awaitable[None]) -> None:
+    """Closed, or left behind with a warning: what a run has made by then is whole, and a slow end takes none of it."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await closing
+    except TimeoutError:
+        logger.warning("%s: not closed after %g s, and left to end with the process", what, CLOSE_TIMEOUT_S)
 
 
 class _Model:

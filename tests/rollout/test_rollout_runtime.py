@@ -62,6 +62,23 @@ def test_a_closed_runtime_is_forgotten_and_leaves_nothing(engine, make_runtime):
     assert runtime.loop_thread.loop.is_closed()
 
 
+def test_what_does_not_close_is_left_behind_and_the_rest_is_closed(engine, make_runtime, monkeypatch, caplog):
+    monkeypatch.setattr("slime.rollout.runtime.CLOSE_TIMEOUT_S", 0.05)
+    runtime = make_runtime([engine.url])
+    closed = []
+
+    async def close(name):
+        await asyncio.sleep(60 if name == "stuck" else 0)
+        closed.append(name)
+
+    for name in ("quick", "stuck"):  # closed in reverse order
+        runtime.owned(name, lambda name=name: name, close)
+    runtime.close()
+    assert closed == ["quick"]
+    assert "stuck: not closed after 0.05 s" in caplog.text
+    assert runtime.loop_thread.loop.is_closed()
+
+
 def test_what_still_runs_while_a_runtime_closes_finds_it(engine, make_runtime):
     runtime = make_runtime([engine.url])
     found = []
