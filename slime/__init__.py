@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from slime.driver import TrainingResult
+    from slime.result import TrainingResult
 
 
 def run(*, reward: Callable[..., Any] | None = None, **flags: Any) -> TrainingResult:

@@ -21,14 +21,9 @@ import argparse
 import logging
 import math
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 from slime.cluster.choose import find_machines
@@ -39,13 +34,13 @@ from slime.config.asynchronous import is_async
 from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.plugin_args import as_config, plugin_args
-from slime.config.start import continues_itself, model_folders, resumes_at, start_in_words
+from slime.config.start import model_folders, start_in_words
 from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.state_file import saved_rollouts
 from slime.data.tokenizer import load_tokenizer
 from slime.data.user_source import make_data_source
+from slime.endings import failures_with_context, terminated_like_interrupt
 from slime.engine.fleet.processes import fixed_ports
-from slime.errors import RunFailed, UserError
 from slime.models.folder import check_model
 from slime.observe.curves import Curves
 from slime.observe.display import make_progress
@@ -56,35 +51,26 @@ from slime.observe.patience import told_if_slow
 from slime.observe.phases import PhaseMemory, used_memory
 from slime.observe.progress import Progress
 from slime.observe.run_dir import RunDir
-from slime.observe.summary import earlier_metrics, show_summary
+from slime.observe.summary import show_summary
 from slime.parts import Parts
 from slime.plan import make_plan, needs_engines
 from slime.plugins import load_function
 from slime.plugins.tracking import logged_to
 from slime.rescue import weights_rescued
 from slime.restarts import LOST, Lives
+from slime.result import TrainingResult, finished_before
 from slime.rollout.dump import DumpedRollouts, save_evaluation
 from slime.rollout.evaluate import checked_evaluation, read_eval_datasets
 from slime.rollout.feed import Feed, Generated, RolloutMaker, make_feed
 from slime.rollout.report.completions import PER_DATASET, PER_ROLLOUT, completion_rows, evaluated_samples
 from slime.rollout.report.concerns import Concerns
 from slime.rollout.types import RolloutFnEvalOutput, call_rollout_fn, leaves
+from slime.step_seconds import idle_seconds, straggler_seconds
 from slime.train.self_check import check_grad_norms, check_numbers
 from slime.turns import Turns
 from slime.waits import watch_signals
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class TrainingResult:
-    """What a finished run leaves: its folder, one merged metrics dict per rollout, and the evaluations."""
-
-    run_dir: Path
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    seconds: float = 0.0
-    peak_memory_gib: float = 0.0
 
 
 def train(args: Config | argparse.Namespace, *, reward: Callable[..., Any] | None = None) -> TrainingResult:
@@ -106,7 +92,7 @@ def train(args: Config | argparse.Namespace, *, reward: Callable[..., Any] | Non
         fixed_ports(config)
     with told_if_slow("reading the prompts", silent=config.progress == "none"):
         data_source = _data_source(config)
-    finished = _finished_before(config, _num_rollout(config, data_source))
+    finished = finished_before(config, _num_rollout(config, data_source))
     if finished is not None:
         return finished
     with told_if_slow("reading the evaluation prompts", silent=config.progress == "none"):
@@ -141,7 +127,7 @@ def _live(
         again = lives.restarts > 0
         run = Run(config, device, run_dir, stack, data_source, journal, reward, notes=notes, again=again)
         lives.began(run)
-        with failures_with_context(run), weights_rescued(run):
+        with failures_with_context(run.config, run.progress), weights_rescued(run):
             run.runtime.eval_datasets.update(datasets)
             run.loop()
         run.result.peak_memory_gib = memory.stop() / 2**30
@@ -463,26 +449,6 @@ class Run:
         )
 
 
-def _finished_before(config: Config, total: int) -> TrainingResult | None:
-    """The result of a run that the same command has finished already, said on the screen; None if anything is left."""
-    if not total or not continues_itself(config) or config.start_rollout_id is not None or config.debug_rollout_only:
-        return None
-    start = resumes_at(config)
-    if start < total or (config.save_hf and not Path(config.save_hf.format(rollout_id=total - 1)).is_dir()):
-        return None
-    folder = Path(config.output_dir)
-    records = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
-    result = TrainingResult(folder, *earlier_metrics(records))
-    logs_itself = config.custom_eval_rollout_log_function_path is not None
-    if evaluates(config) and needs_engines(config) and not logs_itself and start not in dict(result.evaluations):
-        return None
-    print(
-        f"this run is finished: {config.save} has a checkpoint after step {start}, and --num-rollout is {total}; raise "
-        f"it to go on, or choose another --save to begin anew (metrics and curves are in {folder})"
-    )
-    return result
-
-
 def _claimed(config: Config) -> RunDir:
     with told_if_slow(
         f"looking whether the run that had {config.output_dir} on another machine is gone",
@@ -541,56 +507,5 @@ def _due(rollout_id: int, interval: int | None, total: int) -> bool:
     return rollout_id == total - 1 or (interval is not None and (rollout_id + 1) % interval == 0)
 
 
-def idle_seconds(metrics: dict[str, Any]) -> float:
-    """What of a step was none of its parts: neither engines nor trainers had anything to do."""
-    waited = metrics["perf/rollout_wait_time"]
-    generating = min(waited, metrics.get("perf/rollout_time", waited))  # in asynchronous modes it goes on besides
-    parts = ("perf/train_time", "perf/update_weights_time", "perf/switch_time")
-    known = sum(metrics.get(name, 0.0) for name in parts)
-    return max(0.0, float(metrics["perf/step_time"] - generating - known))
-
-
-def straggler_seconds(metrics: dict[str, Any], waited: float) -> dict[str, float]:
-    """How long the trainers waited for the last tenth of a rollout: both the wait and that tenth end with the rollout.
-
-    Nothing where it is not known, as with a rollout function of the user's.
-    """
-    tail = metrics.get("perf/rollout_tail_time")
-    return {} if tail is None else {"perf/straggler_wait_time": min(waited, tail)}
-
-
 def _without(metrics: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not name.startswith(prefix)}
-
-
-@contextmanager
-def terminated_like_interrupt() -> Iterator[None]:
-    """SIGTERM ends the run the way Ctrl-C does: parts are stopped in order."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def failures_with_context(run: Run) -> Iterator[None]:
-    """The traceback of what ends a run goes to the driver's log; the terminal gets the sentence."""
-    try:
-        yield
-    except UserError:
-        raise
-    except RunFailed:
-        logger.info("the run failed", exc_info=True)
-        raise
-    except KeyboardInterrupt:
-        if continues_itself(run.config):
-            run.progress.message("interrupted; the same command goes on from the last checkpoint")
-        raise

@@ -31,7 +31,7 @@ from slime.config.parser import config_of_settings
 from slime.errors import UserError
 
 if TYPE_CHECKING:
-    from slime.driver import TrainingResult
+    from slime.result import TrainingResult
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _DECIDED = ("save", "load")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slime.config import Config
-from slime.driver import _finished_before
 from slime.errors import UserError
+from slime.result import finished_before
 
 RECORDS = [
     {"kind": "rollout", "step": 0, "rollout_id": 0, "rollout/raw_reward": 0.25},
@@ -34,7 +34,7 @@ def flags(tmp_path: Path) -> dict[str, Any]:
 def test_it_is_said_and_the_result_is_that_of_the_run(
     flags: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = _finished_before(Config(**flags, eval_prompt_data=[("math", "m.jsonl")], eval_interval=1), 2)
+    result = finished_before(Config(**flags, eval_prompt_data=[("math", "m.jsonl")], eval_interval=1), 2)
     assert result is not None
     assert [metrics["rollout/raw_reward"] for metrics in result.metrics] == [0.25, 0.5]
     assert result.metrics[0]["train/loss"] == 1.0
@@ -60,13 +60,13 @@ def test_what_is_left_is_done(
 ) -> None:
     if "metrics" in changes:
         (tmp_path / "metrics.jsonl").write_text(changes.pop("metrics"))
-    assert _finished_before(Config(**(flags | changes)), total) is None
+    assert finished_before(Config(**(flags | changes)), total) is None
     assert capsys.readouterr().out == ""
 
 
 def test_a_run_that_was_never_begun_and_a_damaged_checkpoint(flags: dict[str, Any], tmp_path: Path) -> None:
     fresh = str(tmp_path / "fresh")
-    assert _finished_before(Config(**(flags | {"save": fresh, "load": fresh})), 2) is None
+    assert finished_before(Config(**(flags | {"save": fresh, "load": fresh})), 2) is None
     (tmp_path / "iter_0000001" / "meta.json").write_text("{")
     with pytest.raises(UserError, match="the checkpoint is damaged"):
-        _finished_before(Config(**flags), 2)
+        finished_before(Config(**flags), 2)

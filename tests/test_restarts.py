@@ -12,11 +12,11 @@ import slime.driver
 import slime.restarts
 from slime.cluster.node import NodeLost
 from slime.config import Config, derive
-from slime.driver import TrainingResult
 from slime.engine.http.errors import EngineRejected
 from slime.errors import RunFailed, UserError
 from slime.observe.metrics import MetricsLog, read_metrics
 from slime.restarts import LOST, Lives, going_on
+from slime.result import TrainingResult
 from slime.train.checkpoints.not_written import NotWritten
 from slime.train.processes import TrainerDied
 from tests.tiny_models import make_model_folder
