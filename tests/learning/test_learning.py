@@ -2,7 +2,7 @@
 
 The task: answers are rewarded for the share of their tokens that come from one half of the vocabulary. An untrained
 model has about a half; what an estimator has to show is that the mean reward of the last rollouts is clearly above that
-of the first ones.
+of the first ones. Partial rollouts and the mode that never stops learn in `tests/examples` (april, fully_async).
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"advantage_estimator": "dr_grpo", "normalize_advantages": True},
     "dapo": {"advantage_estimator": "dapo", "num_steps_per_rollout": 2},
     "tis": {"use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "k3"},
-    # what is learned from older samples shows up later
-    "partial": {"over_sampling_batch_size": 16, "partial_rollout": True, "num_rollout": 20},
-    "one-step": {"async_mode": "one-step", "num_rollout": 20},
-    "full": {"async_mode": "full", "num_rollout": 20},
+    "one-step": {"async_mode": "one-step", "num_rollout": 20},  # what older samples teach shows up later
 }  # fmt: skip
 
 
