@@ -8,7 +8,8 @@ from slime.config import Config, derive
 from slime.data.tokenizer import load_tokenizer
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.trajectory import generate_and_rm_group
-from tests.agent.scripted_engine import Script, ScriptedEngine
+from tests.agent.live_clients import JUDGE, Service
+from tests.agent.scripted_engine import Script, ScriptedEngine, Turn
 from tests.migration.scripted import CHAT_TEMPLATE
 from tests.tiny_models import VOCAB, make_tokenizer
 
@@ -74,3 +75,32 @@ def agent_runtime(agent_folder, tmp_path, monkeypatch):
     yield make
     for runtime in runtimes:
         runtime.close()
+
+
+@pytest.fixture
+def serve(agent_folder, agent_tokenizer, tmp_path):
+    """`serve(turn, ..., **flags)`: a service whose model says these things."""
+    made = []
+    (tmp_path / "judge.py").write_text(JUDGE)
+
+    def make(*turns, **flags):
+        engine = ScriptedEngine(Script(agent_tokenizer, [turns]))
+        context = engine.serving()
+        usual = {
+            "async_mode": "full",
+            "live_judge_path": f"{tmp_path / 'judge.py'}:judge",
+            "live_filter_path": f"{tmp_path / 'judge.py'}:clean",
+        }
+        runtime = make_agent_runtime(agent_folder, tmp_path / "run", [context.__enter__()], **{**usual, **flags})
+        made.append((runtime, context))
+        return Service(runtime, engine)
+
+    yield make
+    for runtime, context in made:
+        runtime.close()
+        context.__exit__(None, None, None)
+
+
+@pytest.fixture
+def spoken(agent_tokenizer):
+    return [Turn.of(agent_tokenizer, f"answer {number}", seed=number) for number in range(6)]

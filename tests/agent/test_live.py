@@ -5,122 +5,16 @@ import asyncio
 import json
 import os
 import signal
-import sqlite3
-from contextlib import closing
-from pathlib import Path
 
-import aiohttp
 import pytest
 
 from slime.agent.client import agent_server
 from slime.agent.live.baseline import traffic_baseline
 from slime.agent.live.exchange import Exchange, Verdict
-from slime.agent.live.service import _InOrder, generate
+from slime.agent.live.service import _InOrder
 from slime.agent.live.store import FILE_NAME, ExchangeStore
-from slime.data.journal.codec import Codec
 from slime.data.sample import Sample
-from tests.agent.conftest import make_agent_runtime
-from tests.agent.scripted_engine import Script, ScriptedEngine, Turn, log_prob
-
-JUDGE = """
-from slime.agent.live.exchange import Verdict
-
-def judge(args, exchange):
-    said = exchange.next_user_turn
-    if said.startswith("raise"):
-        raise RuntimeError("no idea")
-    if said.startswith("no,"):
-        return Verdict(-1.0, hint=" (hint)")
-    return 1.0 if said.startswith("thanks") else None
-
-def clean(exchange):
-    if any("raise in the filter" in text for text in exchange.texts()):
-        raise RuntimeError("broken")
-    return not any("@" in text for text in exchange.texts())
-"""
-
-
-class Service:
-    """A runtime with a live service, and clients of it."""
-
-    def __init__(self, runtime, engine):
-        self.runtime, self.engine = runtime, engine
-        self.remote = self.run(agent_server(runtime).running()).remote
-        self.address = json.loads((self.folder / "live.json").read_text())
-
-    @property
-    def folder(self):
-        return Path(self.runtime.args.output_dir)
-
-    def run(self, work):
-        return self.runtime.run(work, 60)
-
-    async def post(self, said, name="talk", consent="yes", key=None, **headers):
-        given = {"Authorization": f"Bearer {key or self.address['key']}"}
-        given |= {"X-Session-Id": name} if name else {}
-        given |= {"X-Consent": consent} if consent else {}
-        body = said if isinstance(said, dict) else {"messages": said}
-        async with (
-            aiohttp.ClientSession() as http,
-            http.post(
-                self.address["openai_url"] + "/chat/completions",
-                json={"model": self.address["model"], **body},
-                headers={**given, **headers},
-            ) as response,
-        ):
-            return response.status, await response.json()
-
-    async def talk(self, *said, **options):
-        """The messages of a conversation in which the user says these."""
-        messages = []
-        for text in said:
-            messages.append({"role": "user", "content": text})
-            status, answer = await self.post(messages, **options)
-            assert status == 200, answer
-            messages.append(answer["choices"][0]["message"])
-        return messages
-
-    async def stats(self):
-        return await self.remote.live("stats")
-
-    async def filled(self, index):
-        return await generate(self.runtime.plugin_args, Sample(index=index, group_index=index), {})
-
-    def on_disk(self):
-        """All that is in the files of the run, and in the records that are packed in them."""
-        files = b"".join(file.read_bytes() for file in self.folder.rglob("*") if file.is_file())
-        with closing(sqlite3.connect(self.folder / FILE_NAME)) as connection:
-            rows = connection.execute("SELECT record FROM exchanges").fetchall()
-        return files.decode(errors="replace") + repr([Codec().unpack(row[0]) for row in rows])
-
-
-@pytest.fixture
-def serve(agent_folder, agent_tokenizer, tmp_path):
-    """`serve(turn, ..., **flags)`: a service whose model says these things."""
-    made = []
-    (tmp_path / "judge.py").write_text(JUDGE)
-
-    def make(*turns, **flags):
-        engine = ScriptedEngine(Script(agent_tokenizer, [turns]))
-        context = engine.serving()
-        usual = {
-            "async_mode": "full",
-            "live_judge_path": f"{tmp_path / 'judge.py'}:judge",
-            "live_filter_path": f"{tmp_path / 'judge.py'}:clean",
-        }
-        runtime = make_agent_runtime(agent_folder, tmp_path / "run", [context.__enter__()], **{**usual, **flags})
-        made.append((runtime, context))
-        return Service(runtime, engine)
-
-    yield make
-    for runtime, context in made:
-        runtime.close()
-        context.__exit__(None, None, None)
-
-
-@pytest.fixture
-def spoken(agent_tokenizer):
-    return [Turn.of(agent_tokenizer, f"answer {number}", seed=number) for number in range(6)]
+from tests.agent.scripted_engine import log_prob
 
 
 def test_what_is_trained_on_is_what_was_sampled_with_the_reward_of_the_next_turn(serve, spoken):
@@ -177,81 +71,6 @@ def test_what_the_filter_does_not_pass_is_not_written(serve, spoken):
     assert (stats["filtered"], stats["kept"]) == (3, 1)  # the history is in the prompt of the second answer, too
     service.runtime.close()
     assert "zebra" not in service.on_disk()
-
-
-def test_a_client_that_never_comes_back_is_unlabelled(serve, spoken):
-    service = serve(*spoken, live_idle_timeout=0.2)
-
-    async def silence():
-        await service.talk("first?", "thanks", name="one")
-        while (stats := await service.stats())["open"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        return stats
-
-    stats = service.run(silence())
-    assert (stats["unlabelled"], stats["kept"], stats["waiting"]) == (1, 1, 1)
-    service.run(service.talk("again?", name="one"))  # the same name later is another conversation
-    assert service.run(service.stats())["conversations"] == 2
-
-
-def test_a_client_that_hangs_up_leaves_no_turn_but_its_word_counts(serve, spoken, agent_tokenizer):
-    held = Turn.of(agent_tokenizer, "never heard", hold_after=3)
-    service = serve(spoken[0], held)
-
-    async def hang_up():
-        messages = await service.talk("first?")
-        asking = asyncio.ensure_future(service.post([*messages, {"role": "user", "content": "thanks"}]))
-        await asyncio.to_thread(service.engine.holding.wait)
-        asking.cancel()
-        while (stats := await service.stats()).get("kept", 0) < 1:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        return stats
-
-    stats = service.run(hang_up())
-    assert (stats["kept"], stats["waiting"]) == (1, 1)
-    assert service.run(service.filled(0)).reward == 1.0
-
-
-@pytest.mark.parametrize(
-    ("options", "status", "about"),
-    [
-        ({"name": None}, 400, "X-Session-Id"),
-        ({"name": "x" * 300}, 400, "X-Session-Id"),
-        ({"consent": "perhaps"}, 400, "X-Consent"),
-        ({"key": "guess"}, 401, "no session has this key"),
-        ({"said": {"messages": 3}}, 400, "messages"),
-        ({"said": {"messages": [{"role": "user", "content": "a"}], "model": "gpt-9"}}, 404, "not served"),
-    ],
-)
-def test_requests_that_cannot_be_answered_say_why(serve, spoken, options, status, about):
-    service = serve(*spoken)
-    said = options.pop("said", [{"role": "user", "content": "first?"}])
-    found, answer = service.run(service.post(said, **options))
-    assert found == status
-    assert about in answer["error"]["message"]
-    assert service.run(service.stats())["waiting"] == 0
-    assert len(service.run(service.talk("first?", "thanks", name="after"))) == 4  # it goes on serving
-
-
-def test_a_burst_is_answered_and_the_most_silent_make_room(serve, spoken):
-    service = serve(*spoken, live_max_conversations=4)
-
-    async def burst():
-        return await asyncio.gather(
-            *(service.post([{"role": "user", "content": "first?"}], name=f"client {number}") for number in range(24))
-        )
-
-    answers = service.run(burst())
-    assert {status for status, _ in answers} <= {200, 500}
-    for status, answer in answers:
-        assert status == 200 or "ask again" in answer["error"]["message"]
-    stats = service.run(service.stats())
-    assert stats["open"] <= 4
-    assert stats["conversations"] == sum(status == 200 for status, _ in answers) >= 4
-    service.run(service.talk("first?", "thanks", name="later"))
-    after = service.run(service.stats())
-    assert (after["open"], after["evicted"]) == (4, stats.get("evicted", 0) + 1)
-    assert after["kept"] == 1
 
 
 def test_a_judge_that_raises_leaves_out_its_exchange_and_no_other(serve, spoken):

@@ -4,7 +4,8 @@ A conversation is a session like any other. When its client goes on from an answ
 about it are an exchange; with consent, and if the filter lets it pass, it is kept to be trained on.
 
 Invariants: a request without consent is answered and leaves nothing on any disk; one such request withdraws the consent
-of its conversation. An answer after which nothing comes is never kept. What a filter does not say yes to is not kept.
+of its conversation, and of what still waits from an earlier one of the same name. An answer after which nothing comes
+is never kept. What a filter does not say yes to is not kept.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ class _Conversation:
     held: OpenSession
     consents: bool
     last: float
+    """When it was last asked something, or was still being answered."""
     seen: set[str]
     """Turns that were followed by something already."""
+    is_done: bool = False
+    """Nothing comes after the answer that is under way."""
 
 
 class Door:
@@ -70,17 +74,16 @@ class Door:
     async def enter(self, headers: Mapping[str, str]) -> OpenSession:
         """The session of the conversation that a request belongs to, or a `Problem`."""
         name, consents = _name_of(headers), _flag_of(headers, CONSENT)
+        if not consents:
+            await self._withdraw(name)
         if name not in self._open and len(self._open) >= self._settings.most_conversations:
             await self._make_room()
         found = self._open.get(name) or self._opened(name, consents)
-        if found.consents and not consents:
-            found.consents = False
-            self.counts["withdrawn"] += 1
-            await self._store.withdraw(self._hidden(name))
+        found.consents &= consents
         found.last = asyncio.get_running_loop().time()
         self._open.move_to_end(name)
-        if _flag_of(headers, DONE):
-            found.last = float("-inf")  # nothing comes after this answer: it ends with the next sweep
+        found.is_done = _flag_of(headers, DONE)
+        if found.is_done:
             self._open.move_to_end(name, last=False)
         return found.held
 
@@ -134,11 +137,22 @@ class Door:
         self.counts["consented"] += consents
         return made
 
+    async def _withdraw(self, name: str) -> None:
+        """Nothing waits under this name when this returns, nor will from its open conversation."""
+        known = self._open.get(name)
+        if known is not None:
+            if not known.consents:
+                return
+            known.consents = False
+            self.counts["withdrawn"] += 1
+        await self._store.withdraw(self._hidden(name))
+
     async def _make_room(self) -> None:
         """Let the conversation go that was silent longest; one that is being answered stays."""
         silent = next((one for one in self._open.values() if not one.held.is_answering), None)
         if silent is None:
-            raise Problem(Kind.ENGINE_FAILED, f"{len(self._open)} conversations are being answered: ask again soon")
+            self.counts["refused"] += 1
+            raise Problem(Kind.FULL, f"{len(self._open)} conversations are being answered: ask again soon")
         self.counts["evicted"] += 1
         await self._end(silent)
 
@@ -179,9 +193,12 @@ class Door:
         """End the conversations that nobody has gone on with."""
         while True:
             await asyncio.sleep(min(1.0, self._settings.idle_s / 4))
-            before = asyncio.get_running_loop().time() - self._settings.idle_s
-            for one in [one for one in self._open.values() if one.last < before and not one.held.is_answering]:
-                await self._end(one)
+            now = asyncio.get_running_loop().time()
+            for one in list(self._open.values()):
+                if one.held.is_answering:
+                    one.last = now
+                elif one.is_done or one.last < now - self._settings.idle_s:
+                    await self._end(one)
 
     async def _end(self, conversation: _Conversation) -> None:
         if self._open.pop(conversation.name, None) is None:

@@ -16,15 +16,22 @@ def test_each_problem_ends_a_client_at_once_unless_asking_again_may_help(kind: K
     problem = Problem(kind, "No more.", param="x")
     for dialect in DIALECTS:
         status, headers, body = dialect.problem(problem)
-        again = kind is Kind.ENGINE_FAILED
+        again = kind in (Kind.ENGINE_FAILED, Kind.FULL)
         assert (status in RETRIED_BY_CLIENTS) == again
         assert headers["x-should-retry"] == ("true" if again else "false")
         assert body["error"]["message"] == "No more."
         assert body.get("type") == ("error" if dialect is MESSAGES else None)
 
 
+def test_who_comes_to_a_full_service_is_told_when_to_come_back() -> None:
+    for dialect in DIALECTS:
+        status, headers, body = dialect.problem(Problem(Kind.FULL, "Full.", retry_after_s=2.1))
+        assert (status, headers["Retry-After"], body["error"]["type"]) == (429, "3", "rate_limit_error")
+        assert "Retry-After" not in dialect.problem(Problem(Kind.ENGINE_FAILED, "No."))[1]
+
+
 def test_claude_code_and_codex_get_400_for_what_they_would_ask_again_after() -> None:
-    for kind in set(Kind) - {Kind.ENGINE_FAILED, Kind.NO_PATH}:
+    for kind in set(Kind) - {Kind.ENGINE_FAILED, Kind.FULL, Kind.NO_PATH}:
         for dialect in (RESPONSES, MESSAGES):
             assert dialect.problem(Problem(kind, "No."))[0] == 400
 

@@ -322,14 +322,18 @@ def test_a_problem_half_way_ends_the_stream(kind: Kind) -> None:
             wire.problem = None
     last: Any = events[-1]
     assert last.type == "response.failed"
-    retried = {Kind.ENGINE_FAILED: "server_error", Kind.TOO_LONG: "context_length_exceeded"}
+    retried = {
+        Kind.ENGINE_FAILED: "server_error",
+        Kind.FULL: "rate_limit_exceeded",
+        Kind.TOO_LONG: "context_length_exceeded",
+    }
     assert last.response.error.code == retried.get(kind, "invalid_prompt")
 
 
 @pytest.mark.parametrize("kind", list(Kind))
 def test_the_sdks_ask_once_and_only_once_where_asking_again_is_of_no_use(kind: Kind) -> None:
     problem = Problem(kind, "No more.")
-    tries = 3 if kind is Kind.ENGINE_FAILED else 1
+    tries = 3 if kind in (Kind.ENGINE_FAILED, Kind.FULL) else 1
     asks: dict[str, Any] = {"chat": chat_message, "responses": response, "messages": message}
     for name, ask in asks.items():
         wire = WIRES[name]

@@ -29,6 +29,7 @@ class Kind(StrEnum):
     UNKNOWN_MODEL = "unknown_model"
     NO_PATH = "no_path"
     ENGINE_FAILED = "engine_failed"  # may go better if the client asks again
+    FULL = "full"  # nobody else can be served now: `retry_after_s` says when to ask again
     SHUTTING_DOWN = "shutting_down"
 
 
@@ -36,7 +37,14 @@ class Problem(Exception):
     """One sentence for the client; `param` names the field of a bad body."""
 
     def __init__(
-        self, kind: Kind, message: str, *, param: str | None = None, tokens: int | None = None, limit: int | None = None
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        param: str | None = None,
+        tokens: int | None = None,
+        limit: int | None = None,
+        retry_after_s: float = 1.0,
     ) -> None:
         super().__init__(message)
         self.kind = kind
@@ -44,11 +52,12 @@ class Problem(Exception):
         self.param = param
         self.tokens = tokens
         self.limit = limit
+        self.retry_after_s = retry_after_s
 
     @property
     def ask_again(self) -> bool:
         """Whether the same request may be answered later. Of all others a client must not make a second one."""
-        return self.kind is Kind.ENGINE_FAILED
+        return self.kind in (Kind.ENGINE_FAILED, Kind.FULL)
 
 
 @dataclass(frozen=True)

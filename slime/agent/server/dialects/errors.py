@@ -11,6 +11,7 @@ was tried with Claude Code and Codex, and read in the sources of mini-swe-agent 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from slime.agent.server.dialects.dialect import Kind, Problem
@@ -29,14 +30,22 @@ _CHAT_STATUS = {
     Kind.NO_PATH: 404,
     Kind.SHUTTING_DOWN: 404,
     Kind.ENGINE_FAILED: 500,
+    Kind.FULL: 429,
 }
-_OTHER_STATUS = {Kind.NO_PATH: 404, Kind.ENGINE_FAILED: 500}
+_OTHER_STATUS = {Kind.NO_PATH: 404, Kind.ENGINE_FAILED: 500, Kind.FULL: 429}
 _CODES = {
     Kind.NO_SESSION: "invalid_api_key",
     Kind.TOO_LONG: "context_length_exceeded",
     Kind.UNKNOWN_MODEL: "model_not_found",
     Kind.NO_PATH: "unknown_url",
     Kind.ENGINE_FAILED: "server_error",
+    Kind.FULL: "rate_limit_exceeded",
+}
+_OPENAI_TYPES = {Kind.ENGINE_FAILED: "server_error", Kind.FULL: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    Kind.NO_PATH: "not_found_error",
+    Kind.ENGINE_FAILED: "api_error",
+    Kind.FULL: "rate_limit_error",
 }
 
 
@@ -68,7 +77,7 @@ def messages_problem(problem: Problem) -> Answer:
 
 
 def openai_error(problem: Problem) -> dict[str, Any]:
-    kind = "server_error" if problem.ask_again else "invalid_request_error"
+    kind = _OPENAI_TYPES.get(problem.kind, "invalid_request_error")
     code = _CODES.get(problem.kind, str(problem.kind))
     return {"message": openai_message(problem), "type": kind, "param": problem.param, "code": code}
 
@@ -87,16 +96,19 @@ def anthropic_error(problem: Problem) -> dict[str, Any]:
     message = problem.message
     if problem.kind is Kind.TOO_LONG and problem.tokens is not None:
         message = f"prompt is too long: {problem.tokens} tokens > {problem.limit} maximum"
-    kind = {Kind.NO_PATH: "not_found_error", Kind.ENGINE_FAILED: "api_error"}.get(problem.kind, "invalid_request_error")
+    kind = _ANTHROPIC_TYPES.get(problem.kind, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def stream_code(problem: Problem) -> str:
-    """The code of `response.failed`. Codex asks again after any but these two."""
+    """The code of `response.failed`. Codex asks again after any but the last two."""
     if problem.ask_again:
-        return "server_error"
+        return _CODES[problem.kind]
     return "context_length_exceeded" if problem.kind is Kind.TOO_LONG else "invalid_prompt"
 
 
 def _headers(problem: Problem) -> dict[str, str]:
-    return {"x-should-retry": "true" if problem.ask_again else "false"}
+    headers = {"x-should-retry": "true" if problem.ask_again else "false"}
+    if problem.kind is Kind.FULL:
+        headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_s)))
+    return headers

@@ -1,0 +1,160 @@
+"""A live service that is killed as a whole, again and again: what its clients said before is trained on exactly once,
+and of those who have not consented nothing is on the disk."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from slime.data.journal.reader import Choice, Recorded, reading
+from slime.data.tokenizer import load_tokenizer
+from tests.e2e.runs import TRAIN, Running, records, started, wait_until
+from tests.tiny_models import make_model_folder
+
+ROLLOUTS, BATCH = 4, 4
+SILENT, NAME = "okapi", "the name of a client"
+JUDGE = """\
+def judge(args, exchange):
+    return 1.0 if exchange.next_user_turn.startswith("thanks") else -1.0
+"""
+
+
+class Life:
+    """One life of the run, and clients who talk to it."""
+
+    def __init__(self, running: Running, run_dir: Path, previous: int) -> None:
+        self.running, self._run_dir = running, run_dir
+        address = run_dir / "live.json"
+        assert wait_until(lambda: self._ended() or _written(address) > previous, within_s=120)
+        assert not self._ended(), running.finish().err
+        self._said = json.loads(address.read_text())
+
+    def talk(self, question: str, *then: str, consent: str = "yes") -> None:
+        """A conversation to its end; its exchanges are kept when this returns."""
+        messages = []
+        url = urlsplit(self._said["openai_url"])
+        headers = {
+            "Authorization": f"Bearer {self._said['key']}", "Content-Type": "application/json",
+            "X-Session-Id": f"{NAME} {question}", "X-Consent": consent,
+        }  # fmt: skip
+        for text in (question, *then):
+            messages.append({"role": "user", "content": text})
+            connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=120)
+            body = json.dumps({"model": self._said["model"], "messages": messages})
+            connection.request("POST", f"{url.path}/chat/completions", body, headers)
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+            connection.close()
+            assert response.status == 200, answer
+            messages.append(answer["choices"][0]["message"])
+
+    def wait_for_step(self) -> None:
+        """Until something was trained."""
+        metrics = self._run_dir / "metrics.jsonl"
+        assert wait_until(
+            lambda: self._ended() or (metrics.exists() and bool(records(self._run_dir, "train"))), within_s=120
+        )
+        assert not self._ended(), self.running.finish().err
+
+    def kill(self) -> None:
+        """kill -9 of every process of the run."""
+
+        def nobody_is_left() -> bool:
+            for pid in self.running.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.running.popen.poll()
+            return not self.running.processes()
+
+        assert wait_until(nobody_is_left, within_s=30)
+
+    def _ended(self) -> bool:
+        return self.running.popen.poll() is not None
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    make_model_folder(tmp_path / "model")
+    (tmp_path / "judge.py").write_text(JUDGE)
+    return tmp_path
+
+
+@contextmanager
+def alive(place: Path) -> Iterator[Life]:
+    command = [
+        *TRAIN, "--async-mode", "full", "--hf-checkpoint", "model", "--live-judge-path", "judge.py:judge",
+        "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", "1",
+        "--max-weight-staleness", "100", "--rollout-max-response-len", "8", "--use-dynamic-batch-size",
+        "--max-tokens-per-gpu", "2048", "--lr", "1e-4", "--device", "cpu", "--output-dir", "run", "--save", "run",
+        "--load", "run", "--save-interval", "2", "--keep-samples",
+        "--save-debug-train-data", "trained/{rollout_id}.jsonl",
+    ]  # fmt: skip
+    previous = _written(place / "run" / "live.json")
+    with started(command, place) as running:
+        yield Life(running, place / "run", previous)
+
+
+def _written(file: Path) -> int:
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
+def consumed(place: Path) -> list[Recorded]:
+    with reading(str(place / "run")) as journal:
+        return list(journal.samples(Choice(state="consumed")))
+
+
+def on_disk(place: Path) -> str:
+    """All that the run has written: the bytes of its files, and the samples that are packed in its journal."""
+    files = [file for folder in ("run", "trained") for file in (place / folder).rglob("*") if file.is_file()]
+    tokenizer = load_tokenizer(str(place / "model"))
+    with reading(str(place / "run")) as journal:
+        samples = [found.sample for found in journal.samples(Choice())]
+    packed = [repr(sample.to_dict()) + tokenizer.decode(sample.token_array().tolist()) for sample in samples]
+    return b"".join(file.read_bytes() for file in files).decode(errors="replace") + "".join(packed)
+
+
+def test_after_kill_9_of_the_whole_run_each_conversation_is_trained_on_once(place: Path) -> None:
+    asked = [f"question {number}?" for number in range(18)]
+    lives = (asked[:6], asked[6:12], asked[12:])
+    for number, questions in enumerate(lives):
+        with alive(place) as life:
+            life.talk(f"{SILENT} {number}?", f"thanks, {SILENT}", consent="no")
+            for question in questions:
+                life.talk(question, "thanks" if question < "question 4" else "no")
+            if number == 1:
+                life.wait_for_step()  # of which there is no checkpoint yet: it is trained again, from the journal
+            if number < 2:
+                life.kill()
+            else:
+                done = life.running.finish()
+                assert done.code == 0, done.err
+
+    found = consumed(place)
+    questions = Counter(one.sample.prompt[0]["content"] for one in found)
+    assert len(found) == ROLLOUTS * BATCH
+    assert set(questions.values()) == {1}
+    assert {question: questions[question] for question in asked[:12]} == dict.fromkeys(asked[:12], 1)
+    assert set(questions) <= set(asked)
+    for one in found:
+        question = one.sample.prompt[0]["content"]
+        assert one.sample.reward == (1.0 if question < "question 4" else -1.0)
+    in_batches = []
+    for rollout_id in range(ROLLOUTS):
+        _header, *lines = (place / "trained" / f"{rollout_id}.jsonl").read_text().splitlines()
+        in_batches += [json.loads(line)["sample_indices"] for line in lines]
+    assert sorted(in_batches) == sorted(one.sample.index for one in found)
+    assert [record["step"] for record in records(place / "run", "rollout")] == list(range(ROLLOUTS))
+
+    written = on_disk(place)
+    assert asked[0] in written
+    assert SILENT not in written
+    assert NAME not in written
