@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import fmean
+
+import pytest
 
 from slime.rollout.base_types import leaves
 from slime.rollout.dump import read_dump
@@ -44,6 +47,29 @@ def test_a_student_learns_from_a_served_teacher_alone(place: Path) -> None:
     assert [record["rollout/raw_reward"] for record in found] == [0.0] * 6
     gaps = [gap_to_teacher(place / f"opd/{rollout_id}.jsonl") for rollout_id in range(6)]
     assert fmean(gaps[-2:]) < 0.9 * fmean(gaps[:2])
+
+
+def test_a_teacher_says_the_same_in_an_engine_and_in_the_trainer(place: Path) -> None:
+    """The first step's samples are the same, and so is what the teacher, a larger model, makes of each token."""
+    make_model_folder(place / "larger", seed=11, intermediate_size=128)
+    computed = {}
+    for where in ("engine", "trainer"):
+        flags = [
+            *without_reward(grpo_flags()),
+            *("--num-rollout", "1", "--rollout-temperature", "1"),
+            *("--use-opd", "--opd-type", where, "--opd-teacher-load", "larger"),
+            *("--save-debug-train-data", f"{where}/{{rollout_id}}.jsonl", "--output-dir", where),
+        ]
+        done = run([*TRAIN, *flags], place)
+        assert (done.code, done.err) == (0, "")
+        _, *computed[where] = map(json.loads, (place / where / "0.jsonl").read_text().splitlines())
+    assert len(computed["engine"]) == len(computed["trainer"]) == 16
+    for one, other in zip(computed["engine"], computed["trainer"], strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert one["teacher_log_probs"] == pytest.approx(other["teacher_log_probs"], abs=2e-4)
+        assert one["opd_reverse_kl"] == pytest.approx(other["opd_reverse_kl"], abs=2e-4)
+        assert one["advantages"] == pytest.approx([-kl for kl in one["opd_reverse_kl"]])
+    assert max(abs(kl) for row in computed["engine"] for kl in row["opd_reverse_kl"]) > 0.05, "it is another model"
 
 
 def test_dapo_drops_groups_without_differences(place: Path) -> None:
