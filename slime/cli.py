@@ -25,7 +25,8 @@ usage: slime COMMAND ...
   fleet        list the engines of such a run: slime fleet RUN_DIR (slime fleet --help)
   convert      write a checkpoint of a run, or a model folder in other numbers, as a Hugging Face folder
                (slime convert --help)
-  models       list published models whose shape is known; slime models NAME prints a config.json to plan with
+  models       list published models whose shape is known; slime models NAME prints a config.json to plan with, and
+               makes a folder with random weights to try a run with (slime models --help)
   flags        list all flags of train, or those with all given words: slime flags batch size; --markdown makes the
                table of the documentation
   version      print the version

@@ -36,6 +36,7 @@ from slime.errors import UserError
 from slime.models.shape import ModelShape, check_context_parallel
 from slime.plan_cluster import check_one_machine, plan_nodes
 from slime.plan_data import check_data, data_rows
+from slime.plan_fit import Room, Taken, fit_notes, in_gib
 from slime.plan_layout import check_layout, family_fields, layout_in_words
 from slime.plan_length import batch_rows, length_rows, optimizer_steps
 from slime.plan_megatron import planned_trainer
@@ -48,7 +49,6 @@ from slime.plan_memory import (
 )
 from slime.weights.transport import choose_transport
 
-_GIB = 2**30
 _SERVICE_TIMEOUT_S = 10.0
 _SYNCED = {"merged": "the merged weights", "adapter": "the adapter alone"}
 _OWN_PACKAGE = Path(__file__).resolve().parent
@@ -75,6 +75,8 @@ class Plan:
     weight_transport: str
     optimizer_steps: int | None
     """Of the whole run; None when only the length of the data can tell."""
+    lacks: int | None
+    """Bytes that a GPU, or a machine without one, has too few for the estimate; None where nobody knows what it has."""
     sections: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
     notes: tuple[str, ...]
 
@@ -126,7 +128,8 @@ def make_plan(
     available = _available(config, device)
     training, rollout = precisions(config, device, shape.num_parameters)
     precision = training if training == rollout else f"{training}, engines {rollout}"
-    processes = _processes(config, shape, device, trainers, engines, available)
+    processes = _processes(config, shape, device, trainers, engines, available, backend)
+    room = _room(shape, device, trainers > 0, engines, available, backend)
     steps = optimizer_steps(config)
     data = data_rows(config) if config.dry_run else ()
     sections = (
@@ -149,9 +152,10 @@ def make_plan(
         _precision_notes(config, device)
         + _notes(config, backend)
         + unused_by_layers(config, device)
-        + _memory_notes(config, processes, available, device)
+        + ([] if room is None else fit_notes(config, room))
     )
-    return Plan(device, gpus_needed, processes, backend, transport, steps, sections, tuple(notes))
+    lacks = None if room is None else room.lacking(config)
+    return Plan(device, gpus_needed, processes, backend, transport, steps, lacks, sections, tuple(notes))
 
 
 def _available(config: Config, device: str) -> int | None:
@@ -258,20 +262,26 @@ def _check_heads(config: Config) -> None:
 
 
 def _processes(
-    config: Config, shape: ModelShape, device: str, trainers: int, engines: int, available: int | None
+    config: Config,
+    shape: ModelShape,
+    device: str,
+    trainers: int,
+    engines: int,
+    available: int | None,
+    backend: str,
 ) -> tuple[ProcessPlan, ...]:
     processes = [ProcessPlan("driver", 1, "cpu", None)]
     if engines:
-        first = 0 if config.colocate else trainers
+        first, sglang = 0 if config.colocate else trainers, backend == SGLANG_SERVER
         dtype = resolve_rollout_dtype(config.rollout_dtype, config.dtype, device, shape.num_parameters)
-        memory = engine_memory(config, shape, dtype=dtype, device=device, available=available)
+        memory = engine_memory(config, shape, dtype=dtype, device=device, available=available, sglang=sglang)
         if config.rollout_external_engine_addrs:
             processes.append(ProcessPlan("engine", engines, "the addresses given", None))
         else:
             processes.append(ProcessPlan("engine", engines, _where(device, first, config.rollout_num_gpus), memory))
         if serves_teacher(config) and config.opd_teacher_load is not None:
             teacher = ModelShape.from_folder(config.opd_teacher_load)
-            memory = engine_memory(config, teacher, dtype=dtype, device=device, available=available)
+            memory = engine_memory(config, teacher, dtype=dtype, device=device, available=available, sglang=sglang)
             processes.append(ProcessPlan("teacher", 1, _where(device, first, 1), memory))
     if trainers:
         sharing = copy_size(config)
@@ -334,39 +344,30 @@ def _memory_rows(processes: tuple[ProcessPlan, ...], available: int | None, devi
     rows = []
     for process in processes:
         if process.memory is not None:
-            parts = ", ".join(f"{name} {_gib(size)}" for name, size in process.memory.parts.items())
+            parts = ", ".join(f"{name} {in_gib(size)}" for name, size in process.memory.parts.items())
             peak = f" (most at: {process.memory.peak})" if process.memory.peak else ""
-            rows.append((f"each {process.name}", f"{_gib(process.memory.total)}: {parts}{peak}"))
+            rows.append((f"each {process.name}", f"{in_gib(process.memory.total)}: {parts}{peak}"))
             if process.memory.on_host:
-                host = ", ".join(f"{name} {_gib(size)}" for name, size in process.memory.on_host.items())
+                host = ", ".join(f"{name} {in_gib(size)}" for name, size in process.memory.on_host.items())
                 rows.append(("", f"and in the host's memory: {host}"))
     what = "each GPU has" if device == "cuda" else "available"
-    rows.append((what, "unknown" if available is None else _gib(available)))
+    rows.append((what, "unknown" if available is None else in_gib(available)))
     return tuple(rows)
 
 
-def _memory_notes(config: Config, processes: tuple[ProcessPlan, ...], available: int | None, device: str) -> list[str]:
+def _room(
+    shape: ModelShape, device: str, trains: bool, engines: int, available: int | None, backend: str
+) -> Room | None:
+    """What the run and others like it can be compared with; None where nobody knows what there is."""
     if available is None:
-        return []
-    estimates = {process.name: process for process in processes if process.memory is not None}
-    if device != "cuda":
-        needed = sum(process.count * process.memory.total for process in estimates.values() if process.memory)
-        over = needed > available
-    else:
-        sizes = [process.memory.total for process in estimates.values() if process.memory]
-        needed = sum(sizes) if config.colocate and not config.offload_rollout else max(sizes)
-        over = needed > available
-    if not over:
-        return []
-    remedies = ["lower --micro-batch-size or --max-tokens-per-gpu"]
-    if not config.recompute_activations:
-        remedies.append("add --recompute-activations")
-    if device == "cuda" and config.colocate and not config.offload_rollout:
-        remedies.append("add --offload-rollout")
-    return [
-        f"the estimate of {_gib(needed)} is more than the {_gib(available)} there are: {', '.join(remedies)}, or use "
-        "more processes"
-    ]
+        return None
+
+    def estimate(config: Config) -> Taken:
+        trainers = num_trainers(config) if trains else 0
+        processes = _processes(config, shape, device, trainers, engines, available, backend)
+        return Taken({one.name: (one.count, one.memory) for one in processes if one.memory is not None})
+
+    return Room(estimate, available, device)
 
 
 def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
@@ -465,10 +466,6 @@ def _nucleus_notes(config: Config) -> list[str]:
         f"{' and '.join(given)}: tokens are sampled from a part of the vocabulary, but training takes their "
         "log-probs over all of it, so the gradient is biased; leave it out to train on-policy"
     ]
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.2f} GiB" if size >= 0.1 * _GIB else f"{size / 2**20:.1f} MiB"
 
 
 def _short_number(count: int) -> str:

@@ -40,6 +40,8 @@ class MemoryEstimate:
     """The moment that takes the most; the parts are those of it."""
     on_host: dict[str, int] = dataclasses.field(default_factory=dict)
     """What lies in the host's memory beside the parts, which are on a GPU."""
+    lacks: int = 0
+    """Of an engine: bytes that its share of the GPU is too small for its weights and the longest sample."""
 
     @property
     def total(self) -> int:
@@ -270,20 +272,35 @@ def planned_adapter(config: Config) -> tuple[list[str], int] | None:
 
 
 def engine_memory(
-    config: Config, shape: ModelShape, *, dtype: str, device: str, available: int | None
+    config: Config, shape: ModelShape, *, dtype: str, device: str, available: int | None, sglang: bool = False
 ) -> MemoryEstimate:
-    """One embedded engine, or one GPU of an engine that has several: weights in the precision `dtype`, KV cache."""
+    """One embedded engine, or one GPU of an engine that has several: weights in the precision `dtype`, KV cache.
+
+    The embedded engine takes a share of what its weights leave free. SGLang's share, where one is given, has the
+    weights in it.
+    """
     parts: dict[str, int] = {}
+    gpus = config.rollout_num_gpus_per_engine
+    weights = BYTES_PER_ELEMENT[dtype] * (shape.num_parameters or 0) // gpus
     if shape.num_parameters is not None:
-        parts["weights"] = BYTES_PER_ELEMENT[dtype] * shape.num_parameters // config.rollout_num_gpus_per_engine
+        parts["weights"] = weights
     per_token = shape.kv_bytes_per_token(dtype)
     if config.engine_max_total_tokens is not None and per_token is not None:
         parts["KV cache"] = config.engine_max_total_tokens * per_token
-    elif available is not None:
-        free = max(available - parts.get("weights", 0), 0) if device == "cuda" else available
-        budget = int(free * config.engine_mem_fraction)
-        parts["KV cache (at most)"] = budget if device == "cuda" else min(budget, _CPU_KV_LIMIT)
-    return MemoryEstimate(parts)
+        return MemoryEstimate(parts)
+    if available is None:
+        return MemoryEstimate(parts)
+    free = max(available - weights, 0) if device == "cuda" else available
+    budget = int(free * config.engine_mem_fraction)
+    static = config.carried.get("sglang_mem_fraction_static") if sglang else None
+    if static is not None:
+        budget = int(available * float(static)) - weights
+    if device != "cuda":
+        parts["KV cache (at most)"] = min(budget, _CPU_KV_LIMIT)
+        return MemoryEstimate(parts)
+    parts["KV cache (at most)"] = max(budget, 0)
+    kept = 0 if shape.is_latent else (per_token or 0) // min(gpus, shape.num_kv_heads or 1)
+    return MemoryEstimate(parts, lacks=max(0, longest_sample(config) * kept - budget))
 
 
 def tokens_per_forward(config: Config) -> int:

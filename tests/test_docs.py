@@ -121,7 +121,7 @@ def test_flags_named_in_the_text_exist(page: Path, serve_flags: set[str]) -> Non
         | KNOWN_ELSEWHERE
         | JOIN_FLAGS
         | {"--markdown", "--tokenizer", "--scale-fmt", "--add-missing", "--force"}
-        | {"--format", "--origin-hf-dir", "--args", "--layout", "--write", "--scripts"}
+        | {"--format", "--origin-hf-dir", "--args", "--layout", "--write", "--scripts", "--random-weights", "--set"}
     )
     spans = re.findall(r"`(--[^`]*)`", prose(page))
     for flag in {word for span in spans for word in re.findall(r"--[a-z][a-z0-9-]*[a-z0-9]", span)}:

@@ -393,7 +393,7 @@ def test_without_save_the_models_of_save_hf_are_all_that_is_kept(
 def test_too_little_memory_is_noted(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.plan.available_memory", lambda: 2**30)
     notes = make_plan(resolve(Config(**flags)), device="cpu", gpu_count=0).notes
-    assert any("is more than the 1.00 GiB there are" in note for note in notes)
+    assert any("more than the 1.00 GiB there are: with --recompute-activations" in note for note in notes)
 
 
 def test_an_unknown_architecture_still_gets_a_plan(flags: dict[str, Any], tmp_path: Path) -> None:

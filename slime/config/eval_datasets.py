@@ -40,6 +40,7 @@ class EvalDataset:
     label_key: str | None = None
     metadata_key: str = "metadata"
     tool_key: str = "tools"
+    prompt_suffix: str | None = None
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_prompt_len: int | None = None
@@ -62,7 +63,7 @@ class EvalDataset:
     @property
     def cache_key(self) -> tuple[Any, ...]:
         """What the prompts depend on."""
-        template = (self.apply_chat_template, repr(self.apply_chat_template_kwargs))
+        template = (self.prompt_suffix, self.apply_chat_template, repr(self.apply_chat_template_kwargs))
         return (self.name, self.path, self.input_key, self.label_key, self.tool_key, self.metadata_key, *template)
 
     def inject_metadata(self, sample_metadata: dict[str, Any] | None) -> dict[str, Any]:
@@ -138,6 +139,7 @@ _ENTRIES: dict[str, _Entry] = {
     "label_key": _text(),
     "metadata_key": _text(),
     "tool_key": _text(),
+    "prompt_suffix": _text(),
     "apply_chat_template": _SWITCH,
     "apply_chat_template_kwargs": _MAPPING,
     "max_prompt_len": _integer(at_least(1)),
@@ -184,6 +186,7 @@ def _flag_values(config: Config) -> dict[str, Any]:
         "label_key": config.eval_label_key or config.label_key,
         "metadata_key": config.metadata_key,
         "tool_key": config.eval_tool_key or config.tool_key,
+        "prompt_suffix": config.prompt_suffix,
         "apply_chat_template": config.apply_chat_template,
         "apply_chat_template_kwargs": config.apply_chat_template_kwargs,
         "max_prompt_len": config.eval_max_prompt_len,

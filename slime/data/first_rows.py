@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.data.prototype import Located
-from slime.data.rows import open_rows, parse_line, split_slice
+from slime.data.rows import chosen_columns, open_rows, parse_line, split_slice
 from slime.errors import UserError
 
 MOST_ROWS = 100
@@ -69,7 +69,7 @@ def _batches(file: Path, start: int, columns: set[str], most_rows: int) -> Itera
     try:
         source = pyarrow.parquet.ParquetFile(file)
         names = source.schema_arrow.names
-        wanted = [name for name in names if name in columns] or names
+        wanted = chosen_columns(names, columns) or names
         first, group = 0, 0
         while group < source.num_row_groups and first + source.metadata.row_group(group).num_rows <= start:
             first += source.metadata.row_group(group).num_rows

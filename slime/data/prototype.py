@@ -17,7 +17,7 @@ import jinja2
 
 from slime.data.labels import LabelUse, checked_label
 from slime.data.messages import checked_messages, is_conversation
-from slime.data.rows import Row
+from slime.data.rows import Row, value_at
 from slime.data.sample import Sample
 from slime.errors import UserError
 
@@ -54,6 +54,8 @@ class PrototypeBuilder:
     metadata_key: str | None = None
     tool_key: str | None = None
     multimodal_keys: dict[str, str] = field(default_factory=dict)
+    prompt_suffix: str | None = None
+    """Follows what the user says last in each prompt."""
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     shortest_limit: int | None = None
@@ -90,8 +92,9 @@ class PrototypeBuilder:
                 )
         given = _required(row, self.input_key, "--input-key", where)
         if self.number_prompts and isinstance(given, int) and not isinstance(given, bool):
-            given = str(given)
-        prompt = _checked_prompt(given, where)
+            prompt: str | list[dict[str, Any]] = str(given)
+        else:
+            prompt = _followed(_checked_prompt(given, where), self.prompt_suffix, where)
         label = self._label(row, where) if self.label_key else None
         metadata = self._metadata(row, where)
         if self.apply_chat_template:
@@ -159,11 +162,30 @@ def _surely_shorter(text: str, limit: int) -> bool:
 
 
 def _required(row: Row, key: str, flag: str, where: str) -> Any:
-    if key not in row:
-        near = difflib.get_close_matches(key, row, n=1)
+    try:
+        return value_at(row, key)
+    except KeyError:
+        near = difflib.get_close_matches(key, _paths(row), n=1)
         hint = f"did you mean {flag} {near[0]}?" if near else f"choose one with {flag}"
-        raise UserError(f"{where}: no key {key!r}; this row has {sorted(row)}; {hint}")
-    return row[key]
+        raise UserError(f"{where}: no key {key!r}; this row has {sorted(row)}; {hint}") from None
+
+
+def _paths(row: Row) -> list[str]:
+    """The keys of a row, and those inside its objects."""
+    inner = (f"{key}.{name}" for key, value in row.items() if isinstance(value, dict) for name in value)
+    return [*row, *inner]
+
+
+def _followed(prompt: str | list[dict[str, Any]], suffix: str | None, where: str) -> str | list[dict[str, Any]]:
+    if not suffix:
+        return prompt
+    if isinstance(prompt, str):
+        return prompt + suffix
+    said = [position for position, message in enumerate(prompt) if message["role"] == "user"]
+    if not said:
+        raise UserError(f"{where}: --prompt-suffix follows what a user says, and this prompt has no user's message")
+    last = prompt[said[-1]]
+    return [*prompt[: said[-1]], {**last, "content": f"{last['content']}{suffix}"}, *prompt[said[-1] + 1 :]]
 
 
 def _checked_prompt(prompt: Any, where: str) -> str | list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import os
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,24 @@ Row = dict[str, Any]
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$", re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CACHED_ROW_GROUPS = 4
+
+
+def value_at(row: Row, key: str) -> Any:
+    """What a row holds under a key, or inside its objects under `outer.inner`; `KeyError` where there is nothing.
+
+    A column whose own name has the dots goes first.
+    """
+    if key in row:
+        return row[key]
+    outer, dot, inner = key.partition(".")
+    if not dot or not isinstance(row.get(outer), dict):
+        raise KeyError(key)
+    return value_at(row[outer], inner)
+
+
+def chosen_columns(names: Sequence[str], keys: set[str]) -> list[str]:
+    """The columns of a file that these keys are read from."""
+    return [name for name in names if name in keys or any(key.startswith(f"{name}.") for key in keys)]
 
 
 class Rows(Protocol):
@@ -137,7 +155,7 @@ class ParquetRows:
             raise UserError(f"prompt data {path}: cannot be read as Parquet ({_first_line(error)})") from error
         names = self._file.schema_arrow.names
         # A file without any of the wanted columns is read whole, so that the error can name the keys there are.
-        self._columns = [name for name in names if name in columns] or names
+        self._columns = chosen_columns(names, columns) or names
         self._absent = {name: None for name in names if name not in self._columns}
         counts = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)

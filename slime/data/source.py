@@ -382,6 +382,7 @@ def _open_dataset(args: Any) -> PromptDataset:
         metadata_key=args.metadata_key,
         tool_key=args.tool_key,
         multimodal_keys=args.multimodal_keys,
+        prompt_suffix=args.prompt_suffix,
         apply_chat_template=args.apply_chat_template,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=max_prompt_len,

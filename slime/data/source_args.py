@@ -18,6 +18,7 @@ DEFAULTS: dict[str, Any] = {
     "metadata_key": "metadata",
     "tool_key": "tools",
     "multimodal_keys": None,
+    "prompt_suffix": None,
     "apply_chat_template": False,
     "apply_chat_template_kwargs": {},
     "rollout_max_prompt_len": None,

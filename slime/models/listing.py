@@ -24,6 +24,18 @@ def models_command(words: Sequence[str]) -> int:
         "--layout", action="store_true", help="GPUs and Megatron layout that it fits on, as flags of plan"
     )
     parser.add_argument("--write", metavar="DIR", help="a folder with its config.json alone, to plan with")
+    parser.add_argument(
+        "--random-weights", metavar="DIR", help="a folder that runs: random weights of its shape, a tokenizer of bytes"
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of random weights")
+    parser.add_argument("--seed", type=int, default=0, help="of random weights")
+    parser.add_argument(
+        "--set",
+        metavar="FIELD=VALUE",
+        action="append",
+        default=[],
+        help="another value in its config.json, such as num_hidden_layers=4; several times if need be",
+    )
     parser.add_argument("--scripts", metavar="DIR", help="write scripts/models/*.sh of all models")
     given = parser.parse_args(list(words))
     if given.scripts is not None:
@@ -31,15 +43,24 @@ def models_command(words: Sequence[str]) -> int:
             (Path(given.scripts) / name).write_text(text, encoding="utf-8")
     elif given.name is None:
         print(table(), end="")
-    elif given.write is not None:
-        published_model(given.name).write(Path(given.write))
-    elif given.layout:
-        print(*layout_words(published_model(given.name)))
-    elif given.args:
-        print(*model_args(published_model(given.name).config), sep="\n")
     else:
-        print(json.dumps(published_model(given.name).config, indent=2))
+        _show_or_write(published_model(given.name).with_fields(given.set), given)
     return 0
+
+
+def _show_or_write(model: Published, given: argparse.Namespace) -> None:
+    if given.random_weights is not None:
+        from slime.models.random_model import write_random_model  # which takes seconds to import
+
+        write_random_model(model.config, Path(given.random_weights), dtype=given.dtype, seed=given.seed)
+    elif given.write is not None:
+        model.write(Path(given.write))
+    elif given.layout:
+        print(*layout_words(model))
+    elif given.args:
+        print(*model_args(model.config), sep="\n")
+    else:
+        print(json.dumps(model.config, indent=2))
 
 
 def layout_words(model: Published) -> list[str]:

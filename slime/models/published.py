@@ -10,7 +10,9 @@ of it.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,23 @@ class Published:
     """GPUs that it can be trained on, as `--plan-cluster` takes them."""
     layout: tuple[str, ...]
     """How Megatron cuts it over them, as flags."""
+
+    def with_fields(self, assignments: Sequence[str]) -> Published:
+        """The model with other values in its config.json: `num_hidden_layers=4`, the value as JSON or as a word."""
+        config = dict(self.config)
+        for assignment in assignments:
+            field, equals, text = assignment.partition("=")
+            if not equals:
+                raise UserError(f"--set {assignment} is no FIELD=VALUE: such as num_hidden_layers=4")
+            if field not in config:
+                near = get_close_matches(field, config, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(config)}"
+                raise UserError(f"--set {assignment}: the config.json of {self.name} has no {field}; {hint}")
+            try:
+                config[field] = json.loads(text)
+            except ValueError:
+                config[field] = text
+        return replace(self, config=config)
 
     def write(self, folder: Path) -> None:
         """A folder that can be planned with, without weights."""

@@ -138,6 +138,7 @@ def _read(args: Config, dataset: EvalDataset, tokenizer: Any) -> PromptDataset:
         metadata_key=dataset.metadata_key,
         tool_key=dataset.tool_key,
         multimodal_keys=args.multimodal_keys,
+        prompt_suffix=dataset.prompt_suffix,
         apply_chat_template=dataset.apply_chat_template,
         apply_chat_template_kwargs=dataset.apply_chat_template_kwargs,
         max_prompt_len=_max_prompt_len(args, dataset),

@@ -16,7 +16,10 @@ class DataFlags:
 
     prompt_data: str | None = flag(None, "prompts as .jsonl or .parquet; PATH@[a:b] takes a slice", metavar="PATH")
     input_key: str = flag("input", "column that holds the prompt (text or chat messages)")
-    label_key: str | None = flag(None, "column that holds the reference answer")
+    label_key: str | None = flag(None, "column that holds the reference answer; a.b is b inside the object a")
+    prompt_suffix: str | None = flag(
+        None, "text that follows every prompt, or what the user says last in it", metavar="TEXT"
+    )
     metadata_key: str = flag("metadata", "column that holds a dict for reward and generate functions")
     tool_key: str = flag("tools", "column that holds tool schemas for the chat template")
     multimodal_keys: dict[str, Any] | None = flag(

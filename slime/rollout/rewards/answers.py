@@ -33,6 +33,11 @@ def last_boxed(text: str) -> str | None:
     return content
 
 
+def marked_answer(label: str) -> str:
+    """The answer of a label that shows its working: what follows the last `####`, as in GSM8K; else the whole label."""
+    return label.rpartition("####")[2].strip()
+
+
 def after_thinking(text: str) -> str:
     """What follows the last `</think>`; the whole text without one."""
     return text.rpartition(_END_OF_THINKING)[2]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.data.labels import accepted, label_text
-from slime.rollout.rewards.answers import last_boxed, plain_number
+from slime.rollout.rewards.answers import last_boxed, marked_answer, plain_number
 
 NO_ANSWER = "[INVALID]"
 _TAIL_CHARACTERS = 300
@@ -78,7 +78,7 @@ def _answered(tail: str, label: Any) -> tuple[bool, str]:
     found = _ANSWER.findall(tail)
     if not found:
         return False, NO_ANSWER
-    labels = [label_text(one) for one in accepted(label)]
+    labels = [marked_answer(label_text(one)) for one in accepted(label)]
     as_minerva = normalize_final_answer(found[-1])
     if as_minerva and as_minerva in map(normalize_final_answer, labels):
         return True, as_minerva

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.cluster.devices import cpu_cores
 from slime.data.labels import accepted, label_text
-from slime.rollout.rewards.answers import last_boxed, plain_number
+from slime.rollout.rewards.answers import last_boxed, marked_answer, plain_number
 from slime.rollout.rewards.guard import GuardedPool
 
 JUDGED_WITHIN_S = 10.0
@@ -57,6 +57,6 @@ class MathVerifier:
 
 
 def _label_text(label: Any) -> str:
-    text = label_text(label).strip()
+    text = marked_answer(label_text(label))
     boxed = last_boxed(text)
     return text if boxed is None else boxed

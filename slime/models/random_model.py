@@ -1,0 +1,103 @@
+"""A model folder of any shape with random weights and a tokenizer of bytes: for runs that need a model of that size and
+none that knows anything.
+
+Invariant: the folder is one that transformers would have written, tensor names and all, and loads without complaint.
+One shard of weights is held in memory, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from slime.errors import UserError
+from slime.models.loading import as_in_folder, load_config
+from slime.models.saving import FolderDraft
+
+_PAD, _START, _END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+_SPECIAL = (_PAD, _START, _END)
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_SPREAD = 0.02
+TOKENS = len(_SPECIAL) + 256
+"""Ids that the tokenizer has; the model may have more."""
+
+
+def write_random_model(config: Mapping[str, Any], folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> Path:
+    """Write the model that `config`, a config.json, describes; a folder that anybody else wrote is never replaced."""
+    if config.get("vocab_size", 0) < TOKENS:
+        raise UserError(
+            f"vocab_size {config.get('vocab_size')} is too small: the tokenizer of a random model has {TOKENS} tokens, "
+            "a byte each and a few marks"
+        )
+    ids = {"bos_token_id": None, "eos_token_id": _SPECIAL.index(_END), "pad_token_id": _SPECIAL.index(_PAD)}
+    with tempfile.TemporaryDirectory() as scratch:
+        byte_tokenizer().save_pretrained(scratch)
+        (Path(scratch) / "config.json").write_text(json.dumps({**config, **ids}, indent=2) + "\n", encoding="utf-8")
+        model = _outline(scratch, dtype)
+        with FolderDraft.begin(scratch, folder) as draft:
+            writer = draft.writer(getattr(torch, dtype))
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            chance = torch.Generator(device).manual_seed(seed)
+            for name, tensor in _named(model).items():
+                writer.add(name, _filled(tensor, chance))
+            writer.finish()
+            return draft.finish(getattr(torch, dtype))
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and turns of a chat in the marks of ChatML."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*_SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_PAD)
+    wrapped.chat_template = _TEMPLATE
+    return wrapped
+
+
+def _outline(folder: str, dtype: str) -> PreTrainedModel:
+    config = load_config(folder)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    for module in model.modules():
+        _fill_small(model, module)
+    return model
+
+
+def _fill_small(model: PreTrainedModel, module: nn.Module) -> None:
+    """Norms and the like get the values that the family starts with; beside matrices there are only biases."""
+    own = dict(module.named_parameters(recurse=False))
+    if not own or any(parameter.dim() > 1 for parameter in own.values()):
+        return
+    for name, parameter in own.items():
+        setattr(module, name, nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32)))
+    model._init_weights(module)
+
+
+def _named(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Tensors under their names in a folder, tied ones once."""
+    tensors = dict(model.named_parameters())  # which names a tied one once
+    buffers = dict(model.named_buffers())
+    tensors |= {name: buffers[name] for name in model.state_dict() if name in buffers}
+    return as_in_folder(model, {name: tensor.detach() for name, tensor in tensors.items()})
+
+
+def _filled(tensor: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
+    """Numbers for a tensor that has none; what is no matrix is zero."""
+    if tensor.device.type != "meta":
+        return tensor
+    empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=chance.device)
+    return empty if tensor.dim() < 2 else empty.normal_(0.0, _SPREAD, generator=chance)

@@ -1,0 +1,208 @@
+"""Whether what a run takes fits into what there is; if it does not, by how much, and which flags or GPUs would do.
+
+Invariant: a remedy is named only with the estimate that was made of the run with it. Nothing is changed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from slime.config import Config
+from slime.config.layout import uses_megatron
+from slime.plan_memory import MemoryEstimate, longest_sample, tokens_per_forward
+
+_LEAST_TOKENS = 1024
+_SMALL_CHUNK = 512
+_GPUS_OF_A_NODE = 8
+_MOST_NODES = 128
+_MOST_GPUS_PER_ENGINE = 64
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """Estimates of a run's processes by their names: how many there are, and what each of them takes."""
+
+    processes: Mapping[str, tuple[int, MemoryEstimate]]
+
+    def needed(self, config: Config, device: str) -> int:
+        """Bytes of the GPU that needs the most, or of all processes together on a CPU."""
+        if device != "cuda":
+            return sum(count * memory.total for count, memory in self.processes.values())
+        sizes = [memory.total for _, memory in self.processes.values()]
+        return sum(sizes) if config.colocate and not config.offload_rollout else max(sizes, default=0)
+
+    @property
+    def engines_lack(self) -> int:
+        """Bytes that an engine's share of its GPU is too small."""
+        return max((memory.lacks for _, memory in self.processes.values()), default=0)
+
+    def on_host(self) -> int:
+        """Bytes of the host's memory for each trainer."""
+        return max((sum(memory.on_host.values()) for _, memory in self.processes.values()), default=0)
+
+
+Estimate = Callable[[Config], Taken]
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """What there is, and how a run's estimate is made."""
+
+    estimate: Estimate
+    available: int
+    device: str
+
+    def lacking(self, config: Config) -> int:
+        """Bytes that are missing for a run; 0 when it fits."""
+        taken = self.estimate(config)
+        return max(0, taken.needed(config, self.device) - self.available, taken.engines_lack)
+
+    def in_words(self, config: Config) -> str:
+        taken = self.estimate(config)
+        host = f" and {in_gib(taken.on_host())} of the host's memory for each trainer" if taken.on_host() else ""
+        return f"it is {in_gib(taken.needed(config, self.device))}{host}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """Flags, and what they set."""
+
+    flags: str
+    changes: dict[str, Any]
+
+
+def fit_notes(config: Config, room: Room) -> list[str]:
+    """A sentence for a run that does not fit; none for one that does."""
+    if not room.lacking(config):
+        return []
+    taken = room.estimate(config)
+    needed = taken.needed(config, room.device)
+    remedy = _remedy_in_words(config, room)
+    if needed > room.available:
+        who = "each GPU" if room.device == "cuda" else "all processes"
+        return [
+            f"the estimate of {in_gib(needed)} for {who} is {in_gib(needed - room.available)} more than the "
+            f"{in_gib(room.available)} there are: {remedy}"
+        ]
+    share = next((name for name in ("sglang_mem_fraction_static",) if name in config.carried), "engine_mem_fraction")
+    value = config.carried.get(share, config.engine_mem_fraction)
+    return [
+        f"an engine lacks {in_gib(taken.engines_lack)} for its weights and one sample of {longest_sample(config)} "
+        f"tokens: --{share.replace('_', '-')} {value} is too small; {remedy}"
+    ]
+
+
+def _remedy_in_words(config: Config, room: Room) -> str:
+    chosen = _chosen(config, room)
+    with_all = _with(config, chosen)
+    ways = [] if room.lacking(with_all) else [f"with {_flags(chosen)} {room.in_words(with_all)}"]
+    if room.device == "cuda" and (gpus := _more_gpus(config, room)) is not None:
+        ways.append(gpus)
+    if ways:
+        return "; or ".join(ways)
+    if room.device == "cuda" and (gpus := _more_gpus(with_all, room)) is not None:
+        return gpus.replace("with ", f"with {_flags(chosen)} ", 1) if chosen else gpus
+    still = f"with {_flags(chosen)} {room.in_words(with_all)}; " if chosen else ""
+    if room.device != "cuda":
+        return f"{still}use a machine with more memory, or fewer processes"
+    if uses_megatron(config):
+        return (
+            f"{still}cut the model into more parts (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
+            "--expert-model-parallel-size; slime models NAME --layout shows a layout that fits)"
+        )
+    return f"{still}cut the model (--train-backend megatron; slime models NAME --layout), or train a smaller one"
+
+
+def _flags(remedies: list[Remedy]) -> str:
+    return " ".join(remedy.flags for remedy in remedies)
+
+
+def _chosen(config: Config, room: Room) -> list[Remedy]:
+    """The first flags of the list that help, until the run fits; then without those that turn out to be needless."""
+    chosen: list[Remedy] = []
+    lacking = room.lacking(config)
+    for remedy in _remedies(config, room.device):
+        with_it = [one for one in chosen if one.changes.keys() != remedy.changes.keys()] + [remedy]
+        less = room.lacking(_with(config, with_it))
+        if less < lacking:
+            chosen, lacking = with_it, less
+        if not lacking:
+            break
+    for remedy in reversed(list(chosen)) if not lacking else ():  # what costs the most first
+        fewer = [one for one in chosen if one is not remedy]
+        if not room.lacking(_with(config, fewer)):
+            chosen = fewer
+    return chosen
+
+
+def _more_gpus(config: Config, room: Room) -> str | None:
+    """The next number of GPUs on which the run fits as it is: those of a machine, then more machines."""
+    for nodes, gpus in _larger_clusters(config.actor_num_nodes, config.actor_num_gpus_per_node):
+        changed = config.replace(actor_num_nodes=nodes, actor_num_gpus_per_node=gpus)
+        if not room.lacking(changed):
+            words = f"--actor-num-nodes {nodes} --actor-num-gpus-per-node {gpus} ({nodes * gpus} GPUs)"
+            return f"with {words} {room.in_words(changed)}"
+    return None
+
+
+def _larger_clusters(nodes: int, gpus: int) -> Iterator[tuple[int, int]]:
+    while gpus * 2 <= _GPUS_OF_A_NODE:
+        gpus *= 2
+        yield nodes, gpus
+    while (nodes := nodes * 2) <= _MOST_NODES:
+        yield nodes, gpus
+
+
+def _with(config: Config, remedies: list[Remedy]) -> Config:
+    for remedy in remedies:
+        config = config.replace(**remedy.changes)
+    return config
+
+
+def _remedies(config: Config, device: str) -> list[Remedy]:
+    """What takes less memory, what costs little first."""
+    found: list[Remedy] = []
+    on_gpu, megatron = device == "cuda", uses_megatron(config)
+    if on_gpu and config.colocate and not (config.offload_rollout and config.offload_train):
+        found.append(Remedy("--offload", {"offload_rollout": True, "offload_train": True}))
+    if on_gpu:
+        found += _larger_engines(config)
+    if megatron and config.recompute_granularity != "full":
+        words = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        how = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        found.append(Remedy(words, how))
+    if not megatron and not config.recompute_activations:
+        found.append(Remedy("--recompute-activations", {"recompute_activations": True}))
+    found += _fewer_tokens(config)
+    if config.log_probs_chunk_size <= 0 or config.log_probs_chunk_size > _SMALL_CHUNK:
+        found.append(Remedy(f"--log-probs-chunk-size {_SMALL_CHUNK}", {"log_probs_chunk_size": _SMALL_CHUNK}))
+    if on_gpu and not megatron and not config.use_stateless_adam:
+        if not config.optimizer_cpu_offload:
+            found.append(Remedy("--optimizer-cpu-offload", {"optimizer_cpu_offload": True}))
+        if not config.fsdp_cpu_offload:
+            found.append(Remedy("--fsdp-cpu-offload", {"fsdp_cpu_offload": True}))
+    return found
+
+
+def _larger_engines(config: Config) -> list[Remedy]:
+    gpus, found = config.rollout_num_gpus_per_engine, []
+    while (gpus := gpus * 2) <= min(_MOST_GPUS_PER_ENGINE, config.rollout_num_gpus or 0):
+        found.append(Remedy(f"--rollout-num-gpus-per-engine {gpus}", {"rollout_num_gpus_per_engine": gpus}))
+    return found
+
+
+def _fewer_tokens(config: Config) -> list[Remedy]:
+    if not config.use_dynamic_batch_size or config.max_tokens_per_gpu is None:
+        return [Remedy("--micro-batch-size 1", {"micro_batch_size": 1})] if config.micro_batch_size > 1 else []
+    tokens, found = tokens_per_forward(config), []
+    while (tokens := tokens // 2) >= _LEAST_TOKENS:
+        found.append(Remedy(f"--max-tokens-per-gpu {tokens}", {"max_tokens_per_gpu": tokens}))
+    return found
+
+
+def in_gib(size: int) -> str:
+    """Bytes as people say them."""
+    return f"{size / _GIB:.2f} GiB" if size >= 0.1 * _GIB else f"{size / 2**20:.1f} MiB"
