@@ -39,7 +39,7 @@ class PlannedNodes:
 def plan_nodes(config: Config, device: str, nodes: Sequence[NodeFacts], *, trainers: int, rollout: int) -> PlannedNodes:
     """Who probably sits where: Ray decides when the run starts."""
     if not nodes:
-        return PlannedNodes()
+        return PlannedNodes(elsewhere=_other_planned(config, trainers, rollout))
     bundles = make_bundles(config, device, nodes, trainers=trainers, rollout=rollout)
     places = fit(bundles, nodes, device)
     unit = "GPU" if device == "cuda" else "CPU"
@@ -53,6 +53,15 @@ def plan_nodes(config: Config, device: str, nodes: Sequence[NodeFacts], *, train
         ]
         rows.append((f"node {node.name}", f"{', '.join(given)} (has {node.devices(device)}, at {node.address})"))
     return PlannedNodes(tuple(rows), tuple(node.name for node in dict.fromkeys(places) if not node.is_here))
+
+
+def _other_planned(config: Config, trainers: int, rollout: int) -> tuple[str, ...]:
+    """The nodes of --plan-cluster that such a run would be on, without the first."""
+    if config.plan_cluster is None:
+        return ()
+    devices = max(trainers, rollout) if config.colocate else trainers + rollout
+    used = max(config.actor_num_nodes, -(-devices // PlannedCluster.parse(config.plan_cluster).gpus_per_node))
+    return tuple(f"node {number}" for number in range(2, used + 1))
 
 
 def check_one_machine(config: Config, device: str, nodes: Sequence[NodeFacts]) -> None:

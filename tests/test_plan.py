@@ -220,6 +220,7 @@ def test_a_plan_for_a_cluster_that_is_not_here(tmp_path: Path, capsys: pytest.Ca
     assert "each GPU has" in printed
     assert "80.00 GiB" in printed
     assert "planned for 8 x 8 GPUs of 80 GiB, not for here" in printed
+    assert "nccl (trainers and engines are on several nodes (node 2, node 3, node 4 and 4 more))" in printed
     assert cli.main([*words.split(), "--actor-num-gpus-per-node", "16"]) == 2
     assert "8 x --actor-num-gpus-per-node 16 do not fit on 8 x 8 GPUs" in capsys.readouterr().err
     assert cli.main([*words.split(), "--plan-cluster", "64x80"]) == 2

@@ -1,0 +1,185 @@
+"""examples/recipes: every flag of every recipe is known and explained, the plans are those that are made now, and a recipe
+runs from its first line to its last."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.examples.conftest import EXAMPLES, modules_of
+
+RECIPES = EXAMPLES / "recipes"
+SCRIPTS = sorted(RECIPES.glob("run-*.sh"))
+BY_NAME = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+TINY = (
+    "num_hidden_layers=2 hidden_size=64 intermediate_size=96 num_attention_heads=4 num_key_value_heads=2 head_dim=16 "
+    "vocab_size=300"
+)
+TINY_EXPERTS = f"{TINY} num_experts=4 num_experts_per_tok=2 moe_intermediate_size=32"
+SHORT = (
+    "--device cpu --rollout-batch-size 4 --n-samples-per-prompt 4 --global-batch-size 16 --rollout-max-response-len 24 "
+    "--max-tokens-per-gpu 4096"
+)
+
+
+@pytest.fixture(scope="module")
+def plans() -> Iterator[ModuleType]:
+    with modules_of(RECIPES) as module:
+        yield module("plans")
+
+
+def started(script: Path, folder: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    usual = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+    return subprocess.run(
+        [str(script), *flags],
+        cwd=folder,
+        env={**usual, "PYTHON": sys.executable, **env},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_there_is_a_recipe_for_every_model_and_data_set() -> None:
+    assert [script.stem for script in SCRIPTS] == [
+        "run-deepseek-v3-dapo",
+        "run-glm4-9B-dapo",
+        "run-qwen3-0.6B-dapo",
+        "run-qwen3-0.6B-gsm8k",
+        "run-qwen3-30B-A3B-dapo",
+        "run-qwen3-4B-dapo",
+        "run-qwen3-4B-gsm8k",
+    ]
+
+
+@BY_NAME
+def test_every_flag_is_explained(script: Path) -> None:
+    lines = script.read_text().splitlines()
+    flags = [number for number, line in enumerate(lines) if line.strip().startswith("--")]
+    assert len(flags) > 35
+    for number in flags:
+        own = re.search(r" # \S.{4}", lines[number])
+        above = re.match(r"\s*# \S.{4}", lines[number - 1])
+        assert own or above, f"{script.name}:{number + 1} explains nothing: {lines[number].strip()}"
+
+
+@BY_NAME
+def test_plans_are_those_that_are_made_now(script: Path, plans: ModuleType) -> None:
+    """A mistyped flag ends here too: `python examples/recipes/plans.py` makes the files anew."""
+    for gpus in plans.gpu_counts(script):
+        plan = plans.planned(script, gpus, 80)
+        file = RECIPES / "plans" / f"{script.stem.removeprefix('run-')}-{gpus}.txt"
+        assert plan.render() == file.read_text(), "run: python examples/recipes/plans.py"
+        assert plan.lacks == 0
+        assert plan.gpus_needed == gpus
+        assert not [note for note in plan.notes if "without effect" in note]
+
+
+def test_no_plan_is_left_of_a_recipe_that_is_gone(plans: ModuleType) -> None:
+    made = {f"{one.stem.removeprefix('run-')}-{n}.txt" for one in SCRIPTS for n in plans.gpu_counts(one)}
+    assert {file.name for file in (RECIPES / "plans").iterdir()} == made
+
+
+def test_the_table_is_the_one_that_is_made_now(plans: ModuleType) -> None:
+    assert plans.table() in (RECIPES / "README.md").read_text(), "run: python examples/recipes/plans.py"
+
+
+def test_a_mistyped_flag_is_one_sentence(plans: ModuleType, tmp_path: Path) -> None:
+    script = tmp_path / "run-wrong.sh"
+    text = (RECIPES / "run-qwen3-0.6B-gsm8k.sh").read_text()
+    text = text.replace('source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"', f"source {RECIPES}/lib.sh")
+    script.write_text(text.replace("--rollout-shuffle", "--rollout-shufle"))
+    script.chmod(0o755)
+    done = started(script, tmp_path, PLAN="80")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown flag --rollout-shufle")
+
+
+def test_what_a_user_types_to_see_a_plan(tmp_path: Path) -> None:
+    done = started(RECIPES / "run-qwen3-4B-gsm8k.sh", tmp_path, PLAN="80")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (RECIPES / "plans" / "qwen3-4B-gsm8k-8.txt").read_text()
+    all_weights = started(RECIPES / "run-glm4-9B-dapo.sh", tmp_path, "--lora-rank", "0", PLAN="80", NUM_GPUS="1")
+    (note,) = re.findall(r"the estimate of .*", all_weights.stdout)
+    assert note in (RECIPES / "README.md").read_text()
+    assert "GiB more than the 80.00 GiB there are: with --fsdp-cpu-offload it is" in note
+
+
+@pytest.mark.parametrize(
+    ("env", "sentence"),
+    [
+        ({}, "HF_CHECKPOINT is missing, the model folder: HF_CHECKPOINT=/models/Qwen3-0.6B, after: hf download Qwen/"),
+        (
+            {"HF_CHECKPOINT": "/no/model"},
+            "HF_CHECKPOINT=/no/model: there is no such file or folder, and it should be the ",
+        ),
+        (
+            {"HF_CHECKPOINT": "."},
+            "PROMPT_DATA is missing, the prompts to train on: PROMPT_DATA=/data/gsm8k/main/train-",
+        ),
+        (
+            {"HF_CHECKPOINT": ".", "PROMPT_DATA": "rows.jsonl@[0:4]"},
+            "EVAL_DATA is missing, the prompts to evaluate on: EVAL_DATA=/data/gsm8k/main/test-00000-of-00001.parquet, or ",
+        ),
+        (
+            {"HF_CHECKPOINT": ".", "PROMPT_DATA": "rows.jsonl", "EVAL_DATA": "no.jsonl"},
+            "EVAL_DATA=no.jsonl: there is no ",
+        ),
+        ({"NUM_GPUS": "3"}, "NUM_GPUS=3: qwen3-0.6B-gsm8k has sizes for 1 8 64 GPUs; take one of them"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(env: dict[str, str], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    done = started(RECIPES / "run-qwen3-0.6B-gsm8k.sh", tmp_path, **env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {sentence}"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["gsm8k", "dapo"])
+def test_published_rows_are_read_as_they_are(kind: str, tmp_path: Path) -> None:
+    """The formats of both data sets, the evaluation's too, through the checks that a run begins with."""
+    subprocess.run([sys.executable, str(RECIPES / "rows.py"), kind, str(tmp_path / "rows.jsonl")], check=True)
+    given = {"PLAN": "80", "PROMPT_DATA": "rows.jsonl", "EVAL_DATA": "rows.jsonl@[:8]"}
+    done = started(RECIPES / f"run-qwen3-0.6B-{kind}.sh", tmp_path, **given)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1024 in rows.jsonl, an epoch is 32 rollout steps of 32" in done.stdout
+    assert re.search(rf"  eval {kind} +8 in rows.jsonl@\[:8\]", done.stdout)
+    prompt, label = re.findall(r"  (?:first prompt|its label) +(.*)", done.stdout)
+    first = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
+    if kind == "gsm8k":
+        assert prompt.endswith('answer within \\\\boxed{}."}]')
+        assert json.loads(label) == first["answer"]
+    else:
+        assert prompt.endswith('after \\"Answer:\\"."}]')
+        assert json.loads(label) == first["reward_model"]["ground_truth"]
+
+
+@pytest.mark.examples
+@pytest.mark.parametrize(
+    ("name", "shape", "flags"),
+    [
+        ("qwen3-0.6B-gsm8k", TINY, ""),
+        ("qwen3-30B-A3B-dapo", TINY_EXPERTS, "--over-sampling-batch-size 4"),
+    ],
+)
+def test_a_recipe_runs_with_random_weights(name: str, shape: str, flags: str, tmp_path: Path) -> None:
+    script = RECIPES / f"run-{name}.sh"
+    env = {"RANDOM_WEIGHTS": "1", "STEPS": "2", "MODEL_SET": shape, "NUM_GPUS": "1"}
+    done = started(script, tmp_path, *SHORT.split(), *flags.split(), **env)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "outputs" / name / "metrics.jsonl").read_text().splitlines()]
+    norms = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]
+    assert len(norms) == 2
+    assert all(norm > 0 for norm in norms), "coins are rewards, so there is something to learn from"
+    versions = [
+        row["train/train_rollout_logprob_abs_diff"] for row in rows if "train/train_rollout_logprob_abs_diff" in row
+    ]
+    assert max(versions) < 1e-3, "engine and trainer have the same weights"
