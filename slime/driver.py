@@ -35,6 +35,7 @@ from slime.config.eval_datasets import eval_datasets, evaluates
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.plugin_args import as_config, plugin_args
 from slime.config.start import model_folders, start_in_words
+from slime.config.train_datasets import prompt_files
 from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.state_file import saved_rollouts
 from slime.data.tokenizer import load_tokenizer
@@ -465,7 +466,7 @@ def _open_journal(config: Config, run_dir: RunDir, stack: ExitStack) -> Journal 
     """The journal of the run folder; without trainers nothing is consumed, and without engines nothing is sampled."""
     if config.debug_rollout_only or config.load_debug_rollout_data is not None:
         return None
-    journal = open_journal(config, run_dir.journal)
+    journal = open_journal(config, run_dir.journal, prompt_files(config))
     stack.callback(journal.close)
     return journal
 

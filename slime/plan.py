@@ -17,7 +17,7 @@ from slime.cluster.remote.bundles import NodeFacts
 from slime.config import Config
 from slime.config.algorithm import compares_siblings, has_critic, needs_reference, serves_teacher
 from slime.config.batch import copy_size, num_trainers
-from slime.config.eval_datasets import eval_datasets, evaluates
+from slime.config.eval_datasets import evaluates
 from slime.config.gpus import nvidia_gpu_memory
 from slime.config.groups.asynchronous import ONE_STEP
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN, SFT_ROLLOUT_FUNCTION
@@ -27,6 +27,7 @@ from slime.config.no_effect import flag_list, flags_without_effect, unused_by_la
 from slime.config.parser import flags_of_custom_file, near_flags_of_custom_file
 from slime.config.planned_cluster import PlannedCluster
 from slime.config.start import reference_in_words, start_in_words, start_notes
+from slime.config.train_datasets import all_datasets
 from slime.engine.fleet.backend import EMBEDDED, EXTERNAL, SGLANG_SERVER, choose_backend
 from slime.engine.fleet.engines import check_engines, count_engines, refuse_quantised
 from slime.engine.fleet.external import ExternalEngines
@@ -195,7 +196,7 @@ def _check_service(config: Config) -> None:
 
 
 def _rm_types(config: Config) -> list[str | None]:
-    return [config.rm_type, *(dataset.rm_type for dataset in eval_datasets(config))]
+    return [config.rm_type, *(dataset.rm_type for dataset in all_datasets(config))]
 
 
 def precisions(config: Config, device: str, parameters: int | None) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.reward import LABEL_FREE_RM_TYPES, RM_TYPES, known_rm_type
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.config.train_datasets import TrainDataset, prompt_files, reading_flags, train_datasets
 from slime.data.first_rows import count_rows, read_first_rows
 from slime.data.prototype import Located, PrototypeBuilder
 from slime.data.sample import Sample
@@ -49,6 +50,8 @@ class PromptFile:
     rewardless: bool = False
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Entries that go over those of the rows."""
+    share: str = ""
+    """Of the prompts, in words, where there are several datasets."""
 
 
 def check_data(config: Config, *, reward_given: bool) -> None:
@@ -61,18 +64,25 @@ def check_data(config: Config, *, reward_given: bool) -> None:
 def data_rows(config: Config) -> tuple[tuple[str, str], ...]:
     """The data as lines of a plan; the files are counted."""
     rows: list[tuple[str, str]] = []
+    total = 0
     for file in _files(config, reward_given=True):
         count = count_rows(file.path)
         if file.name is not None:
             rows.append((f"eval {file.name}", f"{count} in {file.path}"))
             continue
-        steps = steps_per_epoch(config, count)
-        epoch = f"{steps} rollout step{'s' * (steps > 1)} of {config.rollout_batch_size}"
-        rows.append(("prompts", f"{count} in {file.path}, an epoch is {epoch}"))
+        total += count
+        rows.append(("prompts", f"{count} in {file.path}, {file.share or _epoch_in_words(config, count)}"))
         first = file.builder.build(read_first_rows(file.path, columns=file.builder.columns, most_rows=1)[0])
-        rows.append(("first prompt", _shown(_prompt_text(config, first))))
+        rows.append(("first prompt", _shown(_prompt_text(config, first, file.templated))))
         rows.append(("its label", "none" if first.label is None else _shown(first.label)))
+    if total and config.prompt_config is not None:
+        rows.insert(0, ("all prompts", f"{total}, {_epoch_in_words(config, total)}"))
     return tuple(rows)
+
+
+def _epoch_in_words(config: Config, prompts: int) -> str:
+    steps = steps_per_epoch(config, prompts)
+    return f"an epoch is {steps} rollout step{'s' * (steps > 1)} of {config.rollout_batch_size}"
 
 
 def steps_per_epoch(config: Config, prompts: int) -> int:
@@ -82,62 +92,75 @@ def steps_per_epoch(config: Config, prompts: int) -> int:
 
 def training_prompts(config: Config) -> int | None:
     """The number of prompts; None when they come from elsewhere than a file."""
-    return count_rows(config.prompt_data) if config.prompt_data is not None and _reads_prompts(config) else None
+    files = prompt_files(config)
+    return sum(map(count_rows, files)) if files and _reads_prompts(config) else None
 
 
 def _files(config: Config, reward_given: bool) -> Iterator[PromptFile]:
     by_plugin = bool(config.custom_generate_function_path or config.rollout_sample_hook_path)
     by_function = reward_given or config.custom_rm_path is not None
-    if config.prompt_data is not None and _reads_prompts(config):
-        yield PromptFile(
-            None,
-            config.prompt_data,
-            PrototypeBuilder(
-                None,
-                config.input_key,
-                config.label_key,
-                metadata_key=config.metadata_key,
-                tool_key=config.tool_key,
-                multimodal_keys=config.multimodal_keys or {},
-                prompt_suffix=config.prompt_suffix,
-                number_prompts=config.custom_generate_function_path is not None,
-            ),
-            "--label-key",
-            config.rm_type,
-            by_function,
-            by_plugin or config.rollout_function_path not in _OUR_ROLLOUTS,
-            supervised=config.rollout_function_path == SFT_ROLLOUT_FUNCTION,
-            templated=config.apply_chat_template,
-            rewardless=(config.use_opd and config.rm_type is None) or config.num_rollout == 0,
-        )
+    if _reads_prompts(config):
+        if config.prompt_data is not None:
+            whole = TrainDataset("", config.prompt_data, **reading_flags(config))
+            yield _train_file(config, whole, by_function, by_plugin)
+        mixed = train_datasets(config)
+        for one in mixed:
+            share = f"{one.weight / sum(other.weight for other in mixed):.0%} of all as {one.name}"
+            yield dataclasses.replace(_train_file(config, one, by_function, by_plugin), share=share)
     if config.debug_train_only or config.eval_function_path != DEFAULT_ROLLOUT_FUNCTION:
         return
     for dataset in eval_datasets(config):
         yield _eval_file(config, dataset, by_function, by_plugin)
 
 
+def _train_file(config: Config, dataset: TrainDataset, by_function: bool, by_plugin: bool) -> PromptFile:
+    own = dataset.rm_type is not None or dataset.custom_rm_path is not None
+    by_plugin = by_plugin or dataset.custom_generate_function_path is not None
+    return PromptFile(
+        None,
+        dataset.path,
+        _builder(config, dataset),
+        "--label-key",
+        config.rm_type,
+        dataset.custom_rm_path is not None or (by_function and not own),
+        by_plugin or config.rollout_function_path not in _OUR_ROLLOUTS,
+        supervised=config.rollout_function_path == SFT_ROLLOUT_FUNCTION,
+        templated=dataset.apply_chat_template,
+        rewardless=(config.use_opd and config.rm_type is None and not own) or config.num_rollout == 0,
+        metadata=_metadata(dataset),
+    )
+
+
+def _builder(config: Config, dataset: TrainDataset | EvalDataset) -> PrototypeBuilder:
+    return PrototypeBuilder(
+        None,
+        dataset.input_key,
+        dataset.label_key,
+        metadata_key=dataset.metadata_key,
+        tool_key=dataset.tool_key,
+        multimodal_keys=config.multimodal_keys or {},
+        prompt_suffix=dataset.prompt_suffix,
+        number_prompts=bool(dataset.custom_generate_function_path or config.custom_generate_function_path),
+    )
+
+
+def _metadata(dataset: TrainDataset | EvalDataset) -> dict[str, Any]:
+    typed = {} if dataset.rm_type is None else {"rm_type": dataset.rm_type}
+    return {**typed, **dataset.metadata_overrides}
+
+
 def _eval_file(config: Config, dataset: EvalDataset, by_function: bool, by_plugin: bool) -> PromptFile:
     own = dataset.rm_type is not None or dataset.custom_rm_path is not None
-    typed = {} if dataset.rm_type is None else {"rm_type": dataset.rm_type}
     return PromptFile(
         dataset.name,
         dataset.path,
-        PrototypeBuilder(
-            None,
-            dataset.input_key,
-            dataset.label_key,
-            metadata_key=dataset.metadata_key,
-            tool_key=dataset.tool_key,
-            multimodal_keys=config.multimodal_keys or {},
-            prompt_suffix=dataset.prompt_suffix,
-            number_prompts=bool(dataset.custom_generate_function_path or config.custom_generate_function_path),
-        ),
+        _builder(config, dataset),
         "--eval-label-key",
         config.rm_type,
         dataset.custom_rm_path is not None or (by_function and not own),
         by_plugin or dataset.custom_generate_function_path is not None,
         rewardless=config.use_opd and config.rm_type is None and not own,
-        metadata={**typed, **dataset.metadata_overrides},
+        metadata=_metadata(dataset),
     )
 
 
@@ -192,10 +215,10 @@ def _likely_label(located: Located, flag: str) -> str:
     return "" if likely is None else f": did you mean {flag} {likely}?"
 
 
-def _prompt_text(config: Config, sample: Sample) -> Any:
+def _prompt_text(config: Config, sample: Sample, templated: bool) -> Any:
     messages = sample.prompt
     if isinstance(messages, str):
-        if not config.apply_chat_template:
+        if not templated:
             return messages
         messages = [{"role": "user", "content": messages}]
     options = config.apply_chat_template_kwargs

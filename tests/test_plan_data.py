@@ -184,3 +184,32 @@ def test_only_the_beginning_of_a_large_file_is_read(tmp_path: Path) -> None:
     row = json.dumps({"a": "x" * 400_000}) + "\n"
     file.write_text(row * 4 + "{broken\n")
     assert len(read_first_rows(str(file), columns={"a"})) == 3
+
+
+def test_the_datasets_of_a_mixture_are_looked_at_and_counted(
+    flags: dict[str, Any], write: Write, tmp_path: Path
+) -> None:
+    good = write(*({"input": f"{i}+1=", "label": str(i + 1)} for i in range(40)), name="good.jsonl")
+    bare = write({"q": "1"}, {"q": "2"}, name="bare.jsonl")
+    judge = tmp_path / "judge.py"
+    judge.write_text("def score(args, sample):\n    return 1.0\n")
+    file = tmp_path / "tasks.yaml"
+    mixed = {**flags, "prompt_data": None, "prompt_config": str(file), "rm_type": None, "dry_run": True}
+
+    def tasks(bare_entries: str) -> None:
+        file.write_text(
+            f"train:\n  datasets:\n    - {{name: sums, path: {good}, weight: 3, rm_type: math}}\n"
+            f"    - {{name: bare, path: {bare}, {bare_entries}}}\n"
+        )
+
+    tasks("input_key: q")
+    assert refused(mixed) == f"{bare}:1: no key 'label'; this row has ['q']; choose one with --label-key"
+    file.write_text(f"train: {{datasets: {{sums: {good}}}}}")
+    assert refused(mixed) == NO_REWARD.format(where=f"{good}:1")
+    plan_text({**mixed, "rm_type": "f1"})
+    write({"q": "1", "label": "1"}, {"q": "2", "label": "2"}, name="bare.jsonl")
+    tasks(f"input_key: q, custom_rm_path: '{judge}:score'")
+    text = " ".join(plan_text(mixed, rollout_batch_size=8).split())
+    assert "all prompts 42, an epoch is 5 rollout steps of 8" in text
+    assert f"40 in {good}, 75% of all as sums" in text
+    assert f"2 in {bare}, 25% of all as bare" in text

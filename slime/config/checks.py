@@ -25,6 +25,7 @@ from slime.config.megatron_fields import CHOICES, given_settings
 from slime.config.megatron_flags import NEUTRAL, REFUSED_BY_MEGATRON
 from slime.config.spec import FlagSpec
 from slime.config.start import check_weight_sources, find_start
+from slime.config.train_datasets import mixture_contradictions, train_datasets
 from slime.errors import UserError
 
 DUMP_SUFFIXES = (".jsonl", ".pt")
@@ -50,7 +51,8 @@ def _is_missing(config: Config, spec: FlagSpec) -> bool:
 def _lacks_prompts(config: Config) -> bool:
     own_source = config.disable_rollout_global_dataset or config.data_source_path != DEFAULT_DATA_SOURCE
     elsewhere = own_source or config.plan_cluster is not None
-    return config.prompt_data is None and not elsewhere and config.load_debug_rollout_data is None
+    given = config.prompt_data is not None or config.prompt_config is not None
+    return not given and not elsewhere and config.load_debug_rollout_data is None
 
 
 def check_flags_fit(config: Config) -> None:
@@ -65,6 +67,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     if config.plan_cluster is not None and not config.dry_run:
         yield f"--plan-cluster {config.plan_cluster} is for a plan: slime plan, or slime train --dry-run"
     yield from _length_and_data(config)
+    yield from mixture_contradictions(config)
     yield from _placement(config)
     yield from async_contradictions(config)
     yield from live_contradictions(config)
@@ -225,6 +228,9 @@ def check_files(config: Config) -> None:
     replays = config.load_debug_rollout_data is not None
     if config.prompt_data is not None and not config.disable_rollout_global_dataset and not replays:
         _check_data_file(config.prompt_data, "--prompt-data")
+    if not replays:
+        for listed in train_datasets(config):
+            _check_data_file(listed.path, listed.origin)
     if not config.debug_train_only:
         for dataset in eval_datasets(config):
             _check_data_file(dataset.path, dataset.origin)

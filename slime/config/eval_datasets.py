@@ -12,16 +12,12 @@ datasets will do for the list; TOML and JSON likewise):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from slime.config.config import Config
-from slime.config.files import read_config_file
-from slime.config.flag import Check, above, at_least, between, minus_one_or_at_least
-from slime.config.groups.reward import known_rm_type
-from slime.config.suggest import did_you_mean
-from slime.errors import UserError
+from slime.config.dataset_file import READING, SWITCH, Entry, integer, number, read_datasets, refuse_twins
+from slime.config.flag import above, at_least, between, minus_one_or_at_least
 
 
 @dataclass(frozen=True)
@@ -91,70 +87,15 @@ class EvalDataset:
         return {**unsaid, **base, **always, **{name: value for name, value in own.items() if value is not None}}
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """What a value in the file must be."""
-
-    kind: str
-    fits: Callable[[Any], bool]
-    check: Check | None = None
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(fits(item) for item in value)
-
-
-def _text(check: Check | None = None) -> _Entry:
-    return _Entry("text", _is_text, check)
-
-
-def _integer(check: Check) -> _Entry:
-    return _Entry("an integer", _is_integer, check)
-
-
-def _number(check: Check) -> _Entry:
-    return _Entry("a number", _is_number, check)
-
-
-_SWITCH = _Entry("true or false", lambda value: isinstance(value, bool))
-_MAPPING = _Entry("a mapping", lambda value: isinstance(value, dict))
-
-_ENTRIES: dict[str, _Entry] = {
-    "rm_type": _text(known_rm_type),
-    "custom_rm_path": _text(),
-    "custom_generate_function_path": _text(),
-    "input_key": _text(),
-    "label_key": _text(),
-    "metadata_key": _text(),
-    "tool_key": _text(),
-    "prompt_suffix": _text(),
-    "apply_chat_template": _SWITCH,
-    "apply_chat_template_kwargs": _MAPPING,
-    "max_prompt_len": _integer(at_least(1)),
-    "n_samples_per_eval_prompt": _integer(at_least(1)),
-    "temperature": _number(at_least(0)),
-    "top_p": _number(between(0, 1, low_open=True)),
-    "top_k": _integer(minus_one_or_at_least(1)),
-    "max_response_len": _integer(at_least(1)),
-    "min_new_tokens": _integer(at_least(0)),
-    "stop": _Entry("a list of texts", _list_of(_is_text)),
-    "stop_token_ids": _Entry("a list of integers", _list_of(_is_integer)),
-    "skip_special_tokens": _SWITCH,
-    "repetition_penalty": _number(above(0)),
-    "no_stop_trim": _SWITCH,
-    "metadata_overrides": _MAPPING,
+_ENTRIES: dict[str, Entry] = {
+    **READING,
+    "n_samples_per_eval_prompt": integer(at_least(1)),
+    "temperature": number(at_least(0)),
+    "top_p": number(between(0, 1, low_open=True)),
+    "top_k": integer(minus_one_or_at_least(1)),
+    "skip_special_tokens": SWITCH,
+    "repetition_penalty": number(above(0)),
+    "no_stop_trim": SWITCH,
 }
 
 
@@ -172,11 +113,8 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
     ]
     if config.eval_config is not None:
         datasets += _from_file(config.eval_config, flags)
-    names = [dataset.name for dataset in datasets]
-    for name in names:
-        if names.count(name) > 1:
-            flag = "--eval-prompt-data" if config.eval_config is None else f"--eval-config {config.eval_config}"
-            raise UserError(f"{flag} has two datasets named {name}: give each its own name")
+    flag = "--eval-prompt-data" if config.eval_config is None else f"--eval-config {config.eval_config}"
+    refuse_twins([dataset.name for dataset in datasets], flag)
     return datasets
 
 
@@ -203,65 +141,5 @@ def _flag_values(config: Config) -> dict[str, Any]:
 
 
 def _from_file(path: str, flags: dict[str, Any]) -> list[EvalDataset]:
-    where = f"--eval-config {path}"
-    content = read_config_file(path, what="--eval-config")
-    content = _mapping(content.get("eval", content), f"{where}: eval")
-    _refuse_unknown(content, ("defaults", "datasets"), where)
-    defaults = _checked(_mapping(content.get("defaults") or {}, f"{where}: defaults"), f"{where}: defaults")
-    datasets = list(_named(content.get("datasets"), where))
-    if not datasets:
-        raise UserError(f"{where} has no datasets: list them under eval: datasets, each with a name and a path")
-    found = []
-    for name, entries in datasets:
-        origin = f"{where}, dataset {name}"
-        own = _checked({key: value for key, value in entries.items() if key != "path"}, origin)
-        file = entries.get("path")
-        if not isinstance(file, str):
-            raise UserError(f"{origin}: path is missing: name a .jsonl or .parquet file")
-        shared = {key: value for key, value in defaults.items() if key != "custom_rm_path" or "rm_type" not in own}
-        found.append(EvalDataset(name=name, path=file, origin=origin, **{**flags, **shared, **own}))
-    return found
-
-
-def _named(datasets: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and entries of each dataset, from either form."""
-    if isinstance(datasets, dict):
-        for name, entries in datasets.items():
-            yield str(name), {"path": entries} if _is_text(entries) else _mapping(entries, f"{where}: {name}")
-        return
-    if not isinstance(datasets, list | None):
-        raise UserError(f"{where}: datasets must be a list or a mapping, not {datasets!r:.80}")
-    for number, one in enumerate(datasets or [], start=1):
-        entries = _mapping(one, f"{where}: dataset {number}")
-        name = entries.get("name")
-        if not _is_text(name) or not name:
-            raise UserError(f"{where}: dataset {number} has no name")
-        yield name, {key: value for key, value in entries.items() if key != "name"}
-
-
-def _checked(entries: dict[str, Any], where: str) -> dict[str, Any]:
-    """The entries that have a value, each of the right kind and in range."""
-    _refuse_unknown(entries, (*_ENTRIES, "path", "name"), where)
-    given = {key: value for key, value in entries.items() if value is not None}
-    for key, value in given.items():
-        if key not in _ENTRIES:
-            raise UserError(f"{where}: {key} belongs to a dataset of its own")
-        entry = _ENTRIES[key]
-        if not entry.fits(value):
-            raise UserError(f"{where}: {key} must be {entry.kind}, not {value!r:.80}")
-        complaint = entry.check(value) if entry.check else None
-        if complaint:
-            raise UserError(f"{where}: {key} {complaint}, not {value}")
-    return given
-
-
-def _refuse_unknown(entries: dict[str, Any], known: tuple[str, ...], where: str) -> None:
-    for key in entries:
-        if key not in known:
-            raise UserError(f"{where}: unknown key {key}{did_you_mean(str(key), known)}")
-
-
-def _mapping(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UserError(f"{where} must be a mapping, not {value!r:.80}")
-    return value
+    found = read_datasets(path, flag="--eval-config", section="eval", known=_ENTRIES)
+    return [EvalDataset(name=one.name, path=one.path, origin=one.origin, **{**flags, **one.values}) for one in found]

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.config.config import Config
-from slime.config.eval_datasets import eval_datasets
 from slime.config.files import RESOLVED
 from slime.config.megatron_folder import LATEST
 from slime.config.rollout_paths import RolloutPath
+from slime.config.train_datasets import all_datasets
 from slime.errors import UserError
 from slime.owned import is_checkpoint, is_dump, is_marked, not_from_a_run
 
@@ -84,9 +84,10 @@ def _is_one_model(folder: str | None) -> bool:
 def _other_things_read(config: Config) -> Iterator[Place]:
     named = [
         ("--prompt-data", config.prompt_data),
-        *((dataset.origin, dataset.path) for dataset in eval_datasets(config)),
+        *((dataset.origin, dataset.path) for dataset in all_datasets(config)),
         ("--load", config.load),
         ("--critic-load", config.critic_load),
+        ("--prompt-config", config.prompt_config),
         ("--eval-config", config.eval_config),
         ("--critic-config", config.critic_config),
         ("--megatron-config-path", config.megatron_config_path),

@@ -18,6 +18,7 @@ from slime.config.eval_datasets import eval_datasets
 from slime.config.layout import expert_tensor_size, uses_megatron, virtual_stages
 from slime.config.megatron_flags import MEGATRON_FLAGS, SWITCH
 from slime.config.shape_flags import shape_of
+from slime.config.train_datasets import train_datasets
 from slime.config.upstream_defaults import MEGATRON_DEFAULTS, UPSTREAM_DEFAULTS
 from slime.config.values import coerce
 from slime.plugins.args import PLAIN, RUN_MARK, Overlay, PluginArgs, is_same
@@ -139,6 +140,7 @@ def _derived(config: Config) -> dict[str, Any]:
         "compute_advantages_and_returns": not config.disable_compute_advantages_and_returns,
         "eval_prompt_data": [word for pair in config.eval_prompt_data or () for word in pair] or None,
         "eval_datasets": eval_datasets(config),
+        "train_datasets": train_datasets(config),
         "rollout_skip_special_tokens": bool(config.rollout_skip_special_tokens),
     }
 

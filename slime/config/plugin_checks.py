@@ -7,13 +7,13 @@ from typing import Any
 
 from slime.config.algorithm import NONZERO_STD_FILTER
 from slime.config.config import FLAG_SPECS, Config
-from slime.config.eval_datasets import eval_datasets
 from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
 from slime.config.live import LIVE_GENERATE, TRAFFIC_BASELINE
 from slime.config.plugin_args import plugin_args
 from slime.config.spec import flag_name
+from slime.config.train_datasets import all_datasets
 from slime.errors import UserError
 from slime.plugins import CONTRACTS, computed_with, constructor_values, load_plugin
 
@@ -39,7 +39,7 @@ def check_plugins(config: Config) -> None:
             if isinstance(found, type) and not contract.is_class:
                 constructor_values(found, config, plugin_args(config), f"{contract.flag} {path}")
             _check_needs(found, config, f"{contract.flag} {path}")
-    for dataset in eval_datasets(config):
+    for dataset in all_datasets(config):
         for flag, path in (
             ("--custom-generate-function-path", dataset.custom_generate_function_path),
             ("--custom-rm-path", dataset.custom_rm_path),

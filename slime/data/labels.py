@@ -16,6 +16,9 @@ from slime.errors import UserError
 LabelUse = Literal["any", "answer", "target"]
 """`any`: a user's function reads it. `answer`: a built-in verifier compares it. `target`: it is trained on."""
 
+BY_RM_TYPE = "slime.rollout.evaluate.by_rm_type"
+"""As a sample's `custom_rm_path`: the verifier that its metadata names judges, whatever function the flags name."""
+
 _BY_FUNCTION_OR_NOT_AT_ALL = ("ifbench", "remote_rm", "random")
 _SUPERVISED = "slime.rollout.sft_rollout."
 

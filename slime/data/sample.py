@@ -106,6 +106,8 @@ class Sample(HandsOutLists):
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
+    task: str | None = None
+    """The dataset of `--prompt-config` that the prompt is of."""
     train_metadata: dict[str, Any] | None = None
     session_id: str | None = None
     non_generation_time: float = 0.0

@@ -16,10 +16,11 @@ from typing import Any
 from slime.data.buffer_state import Records, buffer_from_state, buffer_state
 from slime.data.jsonable import from_json, to_json
 from slime.data.labels import use_of_labels
+from slime.data.mixture import Mixture, Part, reading
 from slime.data.prompts import PromptDataset, PromptTooLong, log_dropped
 from slime.data.rows import split_slice
 from slime.data.sample import Sample
-from slime.data.source_args import completed
+from slime.data.source_args import changed, completed
 from slime.data.state_file import latest_state_path, read_state, state_path, write_state
 from slime.data.tokenizer import load_tokenizer, model_context_length
 from slime.errors import UserError
@@ -57,7 +58,7 @@ class DataSource(ABC):
 
 
 class RolloutDataSource(DataSource):
-    """Hands out prompt groups from `--prompt-data`, epoch after epoch.
+    """Hands out prompt groups from `--prompt-data`, epoch after epoch, or from the datasets of `--prompt-config`.
 
     What is handed out next is `dataset.samples[sample_offset]`: subclasses may put another dataset there, or other
     samples into it.
@@ -74,7 +75,7 @@ class RolloutDataSource(DataSource):
         self.sample_group_index = 0
         self.sample_index = 0
         self.metadata: dict[str, Any] = {}
-        self.dataset: Any = None if args.disable_rollout_global_dataset else _open_dataset(args)
+        self.dataset: Any = None if args.disable_rollout_global_dataset else _open_prompts(args)
         self._follow_epoch()
 
     def __len__(self) -> int:
@@ -123,6 +124,7 @@ class RolloutDataSource(DataSource):
             "metadata": to_json(self.metadata, "data source metadata"),
             "dataset": self._dataset_identity(),
             "order": {"rollout_seed": self.args.rollout_seed, "rollout_shuffle": self.args.rollout_shuffle},
+            **({"mixture": self.dataset.state_dict()} if isinstance(self.dataset, Mixture) else {}),
         }
 
     def position(self) -> dict[str, Any]:
@@ -140,6 +142,8 @@ class RolloutDataSource(DataSource):
             self.sample_group_index = int(state["sample_group_index"])
             self.sample_index = int(state["sample_index"])
             self.metadata = dict(from_json(state["metadata"]))
+            if isinstance(self.dataset, Mixture):
+                self.dataset.load_state_dict(state["mixture"], origin=origin)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{origin}: is no position of this kind of data source ({error!r})") from error
         self._follow_epoch()
@@ -165,8 +169,12 @@ class RolloutDataSource(DataSource):
         """What is saved with the position."""
         return self.metadata
 
+    def next_prompt(self) -> Sample:
+        """What the next group is made of; shared, so copy it before changing it."""
+        return Sample() if self.dataset is None else self._next_prototype()
+
     def _next_group(self) -> Group:
-        prototype = Sample() if self.dataset is None else self._next_prototype()
+        prototype = self.next_prompt()
         group = []
         for _ in range(self.args.n_samples_per_prompt):
             sample = copy.deepcopy(prototype)
@@ -178,6 +186,11 @@ class RolloutDataSource(DataSource):
         return group
 
     def _next_prototype(self) -> Sample:
+        if isinstance(self.dataset, Mixture):
+            if self.sample_offset >= len(self.dataset):
+                self._start_next_epoch()
+            self.sample_offset += 1
+            return self.dataset.next_prompt()
         for _ in range(2 * len(self.dataset)):
             if self.sample_offset >= len(self.dataset.samples):
                 self._start_next_epoch()
@@ -204,12 +217,14 @@ class RolloutDataSource(DataSource):
 
     def _follow_epoch(self) -> None:
         """Have the dataset in the order of the epoch."""
-        if self.dataset is not None and self.args.rollout_shuffle:
+        if self.dataset is not None and self.args.rollout_shuffle and not isinstance(self.dataset, Mixture):
             self.dataset.shuffle(self.epoch_id)
 
     def _dataset_identity(self) -> dict[str, Any] | None:
         if self.dataset is None or isinstance(self.dataset, PromptDataset):
             return None if self.dataset is None else self.dataset.identity()
+        if isinstance(self.dataset, Mixture):
+            return {"path": f"the datasets of {self.args.prompt_config}"}
         return {"path": str(self.args.prompt_data), "length": len(self.dataset), "file_bytes": None}
 
     def _check_same_dataset(self, saved: dict[str, Any] | None, origin: str) -> None:
@@ -220,6 +235,13 @@ class RolloutDataSource(DataSource):
             )
         if saved is None or current is None:
             return
+        if "length" not in saved or "length" not in current:
+            if saved.keys() == current.keys():
+                return  # two mixtures, which look at each of their datasets
+            raise UserError(
+                f"{origin}: is a position in {saved['path']}, but this run reads {current['path']}; resume with the "
+                "same data or start without --load"
+            )
         if _name_and_slice(saved["path"]) != _name_and_slice(current["path"]):
             raise UserError(
                 f"{origin}: is a position in {saved['path']}, but --prompt-data is {current['path']}; "
@@ -363,6 +385,13 @@ def _method_or_default(source: RolloutDataSource) -> BufferFilter:
         return chosen
 
     return choose
+
+
+def _open_prompts(args: Any) -> PromptDataset | Mixture:
+    if args.prompt_config is None:
+        return _open_dataset(args)
+    members = ((recipe, changed(args, reading(recipe, args))) for recipe in args.train_datasets)
+    return Mixture([Part(recipe, RolloutDataSource(own)) for recipe, own in members])
 
 
 def _open_dataset(args: Any) -> PromptDataset:

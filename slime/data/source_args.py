@@ -11,6 +11,7 @@ from typing import Any
 
 DEFAULTS: dict[str, Any] = {
     "prompt_data": None,
+    "prompt_config": None,
     "hf_checkpoint": None,
     "trust_remote_code": False,
     "input_key": "input",
@@ -42,6 +43,11 @@ DEFAULTS: dict[str, Any] = {
 def completed(args: Any) -> Any:
     """`args` with a value for every flag above."""
     return CompletedNamespace(args) if type(args) is Namespace else args
+
+
+def changed(args: Any, changes: dict[str, Any]) -> Namespace:
+    """The flags above as `args` has them, but for some."""
+    return Namespace(**{**{name: getattr(args, name) for name in DEFAULTS}, **changes})
 
 
 class CompletedNamespace:

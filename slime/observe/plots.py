@@ -21,6 +21,7 @@ from slime.observe.metrics import read_metrics
 
 REWARD = "rollout/raw_reward"
 LOSS = "train/loss"
+_TASK_REWARD = re.compile(r"rollout/(.+)/raw_reward")
 _EVAL_DETAIL = re.compile(r"eval/(.*/.*|.*-truncated_ratio|.*-pass@\d+|step)")
 _INK = "#334155"
 _TRAIN = "#2563eb"
@@ -43,6 +44,16 @@ def eval_points(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
         for name, value in record.items():
             if name.startswith("eval/") and value is not None and not _EVAL_DETAIL.fullmatch(name):
                 points[name.removeprefix("eval/")].append((record["step"], value))
+    return {name: sorted(values) for name, values in points.items()}
+
+
+def task_points(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+    """(rollout, mean reward) per dataset of `--prompt-config`."""
+    points: dict[str, Points] = defaultdict(list)
+    for record in records:
+        for name, value in record.items():
+            if value is not None and (found := _TASK_REWARD.fullmatch(name)):
+                points[found[1]].append((record["rollout_id"], value))
     return {name: sorted(values) for name, values in points.items()}
 
 
@@ -72,10 +83,11 @@ def draw_curves(
     drawn: dict[str, Path] = {}
     if train or evals:
         own = ("training reward", train)
-        drawn["reward curve"] = _draw(Path(folder, "reward.png"), title, own, ("step", "mean reward"), evals)
+        scales = ("step", "mean reward")
+        drawn["reward curve"] = _draw(Path(folder, "reward.png"), title, own, scales, evals, task_points(records))
     if losses and not train:
         own = ("training loss", losses)
-        drawn["loss curve"] = _draw(Path(folder, "loss.png"), title, own, ("optimizer step", "loss"), {})
+        drawn["loss curve"] = _draw(Path(folder, "loss.png"), title, own, ("optimizer step", "loss"), {}, {})
     if (memory := memory_points(Path(folder, "memory.jsonl"))) is not None:
         drawn["memory"] = draw_memory(memory, Path(folder, "memory.png"), title)
     return drawn
@@ -118,8 +130,18 @@ def draw_memory(rows: Sequence[Mapping[str, Any]], out: Path, title: str) -> Pat
     return _saved(figure, out)
 
 
-def _draw(out: Path, title: str, own: tuple[str, Points], scales: tuple[str, str], evals: Mapping[str, Points]) -> Path:
-    """One curve, raw and smoothed, and the scores of the evaluations."""
+def _draw(
+    out: Path,
+    title: str,
+    own: tuple[str, Points],
+    scales: tuple[str, str],
+    evals: Mapping[str, Points],
+    tasks: Mapping[str, Points],
+) -> Path:
+    """One curve, raw and smoothed, and the scores of the evaluations; dashed, the same of each dataset trained on.
+
+    An evaluation and a dataset of one name have one colour.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -131,9 +153,14 @@ def _draw(out: Path, title: str, own: tuple[str, Points], scales: tuple[str, str
         axes.plot(steps, heights, color=_TRAIN, alpha=0.25, linewidth=1, label=name)
         curve = smooth(heights, half_life=max(1.0, math.sqrt(len(heights)) / 2))
         axes.plot(steps, curve, color=_TRAIN, linewidth=2, label=f"{name}, smoothed")
-    for index, (dataset, points) in enumerate(evals.items()):
+    colors = dict(zip(dict.fromkeys((*evals, *tasks)), cycle(_EVALS)))
+    for task, points in tasks.items():
+        steps, heights = zip(*points, strict=True)
+        curve = smooth(heights, half_life=max(1.0, math.sqrt(len(heights)) / 2))
+        axes.plot(steps, curve, color=colors[task], linewidth=1.2, linestyle="--", label=f"training: {task}, smoothed")
+    for dataset, points in evals.items():
         steps, scores = zip(*points, strict=True)
-        color = _EVALS[index % len(_EVALS)]
+        color = colors[dataset]
         axes.plot(steps, scores, color=color, marker="o", markersize=5, linewidth=1.2, label=f"eval: {dataset}")
         axes.annotate(
             f"{scores[-1]:.3g}", (steps[-1], scores[-1]), textcoords="offset points", xytext=(6, 4), color=color

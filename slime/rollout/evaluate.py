@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.config import Config
 from slime.config.eval_datasets import EvalDataset, eval_datasets
-from slime.data.labels import LabelUse, use_by_verifier
+from slime.data.labels import BY_RM_TYPE, LabelUse, use_by_verifier
 from slime.data.prompts import PromptDataset
 from slime.data.sample import Reward, Sample
 from slime.data.tokenizer import model_context_length
@@ -21,9 +21,6 @@ from slime.rollout.metrics import eval_metrics
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.rollout.trajectory import gather_or_cancel, generate_and_rm_group, refuse_bad_rewards
 from slime.rollout.types import RolloutFnEvalOutput, leaves
-
-BY_RM_TYPE = f"{__name__}.by_rm_type"
-"""Goes before a custom function, which goes before any type: for datasets that name an `rm_type`."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ _INHERITED = (
     "multimodal_inputs",
     "generate_function_path",
     "custom_rm_path",
+    "task",
 )
 """What a new sample has from the one that it came of, unless it has something of its own there."""
 

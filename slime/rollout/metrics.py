@@ -51,6 +51,7 @@ def rollout_metrics(
     """Everything logged about one training rollout: ``rollout/*``, ``perf/*``, and what ``--log-*`` flags ask for."""
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples, repetitions).items()}
     metrics |= {f"rollout/{name}": value for name, value in _reward_metrics(args, _usable(samples)).items()}
+    metrics |= task_metrics(args, samples)
     metrics |= _asked_for(args, [sample for sample in _usable(samples) if sample.reward is not None])
     if args.log_multi_turn:
         metrics |= _multi_turn_metrics(args, _usable(samples))
@@ -161,6 +162,26 @@ def _reward_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
     metrics["zero_std/count"] = float(len(flat))
     for reward, count in Counter(round(reward, 1) for reward in flat).items():
         metrics[f"zero_std/count_{reward}"] = float(count)
+    return metrics
+
+
+def task_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
+    """Of each dataset of ``--prompt-config``: its share of the prompts, its rewards, lengths and flat groups."""
+    tasks: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if isinstance(sample.task, str):
+            tasks[sample.task].append(sample)
+    prompts = {task: len({sample.group_index for sample in own}) for task, own in sorted(tasks.items())}
+    metrics: Metrics = {}
+    for task, count in prompts.items():
+        usable = _usable(tasks[task])
+        rewards = _reward_metrics(args, usable)
+        known: Metrics = {name: rewards[name] for name in ("raw_reward", "zero_std/count") if name in rewards}
+        if usable:
+            known["response_len/mean"] = fmean(sample.effective_response_length for sample in usable)
+            known["truncated_ratio"] = fmean(sample.status is Sample.Status.TRUNCATED for sample in usable)
+        known["share"] = count / sum(prompts.values())
+        metrics |= {f"rollout/{task}/{name}": value for name, value in known.items()}
     return metrics
 
 

@@ -7,7 +7,7 @@ that was cut off, by an engine or at the gate: whoever sent it gets one answer, 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urlsplit
@@ -87,7 +87,8 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
             text=result.text,
         )
         if sample.status is not Sample.Status.ABORTED:
-            _leave_out_stop_token(runtime, sample, result.meta_info["finish_reason"].get("matched"))
+            wanted = sampling_params.get("stop_token_ids") or ()
+            _leave_out_stop_token(runtime, sample, result.meta_info["finish_reason"].get("matched"), wanted)
             return sample
         if len(result.id_array):
             await _record_progress(runtime, sample)
@@ -98,16 +99,16 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
     raise AbortedTooOften.by_engine()
 
 
-def _leave_out_stop_token(runtime: RolloutRuntime, sample: Sample, matched: Any) -> None:
+def _leave_out_stop_token(runtime: RolloutRuntime, sample: Sample, matched: Any, wanted: Sequence[int]) -> None:
     """The text that rewards see ends where the answer does; the token that ended it stays among the tokens.
 
-    A token that the user stops at (`--rollout-stop-token-ids`) and that is no special one is part of the answer.
+    A token that the user stops at (`wanted`) and that is no special one is part of the answer.
     """
     if sample.status is not Sample.Status.COMPLETED or runtime.args.rollout_skip_special_tokens is False:
         return
     if not sample.response_length:
         return
-    last, wanted = int(sample.token_array()[-1]), runtime.args.rollout_stop_token_ids or ()
+    last = int(sample.token_array()[-1])
     if last in runtime.special_token_ids or (last == matched and last not in wanted):
         sample.response = sample.response.removesuffix(runtime.tokenizer.decode([last], skip_special_tokens=False))
 

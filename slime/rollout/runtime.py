@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from slime.config import Config
 from slime.config.plugin_args import changed_by, plugin_args, tell_plugins, with_own_overlay
+from slime.config.train_datasets import train_datasets
 from slime.data.check import Bounds
 from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Keep, Sample
@@ -115,6 +116,8 @@ class RolloutRuntime:
             tokenizer=lambda: self.tokenizer,
             engine_urls=lambda: self.engine_urls,
         )
+        self.task_params = {one.name: one.sampling_params for one in train_datasets(config)}
+        """What the datasets of `--prompt-config` say about the sampling of answers to their prompts."""
         self.eval_datasets: dict[str, Any] = {}
         self.single_eval_datasets: dict[str, Any] = {}
         """Those that a rollout file of the user evaluates on by itself."""

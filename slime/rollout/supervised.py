@@ -19,7 +19,7 @@ from slime.data.sample import Sample
 from slime.data.tokenizer import encode, prompt_token_ids
 from slime.data.turn_mask import DROP_KEY, mask_turns
 from slime.errors import UserError
-from slime.rollout.metrics import sample_metrics
+from slime.rollout.metrics import sample_metrics, task_metrics
 from slime.rollout.runtime import runtime_for
 from slime.rollout.types import RolloutFnTrainOutput
 
@@ -40,6 +40,7 @@ def generate_rollout(args: Config, rollout_id: int, data_buffer: Any, evaluation
             fill_supervised(sample, tokenizer, max_context=args.rollout_max_context_len)
     samples = [sample for group in groups for sample in group]
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples).items()}
+    metrics |= task_metrics(args, samples)
     return RolloutFnTrainOutput(groups, metrics | {"perf/rollout_time": time.monotonic() - started})
 
 

@@ -82,7 +82,7 @@ async def _generated_member(
 ) -> Produced:
     if not isinstance(member, Sample):
         return member
-    params = _own_params(runtime.args, member, sampling_params, evaluation)
+    params = _own_params(runtime, member, sampling_params, evaluation)
     before = member.response_length
     with acting_as(f"sample {member.index} of group {member.group_index}"):
         produced = await _traced(runtime, member, params, evaluation)
@@ -185,15 +185,19 @@ async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
 # calling the generate function, and checking what it made
 
 
-def _own_params(args: Config, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> dict[str, Any]:
-    """A copy for one sample, with a seed that depends only on the run's seed and the sample's index.
+def _own_params(
+    runtime: RolloutRuntime, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> dict[str, Any]:
+    """A copy for one sample, with its dataset's limits and a seed that depends only on the run's seed and the sample's
+    index.
 
     Requests that are made with it draw apart from one another.
     """
-    params = copy.deepcopy(sampling_params)  # a function may write into its lists
+    limits = runtime.task_params.get(sample.task, {}) if sample.task is not None and not evaluation else {}
+    params = copy.deepcopy({**sampling_params, **limits})  # a function may write into its lists
     if sample.index is not None:
         params.setdefault(
-            "sampling_seed", sampling_seed(args.rollout_seed, "eval" if evaluation else "train", sample.index)
+            "sampling_seed", sampling_seed(runtime.args.rollout_seed, "eval" if evaluation else "train", sample.index)
         )
         draw_with(params["sampling_seed"])
     return params

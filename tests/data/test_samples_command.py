@@ -80,6 +80,19 @@ def test_the_list_and_its_totals_while_the_run_is_going(journal: Journal) -> Non
     assert before.keys() == {file.name for file in journal.path.parent.iterdir() if "-shm" not in file.name}
 
 
+def test_the_dataset_of_a_sample_is_shown_where_there_are_several(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    group = prompts(0)
+    for sample in group:
+        sample.task = "sums"
+    journal.hand_out([group], {})
+    header, first = run(journal.path).splitlines()[:2]
+    assert header.split()[:5] == ["index", "group", "state", "rollout", "task"]
+    assert first.split()[:4] == ["0", "0", "pending", "sums"]
+    assert "sums" in run(journal.path, "--sample", "0", "--full")
+    journal.close()
+
+
 def test_a_finished_run_is_read_without_leaving_anything_behind(journal: Journal) -> None:
     journal.close()
     before = journal.path.read_bytes()

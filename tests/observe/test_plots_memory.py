@@ -21,6 +21,7 @@ from slime.observe.plots import (
     reward_by_seconds,
     reward_points,
     smooth,
+    task_points,
 )
 
 RECORDS = [
@@ -57,6 +58,9 @@ def test_several_runs_are_drawn_into_one_picture(tmp_path: Path) -> None:
 def test_points_of_a_run() -> None:
     assert reward_points(RECORDS) == [(0, 0.2), (1, 0.4)]
     assert eval_points(RECORDS) == {"held-out": [(0, 0.1), (2, 0.6)], "code": [(2, 0.5)]}
+    of_tasks = [{"rollout_id": i, "rollout/code/raw_reward": i / 4, "rollout/a/b/raw_reward": None} for i in (1, 0)]
+    of_tasks.append({"rollout_id": 2, "rollout/a/b/raw_reward": 1.0, "rollout/code/share": 0.5})
+    assert task_points([*RECORDS, *of_tasks]) == {"code": [(0, 0.0), (1, 0.25)], "a/b": [(2, 1.0)]}
 
 
 def test_smoothing_is_a_weighted_mean() -> None:

@@ -27,6 +27,7 @@ from slime.agent.session.journal import FILE_NAME, Attempt, TurnJournal
 from slime.agent.talk import session_limits
 from slime.cluster.process import ChildProcess
 from slime.cluster.python import module_command
+from slime.config.train_datasets import prompt_files
 from slime.data.journal import run_identity
 from slime.data.tokenizer import model_context_length
 from slime.errors import UserError
@@ -101,7 +102,7 @@ class AgentServer:
         """Where the turns of unfinished sessions are kept, in runs that have a journal."""
         if runtime.journal is None or self._config.output_dir is None:
             return None
-        facts = json.dumps(run_identity(self._config), sort_keys=True)
+        facts = json.dumps(run_identity(self._config, prompt_files(self._config)), sort_keys=True)
         self.run = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
         journal = TurnJournal(Path(self._config.output_dir) / FILE_NAME)
         journal.forget_other_runs(self.run)

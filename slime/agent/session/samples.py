@@ -102,6 +102,7 @@ def _blank(base: Sample, root: Context) -> Sample:
                 "metadata",
                 "generate_function_path",
                 "custom_rm_path",
+                "task",
                 "train_metadata",
                 "session_id",
                 "journal_id",

@@ -15,6 +15,9 @@ class DataFlags:
     """Data: prompts, batches and the length of the run"""
 
     prompt_data: str | None = flag(None, "prompts as .jsonl or .parquet; PATH@[a:b] takes a slice", metavar="PATH")
+    prompt_config: str | None = flag(
+        None, "YAML, TOML or JSON file of prompt datasets with weights, rewards and limits of their own", metavar="FILE"
+    )
     input_key: str = flag("input", "column that holds the prompt (text or chat messages)")
     label_key: str | None = flag(None, "column that holds the reference answer; a.b is b inside the object a")
     prompt_suffix: str | None = flag(

@@ -61,6 +61,7 @@ def _facts(record: Recorded, spans: Sequence[Span]) -> dict[str, str]:
     counted = ", ".join(f"{len(span)} {span.kind}" for span in spans)
     return {
         "reward": "" if sample.reward is None else str(sample.reward),
+        "task": str(sample.task or ""),
         "label": value_text(sample.label),
         "tokens": f"{max(0, sample.prompt_length)} of the prompt, {sample.response_length} of the response",
         "spans": counted if any(span.kind != TRAINED for span in spans) else "",

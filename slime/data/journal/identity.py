@@ -7,7 +7,7 @@ the same run, another model, other prompts or other functions are not.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,18 @@ _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "tekken", "tiktoken", "chat_
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
-def run_identity(config: Any) -> RunIdentity:
-    """Named facts of a run; none of them needs more than reading a few small files."""
+def run_identity(config: Any, prompt_files: Sequence[str] | None = None) -> RunIdentity:
+    """Named facts of a run; none of them needs more than reading a few small files.
+
+    `prompt_files` are those of `--prompt-config`; None: that of `--prompt-data`.
+    """
+    if prompt_files is None:
+        prompt_files = [] if config.prompt_data is None else [config.prompt_data]
     model = Path(config.hf_checkpoint)
     return {
         "model": _model(model),
         "tokenizer": _digest(file.read_bytes() for file in _tokenizer_files(model)) if model.is_dir() else str(model),
-        "prompt data": _prompts(config),
+        "prompt data": _prompts(config, prompt_files),
         "data source": str(config.data_source_path),
         "rollout function": str(config.rollout_function_path),
         "generate function": str(config.custom_generate_function_path or "default"),
@@ -50,12 +55,16 @@ def _tokenizer_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.is_file() and file.name.startswith(_TOKENIZER_FILES))
 
 
-def _prompts(config: Any) -> str:
-    if config.prompt_data is None or config.disable_rollout_global_dataset:
+def _prompts(config: Any, files: Sequence[str]) -> str:
+    if not files or config.disable_rollout_global_dataset:
         return "none"
-    file, chosen = split_slice(config.prompt_data)
+    return "; ".join(map(_file, files))
+
+
+def _file(path: str) -> str:
+    file, chosen = split_slice(path)
     rows = "" if chosen == slice(None) else f" rows {chosen.start or 0}:{'' if chosen.stop is None else chosen.stop}"
-    size = f", {file_bytes(config.prompt_data)} bytes" if Path(file).is_file() else ""
+    size = f", {file_bytes(path)} bytes" if Path(file).is_file() else ""
     return f"{Path(file).name}{rows}{size}"
 
 

@@ -100,6 +100,8 @@ def _columns(shown: Sequence[Recorded], evaluations: bool) -> list[Column]:
             Column("state", "state", lambda r: r.state or "", needs_room=True),
             Column("rollout", "roll", lambda r: _number(r.rollout_id), right=True),
         ]
+        if any(record.sample.task for record in shown):
+            place.append(Column("task", "task", lambda r: _line(str(r.sample.task or ""))))
     columns = [
         Column("index", "#", lambda r: _number(r.sample.index), right=True),
         *place,
@@ -125,7 +127,7 @@ def _width(columns: Sequence[Column], shown: Sequence[Recorded], *, gap: int, sh
 
 def _most(column: Column, *, short: bool) -> int | None:
     """The widest that a column may be."""
-    if column.name not in ("label", "dataset"):
+    if column.name not in ("label", "dataset", "task"):
         return None
     return _MOST_LABEL_NARROW if short else _MOST_LABEL
 

@@ -153,6 +153,7 @@ def _failure(row_id: int, columns: Sequence[Any], found: Sample, error: Exceptio
         remove_sample=True,
         generate_function_path=found.generate_function_path,
         custom_rm_path=found.custom_rm_path,
+        task=found.task,
         session_id=found.session_id if isinstance(found.session_id, str) else None,
         journal_id=row_id,
     )

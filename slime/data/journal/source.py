@@ -26,11 +26,11 @@ from slime.data.user_source import UserSource
 logger = logging.getLogger(__name__)
 
 
-def open_journal(config: Any, path: Path) -> Journal:
+def open_journal(config: Any, path: Path, prompt_files: Sequence[str] | None = None) -> Journal:
     """The journal of a run at `path`, as the flags want it."""
     return Journal.open(
         path,
-        run_identity(config),
+        run_identity(config, prompt_files),
         keep=config.keep_samples,
         keep_bytes=int(config.keep_samples_mb * 1e6),
         reward_key=config.reward_key,

@@ -30,6 +30,7 @@ from typing import Any
 from slime.config import Config
 from slime.config.groups.reward import LABEL_FREE_RM_TYPES, RM_TYPES
 from slime.config.plugin_args import plugin_args
+from slime.data.labels import BY_RM_TYPE
 from slime.data.sample import Reward, Sample
 from slime.errors import UserError
 from slime.plugins import load_plugin, takes_samples
@@ -170,6 +171,8 @@ class RewardHub:
         self._verifier.close()
 
     def _custom_path(self, sample: Sample) -> str | None:
+        if sample.custom_rm_path == BY_RM_TYPE:
+            return None
         return sample.custom_rm_path or (GIVEN if GIVEN in self._functions else self.settings.custom_rm_path)
 
     def _function(self, path: str) -> Callable[..., Any]:

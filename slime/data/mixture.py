@@ -1,0 +1,170 @@
+"""Prompts of several datasets in fixed proportions.
+
+Invariant: of the first t prompts, whatever t is, every dataset has given its share of t, rounded down or up; so a batch
+has at most one prompt more or less than that on either side. Nothing is drawn by chance: which dataset comes next
+follows from how many prompts each has given. Each dataset goes through its own epochs, in orders of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol
+
+from slime.data.labels import BY_RM_TYPE
+from slime.data.sample import Sample
+from slime.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class Recipe(Protocol):
+    """What a run says about one of its datasets (`slime.config.train_datasets`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def input_key(self) -> str: ...
+    @property
+    def label_key(self) -> str | None: ...
+    @property
+    def metadata_key(self) -> str: ...
+    @property
+    def tool_key(self) -> str: ...
+    @property
+    def prompt_suffix(self) -> str | None: ...
+    @property
+    def apply_chat_template(self) -> bool: ...
+    @property
+    def apply_chat_template_kwargs(self) -> dict[str, Any]: ...
+    @property
+    def max_prompt_len(self) -> int | None: ...
+    @property
+    def rm_type(self) -> str | None: ...
+    @property
+    def custom_rm_path(self) -> str | None: ...
+    @property
+    def custom_generate_function_path(self) -> str | None: ...
+    @property
+    def metadata_overrides(self) -> dict[str, Any]: ...
+
+
+class Walk(Protocol):
+    """One dataset, prompt after prompt and epoch after epoch."""
+
+    def __len__(self) -> int: ...
+    def next_prompt(self) -> Sample: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], *, origin: str) -> None: ...
+
+
+@dataclass
+class Part:
+    """A dataset of a mixture, and how many prompts it has given since the weights are what they are."""
+
+    recipe: Recipe
+    walk: Walk
+    given: int = 0
+
+
+class Mixture:
+    """Hands out the prompts of all datasets by their weights, each marked with the dataset that it is of."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = list(parts)
+        self._weights = [Fraction(str(part.recipe.weight)) for part in self.parts]
+
+    def __len__(self) -> int:
+        """Prompts of all datasets together."""
+        return sum(len(part.walk) for part in self.parts)
+
+    @property
+    def names(self) -> list[str]:
+        return [part.recipe.name for part in self.parts]
+
+    def next_prompt(self) -> Sample:
+        """A prompt of the dataset whose turn it is."""
+        part = self.parts[whose_turn(self._weights, [part.given for part in self.parts])]
+        prompt = marked(part.walk.next_prompt(), part.recipe)
+        part.given += 1
+        return prompt
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far each dataset is, as JSON values."""
+        return {
+            part.recipe.name: {"weight": part.recipe.weight, "given": part.given, "position": part.walk.state_dict()}
+            for part in self.parts
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, origin: str) -> None:
+        """Go on where another run was with the same datasets; with other weights their shares count from here on."""
+        if sorted(state) != sorted(self.names):
+            raise UserError(
+                f"{origin}: is a position in the datasets {', '.join(state)}, but --prompt-config has "
+                f"{', '.join(self.names)}; resume with the same data or start without --load"
+            )
+        saved = [Fraction(str(state[name]["weight"])) for name in self.names]
+        same = [share * sum(saved) for share in self._weights] == [share * sum(self._weights) for share in saved]
+        if not same:
+            shown = ", ".join(f"{name} {state[name]['weight']:g}" for name in self.names)
+            logger.warning("%s was saved with the weights %s: prompts now come in other shares", origin, shown)
+        for part in self.parts:
+            own = state[part.recipe.name]
+            part.walk.load_state_dict(own["position"], origin=f"{origin}, dataset {part.recipe.name}")
+            part.given = int(own["given"]) if same else 0
+
+
+def whose_turn(weights: Sequence[Fraction], given: Sequence[int]) -> int:
+    """Which of several gives the next prompt; of equals the first.
+
+    The quota method of Balinski and Young (1975): of those that are below their share of the prompts so far and this
+    one, the one whose next prompt is due first. Beginning with none given it keeps every count at the share rounded
+    down or up.
+    """
+    total, place = sum(weights), sum(given) + 1
+    behind = [part for part, weight in enumerate(weights) if given[part] * total < place * weight]
+    return min(behind, key=lambda part: (given[part] + 1) / weights[part])
+
+
+def marked(prototype: Sample, recipe: Recipe) -> Sample:
+    """A copy of a prompt that knows its dataset, with that dataset's reward and generate functions."""
+    prompt = copy.copy(prototype)
+    prompt.task = recipe.name
+    prompt.generate_function_path = recipe.custom_generate_function_path
+    prompt.custom_rm_path = recipe.custom_rm_path or (None if recipe.rm_type is None else BY_RM_TYPE)
+    typed = {} if recipe.rm_type is None else {"rm_type": recipe.rm_type}
+    prompt.metadata = {**prototype.metadata, **typed, **recipe.metadata_overrides}
+    return prompt
+
+
+def reading(recipe: Recipe, args: Any) -> dict[str, Any]:
+    """The flags with which one dataset is read, where they are not those of the run.
+
+    Its seed is its own, so that datasets of the same length are not shuffled alike.
+    """
+    own_judge = recipe.rm_type is not None or recipe.custom_rm_path is not None
+    generate = recipe.custom_generate_function_path or args.custom_generate_function_path
+    return {
+        "prompt_data": recipe.path,
+        "prompt_config": None,
+        "input_key": recipe.input_key,
+        "label_key": recipe.label_key,
+        "metadata_key": recipe.metadata_key,
+        "tool_key": recipe.tool_key,
+        "prompt_suffix": recipe.prompt_suffix,
+        "apply_chat_template": recipe.apply_chat_template,
+        "apply_chat_template_kwargs": recipe.apply_chat_template_kwargs,
+        "rollout_max_prompt_len": recipe.max_prompt_len,
+        "rm_type": recipe.rm_type if own_judge else args.rm_type,
+        "custom_rm_path": recipe.custom_rm_path if own_judge else args.custom_rm_path,
+        "custom_generate_function_path": generate,
+        "rollout_seed": args.rollout_seed + zlib.crc32(recipe.name.encode()),
+    }

@@ -1,0 +1,63 @@
+"""A run over several datasets that is killed and started again is the run that was never interrupted."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+from tests.e2e.conftest import grpo_flags
+from tests.e2e.runs import TRAIN, assert_same_records, comparable, records, run, started, wait_until
+
+TOLERANCE = 1e-7
+
+
+def test_killed_amid_three_datasets_and_resumed(place: Path) -> None:
+    """The shortest dataset is in its second epoch when the kill comes."""
+    datasets = [
+        {"name": "low", "path": "sums.jsonl@[0:3]", "weight": 2, "max_response_len": 6},
+        {"name": "middle", "path": "sums.jsonl@[3:7]", "custom_rm_path": "plugins.py:partly_random"},
+        {"name": "high", "path": "sums.jsonl@[7:12]"},
+    ]
+    (place / "tasks.json").write_text(
+        json.dumps({"train": {"datasets": datasets}, "eval": {"datasets": datasets[1:2]}})
+    )
+    with (place / "plugins.py").open("a") as plugins:
+        plugins.write("\n\ndef partly_random(args, sample):\n    return sum(sample.tokens) % 5 / 5\n")
+    flags = grpo_flags()
+    at = flags.index("--prompt-data")
+    flags[at : at + 2] = ["--prompt-config", "tasks.json"]
+    command = [*TRAIN, *flags, "--eval-config", "tasks.json", "--eval-interval", "2", "--num-rollout", "5"]
+    saved = ["--save-interval", "2", "--keep-samples"]
+
+    whole = run([*command, *saved, "--save", "tasks-whole"], place)
+    assert (whole.code, whole.err) == (0, "")
+    rollouts = records(place / "tasks-whole", "rollout")
+    shares = [[record[f"rollout/{name}/share"] for name in ("low", "middle", "high")] for record in rollouts]
+    assert shares == [[0.5, 0.25, 0.25]] * 5
+    assert all(f"rollout/{name}/raw_reward" in record for name in ("low", "middle", "high") for record in rollouts)
+    assert "eval middle" in whole.out
+
+    parts = ["--save", "tasks-parts", "--load", "tasks-parts"]
+    with started([*command, *saved, *parts], place) as killed:
+        killed.wait_for("step 3/5")
+        killed.popen.send_signal(signal.SIGKILL)
+        assert killed.popen.wait() == -signal.SIGKILL
+        assert wait_until(lambda: not killed.processes(), within_s=10), "processes outlived their driver"
+    resumed = run([*command, *saved, *parts], place)
+    assert (resumed.code, resumed.err) == (0, "")
+    assert "resuming from tasks-parts at step 3" in resumed.out
+    assert_same_records(comparable(place / "tasks-parts"), comparable(place / "tasks-whole"), TOLERANCE)
+    assert trained_on(place / "tasks-parts") == trained_on(place / "tasks-whole")
+
+
+def trained_on(run_dir: Path) -> Counter[tuple[int, str]]:
+    """How often each prompt was in each batch."""
+    with closing(sqlite3.connect(run_dir / "journal.sqlite")) as journal:
+        rows = journal.execute(
+            "SELECT consumed_by, samples.prompt FROM samples JOIN groups ON groups.id = samples.group_id"
+        )
+        return Counter(rows.fetchall())
