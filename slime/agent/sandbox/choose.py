@@ -26,25 +26,27 @@ def make_sandbox(
     files: Snapshot | None = None,
     env: Mapping[str, str] | None = None,
     visible: Sequence[str | Path] = (),
+    devices: Sequence[str | Path] = (),
     image: str | None = None,
 ) -> AnySandbox:
     """A sandbox that is not started yet.
 
     `files` is what it starts with; `env` what its commands find in their environment, besides the usual; `visible` are
-    folders of this machine that are there under the same path, read-only; `image` is what sandboxes start from that are
-    no part of this machine. UserError where there is no such kind.
+    folders of this machine that are there under the same path, read-only; `devices` are device nodes that commands may
+    use (`nvidia_devices()` of `slime.agent.sandbox.devices` names those of GPUs); `image` is what sandboxes start from
+    that are no part of this machine. UserError where there is no such kind.
     """
     if kind == "auto":
         kind = auto_kind()[0]
     if kind == "local":
-        return LocalSandbox(limits=limits, files=files, env=env, visible=visible)
+        return LocalSandbox(limits=limits, files=files, env=env, visible=visible, devices=devices)
     if kind == "subprocess":
-        return SubprocessSandbox(limits=limits, files=files, env=env, visible=visible)
+        return SubprocessSandbox(limits=limits, files=files, env=env, visible=visible, devices=devices)
     if kind in ("docker", "podman"):
         _has_no_snapshot(kind, files)
-        return ContainerSandbox(kind, image, limits=limits, env=env, visible=visible)
+        return ContainerSandbox(kind, image, limits=limits, env=env, visible=visible, devices=devices)
     if kind == "e2b":
-        _has_none_of_this_machine(kind, files, visible)
+        _has_none_of_this_machine(kind, files, [*visible, *devices])
         return E2BSandbox(image, limits=limits, env=env)
     raise UserError(f"there is no sandbox {kind!r}: choose one of {', '.join(KINDS)}")
 
@@ -55,6 +57,7 @@ def sandbox_from(
     files: Snapshot | None = None,
     env: Mapping[str, str] | None = None,
     visible: Sequence[str | Path] = (),
+    devices: Sequence[str | Path] = (),
     image: str | None = None,
 ) -> AnySandbox:
     """A sandbox as the run's flags say; `image` is a sample's own, in the place of `--sandbox-image`."""
@@ -65,13 +68,15 @@ def sandbox_from(
         disk_mb=args.sandbox_disk_mb,
     )
     image = image or args.sandbox_image
-    return make_sandbox(args.sandbox, limits=limits, files=files, env=env, visible=visible, image=image)
+    return make_sandbox(
+        args.sandbox, limits=limits, files=files, env=env, visible=visible, devices=devices, image=image
+    )
 
 
-def _has_none_of_this_machine(kind: str, files: Snapshot | None, visible: Sequence[str | Path]) -> None:
-    if files is not None or visible:
+def _has_none_of_this_machine(kind: str, files: Snapshot | None, shown: Sequence[str | Path]) -> None:
+    if files is not None or shown:
         raise UserError(
-            f"--sandbox {kind} starts from an image and sees no folder of this machine: put the files into it"
+            f"--sandbox {kind} starts from an image and sees no folder or device of this machine: put files into it"
         )
 
 

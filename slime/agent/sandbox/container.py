@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from slime.agent.sandbox.box import HERE, python_command, receive
+from slime.agent.sandbox.devices import checked_devices
 from slime.agent.sandbox.inside.worker import Kept
 from slime.agent.sandbox.limits import SandboxLimits
 from slime.agent.sandbox.machine import target_of
@@ -52,6 +53,7 @@ class ContainerSandbox:
         limits: SandboxLimits | None = None,
         env: Mapping[str, str] | None = None,
         visible: Sequence[str | Path] = (),
+        devices: Sequence[str | Path] = (),
     ) -> None:
         if image is None:
             raise UserError(f"--sandbox {kind} starts from an image: name one with --sandbox-image")
@@ -65,6 +67,7 @@ class ContainerSandbox:
         self._program = program
         self._env = dict(env or {})
         self._visible = [os.path.realpath(path) for path in visible]
+        self._devices = checked_devices(devices)
         self._name = f"slime-sandbox-{secrets.token_hex(8)}"
         self._first: asyncio.subprocess.Process | None = None
         self._doorways: dict[str, tuple[subprocess.Popen[bytes], socket.socket, int]] = {}
@@ -95,6 +98,8 @@ class ContainerSandbox:
             words += ["--cpus", str(limits.cpus)]
         for path in self._visible:
             words += ["--mount", f"type=bind,source={path},target={path},readonly"]
+        for path in self._devices:
+            words += ["--device", path]
         for name, value in self._env.items():
             words += ["--env", f"{name}={value}"]
         return [*words, "--entrypoint", "/bin/sh", self.image, "-c", _FIRST]

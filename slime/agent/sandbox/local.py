@@ -60,9 +60,10 @@ class LocalSandbox(MachineSandbox):
         files: Snapshot | None = None,
         env: Mapping[str, str] | None = None,
         visible: Sequence[str | Path] = (),
+        devices: Sequence[str | Path] = (),
         via: str = "auto",
     ) -> None:
-        super().__init__(limits=limits, files=files, env=env, visible=visible)
+        super().__init__(limits=limits, files=files, env=env, visible=visible, devices=devices)
         self.workdir, self.home = WORKDIR, HOME
         self.via = choose_via(via, root_file_system=files is not None and files.root)
 
@@ -78,13 +79,15 @@ class LocalSandbox(MachineSandbox):
         return tuple(limit for limit in self.limits.of_the_group() if limit not in self.held)
 
     def _make_box(self) -> Box:
-        spec = jail_spec(self.limits, self.files, self.visible, self.via)
+        spec = jail_spec(self.limits, self.files, self.visible, self.via, self.devices)
         if self.files is not None and self.files.root:
             self._placed = [path.lstrip("/") for path in (*spec["jail"]["files"], *spec["jail"]["visible"])]
         return Box(spec, self.sandbox_id)
 
 
-def jail_spec(limits: SandboxLimits, files: Snapshot | None, visible: Sequence[str], via: str) -> dict[str, Any]:
+def jail_spec(
+    limits: SandboxLimits, files: Snapshot | None, visible: Sequence[str], via: str, devices: Sequence[str] = ()
+) -> dict[str, Any]:
     """What the monitor is told to build."""
     rootless = os.geteuid() != 0
     uid = INNER_UID if rootless else throw_away_uid()
@@ -98,6 +101,7 @@ def jail_spec(limits: SandboxLimits, files: Snapshot | None, visible: Sequence[s
         "inodes": max(10_000, limits.disk_mb * 256),
         "snapshot": None if files is None else {"path": os.path.realpath(files.path), "root": whole, "how": files.how},
         "visible": sorted({path for path in (*seen, *visible) if whole or not path.startswith("/usr/")}),
+        "devices": list(devices),
         "home": HOME,
         "workdir": WORKDIR,
         "files": {**_FILES, **accounts(uid, files)},

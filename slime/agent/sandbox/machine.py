@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from slime.agent.sandbox.box import Answer, Box
 from slime.agent.sandbox.causes import cause_of
+from slime.agent.sandbox.devices import checked_devices
 from slime.agent.sandbox.inside import cgroups
 from slime.agent.sandbox.limits import SandboxLimits
 from slime.agent.sandbox.protocol import (
@@ -49,10 +50,12 @@ class MachineSandbox:
         files: Snapshot | None = None,
         env: Mapping[str, str] | None = None,
         visible: Sequence[str | Path] = (),
+        devices: Sequence[str | Path] = (),
     ) -> None:
         self.limits = limits or SandboxLimits()
         self.files = files
         self.visible = tuple(os.path.realpath(path) for path in visible)
+        self.devices = checked_devices(devices)
         self.workdir = ""
         self.home = ""
         self._env = dict(env or {})

@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from . import kernel
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BASE = "/tmp"
 """Any folder that every Linux has; covered in the sandbox's mount namespace only, while the root is being built."""
 _OLD, _NEW, _SCRATCH, _LOWER, _VIEW = "/old", "/new", "/scratch", "/lower", "/view"
-_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC = (
     "alternatives", "bash.bashrc", "ca-certificates", "ca-certificates.conf", "crypto-policies", "debian_version",
@@ -80,7 +80,7 @@ def build(spec: Mapping[str, Any]) -> Built:
     else:
         kernel.mount("tmpfs", _NEW, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=16m")
         _system()
-    _devices()
+    _devices(spec["devices"])
     _make_folder(_NEW + "/proc")
     _own_folders(spec, {"/tmp": 0o1777, "/var/tmp": 0o1777, "/run": 0o755, "/dev/shm": 0o1777, spec["home"]: 0o755})
     for inside in spec["visible"]:
@@ -176,11 +176,11 @@ def _system() -> None:
     _make_folder(f"{_NEW}/root")
 
 
-def _devices() -> None:
+def _devices(others: Sequence[str]) -> None:
     _make_folder(f"{_NEW}/dev")
     kernel.mount("tmpfs", f"{_NEW}/dev", "tmpfs", kernel.MS_NOSUID, "mode=0755,size=1m")
-    for name in _DEVICES:
-        source, target = f"{_OLD}/dev/{name}", f"{_NEW}/dev/{name}"
+    for path in (*_DEVICES, *others):
+        source, target = _OLD + path, _NEW + path
         if os.path.exists(source):
             _put(target, "")
             kernel.mount(source, target, None, kernel.MS_BIND)
