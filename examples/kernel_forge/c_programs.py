@@ -1,18 +1,18 @@
 """Kernels in C as the pupil writes them: a way to go through the matrix, and perhaps a mistake.
 
-Every line is a fragment or two of a small vocabulary, so that a tiny model writes a whole kernel in some thirty tokens.
+Every line is a fragment of a small vocabulary, or three, so that a tiny model writes a kernel in 9 to 20 tokens.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from problems import Problem
+from problems import MAPS, Problem
 
 HEAD = "void kernel(int n, int m, float a, float b, const float *x, const float *w, float *y) {"
-WORDS = r"for \([^\n]*?\)|;?\n|v [<>*][^;\n]*|row sums|column sums|product| of \w+|n=\d+ m=\d+"
-"""Fragments: loop heads, ends of lines (with a semicolon or without), the map, the words of a problem; what is left of
-a line is one, too."""
+WORDS = r"v [<>*][^;\n]*|;?\n|(?:(?!v [<>*])[^\n])*\n|row sums|column sums|product| of |n=\d+ m=\d+"
+"""Fragments: the map, the end of its line (with a semicolon or without), whole lines, the words of a problem; what is
+left of a line is one, too."""
 STYLES = {
     "row sums": ("plain", "columns first", "lanes"),
     "column sums": ("plain", "rows first"),
@@ -29,9 +29,9 @@ class Draft(NamedTuple):
     mistake: str | None
 
 
-def naive(problem: Problem) -> str:
-    """The kernel that speed is measured against."""
-    return write(problem, Draft("plain", None))
+def asked(problem: Problem) -> str:
+    """What the model is asked for."""
+    return f"{problem.kind} of {MAPS[problem.map][0]}"
 
 
 def write(problem: Problem, draft: Draft) -> str:
@@ -44,7 +44,7 @@ def write(problem: Problem, draft: Draft) -> str:
     semicolon = "" if draft.mistake == "semicolon" else ";"
     below = "<=" if draft.mistake == "bound" else "<"
     omits = draft.mistake == "omission"
-    lines = _WRITERS[problem.kind, draft.style](f"{problem.expression}", below, omits)
+    lines = _WRITERS[problem.kind, draft.style](MAPS[problem.map][0], below, omits)
     return "\n".join([HEAD, *(line.replace("@", semicolon) for line in lines), "}"])
 
 
@@ -73,17 +73,16 @@ def _rows_columns_first(f: str, below: str, omits: bool) -> list[str]:
 
 
 def _rows_lanes(f: str, below: str, omits: bool) -> list[str]:
-    rest = [
-        "for (; j < m; j++) {",
-        "float v = a * x[i * m + j] + b;",
+    rest = [  # with an index of its own: written twice it counts twice, which tests tell
+        "for (int k = m / 8 * 8; k < m; k++) {",
+        "float v = a * x[i * m + k] + b;",
         f"s[0] += {f};",
         "}",
     ]
     return [
         "for (int i = 0; i < n; i++) {",
         "float s[8] = {0};",
-        "int j = 0;",
-        f"for (; j + 7 {below} m; j += 8)",
+        f"for (int j = 0; j + 7 {below} m; j += 8)",
         "for (int u = 0; u < 8; u++) {",
         "float v = a * x[i * m + j + u] + b;",
         f"s[u] += {f}@",

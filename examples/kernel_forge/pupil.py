@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from c_programs import MISTAKES, STYLES, Draft, write
+from c_programs import Draft
 from judge import Judge, Judgement
+from languages import MISTAKES, Language
 from problems import Problem
 from tiny_chat import Row, asking, saying, write_rows
 
@@ -39,54 +40,66 @@ class Files(NamedTuple):
     held_out: Path
 
 
-async def judge_drafts(judge: Judge, problems: Sequence[Problem]) -> Judgements:
+async def judge_drafts(judge: Judge, language: Language, problems: Sequence[Problem]) -> Judgements:
     """What is to be said about everything that the pupil may write about these problems."""
     asked = [
-        (problem, write(problem, Draft(style, mistake)))
+        (problem, language.write(problem, Draft(style, mistake)))
         for problem in problems
-        for style in STYLES[problem.kind]
+        for style in language.styles[problem.kind]
         for mistake in (None, *MISTAKES)
     ]
     judgements = await asyncio.gather(*(judge.of(problem, source) for problem, source in asked))
     return dict(zip(asked, judgements, strict=True))
 
 
-def demonstration(problem: Problem, known: Judgements, rng: random.Random) -> list[Row]:
-    """What the pupil does about a problem: up to three kernels, each but the first after reading about the last."""
-    said: list[Row] = [asking(problem.text)]
-    draft = _drafted(problem, rng)
+def demonstration(problem: Problem, language: Language, known: Judgements, rng: random.Random) -> list[Row]:
+    """What the pupil does about a problem: up to three kernels, each but the first after reading about the last.
+
+    A kernel of which nothing was found out is the last one: there is nothing to read.
+    """
+    said: list[Row] = [asking(language.asked(problem))]
+    styles = language.styles[problem.kind]
+    draft = _drafted(styles, rng)
     for turn in range(MOST_TURNS):
-        source = write(problem, draft)
-        judgement = known[problem, source]
+        source = language.write(problem, draft)
         said.append(saying(source))
-        if judgement.reward >= 1 or turn == MOST_TURNS - 1:
+        judgement = known.get((problem, source))
+        if judgement is None or judgement.reward >= 1 or turn == MOST_TURNS - 1:
             break
         said.append(asking(judgement.feedback))
         repairs = draft.mistake is not None and rng.random() < REPAIRS
-        draft = Draft(draft.style, None) if repairs else _drafted(problem, rng)
+        draft = Draft(draft.style, None) if repairs else _drafted(styles, rng)
     return said
 
 
-def _drafted(problem: Problem, rng: random.Random) -> Draft:
-    *others, fast = STYLES[problem.kind]
+def _drafted(styles: Sequence[str], rng: random.Random) -> Draft:
+    *others, fast = styles
     style = fast if rng.random() < FAST else rng.choice(others)
     return Draft(style, rng.choice(MISTAKES) if rng.random() < CARELESS else None)
 
 
-def demonstrations(count: int, known: Judgements, *, seed: int) -> list[dict[str, Any]]:
-    """Conversations to copy, for `--loss-type sft_loss`."""
+def demonstrations(
+    count: int, language: Language, known: Judgements, problems: Sequence[Problem], *, seed: int
+) -> list[dict[str, Any]]:
+    """Conversations about these problems to copy, for `--loss-type sft_loss`."""
     rng = random.Random(seed)
-    problems = sorted({problem for problem, _ in known})
-    return [{"messages": demonstration(rng.choice(problems), known, rng)} for _ in range(count)]
+    return [{"messages": demonstration(rng.choice(problems), language, known, rng)} for _ in range(count)]
 
 
 def write_files(
-    folder: Path, shown: list[dict[str, Any]], training: Sequence[Problem], held_out: Sequence[Problem], *, rows: int
+    folder: Path,
+    language: Language,
+    shown: list[dict[str, Any]],
+    training: Sequence[Problem],
+    held_out: Sequence[Problem],
+    *,
+    rows: int,
 ) -> Files:
     """Demonstrations, and `rows` prompts a problem: attempts are alike, but for chance."""
 
     def prompts(problems: Sequence[Problem]) -> list[dict[str, Any]]:
-        return [{"prompt": [asking(problem.text)], "label": problem.text} for _ in range(rows) for problem in problems]
+        made = [{"prompt": [asking(language.asked(problem))], "label": problem.text} for problem in problems]
+        return made * rows
 
     return Files(
         write_rows(folder / "demonstrations.jsonl", shown),

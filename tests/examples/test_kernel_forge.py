@@ -29,13 +29,11 @@ def judged(forge: Callable[[str], Any]) -> Callable[..., list[Any]]:
     """Judgements on some texts about a problem, in one sandboxed bench; small sizes where speed is not the point."""
 
     def judge(problem: str, *sources: str) -> list[Any]:
-        programs, sizes = (
-            forge("c_programs"),
-            {"row sums": (64, 64, 1), "column sums": (64, 64, 1), "product": (24, 24, 1)},
-        )
+        naive = forge("languages").LANGUAGES["c"].naive
+        sizes = {"row sums": (64, 64, 1), "column sums": (64, 64, 1), "product": (24, 24, 1)}
 
         async def main() -> list[Any]:
-            judge = forge("judge").Judge(forge("bench").CBench(), programs.naive, sizes=sizes)
+            judge = forge("judge").Judge(forge("bench").CBench(), naive, sizes=sizes)
             try:
                 return [await judge.of(forge("problems").problem_of(problem), source) for source in sources]
             finally:
@@ -66,6 +64,16 @@ def test_what_the_pupil_writes_is_right_but_for_its_mistakes(
         assert found.feedback.startswith(
             {None: "right, speed ", "semicolon": "does not compile: expected "}.get(draft.mistake, "wrong at n=")
         )
+
+
+def test_a_loop_that_is_written_twice_is_wrong(forge: Callable[[str], Any], judged: Callable[..., list[Any]]) -> None:
+    """Where a repetition does no harm it earns what a kernel without earns, and answers grow until they are cut."""
+    programs, problem = forge("c_programs"), forge("problems").problem_of("row sums of square")
+    text = programs.write(problem, programs.Draft("lanes", None))
+    begins, ends = text.index("for (int k"), text.index("y[i] = s[0]")
+    once, twice = judged(problem.text, text, text[:ends] + text[begins:])
+    assert once.right
+    assert (twice.compiled, twice.right, twice.feedback) == (True, False, "wrong at n=1 m=1")
 
 
 RIGHT = """for (int i = 0; i < n; i++) {
@@ -114,7 +122,7 @@ def test_who_cheats_earns_nothing_and_ends_only_itself(
     cheats = [
         f"#define _GNU_SOURCE\n{CALLS}#include <signal.h>\n{programs.HEAD}\n{body}\n}}\n" for body, _ in CHEATS.values()
     ]
-    *found, honest = judged(problem.text, *cheats, programs.naive(problem))
+    *found, honest = judged(problem.text, *cheats, programs.write(problem, programs.Draft("plain", None)))
     for name, (_, feedback), judgement in zip(CHEATS, CHEATS.values(), found, strict=True):
         assert judgement.reward == 0.0, (name, judgement)
         assert judgement.feedback.startswith(feedback), (name, judgement)
@@ -153,6 +161,9 @@ def test_rewards_are_for_right_kernels_and_grow_with_speed(forge: Callable[[str]
     assert summary([right])["reward"] == 1.0
     assert summary([wrong, right])["reward"] == pytest.approx(0.85)
     assert summary([wrong, wrong])["reward"] == 0.0
+    too_long = forge("generate").TOO_LONG
+    assert [summary([one])["cut"] for one in (wrong, too_long)] == [0.0, 1.0]
+    assert summary([too_long])["reward"] == 0.0
     repaired = summary([wrong, right])
     assert (repaired["compiles_at_once"], repaired["right_at_once"], repaired["right"], repaired["turns"]) == (
         0,
@@ -201,20 +212,21 @@ def test_the_pupil_is_careless_and_its_kernels_are_few_tokens(forge: Callable[[s
         for problem in training
         for draft in every_draft(forge, problem.kind)
     }  # fmt: skip
-    shown = pupil.demonstrations(600, known, seed=3)
-    first = [
-        known[forge("problems").problem_of(row["messages"][0]["content"]), row["messages"][1]["content"]]
-        for row in shown
-    ]
+    language = forge("languages").LANGUAGES["c"]
+    shown = pupil.demonstrations(600, language, known, training, seed=3)
+    of = {language.asked(problem): problem for problem in training}
+    first = [known[of[row["messages"][0]["content"]], row["messages"][1]["content"]] for row in shown]
     assert 0.3 < np.mean([found.right for found in first]) < 0.5
+    alone = pupil.demonstrations(9, language, known, held_out, seed=3)
+    assert all(len(row["messages"]) == 2 for row in alone)  # nothing was judged, nothing is read
     folder = forge("tiny_chat").make_model(tmp_path, shown, words=programs.WORDS, seed=1, width=32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for problem in held_out:
-        assert len(tokenizer.encode(problem.text)) == 2
+        assert len(tokenizer.encode(language.asked(problem))) == 3
         for draft in every_draft(forge, problem.kind):
             text = programs.write(problem, draft)
             ids = tokenizer.encode(text)
-            assert len(ids) < 48
+            assert 9 <= len(ids) <= language.turn_tokens * 2 / 3
             assert tokenizer.decode(ids) == text
 
 
@@ -223,6 +235,7 @@ def test_the_same_seed_shows_the_same_work(forge: Callable[[str], Any]) -> None:
     problem = forge("problems").problem_of("product of cube")
     right = forge("judge").Judgement(True, True, 9.0, "right, speed 9")
     known = {(problem, programs.write(problem, draft)): right for draft in every_draft(forge, problem.kind)}
-    shown = [pupil.demonstrations(9, known, seed=seed) for seed in (1, 1, 2)]
+    language = forge("languages").LANGUAGES["c"]
+    shown = [pupil.demonstrations(9, language, known, [problem], seed=seed) for seed in (1, 1, 2)]
     assert shown[0] == shown[1] != shown[2]
     assert all(len(row["messages"]) == 2 for row in shown[0])
