@@ -25,9 +25,9 @@ def arguments(about: str | None, name: str, *, warm_up_steps: int) -> argparse.A
     return parser
 
 
-def copied(folder: Path, demonstrations: Path, *, steps: int, batch: int, **common: Any) -> Path:
-    """The folder of a model of 0.4 M parameters that was trained on `demonstrations`; killed, it goes on."""
-    base = make_model(folder / "base", seed=common["seed"])
+def copied(folder: Path, demonstrations: Path, *, steps: int, batch: int, width: int = 128, **common: Any) -> Path:
+    """The folder of a model (0.4 M parameters, or of another width) trained on `demonstrations`; killed, it goes on."""
+    base = make_model(folder / "base", seed=common["seed"], width=width)
     slime.run(
         **common,
         hf_checkpoint=str(base),

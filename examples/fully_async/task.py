@@ -4,8 +4,8 @@
 lead to a value, which is the answer. Every task has notes of its own. The pupil whose work the model first copies knows
 how to read, and is impatient: most of the time it gives the number of the next note for the answer.
 
-Each task has a time that every one of its reads takes, drawn from a Pareto distribution: mostly a tenth of a second or
-less, in one task of eleven more than a second.
+Each task to train on has a time that every one of its reads takes, drawn from a Pareto distribution: mostly a tenth of
+a second or less, in one task of eleven more than a second. Held-out tasks are read at once: only their answers count.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ def write_files(
     shown = [{"messages": demonstration(next(source), rng), "tools": TOOLS} for _ in range(demonstrations)]
     return Files(
         write_rows(folder / "demonstrations.jsonl", shown),
-        write_rows(folder / "train.jsonl", [_row(next(source), rng) for _ in range(training)]),
-        write_rows(folder / "held_out.jsonl", [_row(next(source), rng) for _ in range(held_out)]),
+        write_rows(folder / "train.jsonl", [_row(next(source), read_seconds(rng)) for _ in range(training)]),
+        write_rows(folder / "held_out.jsonl", [_row(next(source), 0.0) for _ in range(held_out)]),
     ), shown
 
 
-def _row(chain: Chain, rng: random.Random) -> Row:
-    archive = {"notes": chain.contents(), "read_s": round(read_seconds(rng), 3)}
+def _row(chain: Chain, read_s: float) -> Row:
+    archive = {"notes": chain.contents(), "read_s": round(read_s, 3)}
     return {"prompt": [asking(chain.notes[0])], "label": chain.value, "metadata": archive}
 
 

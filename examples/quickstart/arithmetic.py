@@ -72,8 +72,8 @@ def _write(path: Path, rows: Iterable[dict[str, str]]) -> Path:
     return path
 
 
-def make_model(folder: Path, *, seed: int) -> Path:
-    """A Qwen3-shaped model of 0.4 M parameters with random weights, and the shipped character tokenizer.
+def make_model(folder: Path, *, seed: int, width: int = 128) -> Path:
+    """A Qwen3-shaped model with random weights (0.4 M at the usual width), and the shipped character tokenizer.
 
     The usual 0.02 as the spread of random weights suits models that are ten times as wide. In this one it makes the
     signal so faint that nothing is learned for a hundred to four hundred steps, as chance has it; with 1/sqrt(width)
@@ -89,13 +89,13 @@ def make_model(folder: Path, *, seed: int) -> Path:
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=344,
+            hidden_size=width,
+            intermediate_size=43 * width // 16,
             num_hidden_layers=2,
-            num_attention_heads=8,
-            num_key_value_heads=4,
+            num_attention_heads=width // 16,
+            num_key_value_heads=width // 32,
             head_dim=16,
-            initializer_range=0.09,
+            initializer_range=round(width**-0.5, 2),
             max_position_embeddings=256,
             tie_word_embeddings=True,
             bos_token_id=None,

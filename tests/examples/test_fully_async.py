@@ -67,6 +67,7 @@ def test_tasks_carry_their_notes_and_their_time(tmp_path: Path) -> None:
     assert seconds[-1] == 2.0
     assert seconds[200] < 0.2
     assert 0.04 < sum(one > 1 for one in seconds) / len(seconds) < 0.15
+    assert {row["metadata"]["read_s"] for row in held_out} == {0.0}
 
 
 def test_the_tool_reads_the_notes_of_the_task_and_no_others() -> None:
