@@ -8,7 +8,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,8 +22,18 @@ from tests.tiny_models import make_model_folder
 
 ROLLOUTS, BATCH = 4, 4
 SILENT, NAME = "okapi", "the name of a client"
+HELD = "question 5?"
+"""Whose judge does not come to an end in the first life: its exchange is taken, and not in the journal yet."""
 JUDGE = """\
-def judge(args, exchange):
+import asyncio
+from pathlib import Path
+
+
+async def judge(args, exchange):
+    if exchange.question == HELD:
+        Path("holding").touch()
+        while not Path("released").exists():
+            await asyncio.sleep(0.02)
     return 1.0 if exchange.next_user_turn.startswith("thanks") else -1.0
 """
 
@@ -34,8 +44,7 @@ class Life:
     def __init__(self, running: Running, run_dir: Path, previous: int) -> None:
         self.running, self._run_dir = running, run_dir
         address = run_dir / "live.json"
-        assert wait_until(lambda: self._ended() or _written(address) > previous, within_s=120)
-        assert not self._ended(), running.finish().err
+        self.wait_for(lambda: _written(address) > previous)
         self._said = json.loads(address.read_text())
 
     def talk(self, question: str, *then: str, consent: str = "yes") -> None:
@@ -57,13 +66,13 @@ class Life:
             assert response.status == 200, answer
             messages.append(answer["choices"][0]["message"])
 
-    def wait_for_step(self) -> None:
-        """Until something was trained."""
-        metrics = self._run_dir / "metrics.jsonl"
-        assert wait_until(
-            lambda: self._ended() or (metrics.exists() and bool(records(self._run_dir, "train"))), within_s=120
-        )
+    def wait_for(self, what: Callable[[], bool]) -> None:
+        """Until this is so."""
+        assert wait_until(lambda: self._ended() or what(), within_s=120)
         assert not self._ended(), self.running.finish().err
+
+    def has_trained(self) -> bool:
+        return (self._run_dir / "metrics.jsonl").exists() and bool(records(self._run_dir, "train"))
 
     def kill(self) -> None:
         """kill -9 of every process of the run."""
@@ -84,7 +93,7 @@ class Life:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     make_model_folder(tmp_path / "model")
-    (tmp_path / "judge.py").write_text(JUDGE)
+    (tmp_path / "judge.py").write_text(JUDGE.replace("HELD", repr(HELD)))
     return tmp_path
 
 
@@ -124,29 +133,32 @@ def on_disk(place: Path) -> str:
 
 def test_after_kill_9_of_the_whole_run_each_conversation_is_trained_on_once(place: Path) -> None:
     asked = [f"question {number}?" for number in range(18)]
+    rewards = {question: (1.0, -1.0)[number % 2] for number, question in enumerate(asked)}
     lives = (asked[:6], asked[6:12], asked[12:])
     for number, questions in enumerate(lives):
         with alive(place) as life:
             life.talk(f"{SILENT} {number}?", f"thanks, {SILENT}", consent="no")
             for question in questions:
-                life.talk(question, "thanks" if question < "question 4" else "no")
-            if number == 1:
-                life.wait_for_step()  # of which there is no checkpoint yet: it is trained again, from the journal
-            if number < 2:
+                life.talk(question, "thanks" if rewards[question] > 0 else "no")
+            if number == 0:
+                life.wait_for((place / "holding").exists)
+                life.kill()
+                (place / "released").touch()
+            elif number == 1:
+                life.wait_for(life.has_trained)  # what has no checkpoint yet is trained on again, from the journal
                 life.kill()
             else:
                 done = life.running.finish()
                 assert done.code == 0, done.err
 
     found = consumed(place)
-    questions = Counter(one.sample.prompt[0]["content"] for one in found)
+    counted = Counter(one.sample.prompt[0]["content"] for one in found)
     assert len(found) == ROLLOUTS * BATCH
-    assert set(questions.values()) == {1}
-    assert {question: questions[question] for question in asked[:12]} == dict.fromkeys(asked[:12], 1)
-    assert set(questions) <= set(asked)
+    assert set(counted.values()) == {1}
+    assert {question: counted[question] for question in asked[:12]} == dict.fromkeys(asked[:12], 1)
+    assert set(counted) <= set(asked)
     for one in found:
-        question = one.sample.prompt[0]["content"]
-        assert one.sample.reward == (1.0 if question < "question 4" else -1.0)
+        assert one.sample.reward == rewards[one.sample.prompt[0]["content"]]
     in_batches = []
     for rollout_id in range(ROLLOUTS):
         _header, *lines = (place / "trained" / f"{rollout_id}.jsonl").read_text().splitlines()
