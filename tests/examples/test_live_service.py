@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime.agent.live.exchange import Exchange, Verdict
 from slime.agent.messages import Message
-from tests.examples.conftest import EXAMPLES, modules_of
+from slime.data.journal.reader import Choice, reading
+from tests.examples.conftest import EXAMPLES, Ran, modules_of
 
 
 @pytest.fixture
 def task() -> Iterator[Any]:
     with modules_of(EXAMPLES / "live_service") as read:
         yield read("task")
+
+
+@pytest.fixture
+def program() -> Iterator[Any]:
+    with modules_of(EXAMPLES / "live_service") as read:
+        yield read("run")
 
 
 def exchange(asked: str, answer: str, then: str) -> Exchange:
@@ -51,3 +62,39 @@ def test_the_first_model_is_shown_a_habit_and_what_a_hint_means(task: Any) -> No
     hinted = [row[1]["content"] for row in shown if row[0]["content"].endswith("(24 hours)")]
     assert hinted
     assert set(hinted) == {"15:42"}
+
+
+def test_times_are_those_before_consent_and_those_while_it_trained(program: Any, tmp_path: Path) -> None:
+    notes = [{"at": 10 + number, "s": 0.1 * (number + 1), "quiet": True} for number in range(4)]
+    notes += [{"at": at, "s": 1.0, "quiet": False} for at in (19.5, 20.5, 40.5)]  # before, across and after the steps
+    notes += [{"at": 25 + number, "s": 0.4, "quiet": False} for number in range(3)]
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps(note) + "\n" for note in notes))
+    metrics = [{"kind": "train", "time": at} for at in (20.0, 30.0, 40.0)]
+    times = program.times_of_answers(file, metrics)
+    assert times.alone == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert times.beside_training == [0.4, 0.4, 0.4]
+    assert times.in_words().splitlines() == [
+        "without training: p50 200 ms, p95 300 ms",
+        "with training beside it: p50 400 ms, p95 400 ms",
+        "ratio: p50 2.00, p95 1.33",
+    ]
+    assert "too few" in program.Times([0.1], [0.1, 0.2]).in_words()
+
+
+@pytest.mark.examples
+def test_it_learns_from_those_it_serves(run_example: Callable[..., Ran], program: Any) -> None:
+    ran = run_example("live_service/run.py", "--steps", "12", "--quiet", "40", "--seed", "3")
+    before, *_, after = ran.series("eval/held-out")
+    assert after > before + 0.4
+    assert "words of users without consent on the disk: 0 files" in ran.output
+    assert re.search(r"ratio: p50 \d+\.\d\d, p95 \d+\.\d\d", ran.output)
+    with reading(str(ran.folder)) as journal:
+        trained = [one.sample for one in journal.samples(Choice(state="consumed"))]
+    assert len({sample.metadata["live"]["id"] for sample in trained}) == len(trained) == 12 * 32
+    kinds = Counter((sample.reward, bool(sample.metadata["live"]["hint"])) for sample in trained)
+    assert set(kinds) == {(1.0, False), (-1.0, True), (-1.0, False)}
+    said = repr([(sample.prompt, sample.metadata["live"]["followed_by"]) for sample in trained])
+    assert "thanks" in said
+    assert "bob@home.org" not in said
+    assert program.traces_of("thanks", ran.folder)  # it would have found words that are there

@@ -19,7 +19,7 @@ class LiveFlags:
         None, "function (exchange) that says True where an exchange may be kept and trained on", metavar="PATH"
     )
     live_idle_timeout: float = flag(
-        600.0, "seconds without a request after which a conversation is over", check=above(0)
+        600.0, "seconds of silence after an answer, after which a conversation is over", check=above(0)
     )
     live_max_conversations: int = flag(
         4096, "conversations held at once; beyond, the one that was silent longest is let go", check=at_least(1)
