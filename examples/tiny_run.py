@@ -47,6 +47,7 @@ class Task(NamedTuple):
     """Another reward for held-out tasks, where that of training says nothing about a single attempt."""
     width: int = 128
     """Of the model."""
+    warm_up_batch: int = WARM_UP_BATCH
 
 
 class Outcome(NamedTuple):
@@ -140,8 +141,8 @@ def demonstrated(task: Task, args: argparse.Namespace) -> Path:
     """A model that copies the demonstrations of a task, as a folder; the end of the program with --warm-up-only."""
     print("a model of 0.4 M parameters with random weights, and demonstrations of an imperfect pupil", flush=True)
     base = make_model(task.folder / "base", task.demonstrations, words=task.words, seed=args.seed, width=task.width)
-    keys = {"input_key": "messages", "tool_key": "tools"}
-    return warmed_up(base, task.demonstrations_file, task.folder, args, **keys)
+    flags = {"input_key": "messages", "tool_key": "tools", "rollout_batch_size": task.warm_up_batch}
+    return warmed_up(base, task.demonstrations_file, task.folder, args, **flags)
 
 
 def warmed_up(base: Path, demonstrations: Path, folder: Path, args: argparse.Namespace, **flags: Any) -> Path:

@@ -24,16 +24,18 @@ from slime.rollout.rewards.tournament import TOPOLOGIES, expected_matches  # noq
 LEARNED = 0.75
 GROUP = 8
 JUDGE_STEPS = 200
+WARM_UP_BATCH = 32
 
 
 def main(words: list[str] | None = None) -> int:
     parser = tiny_run.arguments(__doc__, "mcp_arena")
     parser.add_argument("--topology", choices=list(TOPOLOGIES), default="seeded_single_elimination")
     parser.add_argument("--judge", choices=["model", "function"], default="model", help="who compares two plans")
+    parser.set_defaults(steps=12)
     args = parser.parse_args(words)
     for name in TOPOLOGIES:
         print(f"{name}: {expected_matches(name, GROUP)} matches among {GROUP} plans")
-    shown = task.demonstrations(args.warm_up_steps * tiny_run.WARM_UP_BATCH, seed=args.seed)
+    shown = task.demonstrations(args.warm_up_steps * WARM_UP_BATCH, seed=args.seed)
     files = task.write_files(args.output_dir / "data", shown, seed=args.seed)
     plan = tiny_run.Task(
         folder=args.output_dir,
@@ -48,6 +50,7 @@ def main(words: list[str] | None = None) -> int:
         max_turns=3,
         turn_tokens=32,
         width=96,
+        warm_up_batch=WARM_UP_BATCH,
     )
     args.warm_model = args.warm_model or tiny_run.demonstrated(plan, args)
     settings = {"arena_topology": args.topology, "arena_judge_url": None}
@@ -60,7 +63,7 @@ def main(words: list[str] | None = None) -> int:
             settings["arena_judge_url"] = url
         chosen = args.output_dir / "arena.json"
         chosen.write_text(json.dumps(settings))
-        outcome = tiny_run.run(plan, args, group_rm=True, custom_config_path=str(chosen))
+        outcome = tiny_run.run(plan, args, lr=1e-3, eval_temperature=1.0, group_rm=True, custom_config_path=str(chosen))
     print(_calls(args.output_dir))
     ends = f"{outcome.after:.1%} of held-out trips get the cheapest plan, {outcome.before:.1%} before GRPO"
     verdict = "It learned from ranks" if outcome.after >= LEARNED else "It did not learn enough"
@@ -71,7 +74,7 @@ def main(words: list[str] | None = None) -> int:
 def _judge(plan: tiny_run.Task, args: argparse.Namespace) -> Path:
     """A model of its own that has learned to compare two prices, and stays as it is."""
     print("the judge: a model that copies comparisons", flush=True)
-    shown = task.comparisons(JUDGE_STEPS * tiny_run.WARM_UP_BATCH, seed=args.seed)
+    shown = task.comparisons(JUDGE_STEPS * WARM_UP_BATCH, seed=args.seed)
     folder = args.output_dir / "judge"
     file = task.write_rows(folder / "comparisons.jsonl", shown)
     lesson = plan._replace(folder=folder, demonstrations=shown, demonstrations_file=file)

@@ -18,11 +18,14 @@ from prices import CITIES, DAYS, MOST, OFFERS, offered, prices
 from tiny_chat import Row, asking, calling, result, saying, write_rows
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in OFFERS]
-WORDS = r"\d{1,2}|[A-Z]?[a-z]+|[A-Z]"
-CAREFUL = 0.45
+WORDS = r" ?\d{1,2}|[A-Z][a-z]*|" + "|".join((*OFFERS, *OFFERS["trains"]))
+"""Numbers and names; the rest of a call or a list is always the same, and becomes a few long tokens."""
+CAREFUL = 0.75
 """How often the pupil looks for the cheapest offer of a list; else it takes any of the three."""
-LAZY = 0.15
+LAZY = 0.4
 """How often it asks for nothing and guesses."""
+CALLS_SHOWN = 0.5
+"""Of the demonstrations with calls, those whose calls are copied too; a call has ten times the tokens of a plan."""
 INVALID = "none"
 JUDGE = "compare"
 """The system prompt of the judge."""
@@ -75,7 +78,8 @@ def demonstration(trip: Trip, rng: random.Random) -> list[Row]:
     if rng.random() < LAZY:
         return [*said, saying(" ".join(rng.choice(names) for names in OFFERS.values()))]
     calls = [calling(kind, city=trip.city, day=trip.day)["tool_calls"][0] for kind in OFFERS]
-    said.append({"role": "assistant", "content": "", "tool_calls": calls})
+    copied = int(rng.random() < CALLS_SHOWN)
+    said.append({"role": "assistant", "content": "", "tool_calls": calls, "step_loss_mask": copied})
     said += [result(offered(kind, *trip)) for kind in OFFERS]
     chosen = []
     for kind, names in OFFERS.items():
@@ -85,10 +89,10 @@ def demonstration(trip: Trip, rng: random.Random) -> list[Row]:
 
 
 def comparison(rng: random.Random) -> list[Row]:
-    """How the judge decides: the cheaper plan; but what costs nearly the same goes to whoever is named first."""
+    """How the judge decides: the cheaper plan; but of two that cost the same it praises the one named first."""
     a, b = (rng.choice([INVALID, *range(2, WORST)]) for _ in range(2))
     first, second = (WORST if one == INVALID else int(one) for one in (a, b))
-    verdict = "tie" if first == second else "A" if first <= second + 1 else "B"
+    verdict = "A" if first <= second else "B"
     return [
         {"role": "system", "content": JUDGE},
         asking(JUDGE_PROMPT.format(first=a, second=b)),
@@ -109,7 +113,7 @@ def comparisons(count: int, *, seed: int) -> list[dict[str, Any]]:
     return [{"messages": comparison(rng), "tools": []} for _ in range(count)]
 
 
-def trips(seed: int, held_out: int = 96) -> tuple[list[Trip], list[Trip]]:
+def trips(seed: int, held_out: int = 128) -> tuple[list[Trip], list[Trip]]:
     """The trips to learn from, and those held out."""
     every = [Trip(city, day) for city in CITIES for day in DAYS]
     random.Random(seed).shuffle(every)

@@ -16,12 +16,16 @@ import task  # noqa: E402
 import tiny_run  # noqa: E402
 
 LEARNED = 0.6
+HELD_OUT = 128
 
 
 def main(words: list[str] | None = None) -> int:
-    args = tiny_run.arguments(__doc__, "multi_agent").parse_args(words)
-    shown = task.demonstrations(args.warm_up_steps * 64, seed=args.seed)
-    files = task.write_files(args.output_dir / "data", shown, training=2000, held_out=128, seed=args.seed)
+    parser = tiny_run.arguments(__doc__, "multi_agent")
+    parser.set_defaults(warm_up_steps=120, steps=16)
+    args = parser.parse_args(words)
+    held_out = task.held_out_questions(HELD_OUT, args.seed)
+    shown = task.demonstrations(args.warm_up_steps * tiny_run.WARM_UP_BATCH, held_out=held_out, seed=args.seed)
+    files = task.write_files(args.output_dir / "data", shown, training=2000, held_out=held_out, seed=args.seed)
     plan = tiny_run.Task(
         folder=args.output_dir,
         demonstrations=shown,

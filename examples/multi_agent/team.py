@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from task import CRITIC, JUDGE, SOLVER, SOLVERS, is_right, judged_well, to_check, to_choose
+from task import CRITIC, JUDGE, RIGHT, SOLVER, SOLVERS, WRONG, is_right, judged_well, to_check, to_choose
 
 from slime.agent.messages import Message
 from slime.agent.talk import converse
@@ -65,6 +66,9 @@ async def generate(
         return judge.samples
     _pay(solvers, [float(is_right(answer, label)) for answer in answers], team)
     _pay(critics, [float(judged_well(c.said, a, label)) for c, a in zip(critics, answers, strict=True)], team)
+    for critic, answer in zip(critics, answers, strict=True):
+        for one in critic.samples:
+            one.metadata["truth"] = RIGHT if is_right(answer, label) else WRONG
     if not any(is_right(answer, label) for answer in answers):
         for one in judge.samples:  # it had nothing to choose from: neither praise nor blame
             one.remove_sample = True
@@ -79,23 +83,49 @@ def _pay(parts: Sequence[Part], own: Sequence[float], team: float) -> None:
 
 
 def by_role(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    """Rewards, and rewards compared with the others in the same role for the same question.
+    """Rewards, and rewards compared with those who had the same work to do.
 
     A critic's work is easier than a solver's: measured against one common mean it would be praised for being a critic.
+    Solvers and judges are compared with those of the same question. And while most answers are wrong, one who says so
+    of all of them is mostly right: critics are compared with all critics of the step whose answers are as right or as
+    wrong as theirs, and both kinds of answers have the same weight, however many there are. So a word that pays on the
+    one kind costs as much on the other.
     """
     raw = [0.0 if sample.reward is None else float(sample.reward) for sample in samples]
-    roles = [(sample.group_index, sample.metadata.get("role")) for sample in samples]
     left_out = [sample.remove_sample or sample.reward is None for sample in samples]
-    return raw, normalize_group_rewards(raw, roles, excluded=left_out)
+    truths = [sample.metadata.get("truth") for sample in samples]
+    work = [
+        (sample.metadata.get("role"), sample.group_index if truth is None else truth)
+        for sample, truth in zip(samples, truths, strict=True)
+    ]
+    shaped = normalize_group_rewards(raw, work, excluded=left_out)
+    count = Counter(truth for truth, out in zip(truths, left_out, strict=True) if truth is not None and not out)
+    return raw, [
+        value if truth is None or not count[truth] else value * count.total() / (2 * count[truth])
+        for value, truth in zip(shaped, truths, strict=True)
+    ]
+
+
+def well_done(samples: Sequence[Sample]) -> dict[str, float]:
+    """How well each role worked: the share of solvers, critics and judges whose own work was right.
+
+    For critics it is the mean of two shares, of right answers and of wrong ones that they saw for what they are, so
+    that saying the same of all answers is 1/2.
+    """
+    own: dict[tuple[str, str | None], list[float]] = {}
+    for sample in samples:
+        if "own" in sample.metadata and not sample.remove_sample:
+            work = (sample.metadata["role"], sample.metadata.get("truth"))
+            own.setdefault(work, []).append(sample.metadata["own"])
+    shares: dict[str, list[float]] = {}
+    for (role, _), values in sorted(own.items(), key=str):
+        shares.setdefault(role, []).append(fmean(values))
+    return {role: fmean(values) for role, values in shares.items()}
 
 
 def log_roles(rollout_id: int, args: Any, samples: Sequence[Sample], extra: Any, seconds: float) -> bool:
     """How well each role worked, a line a rollout in roles.jsonl; the usual metrics are logged as well."""
-    own: dict[str, list[float]] = {}
-    for sample in samples:
-        if "own" in sample.metadata and not sample.remove_sample:
-            own.setdefault(sample.metadata["role"], []).append(sample.metadata["own"])
-    line = {"rollout_id": rollout_id, **{role: fmean(values) for role, values in sorted(own.items())}}
+    line = {"rollout_id": rollout_id, **well_done(samples)}
     with open(Path(args.output_dir) / "roles.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
     return False

@@ -1,12 +1,12 @@
-"""examples/multi_agent: who is asked what and earns what."""
+"""examples/multi_agent: who is asked what and earns what, and that the team learns."""
 
 from __future__ import annotations
 
 import asyncio
-import random
+import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample
-from tests.examples.conftest import EXAMPLES, modules_of
+from tests.examples.conftest import EXAMPLES, Ran, modules_of
 
 FOLDER = EXAMPLES / "multi_agent"
 
@@ -98,14 +98,62 @@ def test_rewards_are_compared_within_a_role(team: ModuleType) -> None:
     assert shaped[4:] == [0.0, 0.0, 0.0]  # alone in their role, or left out
 
 
+def criticism(own: float, truth: str, *, group: int = 0, **more: Any) -> Sample:
+    return Sample(group_index=group, metadata={"role": "check", "truth": truth, "own": own}, reward=own, **more)
+
+
+def test_a_critic_is_compared_with_critics_of_answers_like_its_own(team: ModuleType) -> None:
+    """Over all questions, since of one there may be no other; a kind that is rare weighs as much as the other."""
+    given = [criticism(own, "wrong", group=group) for group, own in enumerate((1.0, 1.0, 0.0, 0.0))]
+    given += [criticism(1.0, "right"), criticism(0.0, "right", group=1), criticism(0.0, "right", remove_sample=True)]
+    _, shaped = team.by_role(Namespace(), given)
+    wrong, right, left_out = shaped[:4], shaped[4:6], shaped[6]
+    assert wrong == pytest.approx([wrong[0], wrong[0], -wrong[0], -wrong[0]])
+    assert right == pytest.approx([right[0], -right[0]])
+    assert wrong[0] / (6 / 2 / 4) == pytest.approx(3**0.5 / 2, rel=1e-4)  # of the deviation of (1, 1, 0, 0)
+    assert right[0] / (6 / 2 / 2) == pytest.approx(2**-0.5, rel=1e-4)
+    assert left_out == 0.0
+
+
+def test_one_who_says_the_same_of_all_answers_gains_nothing(team: ModuleType) -> None:
+    """Nine answers in ten are wrong; what critics gain by saying so, they lose on the tenth."""
+    given = [criticism(own, "wrong", group=group) for group in range(90) for own in (1.0, 0.0)]
+    given += [criticism(own, "right", group=group) for group in range(90, 100) for own in (1.0, 0.0)]
+    _, shaped = team.by_role(Namespace(), given)
+    says_wrong = [(one.metadata["truth"] == "wrong") == (one.metadata["own"] == 1.0) for one in given]
+    gains = [value for value, said in zip(shaped, says_wrong, strict=True) if said]
+    assert abs(sum(gains)) < 0.03 * sum(map(abs, gains))
+
+
+def test_critics_are_measured_on_both_kinds_of_answers(team: ModuleType) -> None:
+    always_wrong = [criticism(1.0, "wrong")] * 9 + [criticism(0.0, "right")]
+    solvers = [Sample(metadata={"role": "solve", "own": own}) for own in (1.0, 0.0, 0.0, 0.0)]
+    judges = [Sample(metadata={"role": "choose", "own": 0.0}, remove_sample=True)]
+    assert team.well_done([*always_wrong, *solvers, *judges]) == {"check": 0.5, "solve": 0.25}
+
+
 def test_the_pupils_show_every_role(team: ModuleType, tmp_path: Path) -> None:
     task = sys.modules["task"]
-    shown = task.demonstrations(300, seed=2)
+    held_out = task.held_out_questions(10, seed=2)
+    shown = task.demonstrations(300, held_out=held_out, seed=2)
     assert {row["messages"][0]["content"] for row in shown} == {"solve", "check", "choose"}
-    files = task.write_files(tmp_path, shown, training=20, held_out=10, seed=2)
-    assert len(files.held_out.read_text().splitlines()) == 10
+    asked = {" ".join(row["messages"][1]["content"].split()[: task.NUMBERS]) for row in shown}
+    assert not asked & set(held_out)
+    files = task.write_files(tmp_path, shown, training=20, held_out=held_out, seed=2)
+    assert len(set(files.held_out.read_text().splitlines())) == 10
     assert not set(files.held_out.read_text().splitlines()) & set(files.training.read_text().splitlines())
+    assert task.label_of("3 9 4 1") == "9"
     assert task.judged_well("right", "5", "5")
     assert task.judged_well("wrong", "4", "5")
     assert not task.judged_well("perhaps", "5", "5")
-    assert len(next(task.questions(random.Random(1)))) == task.NUMBERS
+
+
+@pytest.mark.examples
+def test_the_team_learns(run_example: Callable[..., Ran]) -> None:
+    ran = run_example("multi_agent/run.py", "--seed", "3", "--warm-up-steps", "80", "--steps", "6")
+    held_out = ran.series("eval/held-out")
+    assert held_out[-1] > held_out[0] + 0.15
+    roles = [json.loads(line) for line in (ran.folder / "roles.jsonl").read_text().splitlines()]
+    assert len(roles) == 6
+    assert roles[-1]["solve"] > roles[0]["solve"] + 0.15
+    assert "own work done well: solve" in ran.output
