@@ -116,15 +116,15 @@ class Bench(Protocol):
 
 
 class CBench:
-    """C kernels: one sandbox compiles and never runs them, and every kernel runs in a sandbox of its own."""
+    """C kernels: some sandboxes compile and never run them, and every kernel runs in a sandbox of its own."""
 
     def __init__(self, sandbox: str = "auto", compiler: CCompiler | None = None) -> None:
         if sandbox not in ("auto", "local", "subprocess"):
             raise UserError(f"kernels run on this machine, not in a sandbox {sandbox!r}: use --sandbox auto")
         self._kind, self._compiler = sandbox, compiler or find_c_compiler()
-        self._shop: MachineSandbox | None = None
+        self._shops: list[MachineSandbox] = []
+        self._free: list[MachineSandbox] = []
         self._launch = b""
-        self._at_work = asyncio.Lock()
 
     def about(self) -> dict[str, str]:
         files = [path.read_text() for path in sorted(HARNESS.glob("*.c"))]
@@ -144,30 +144,32 @@ class CBench:
 
     async def _built(self, source: str) -> bytes:
         """The program, as bytes: of a text that no other one is beside."""
-        async with self._at_work:
-            shop = await self._workshop()
+        shop = self._free.pop() if self._free else await self._opened_shop()
+        try:
             await shop.write_file("kernel.c", source)
             outcome = await self._compiler.build(shop, ["kernel.c", "runner.o"], "kernel", FLAGS)
             if outcome.code != 0:
                 raise DoesNotCompile(first_error(outcome, limit=60))
             return await shop.read_bytes("kernel")
+        finally:
+            self._free.append(shop)
 
-    async def _workshop(self) -> MachineSandbox:
-        if self._shop is None:
-            shop = self._sandbox()
-            await shop.__aenter__()
-            self._shop = shop
-            for name in ("launch.c", "runner.c"):
-                await shop.write_file(name, HARNESS / name)
-            for words in (["launch.c", "-o", "launch"], ["-c", "runner.c", "-o", "runner.o"]):
-                outcome = await shop.exec([self._compiler.path, *FLAGS, *words])
-                if outcome.code != 0:
-                    raise UserError(
-                        f"{self._compiler.path} cannot build the harness ({first_error(outcome)}): install the headers "
-                        "of the C library and of Linux, such as by `apt install libc6-dev`"
-                    )
-            self._launch = await shop.read_bytes("launch")
-        return self._shop
+    async def _opened_shop(self) -> MachineSandbox:
+        """Another sandbox to compile in: there are as many as kernels were ever compiled side by side."""
+        shop = self._sandbox()
+        await shop.__aenter__()
+        self._shops.append(shop)
+        for name in ("launch.c", "runner.c"):
+            await shop.write_file(name, HARNESS / name)
+        for words in (["launch.c", "-o", "launch"], ["-c", "runner.c", "-o", "runner.o"]):
+            outcome = await shop.exec([self._compiler.path, *FLAGS, *words])
+            if outcome.code != 0:
+                raise UserError(
+                    f"{self._compiler.path} cannot build the harness ({first_error(outcome)}): install the headers "
+                    "of the C library and of Linux, such as by `apt install libc6-dev`"
+                )
+        self._launch = await shop.read_bytes("launch")
+        return shop
 
     def _sandbox(self) -> MachineSandbox:
         sandbox = make_sandbox(self._kind, limits=LIMITS)
@@ -175,5 +177,5 @@ class CBench:
         return sandbox
 
     async def aclose(self) -> None:
-        if self._shop is not None:
-            await self._shop.__aexit__(None, None, None)
+        for shop in self._shops:
+            await shop.__aexit__(None, None, None)

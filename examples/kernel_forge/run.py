@@ -21,15 +21,18 @@ import pupil  # noqa: E402
 import tiny_run  # noqa: E402
 from drawing import draw_kernels  # noqa: E402
 from generate import make_judge  # noqa: E402
-from languages import LANGUAGES, language_for  # noqa: E402
+from languages import LANGUAGES, Language, language_for  # noqa: E402
 from problems import MAPS, split_problems  # noqa: E402
+from tiny_chat import make_model  # noqa: E402
 
 from slime.errors import RunFailed, UserError  # noqa: E402
 from slime.observe.metrics import read_metrics  # noqa: E402
 
-LEARNED = 0.8
+LEARNED = 0.7
 """The held-out reward after GRPO: right at once and full speed, in most attempts, or soon."""
 TURNS = 3
+WARM_UP_BATCH = 32
+"""Conversations in a step of the warm-up."""
 
 
 async def make_data(args: argparse.Namespace, verdicts: Path) -> tuple[pupil.Files, list[dict[str, Any]]]:
@@ -41,16 +44,26 @@ async def make_data(args: argparse.Namespace, verdicts: Path) -> tuple[pupil.Fil
     finally:
         await judge.aclose()
     problems = [*training, *held_out]
-    shown = pupil.demonstrations(args.warm_up_steps * 32, language, known, problems, seed=args.seed)
+    shown = pupil.demonstrations(args.warm_up_steps * WARM_UP_BATCH, language, known, problems, seed=args.seed)
     files = pupil.write_files(args.output_dir / "data", language, shown, training, held_out, rows=args.held_out_rows)
     return files, shown
 
 
+def warmed_up(args: argparse.Namespace, language: Language, files: pupil.Files, shown: list[dict[str, Any]]) -> Path:
+    """A model that copies the pupil, as a folder: many steps of few conversations, which are all alike."""
+    print("a model of 0.4 M parameters with random weights, and demonstrations of a careless pupil", flush=True)
+    base = make_model(args.output_dir / "base", shown, words=language.words, seed=args.seed)
+    keys = {"input_key": "messages", "tool_key": "tools"}
+    return tiny_run.warmed_up(
+        base, files.demonstrations, args.output_dir, args, rollout_batch_size=WARM_UP_BATCH, **keys
+    )
+
+
 def main(words: list[str] | None = None) -> int:
     parser = tiny_run.arguments(__doc__, "kernel_forge")
-    parser.set_defaults(warm_up_steps=60, steps=12)
-    parser.add_argument("--maps", type=int, default=3, choices=range(2, len(MAPS) + 1), help="three problems each")
-    parser.add_argument("--held-out-rows", type=int, default=32, help="attempts at each held-out problem")
+    parser.set_defaults(warm_up_steps=70, steps=8)
+    parser.add_argument("--maps", type=int, default=2, choices=range(2, len(MAPS) + 1), help="three problems each")
+    parser.add_argument("--held-out-rows", type=int, default=24, help="attempts at each held-out problem")
     parser.add_argument("--kernels", choices=list(LANGUAGES), help="in which language; triton with --device cuda")
     parser.add_argument("--card", type=int, default=0, help="the GPU that Triton kernels are judged on")
     args = parser.parse_args(words)
@@ -71,6 +84,8 @@ def main(words: list[str] | None = None) -> int:
             }
         )
     )
+    language = LANGUAGES[args.kernels]
+    args.warm_model = args.warm_model or warmed_up(args, language, files, shown)
     outcome = tiny_run.run(
         tiny_run.Task(
             folder=args.output_dir,
@@ -78,11 +93,11 @@ def main(words: list[str] | None = None) -> int:
             demonstrations_file=files.demonstrations,
             training=files.training,
             held_out=files.held_out,
-            words=LANGUAGES[args.kernels].words,
+            words=language.words,
             generate=f"{HERE / 'generate.py'}:generate",
             reward=f"{HERE / 'generate.py'}:reward",
             max_turns=TURNS,
-            turn_tokens=LANGUAGES[args.kernels].turn_tokens,
+            turn_tokens=language.turn_tokens,
         ),
         args,
         custom_config_path=str(settings),

@@ -151,6 +151,36 @@ def test_a_clock_of_the_kernels_own_is_not_believed(
     assert found.reward == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize(("seconds", "speed", "turns"), [(0.5, 2.0, 6), (3.0, 1 / 3, 6), (5.0, 0.2, 3)])
+def test_naive_and_new_kernel_are_timed_in_turns(
+    seconds: float, speed: float, turns: int, forge: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first turn does not count, and one that is more than four times slower is not timed to the end."""
+    asked: list[str] = []
+
+    class Clockwork:
+        def __init__(self, name: str, seconds: float) -> None:
+            self.name, self.seconds = name, seconds
+
+        async def load(self, problem: Any, inputs: Any) -> None:
+            self.first = True
+
+        async def timed(self, numbers: Any) -> tuple[Any, float]:
+            asked.append(self.name)
+            took, self.first = 100.0 if self.first else self.seconds, False
+            return np.repeat(numbers[:, :1], 64 + 16, axis=1), took
+
+    async def started_naive(self: Any, problem: Any) -> Clockwork:
+        return naive
+
+    judge_class, naive = forge("judge").Judge, Clockwork("naive", 1.0)
+    monkeypatch.setattr(judge_class, "_started_naive", started_naive)
+    judge = judge_class(forge("bench").CBench(), lambda problem: "", sizes={"row sums": (64, 64, 2)})
+    problem = forge("problems").problem_of("row sums of relu")
+    assert asyncio.run(judge._speed(problem, Clockwork("new", seconds))) == pytest.approx(speed)
+    assert asked == ["naive", "new"] * turns
+
+
 def test_rewards_are_for_right_kernels_and_grow_with_speed(forge: Callable[[str], Any]) -> None:
     judgement = forge("judge").Judgement
     assert judgement(True, False, 9.0, "").reward == 0.0
