@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.examples.conftest import EXAMPLES, modules_of
+from tests.examples.conftest import EXAMPLES, Ran, modules_of
 
 HERE = EXAMPLES / "kernel_forge"
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
@@ -269,3 +269,16 @@ def test_the_same_seed_shows_the_same_work(forge: Callable[[str], Any]) -> None:
     shown = [pupil.demonstrations(9, language, known, [problem], seed=seed) for seed in (1, 1, 2)]
     assert shown[0] == shown[1] != shown[2]
     assert all(len(row["messages"]) == 2 for row in shown[0])
+
+
+@pytest.mark.examples
+def test_it_learns_to_write_kernels_that_are_right_and_fast(run_example: Callable[..., Ran]) -> None:
+    ran = run_example("kernel_forge/run.py", "--seed", "1")
+    for name, least in (("", 0.15), ("/right_at_once", 0.1)):
+        before, *_, after = ran.series(f"eval/held-out{name}")
+        assert after > before + least, name
+    slow, *_, fast = ran.series("eval/held-out/speed")
+    assert fast > 1.5 * slow
+    asked, judged = ran.series("kernels/asked")[-1], ran.series("kernels/judged")[-1]
+    assert judged < asked / 3  # the same text is judged once
+    assert (ran.folder / "kernels.png").stat().st_size > 0
