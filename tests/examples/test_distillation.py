@@ -1,4 +1,4 @@
-"""examples/distillation: questions without answers, what it means to agree, what is reported."""
+"""examples/distillation: questions without answers, what it means to agree; and that a student learns in both placements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.conftest import EXAMPLES, modules_of
+from tests.examples.conftest import EXAMPLES, Ran, modules_of
 
 HERE = EXAMPLES / "distillation"
 
@@ -106,3 +106,25 @@ def test_the_exit_code_is_about_both_placements_and_their_agreement(
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     args = Namespace(output_dir=tmp_path, placements=["engine", "trainer"])
     assert module("run").report(args, 1.0, 0.5) == code
+
+
+@pytest.mark.examples
+@pytest.mark.timeout(600)
+def test_a_student_learns_from_its_teacher_alone_in_both_placements(
+    run_example: Callable[..., Ran], module: Callable[[str], ModuleType]
+) -> None:
+    ran = run_example("distillation/run.py", "--steps", "6", "--eval-interval", "6", "--seed", "3")
+    for place in ("engine", "trainer"):
+        before, after = ran.series("eval/held-out", place)
+        assert after > before + 0.3, (place, before, after)
+        assert set(ran.series("rollout/raw_reward", place)) == {0.0}
+        kl = ran.series("rollout/opd_reverse_kl", place)
+        assert len(kl) == 6
+        assert sum(kl[-2:]) < 0.5 * sum(kl[:2]), kl
+    same = module("placements").agreement(ran.folder / "engine", ran.folder / "trainer")
+    assert same.alike >= 0.98
+    assert same.apart < 1e-3
+    assert same.kl_apart < 1e-3
+    first = [ran.series("rollout/teacher_log_probs", place)[0] for place in ("engine", "trainer")]
+    assert first[0] == pytest.approx(first[1], abs=0.05)
+    assert (ran.folder / "curve.png").stat().st_size < 60_000
