@@ -116,13 +116,13 @@ def test_the_config_file_has_three_stages(tmp_path: Path, monkeypatch: pytest.Mo
 def test_it_learns_in_stages(run_example: Callable[..., Ran], tmp_path: Path) -> None:
     written = yaml.safe_load((FOLDER / "stages.yaml").read_text())
     first, _, last = written["stages"]
-    written["stages"] = [{**first, "num_rollout": 6}, {**last, "num_rollout": 8, "n_samples_per_prompt": 8}]
+    written["stages"] = [{**first, "num_rollout": 4}, {**last, "num_rollout": 4, "n_samples_per_prompt": 8}]
     (tmp_path / "stages.yaml").write_text(yaml.safe_dump(written))
     words = ("--warm-up-steps", "120", "--stages", str(tmp_path / "stages.yaml"), "--seed", "3")
     ran = run_example("p1_stages/run.py", *words)
     assert "stage 1 of 2: short" in ran.output
     before = ran.series("eval/held-out", "1-short")[0]
     after = ran.series("eval/held-out", "2-whole")[-1]
-    assert after > before + 0.1
+    assert after > before + 0.2
     dropped = ran.series("rollout/dynamic_filter/drop_never_solved", "1-short")
     assert sum(dropped) > 0  # long answers do not fit into the first stage
