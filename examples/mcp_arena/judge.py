@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO
 
-from task import WORST
+from task import BILLS
 
 from slime.cluster.process import guarded
 from slime.data.sample import Sample
@@ -65,7 +65,7 @@ def _keep(stream: IO[str], log: Path, said: SimpleQueue[str | None]) -> None:
 def measured(judge: ServedJudge, *, pairs: int = 200, seed: int) -> str:
     """How the judge decides between prices that differ, asked in one order and in both, in a sentence."""
     rng = random.Random(seed)
-    bills = [rng.sample(range(2, WORST), 2) for _ in range(pairs)]
+    bills = [rng.sample(BILLS, 2) for _ in range(pairs)]
     reading = replace(judge, answer_of=lambda sample: sample.response)
     shares = []
     for swap in (False, True):

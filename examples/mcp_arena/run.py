@@ -24,7 +24,7 @@ from slime.rollout.rewards.tournament import TOPOLOGIES, expected_matches  # noq
 LEARNED = 0.75
 GROUP = 8
 JUDGE_STEPS = 200
-WARM_UP_BATCH = 32
+WARM_UP_BATCH = 48
 
 
 def main(words: list[str] | None = None) -> int:

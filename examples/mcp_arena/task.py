@@ -1,7 +1,8 @@
 """The task: a room and a train, at prices that only the MCP server knows; the pupil to copy first, and the judge.
 
-A plan has no right answer that a rule would check, only better and worse ones: the judge is shown what two plans cost
-and says which is better. The pupil asks the server for both lists and then often takes whatever comes to mind.
+A room is named by what it costs, and so is a train. A plan has no right answer that a rule would check, only better and
+worse ones: the judge is shown what two plans cost and says which is better. The pupil asks the server for both lists
+and then often takes whatever comes to mind.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from prices import CITIES, DAYS, MOST, OFFERS, offered, prices
+from prices import CITIES, DAYS, OFFERS, offered, prices
 from tiny_chat import Row, asking, calling, result, saying, write_rows
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in OFFERS]
-WORDS = r" ?\d{1,2}|[A-Z][a-z]*|" + "|".join((*OFFERS, *OFFERS["trains"]))
+WORDS = r"\d{1,2}|[A-Z][a-z]*|" + "|".join(OFFERS)
 """Numbers and names; the rest of a call or a list is always the same, and becomes a few long tokens."""
-CAREFUL = 0.75
+CAREFUL = 0.3
 """How often the pupil looks for the cheapest offer of a list; else it takes any of the three."""
-LAZY = 0.4
+LAZY = 0.25
 """How often it asks for nothing and guesses."""
-CALLS_SHOWN = 0.5
+CALLS_SHOWN = 0.25
 """Of the demonstrations with calls, those whose calls are copied too; a call has ten times the tokens of a plan."""
 INVALID = "none"
 JUDGE = "compare"
 """The system prompt of the judge."""
 JUDGE_PROMPT = "A {first} B {second}"
-WORST = 2 * MOST + 1
+BILLS = range(sum(one[0] for one in OFFERS.values()), sum(one[-1] for one in OFFERS.values()) + 1)
+"""What a plan can cost."""
 
 
 class Trip(NamedTuple):
@@ -53,45 +55,38 @@ class Files(NamedTuple):
 
 
 def cost_of(question: str, answer: str) -> int | None:
-    """What a plan costs; None for what is no plan: one room and one train, and nothing else."""
+    """What a plan costs; None for what is no plan: a room and a train that are free, and nothing else."""
     words, (city, day) = answer.split(), question.split()
-    if len(words) != len(OFFERS):
+    lists = [[str(price) for price in prices(kind, city, int(day))] for kind in OFFERS]
+    if len(words) != len(lists) or not all(word in free for word, free in zip(words, lists, strict=True)):
         return None
-    total = 0
-    for kind, chosen in zip(OFFERS, words, strict=True):
-        price = prices(kind, city, int(day)).get(chosen)
-        if price is None:
-            return None
-        total += price
-    return total
+    return sum(map(int, words))
 
 
 def least(question: str) -> int:
     """What the cheapest plan costs."""
     city, day = question.split()
-    return sum(min(prices(kind, city, int(day)).values()) for kind in OFFERS)
+    return sum(min(prices(kind, city, int(day))) for kind in OFFERS)
 
 
 def demonstration(trip: Trip, rng: random.Random) -> list[Row]:
     """What the pupil does about a trip."""
     said: list[Row] = [asking(trip.question)]
     if rng.random() < LAZY:
-        return [*said, saying(" ".join(rng.choice(names) for names in OFFERS.values()))]
+        return [*said, saying(" ".join(str(rng.choice(known)) for known in OFFERS.values()))]
     calls = [calling(kind, city=trip.city, day=trip.day)["tool_calls"][0] for kind in OFFERS]
     copied = int(rng.random() < CALLS_SHOWN)
     said.append({"role": "assistant", "content": "", "tool_calls": calls, "step_loss_mask": copied})
     said += [result(offered(kind, *trip)) for kind in OFFERS]
-    chosen = []
-    for kind, names in OFFERS.items():
-        known = prices(kind, *trip)
-        chosen.append(min(known, key=known.__getitem__) if rng.random() < CAREFUL else rng.choice(names))
-    return [*said, saying(" ".join(chosen))]
+    lists = [prices(kind, *trip) for kind in OFFERS]
+    chosen = [min(free) if rng.random() < CAREFUL else rng.choice(free) for free in lists]
+    return [*said, saying(" ".join(map(str, chosen)))]
 
 
 def comparison(rng: random.Random) -> list[Row]:
     """How the judge decides: the cheaper plan; but of two that cost the same it praises the one named first."""
-    a, b = (rng.choice([INVALID, *range(2, WORST)]) for _ in range(2))
-    first, second = (WORST if one == INVALID else int(one) for one in (a, b))
+    a, b = (rng.choice([INVALID, *BILLS]) for _ in range(2))
+    first, second = (BILLS.stop if one == INVALID else int(one) for one in (a, b))
     verdict = "A" if first <= second else "B"
     return [
         {"role": "system", "content": JUDGE},

@@ -15,7 +15,7 @@ import pytest
 
 from slime.agent.tools import McpServer, ToolEnvironment
 from slime.data.sample import Sample
-from tests.examples.conftest import EXAMPLES, modules_of
+from tests.examples.conftest import EXAMPLES, Ran, modules_of
 
 FOLDER = EXAMPLES / "mcp_arena"
 
@@ -64,9 +64,12 @@ def test_the_server_tells_over_mcp_what_the_prices_are(load: Callable[[str], Mod
 def test_a_plan_is_one_room_and_one_train(load: Callable[[str], ModuleType]) -> None:
     prices, task = load("prices"), load("task")
     rooms, trains = prices.prices("hotels", "Oslo", 7), prices.prices("trains", "Oslo", 7)
-    assert task.cost_of("Oslo 7", "Bristol noon") == rooms["Bristol"] + trains["noon"]
-    assert task.least("Oslo 7") == min(rooms.values()) + min(trains.values())
-    for answer in ("", "Bristol", "noon Bristol", "Bristol noon dusk", "Ritz noon"):
+    assert len(set(rooms)) == len(set(trains)) == 3
+    assert task.cost_of("Oslo 7", f"{rooms[1]} {trains[2]}") == rooms[1] + trains[2]
+    assert task.least("Oslo 7") == min(rooms) + min(trains)
+    taken = next(price for price in prices.OFFERS["hotels"] if price not in rooms)
+    room, train = rooms[0], trains[0]
+    for answer in ("", f"{room}", f"{train} {room}", f"{room} {train} {train}", f"{taken} {train}", f"{room} x"):
         assert task.cost_of("Oslo 7", answer) is None
 
 
@@ -88,15 +91,14 @@ def test_the_judge_to_copy_prefers_the_first_of_two_that_cost_the_same(
     for _ in range(4000):
         _, asked, said = (message["content"] for message in task.comparison(rng))
         seen[asked] = said
-    assert (seen["A 4 B 7"], seen["A 7 B 4"], seen["A 5 B 5"]) == ("A", "B", "A")
-    assert (seen["A none B 4"], seen["A 4 B none"]) == ("B", "A")
+    assert (seen["A 80 B 87"], seen["A 87 B 80"], seen["A 85 B 85"]) == ("A", "B", "A")
+    assert (seen["A none B 96"], seen["A 96 B none"]) == ("B", "A")
 
 
 def test_plans_are_rewarded_by_rank(load: Callable[[str], ModuleType]) -> None:
     prices, arena = load("prices"), load("arena")
-    rooms = prices.prices("hotels", "Oslo", 7)
-    by_price = sorted(rooms, key=rooms.__getitem__)
-    answers = [f"{by_price[1]} noon", "no idea", f"{by_price[0]} noon", f"{by_price[2]} noon"]
+    by_price, train = sorted(prices.prices("hotels", "Oslo", 7)), prices.prices("trains", "Oslo", 7)[0]
+    answers = [f"{by_price[1]} {train}", "no idea", f"{by_price[0]} {train}", f"{by_price[2]} {train}"]
     samples = [plan("Oslo 7", answer, index) for index, answer in enumerate(answers)]
     args: Any = Namespace(arena_topology="round_robin", arena_judge_url=None)
     rewards = asyncio.run(arena.by_rank(args, samples))
@@ -106,10 +108,21 @@ def test_plans_are_rewarded_by_rank(load: Callable[[str], ModuleType]) -> None:
 
 def test_held_out_plans_are_right_when_there_is_no_cheaper_one(load: Callable[[str], ModuleType]) -> None:
     task, arena, prices = load("task"), load("arena"), load("prices")
-    cheapest = " ".join(
-        min(known, key=known.__getitem__) for known in (prices.prices(kind, "Oslo", 7) for kind in prices.OFFERS)
-    )
+    cheapest = " ".join(str(min(prices.prices(kind, "Oslo", 7))) for kind in prices.OFFERS)
     for answer, right in ((cheapest, 1.0), ("no idea", 0.0)):
         sample = plan("Oslo 7", answer)
         sample.label = str(task.least("Oslo 7"))
         assert arena.is_cheapest(Namespace(), sample) == right
+
+
+@pytest.mark.examples
+@pytest.mark.timeout(600)
+def test_plans_get_cheaper_by_ranks_alone(run_example: Callable[..., Ran]) -> None:
+    words = ("--judge", "function", "--seed", "3", "--warm-up-steps", "120", "--steps", "10")
+    ran = run_example("mcp_arena/run.py", *words)
+    held_out = ran.series("eval/held-out")
+    assert held_out[-1] > held_out[0] + 0.08, held_out
+    calls = ran.series("rollout/tournament_judge_calls")
+    assert calls == [16 * 14] * 10, "seeded single elimination: 14 matches among 8 plans, where all pairs are 28"
+    assert not any(ran.series("rollout/tournament_judge_failures"))
+    assert sum(ran.series("agent/tool_calls")) > 10 * 16 * 8
