@@ -134,7 +134,7 @@ def test_a_session_whose_rollout_is_given_up_ends_and_its_sample_starts_over(say
 def test_turns_of_an_attempt_that_was_cut_short_can_be_resumed(
     agent_folder, agent_tokenizer, play, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("slime.agent.server.process.run_identity", lambda config: {"run": "this"})
+    monkeypatch.setattr("slime.agent.server.process.run_identity", lambda *_: {"run": "this"})
     spoken = [Turn.of(agent_tokenizer, f"the sum:{CALL}", seed=1), Turn.of(agent_tokenizer, "it is 46", seed=2)]
     _, url = play(spoken)
     said = []
@@ -181,7 +181,7 @@ def test_turns_of_an_attempt_that_was_cut_short_can_be_resumed(
 def test_a_session_whose_sample_is_out_of_time_tells_its_client_and_can_go_on(
     agent_folder, agent_tokenizer, play, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("slime.agent.server.process.run_identity", lambda config: {"run": "this"})
+    monkeypatch.setattr("slime.agent.server.process.run_identity", lambda *_: {"run": "this"})
     spoken = [Turn.of(agent_tokenizer, f"the sum:{CALL}"), Turn.of(agent_tokenizer, "it is 46", hold_after=2)]
     engine, url = play(spoken)
     runtime = make_agent_runtime(agent_folder, tmp_path, [url])

@@ -13,6 +13,15 @@ from tests.e2e.conftest import grpo_flags
 from tests.e2e.runs import TRAIN, assert_same_records, comparable, records, run, started, wait_until
 
 TOLERANCE = 1e-7
+REWARD = """
+
+async def partly_random(args, sample):
+    \"\"\"Where it is told to, it never comes to an end in the fourth rollout.\"\"\"
+    if "TASKS_HOLD" in os.environ and sample.index in range(48, 64):
+        open(os.environ["TASKS_HOLD"], "w").close()
+        await asyncio.Event().wait()
+    return sum(sample.tokens) % 5 / 5
+"""
 
 
 def test_killed_amid_three_datasets_and_resumed(place: Path) -> None:
@@ -25,8 +34,8 @@ def test_killed_amid_three_datasets_and_resumed(place: Path) -> None:
     (place / "tasks.json").write_text(
         json.dumps({"train": {"datasets": datasets}, "eval": {"datasets": datasets[1:2]}})
     )
-    with (place / "plugins.py").open("a") as plugins:
-        plugins.write("\n\ndef partly_random(args, sample):\n    return sum(sample.tokens) % 5 / 5\n")
+    plugins = place / "plugins.py"
+    plugins.write_text(f"import asyncio\nimport os\n{plugins.read_text()}{REWARD}")
     flags = grpo_flags()
     at = flags.index("--prompt-data")
     flags[at : at + 2] = ["--prompt-config", "tasks.json"]
@@ -42,8 +51,8 @@ def test_killed_amid_three_datasets_and_resumed(place: Path) -> None:
     assert "eval middle" in whole.out
 
     parts = ["--save", "tasks-parts", "--load", "tasks-parts"]
-    with started([*command, *saved, *parts], place) as killed:
-        killed.wait_for("step 3/5")
+    with started([*command, *saved, *parts], place, TASKS_HOLD="held") as killed:
+        assert wait_until((place / "held").exists, within_s=120)
         killed.popen.send_signal(signal.SIGKILL)
         assert killed.popen.wait() == -signal.SIGKILL
         assert wait_until(lambda: not killed.processes(), within_s=10), "processes outlived their driver"

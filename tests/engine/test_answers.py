@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from slime.engine.embedded.http.pieces import Piece, columns
 from slime.engine.http.answers import parse_json, request_body, token_columns
-from slime.engine.http.client import LONG_ANSWER_BYTES, EngineClient
+from slime.engine.http.calls import LONG_ANSWER_BYTES
+from slime.engine.http.client import EngineClient
 from slime.engine.http.errors import EngineProtocolError
 from slime.engine.http.protocol import GenerateResult
 

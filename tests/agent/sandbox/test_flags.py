@@ -34,5 +34,7 @@ def test_a_sandbox_has_the_limits_of_the_flags() -> None:
 
 
 def test_folders_of_this_machine_are_not_promised_elsewhere() -> None:
-    with pytest.raises(UserError, match="--sandbox e2b starts from an image and sees no folder of this machine"):
+    with pytest.raises(
+        UserError, match="--sandbox e2b starts from an image and sees no folder or device of this machine"
+    ):
         sandbox_from(flags(sandbox="e2b"), visible=["/usr"])
