@@ -114,12 +114,12 @@ def test_the_verdict_is_about_learning_and_the_bound(
 @pytest.mark.examples
 @pytest.mark.timeout(600)
 def test_an_agent_learns_while_weights_change_under_it(run_example: Callable[..., Ran]) -> None:
-    ran = run_example("fully_async/run.py", "--modes", "full")
+    ran = run_example("fully_async/run.py", "--modes", "full", "--warm-up-steps", "100", "--steps", "10")
     before, after = ran.series("eval/held-out", "full")
     assert after > before + 0.15, (before, after)
     assert max(ran.series("rollout/staleness/max", "full")) <= 3
     assert sum(ran.series("rollout/mixed_version_frac", "full")) > 0, "weights changed under open sessions"
     assert not any(ran.series("agent/retokenised_tokens", "full"))
     assert not any(ran.series("rollout/thrown_away_tokens", "full"))
-    assert sum(ran.series("agent/tool_calls", "full")) > 12 * 128
+    assert sum(ran.series("agent/tool_calls", "full")) > 10 * 128
     assert (ran.folder / "modes.png").stat().st_size < 60_000

@@ -1,7 +1,7 @@
 """Which commands can be run by a process that has slime imported already, and what Python would do with them.
 
-Those are the ones that import torch or transformers: drivers, engines, trainers and the endpoints of agents, alone or behind the guard that watches over them.
-Everything else, above all `python -c`, is started as ever, so that tests of what is imported when still see an
+Those are the ones that import torch or transformers: drivers, examples, engines, trainers and the endpoints of agents,
+alone or behind the guard that watches over them. Everything else, above all `python -c`, is started as ever, so that tests of what is imported when still see an
 interpreter that has imported nothing, and limits of memory count what a process really has.
 """
 
@@ -17,6 +17,7 @@ GUARD = str(ROOT / "slime/cluster/guard.py")
 LAUNCHER = str(ROOT / "slime/cluster/python.py")
 MODULES = {"slime.cli", "slime.engine.embedded", "slime.train.worker", "slime.agent.server", "tests.peers"}
 SCRIPTS = {str(ROOT / name) for name in ("train.py", "train_async.py")}
+SCRIPTS |= {str(path) for path in (ROOT / "examples").glob("*/run.py")}
 
 
 @dataclass(frozen=True)
