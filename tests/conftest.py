@@ -14,7 +14,7 @@ from tests.warm.popen import COLD, Starter, install
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two workers share two cores
 LONGEST_FIRST = (
-    "e2e", "migration", "train", "plugins", "weights", "engine_contract", "engine", "waits",
+    "learning/test_tool_use.py", "e2e", "migration", "train", "plugins", "weights", "engine_contract", "engine", "waits",
     "megatron/test_layouts.py", "megatron/test_whole_runs.py", "megatron/test_gradients.py",
 )  # fmt: skip
 """Folders whose files take long, and files; begun first, so that the workers end at about the same time."""

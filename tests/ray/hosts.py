@@ -22,6 +22,7 @@ from tests.e2e.runs import ROOT, wait_until
 
 STORE_BYTES = 80 * 2**20
 PORT = 6379
+NODE_CACHE = "/tmp/slime-node-cache"
 STARTS, START_LIMIT_S = 3, 120.0
 
 
@@ -103,7 +104,7 @@ def _settled(host: Host, log: Path) -> bool:
 
 
 def _start_ray(name: str, address: str, cpus: int, head: Sequence[Host], folder: Path) -> Host:
-    own = ["/tmp/ray"] if not head else ["/tmp", str(ROOT / "slime"), *_installed_slime()]
+    own = ["/tmp/ray"] if not head else [*_temporary(folder), str(ROOT / "slime"), *_installed_slime()]
     mounts = [f"mkdir -p '{place}' && mount -t tmpfs tmpfs '{place}'" for place in ["/dev/shm", *own]]
     words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     words += [f"--node-ip-address={address}", f"--num-cpus={cpus}", f"--object-store-memory={STORE_BYTES}"]
@@ -111,7 +112,7 @@ def _start_ray(name: str, address: str, cpus: int, head: Sequence[Host], folder:
         [f"--address={head[0].address}:{PORT}"] if head else ["--head", f"--port={PORT}", "--include-dashboard=false"]
     )
     script = " && ".join([f"hostname host-{address.rpartition('.')[2]}", *mounts, 'exec "$@"'])
-    environment = {**os.environ, "SLIME_NODE_CACHE": "/tmp/slime-node-cache", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "SLIME_NODE_CACHE": NODE_CACHE, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     with (folder / f"{name}.log").open("wb") as log:
         command = ["ip", "netns", "exec", name, "unshare", "--mount", "--uts", "sh", "-c", script, "sh", *words]
@@ -119,6 +120,13 @@ def _start_ray(name: str, address: str, cpus: int, head: Sequence[Host], folder:
             command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd="/", start_new_session=True
         )
     return Host(name, address, popen)
+
+
+def _temporary(folder: Path) -> list[str]:
+    """All of /tmp; where this interpreter lives below it, only what is written there."""
+    if not Path(sys.prefix).is_relative_to("/tmp"):
+        return ["/tmp"]
+    return [f"/tmp/{folder.relative_to('/tmp').parts[0]}", "/tmp/ray", NODE_CACHE]
 
 
 def _installed_slime() -> list[str]:
