@@ -32,16 +32,14 @@ from slime.cluster.process import process_tree
 from slime.config import Config, resolve, save_config
 from slime.config.asynchronous import is_async
 from slime.config.eval_datasets import eval_datasets, evaluates
-from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slime.config.plugin_args import as_config, plugin_args
+from slime.config.plugin_args import as_config
 from slime.config.start import model_folders, start_in_words
 from slime.config.train_datasets import prompt_files
 from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.state_file import saved_rollouts
-from slime.data.tokenizer import load_tokenizer
-from slime.data.user_source import make_data_source
 from slime.endings import failures_with_context, terminated_like_interrupt
 from slime.engine.fleet.processes import fixed_ports
+from slime.inputs import eval_prompts, open_data_source, rollouts_of_run
 from slime.models.folder import check_model
 from slime.observe.curves import Curves
 from slime.observe.display import make_progress
@@ -61,7 +59,7 @@ from slime.rescue import weights_rescued
 from slime.restarts import LOST, Lives
 from slime.result import TrainingResult, finished_before
 from slime.rollout.dump import DumpedRollouts, save_evaluation
-from slime.rollout.evaluate import checked_evaluation, read_eval_datasets
+from slime.rollout.evaluate import checked_evaluation
 from slime.rollout.feed import Feed, Generated, RolloutMaker, make_feed
 from slime.rollout.report.completions import PER_DATASET, PER_ROLLOUT, completion_rows, evaluated_samples
 from slime.rollout.report.concerns import Concerns
@@ -92,12 +90,12 @@ def train(args: Config | argparse.Namespace, *, reward: Callable[..., Any] | Non
     if needs_engines(config):
         fixed_ports(config)
     with told_if_slow("reading the prompts", silent=config.progress == "none"):
-        data_source = _data_source(config)
-    finished = finished_before(config, _num_rollout(config, data_source))
+        data_source = open_data_source(config)
+    finished = finished_before(config, rollouts_of_run(config, data_source))
     if finished is not None:
         return finished
     with told_if_slow("reading the evaluation prompts", silent=config.progress == "none"):
-        datasets = _eval_prompts(config)
+        datasets = eval_prompts(config)
     lives = Lives(config)
     with terminated_like_interrupt(), watch_signals(), _claimed(config) as run_dir, _memory() as memory:
         while True:
@@ -108,7 +106,7 @@ def train(args: Config | argparse.Namespace, *, reward: Callable[..., Any] | Non
             except LOST as error:
                 if not lives.go_on_after(error):
                     raise
-            data_source = _data_source(lives.config)
+            data_source = open_data_source(lives.config)
 
 
 def _live(
@@ -162,7 +160,7 @@ class Run:
         self.trained: int | None = None
         self.saved: int | None = None
         self.data_source = data_source if journal is None else JournaledSource(data_source, journal)
-        self.total = _num_rollout(config, data_source)
+        self.total = rollouts_of_run(config, data_source)
         self.config = config = config.replace(num_rollout=self.total)
         self.curves = Curves(run_dir.metrics)
         stack.callback(self.curves.finish)  # also after Ctrl-C or a failure, when everything else has ended
@@ -469,28 +467,6 @@ def _open_journal(config: Config, run_dir: RunDir, stack: ExitStack) -> Journal 
     journal = open_journal(config, run_dir.journal, prompt_files(config))
     stack.callback(journal.close)
     return journal
-
-
-def _num_rollout(config: Config, data_source: Any) -> int:
-    if config.num_rollout is not None:
-        return config.num_rollout
-    if isinstance(data_source, DumpedRollouts):
-        return data_source.count(config.start_rollout_id or 0)
-    return (config.num_epoch or 1) * int(data_source.num_rollout_per_epoch)
-
-
-def _data_source(config: Config) -> Any:
-    if config.load_debug_rollout_data is not None:
-        return DumpedRollouts(config)
-    return make_data_source(config, plugin_args(config))
-
-
-def _eval_prompts(config: Config) -> dict[str, Any]:
-    """What the default evaluation will ask for, read now: a broken file must not end a run at its first evaluation."""
-    default = config.eval_function_path == DEFAULT_ROLLOUT_FUNCTION
-    if not evaluates(config) or not needs_engines(config) or not default:
-        return {}
-    return read_eval_datasets(config, load_tokenizer(config.hf_checkpoint, trust_remote_code=config.trust_remote_code))
 
 
 def _rollout_function(path: str | None, flag: str) -> Callable[..., Any]:
