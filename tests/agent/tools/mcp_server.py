@@ -36,7 +36,8 @@ def die() -> str:
 
 @server.tool()
 async def hang(file: str) -> str:
-    """Blocks the whole server until the file is there."""
+    """Blocks the whole server until the file is there; another one says that it does."""
+    open(f"{file}.waited_for", "w").close()  # noqa: ASYNC230
     while not os.path.exists(file):  # noqa: ASYNC240
         time.sleep(0.01)  # noqa: ASYNC251
     return "woken"
