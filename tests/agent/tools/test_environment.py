@@ -118,7 +118,7 @@ def test_calls_of_a_turn_run_at_the_same_time_and_no_more_than_allowed() -> None
 
     for limit in (3, 2):
         most = 0
-        tool = FunctionTool(counted(limit), name="work", concurrency=limit, timeout_s=20)
+        tool = FunctionTool(counted(limit), name="work", concurrency=limit, timeout_s=120)
         assert results([tool], *[("work", "")] * 6) == [("ok", "")] * 6
         assert most == limit
 

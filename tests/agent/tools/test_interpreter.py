@@ -14,10 +14,16 @@ from slime.agent.sandbox.choose import auto_kind
 from slime.agent.tools import PythonInterpreter, ToolBox, ToolEnvironment, ToolOutcome, ToolResult
 from slime.agent.tools.processes import plain_starter
 
+PATIENCE_S = 60.0
+
+
+def interpreter(**options: Any) -> PythonInterpreter:
+    return PythonInterpreter(**{"timeout_s": PATIENCE_S, **options})
+
 
 def in_box(work: Callable[[ToolBox], Awaitable[Any]], **options: Any) -> Any:
     async def main() -> Any:
-        environment = ToolEnvironment([PythonInterpreter(**{"spare": 0, "sandbox": "none", **options})])
+        environment = ToolEnvironment([interpreter(**{"spare": 0, "sandbox": "none", **options})])
         try:
             async with environment.open() as box:
                 return await work(box)
@@ -84,27 +90,52 @@ def test_what_code_does_is_its_result(code: str, outcome: str, text: str) -> Non
     assert second == ("ok", "'still here'")
 
 
-def test_code_out_of_time_is_interrupted_and_the_variables_stay() -> None:
-    assert shown("x = 5", "print('began')\nwhile True: pass", "x", timeout_s=0.5) == [
-        ("ok", ""),
-        ("timeout", "Error: began\nthe code took longer than 0.5 s and was interrupted"),
-        ("ok", "5"),
-    ]
+async def said(box: ToolBox, code: str, timeout_s: float = PATIENCE_S) -> tuple[str, str]:
+    """What comes of one call, which has a time of its own."""
+    attempt: Any = box._tools["python"]
+    attempt._timeout_s = timeout_s
+    result = await box.call("python", {"code": code})
+    return result.outcome.value, result.text
+
+
+def test_code_out_of_time_is_interrupted_and_the_variables_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", PATIENCE_S)
+
+    async def work(box: ToolBox) -> None:
+        assert await said(box, "x = 5") == ("ok", "")
+        for timeout_s in (0.5, 5, 50):  # longer, if the code had not begun by then
+            outcome, text = await said(box, "print('began')\nwhile True: pass", timeout_s)
+            if "began" in text:
+                break
+        assert outcome == "timeout"
+        assert text == f"Error: began\nthe code took longer than {timeout_s} s and was interrupted"
+        assert await said(box, "x") == ("ok", "5")
+
+    in_box(work)
 
 
 def test_code_that_cannot_be_interrupted_is_ended_and_the_next_call_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", 0.2)
     deaf = "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass"
-    assert shown("x = 5", deaf, "x", "1", timeout_s=0.3) == [
-        ("ok", ""),
-        ("timeout", "Error: the code took longer than 0.3 s and the interpreter was ended"),
-        (
+
+    async def work(box: ToolBox) -> None:
+        for timeout_s in (0.3, 3, 30):  # longer, if the code was interrupted before it was deaf
+            monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", PATIENCE_S)
+            assert (await said(box, "x = 5"))[0] == "ok"
+            monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", 0.2)
+            outcome, text = await said(box, deaf, timeout_s)
+            if not text.endswith("and was interrupted"):
+                break
+        monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", PATIENCE_S)
+        assert outcome == "timeout"
+        assert text == f"Error: the code took longer than {timeout_s} s and the interpreter was ended"
+        assert await said(box, "x") == (
             "error",
             "Error: (the interpreter was started anew: variables are gone)\nline 1, in <module>\n"
             "NameError: name 'x' is not defined",
-        ),
-        ("ok", "1"),
-    ]
+        )
+        assert await said(box, "1") == ("ok", "1")
+
+    in_box(work)
 
 
 def test_an_interpreter_that_dies_ends_its_call() -> None:
@@ -141,7 +172,7 @@ def test_memory_is_bounded() -> None:
 
 def test_attempts_share_nothing_and_calls_of_one_turn_come_one_after_the_other() -> None:
     async def main() -> None:
-        environment = ToolEnvironment([PythonInterpreter(spare=1, sandbox="none")])
+        environment = ToolEnvironment([interpreter(spare=1, sandbox="none")])
 
         async def attempt(n: int) -> list[str]:
             async with environment.open() as box:
@@ -179,8 +210,8 @@ def test_attempts_leave_nothing_behind_and_the_program_is_used_again() -> None:
             programs.append(process._process.pid)
             return process
 
-        interpreter = PythonInterpreter(spare=0, start=noting)
-        environment = ToolEnvironment([interpreter])
+        used_again = interpreter(spare=0, start=noting)
+        environment = ToolEnvironment([used_again])
         seen: list[int] = []
         daemon = (
             "import os, subprocess\nopen('left', 'w').close()\n"
@@ -193,7 +224,7 @@ def test_attempts_leave_nothing_behind_and_the_program_is_used_again() -> None:
                 assert listed == "['left']"
                 assert is_running(int(sleeper))
                 seen.append(int(own))
-            await asyncio.gather(*interpreter._pool._tasks)
+            await asyncio.gather(*used_again._pool._tasks)
             assert not is_running(int(own))
             assert not is_running(int(sleeper))
             assert not os.path.exists(folder)  # noqa: ASYNC240
@@ -207,7 +238,7 @@ def test_attempts_leave_nothing_behind_and_the_program_is_used_again() -> None:
 
 def test_code_cannot_answer_for_the_next_attempt() -> None:
     async def main() -> None:
-        environment = ToolEnvironment([PythonInterpreter(spare=0, sandbox="none")])
+        environment = ToolEnvironment([interpreter(spare=0, sandbox="none")])
         forged = 'for fd in range(3, 20):\n  try: os.write(fd, b\'{"over": 0}\\n{"ready": 1}\\n{"nonce": 1}\\n\')\n  except OSError: pass'
         for _ in range(3):
             async with environment.open() as box:
