@@ -39,7 +39,7 @@ def inside(way: str, use: Callable[[MachineSandbox], Awaitable[None]], **options
 
     async def run() -> None:
         async with made as sandbox:
-            await asyncio.wait_for(use(sandbox), 120)
+            await asyncio.wait_for(use(sandbox), 280)
 
     asyncio.run(run())
 
@@ -61,7 +61,7 @@ def alive(mark: str) -> list[int]:
     return found
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 120.0) -> None:
     """Poll until something holds."""
     deadline = time.monotonic() + seconds
     while not true():

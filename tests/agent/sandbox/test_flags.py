@@ -27,7 +27,7 @@ def test_a_sandbox_has_the_limits_of_the_flags() -> None:
             assert isinstance(sandbox, SubprocessSandbox)
             limits = sandbox.limits
             assert (limits.memory_mb, limits.processes, limits.disk_mb) == (512, 64, 16)
-            assert (await sandbox.exec("echo $A")).out == "b\n"
+            assert (await sandbox.exec("echo $A", timeout=120)).out == "b\n"
             return (await sandbox.exec("sleep 600")).cause
 
     assert asyncio.run(run()) == "timeout"

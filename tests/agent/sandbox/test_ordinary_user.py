@@ -48,7 +48,7 @@ def answer_of(task: Path) -> dict[str, Any] | None:
     words = ["unshare", "--mount", "--propagation", "private", "sh", "-ec", RUN]
     if os.geteuid() != 0:
         words = [sys.executable, "-m", "tests.agent.sandbox.ordinary_user"]
-    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert (task / "task.txt").read_text() == "begin\n"
     answer = json.loads(done.stdout)
