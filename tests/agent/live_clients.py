@@ -45,7 +45,7 @@ class Service:
         return Path(self.runtime.args.output_dir)
 
     def run(self, work):
-        return self.runtime.run(work, 60)
+        return self.runtime.run(work, 240)
 
     async def post(self, said, name="talk", consent="yes", key=None, **headers):
         given = {"Authorization": f"Bearer {key or self.address['key']}"}
@@ -79,6 +79,14 @@ class Service:
             assert status == 200, answer
             messages.append(answer["choices"][0]["message"])
         return messages
+
+    async def talk_at_once(self, *said):
+        """The name of a conversation that was open until all this was said; one that was silent too long is left."""
+        while True:
+            before = (await self.stats()).get("conversations", 0)
+            await self.talk(*said, name=(name := f"client {before}"))
+            if (await self.stats())["conversations"] == before + 1:
+                return name
 
     async def stats(self):
         return await self.remote.live("stats")

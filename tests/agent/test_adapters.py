@@ -131,7 +131,7 @@ def post(url: str, body: Any, **headers: str) -> tuple[int, Any]:
     data = json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -199,7 +199,7 @@ def test_a_prompt_that_does_not_fit_is_told_in_numbers(serve: Any, spoken: list[
     assert counted["input_tokens"] > 4
 
 
-@pytest.mark.parametrize("wait", [30.0, 0.0], ids=["waits", "gives up"])
+@pytest.mark.parametrize("wait", [120.0, 0.0], ids=["waits", "gives up"])
 def test_finishing_while_a_turn_is_being_sampled(serve: Any, agent_tokenizer: Any, wait: float) -> None:
     turn = Turn.of(agent_tokenizer, "the answer is 46", hold_after=2)
     engine, adapter, handle = serve(OpenAIAdapter, [turn])
@@ -212,7 +212,7 @@ def test_finishing_while_a_turn_is_being_sampled(serve: Any, agent_tokenizer: An
 
     thread = threading.Thread(target=client)
     thread.start()
-    assert engine.holding.wait(30)
+    assert engine.holding.wait(120)
     assert adapter.inflight["s"] == 1
 
     async def finish() -> list[Sample]:
@@ -224,7 +224,7 @@ def test_finishing_while_a_turn_is_being_sampled(serve: Any, agent_tokenizer: An
         return await ending
 
     samples = asyncio.run(finish())
-    thread.join(30)
+    thread.join(120)
     [(status, _)] = answers
     assert (status, len(samples)) == ((200, 1) if wait else (404, 0))
 

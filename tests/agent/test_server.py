@@ -288,4 +288,4 @@ def test_the_process_and_its_folder_are_gone_with_the_runtime(agent_runtime):
     assert os.path.exists(f"{runtime.args.output_dir}/logs/agent-server.log")
     runtime.close()
     assert not os.path.exists(folder)
-    assert wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 10)
+    assert wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 60)

@@ -58,7 +58,7 @@ async def held_in_the_middle(runtime, engine):
     """Close the gate as a rollout does that has all it needs, publish version 2, and open it."""
     await asyncio.to_thread(engine.holding.wait)
     runtime.state.gate.close()
-    await asyncio.wait_for(runtime.state.gate.wait_until_idle(), 30)
+    await asyncio.wait_for(runtime.state.gate.wait_until_idle(), 120)
     seats = runtime.semaphore._value
     engine.weight_version = "2"
     asked = len(engine.requests)
