@@ -96,6 +96,17 @@ class ScriptedEngine:
         await released
         return {"text": text, "finish": finish}
 
+    @property
+    def holding(self):
+        """How many answers are held now."""
+        return len(self._held)
+
+    async def when(self, condition, answer):
+        """An answer that comes as soon as something holds, which others than this request bring about."""
+        while not condition():  # noqa: ASYNC110 - lists tell, which have no event
+            await asyncio.sleep(0.005)
+        return answer
+
     async def _abort(self, request):
         self.aborts.append(await request.json())
         held, self._held = self._held, []

@@ -1,5 +1,6 @@
 """Over-sampling, dynamic filters, aborts and partial rollouts: where every group ends up."""
 
+import asyncio
 import gc
 import weakref
 from contextlib import nullcontext
@@ -69,7 +70,8 @@ def test_what_will_be_trained_on_is_put_where_trainers_read_it_and_nothing_else(
 
 def test_what_is_cut_off_goes_back_as_a_prompt(engine, make_runtime, prompts, answer):
     hold = lambda body: engine.held("12")  # noqa: E731
-    answer(a="7</s>", b=hold, c="7</s>", d=hold)
+    end = lambda body: engine.when(lambda: engine.holding == 4, "7</s>")  # noqa: E731
+    answer(a=end, b=hold, c=end, d=hold)
     runtime = make_runtime([engine.url], over_sampling_batch_size=4, rm_type="random")
     source = prompts(["a", "b", "c", "d", "e"], n=2)
     output = generate_rollout(runtime.args, 3, source)
@@ -88,7 +90,7 @@ def test_what_is_cut_off_goes_back_as_a_prompt(engine, make_runtime, prompts, an
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_partial_response_is_continued_with_its_tokens(engine, make_runtime, prompts, answer, tokenizer, masked):
-    answer(a="7</s>", b=lambda body: engine.held("12"))
+    answer(a=lambda body: engine.when(lambda: engine.holding == 2, "7</s>"), b=lambda body: engine.held("12"))
     runtime = make_runtime(
         [engine.url],
         rollout_batch_size=1,
@@ -122,7 +124,8 @@ def test_a_partial_response_is_continued_with_its_tokens(engine, make_runtime, p
 def test_finished_groups_too_many_are_served_first_and_not_generated_again(
     engine, make_runtime, prompts, answer, write_plugin, tokenizer
 ):
-    answer(a="7</s>", b=lambda body: engine.held("77</s>", finish="stop"))
+    end = lambda body: engine.when(lambda: engine.holding == 2, "7</s>")  # noqa: E731
+    answer(a=end, b=lambda body: engine.held("77</s>", finish="stop"))
     runtime = make_runtime(
         [engine.url], rollout_batch_size=1, over_sampling_batch_size=2, custom_rm_path=write_plugin(LENGTH)
     )
@@ -274,14 +277,18 @@ async def f(args, sample, sampling_params):
 """
 
 
-def test_fan_outs_of_an_own_client_are_cut_off_kept_and_restarted(engine, make_runtime, prompts, answer, write_plugin):
+def test_fan_outs_of_an_own_client_are_cut_off_kept_and_restarted(
+    engine, make_runtime, prompts, answer, write_plugin, monkeypatch
+):
+    monkeypatch.setattr("slime.rollout.flight.OWN_CLIENT_GRACE_S", 120.0)
+    monkeypatch.setattr("slime.rollout.flight.ABORT_DEADLINE_S", 120.0)
     calls = []
 
     def half(body):
         calls.append(body)
         return "77</s>" if len(calls) == 1 else engine.held("1")
 
-    answer(a="7</s>", b=half)
+    answer(a=lambda body: engine.when(lambda: engine.holding == 1 and len(calls) == 2, "7</s>"), b=half)
     runtime = make_runtime(
         [engine.url],
         rollout_batch_size=1,
@@ -309,12 +316,13 @@ def test_whoever_does_not_heed_an_abort_is_cancelled_and_starts_over(
 ):
     monkeypatch.setattr("slime.rollout.flight.ABORT_DEADLINE_S", 0.1)
     stubborn = (
-        "import asyncio\nfrom slime.rollout.sglang_rollout import generate\n"
+        "import asyncio\nfrom slime.rollout.sglang_rollout import generate\nBEGUN = asyncio.Event()\n"
         "async def f(args, sample, sampling_params):\n"
         "    if sample.prompt == 'b':\n"
         "        sample.tokens += [1, 2]\n        sample.response_length = 2\n"
-        "        sample.metadata['tool'] = 'running'\n"
+        "        sample.metadata['tool'] = 'running'\n        BEGUN.set()\n"
         "        await asyncio.sleep(3600)\n"
+        "    await BEGUN.wait()\n"
         "    return await generate(args, sample, sampling_params)\n"
     )
     runtime = make_runtime(
@@ -339,7 +347,7 @@ def test_group_rewards_wait_for_the_whole_group(engine, make_runtime, prompts, a
         calls.append(body)
         return "77</s>" if len(calls) == 1 else engine.held("1")
 
-    answer(a="7</s>", b=half)
+    answer(a=lambda body: engine.when(lambda: engine.holding == 1 and len(calls) == 2, "7</s>"), b=half)
     runtime = make_runtime(
         [engine.url],
         rollout_batch_size=1,
@@ -403,9 +411,14 @@ def test_dropped_groups_are_held_only_for_whoever_wants_to_see_them(
     dropped = [weakref.ref(sample) for group in source.groups[:4] for sample in group]
     runtime.journal = open_journal(tmp_path)
 
-    def respond(body):
-        gc.collect()
-        held.append(sum(one() is not None for one in dropped))
+    async def respond(body):
+        is_last = body["input_ids"] == engine.encode("z")
+        for _ in range(200 if is_last and not is_asked_for else 1):  # those that were judged may be on their way out
+            gc.collect()
+            if (count := sum(one() is not None for one in dropped)) <= 1:
+                break
+            await asyncio.sleep(0.05)
+        held.append(count)
         return "7</s>"
 
     engine.respond = respond

@@ -11,7 +11,7 @@ import pytest
 from slime.rollout.feed import Ahead, Generated, OnDemand
 from slime.waits import BackgroundDied, raise_failures
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class Workshop:

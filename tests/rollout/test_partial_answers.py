@@ -140,7 +140,7 @@ def test_a_prompt_sent_as_text_is_continued_from_its_tokens(engine, make_runtime
         return answers.pop(0)
 
     engine.respond = respond
-    answer = runtime.run(post(f"{engine.url}/generate", body), 10)
+    answer = runtime.run(post(f"{engine.url}/generate", body), 120)
     assert [request["input_ids"] for request in engine.requests] == engine_sees
     assert (answer["text"], answer["meta_info"]["completion_tokens"]) == ("abc</s>", 4)
 
@@ -151,7 +151,7 @@ def test_a_request_cut_off_by_its_sender_or_sent_elsewhere_is_not_continued(engi
         one.respond = lambda body: {"text": "ab", "finish": "abort"}
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 8}}
     for target, own in ((engine, {"rid": "mine"}), (other, {})):
-        answer = runtime.run(post(f"{target.url}/generate", {**body, **own}), 10)
+        answer = runtime.run(post(f"{target.url}/generate", {**body, **own}), 120)
         assert (answer["text"], len(target.requests)) == ("ab", 1)
 
 
@@ -171,5 +171,5 @@ def test_a_cut_through_the_bytes_of_a_character_is_mended(engine, make_runtime, 
 
     engine.respond = respond
     params = {"max_new_tokens": 8, "skip_special_tokens": False}
-    answer = runtime.run(post(f"{engine.url}/generate", {"input_ids": [5], "sampling_params": params}), 10)
+    answer = runtime.run(post(f"{engine.url}/generate", {"input_ids": [5], "sampling_params": params}), 120)
     assert answer["text"] == "abc</s>"

@@ -12,6 +12,7 @@ from slime.errors import UserError
 from slime.rollout.base_types import leaves
 from slime.rollout.gate import Gate, SampleClock, SampleTimeout, as_evaluation
 from slime.rollout.sglang_rollout import generate_and_rm, generate_rollout
+from tests.rollout.clocks import ClockAhead
 
 STATUS = Sample.Status
 ALWAYS = "def f(args, sample):\n    return 1.0\n"
@@ -81,16 +82,27 @@ def make_partial(engine, make_runtime, write_plugin):
     return make
 
 
-def first_cut(text):
-    """The second turn of b is cut off; everything else ends."""
-    return {"a": "7</s>", "a7</s>?": "7</s>", "b": "1</s>", "b1</s>?": "23~"}[text]
+def first_cut(engine, n):
+    """The second turns of b, of which there are n, are cut off; everything else ends, when they are at the engine."""
+
+    def reply(text):
+        if text == "a7</s>?":
+            return then(engine, n)
+        return {"a": "7</s>", "b": "1</s>", "b1</s>?": "23~"}[text]
+
+    return reply
+
+
+def then(engine, n):
+    """What is answered when so many requests are held."""
+    return engine.when(lambda: engine.holding == n, "7</s>")
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_second_turn_that_was_cut_off_goes_on_in_the_next_rollout(
     engine, make_partial, prompts, say, asked, tokenizer, masked
 ):
-    say(first_cut)
+    say(first_cut(engine, 2))
     runtime = make_partial(mask_offpolicy_in_partial_rollout=masked)
     source = prompts(["a", "b"], n=2)
     output = generate_rollout(runtime.args, 3, source)
@@ -134,7 +146,7 @@ def test_a_second_turn_that_was_cut_off_goes_on_in_the_next_rollout(
 
 
 def test_without_partial_rollout_prompts_start_over_and_the_tokens_are_counted(engine, make_partial, prompts, say):
-    say(first_cut)
+    say(first_cut(engine, 1))
     runtime = make_partial(partial_rollout=False)
     source = prompts(["a", "b"], n=1)
     output = generate_rollout(runtime.args, 0, source)
@@ -146,7 +158,7 @@ def test_without_partial_rollout_prompts_start_over_and_the_tokens_are_counted(e
 def test_held_groups_are_served_before_new_ones_and_filtered_like_them(
     engine, make_partial, prompts, say, asked, write_plugin
 ):
-    say(first_cut)
+    say(first_cut(engine, 2))
     keeps = "def f(args, samples):\n    return samples[0].prompt != 'b'\n"
     runtime = make_partial(dynamic_sampling_filter_path=write_plugin(keeps, "filter"), over_sampling_batch_size=2)
     source = prompts(["a", "b", "c", "d"], n=2)
@@ -192,7 +204,7 @@ async def f(args, sample, sampling_params):
         await has_result.wait()
         await asyncio.sleep(0.05)
 
-    runtime.run(settled(), 10)
+    runtime.run(settled(), 120)
     assert asked() == []  # it has its result, and may not ask the engine yet
     say(lambda text: "2</s>")
     [sample] = leaves(generate_rollout(runtime.args, 1, source).samples)
@@ -202,7 +214,7 @@ async def f(args, sample, sampling_params):
 
 
 def test_evaluation_passes_while_groups_are_held_and_takes_their_seats(engine, make_partial, prompts, say, asked):
-    say(first_cut)
+    say(first_cut(engine, 1))
     runtime = make_partial(sglang_server_concurrency=2)
     source = prompts(["a", "b"], n=1)
     generate_rollout(runtime.args, 0, source)
@@ -216,7 +228,7 @@ def test_evaluation_passes_while_groups_are_held_and_takes_their_seats(engine, m
             )
 
     engine.requests.clear()
-    samples = runtime.run(evaluated(), 10)
+    samples = runtime.run(evaluated(), 120)
     assert {sample.response for sample in samples} == {"9</s>?9</s>"}
     assert set(asked()) == {"e", "e9</s>?"}
     say(lambda text: "4</s>")
@@ -226,7 +238,7 @@ def test_evaluation_passes_while_groups_are_held_and_takes_their_seats(engine, m
 
 
 def test_a_group_of_which_one_sample_is_custom_is_held_as_a_whole(engine, make_partial, prompts, say, write_plugin):
-    say(lambda text: {"a": "7</s>", "b": "12~"}[text])
+    say(lambda text: "12~" if text == "b" else then(engine, 2))
     runtime = make_partial(custom_generate_function_path=None)
     source = prompts(["a", "b"], n=2)
     source.groups[1][0].generate_function_path = write_plugin(ONE_CALL, "one")
@@ -289,7 +301,7 @@ def test_progress_of_the_default_generate_and_drops_are_recorded(
 
 
 def test_a_run_that_ends_leaves_no_task_and_no_warning(engine, make_partial, prompts, say, caplog, recwarn):
-    say(first_cut)
+    say(first_cut(engine, 2))
     runtime = make_partial()
     generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2))
     [held] = runtime.state.held
@@ -318,7 +330,7 @@ def test_a_rollout_that_fails_ends_the_held_groups(engine, make_partial, prompts
         generate_rollout(runtime.args, 1, source)
     assert held.task.cancelled()
     assert (runtime.state.held, runtime.state.pendings) == ([], set())
-    assert runtime.run(_others(), 5) == []
+    assert runtime.run(_others(), 120) == []
 
 
 async def _others():
@@ -326,13 +338,13 @@ async def _others():
 
 
 def test_a_failure_after_landing_ends_what_was_just_held(engine, make_partial, prompts, say, write_plugin):
-    say(first_cut)
+    say(first_cut(engine, 2))
     fails = write_plugin("def f(args, groups):\n    raise ValueError('bad filter')\n", "filter")
     runtime = make_partial(rollout_sample_filter_path=fails)
     with pytest.raises(ValueError, match="bad filter"):
         generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2))
     assert (runtime.state.held, runtime.state.pendings) == ([], set())
-    assert runtime.run(_others(), 5) == []
+    assert runtime.run(_others(), 120) == []
 
 
 def test_a_users_mistake_in_a_held_group_is_logged_and_ends_the_next_rollout(
@@ -361,7 +373,7 @@ async def f(args, sample, sampling_params):
         await asyncio.sleep(0)
 
     with caplog.at_level(logging.ERROR):
-        runtime.run(ended(), 5)
+        runtime.run(ended(), 120)
     assert "a group that waits for the next rollout failed: no such tool" in caplog.text
     with pytest.raises(UserError, match="no such tool"):
         generate_rollout(runtime.args, 1, source)
@@ -404,6 +416,8 @@ async def f(args, sample, sampling_params):
         if body["input_ids"] == [ord("b") - 93] and len(engine.aborts) == 0:
             await engine.held("")
             return many("123", "abort")
+        if not engine.aborts:
+            await then(engine, 1)
         return many("7", "stop")
 
     engine.respond = respond
@@ -425,7 +439,7 @@ def test_an_engine_that_does_not_abort_costs_the_groups_it_holds_up(
         if tokenizer.decode(body["input_ids"]) == "b" and not hung:
             hung.append(body)
             await asyncio.sleep(3600)
-        return "7</s>"
+        return await engine.when(lambda: hung, "7</s>")
 
     engine.respond = respond
     runtime = make_partial(ONE_CALL)
@@ -463,19 +477,24 @@ def test_waiting_at_the_gate_gives_a_seat_away_and_cancellation_keeps_the_count(
 
 def test_the_deadline_of_a_sample_does_not_run_while_it_waits_at_the_gate():
     async def main():
-        gate = Gate(asyncio.Semaphore(1))
+        gate, clock = Gate(asyncio.Semaphore(1)), ClockAhead()
         gate.close()
+        never = asyncio.Event()
 
-        async def sample(extra):
-            async with SampleClock(0.1).running("f"):
+        async def sample(is_slow):
+            async with SampleClock(60).running("f"):
                 await asyncio.gather(gate.pass_through(), gate.pass_through())
-                await asyncio.sleep(extra)
+                if is_slow:
+                    await never.wait()
 
-        quick, slow = asyncio.create_task(sample(0)), asyncio.create_task(sample(10))
-        await asyncio.sleep(0.3)
+        quick, slow = asyncio.create_task(sample(False)), asyncio.create_task(sample(True))
+        await clock.put_forward(0)  # until all four wait
+        await clock.put_forward(1000)
         gate.open()
         assert await quick is None
-        with pytest.raises(SampleTimeout, match=r"^f did not end within 0.1 s \(--rollout-sample-timeout\)$"):
+        assert not slow.done()
+        await clock.put_forward(1000)
+        with pytest.raises(SampleTimeout, match=r"^f did not end within 60 s \(--rollout-sample-timeout\)$"):
             await slow
 
     asyncio.run(main())
@@ -505,14 +524,14 @@ def test_an_aborted_sample_that_comes_late_is_dispatched_again_in_the_next_rollo
     engine, make_partial, prompts, say, asked, tokenizer, monkeypatch
 ):
     monkeypatch.setattr("slime.rollout.flight.OWN_CLIENT_GRACE_S", 0.05)
-    say(lambda text: {"a": "7</s>", "b": "12~"}[text])
+    say(lambda text: "12~" if text == "b" else then(engine, 1))
     tool = asyncio.Event()
     runtime = make_partial(LATE_OWN_CLIENT, carried={"b": tokenizer.encode("b"), "tool": tool})
     source = prompts(["a", "b"], n=1)
     generate_rollout(runtime.args, 0, source)
     [held] = runtime.state.held
     runtime.loop_thread.loop.call_soon_threadsafe(tool.set)
-    runtime.run(asyncio.wait([held.task]), 5)
+    runtime.run(asyncio.wait([held.task]), 120)
     engine.requests.clear()
     say(lambda text: {"b12": "3</s>"}[text])
     output = generate_rollout(runtime.args, 1, source)

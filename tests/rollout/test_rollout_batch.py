@@ -329,6 +329,7 @@ def test_concurrency_is_limited(engine, make_runtime, prompts):
         nonlocal running, most
         running += 1
         most = max(most, running)
+        await engine.when(lambda: most >= 3, None)
         await asyncio.sleep(0.01)
         running -= 1
         return "7</s>"

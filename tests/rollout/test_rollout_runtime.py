@@ -23,7 +23,7 @@ async def value(x):
 
 def test_the_loop_thread_runs_coroutines_and_ends():
     loop_thread = LoopThread("test-loop")
-    assert loop_thread.run(value(3), 5) == 3
+    assert loop_thread.run(value(3), 60) == 3
     with pytest.raises(TimeoutError, match=r"did not finish within 0\.05 s"):
         loop_thread.run(asyncio.sleep(60), 0.05)
 
@@ -31,7 +31,7 @@ def test_the_loop_thread_runs_coroutines_and_ends():
         loop_thread.run(value(1))
 
     with pytest.raises(RuntimeError, match="would wait forever"):
-        loop_thread.run(inner(), 5)
+        loop_thread.run(inner(), 60)
 
     cancelled = threading.Event()
 

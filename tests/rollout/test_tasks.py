@@ -92,7 +92,8 @@ def test_a_row_decides_only_where_its_dataset_does_not(engine, make_runtime, tas
 @pytest.mark.parametrize("partial", [False, True])
 def test_what_is_put_back_comes_again_and_shares_hold_over_time(engine, make_runtime, tasks, answer, tmp_path, partial):
     """Answers to `b` are cut off in the first batch, which the others fill."""
-    answer(a="7</s>", b=lambda body: engine.held("12"), c="7</s>")
+    end = lambda body: engine.when(lambda: engine.holding == 4, "7</s>")  # noqa: E731
+    answer(a=end, b=lambda body: engine.held("12"), c=end)
     runtime = make_runtime(
         [engine.url],
         **tasks(b={"max_response_len": 6}),
@@ -110,13 +111,16 @@ def test_what_is_put_back_comes_again_and_shares_hold_over_time(engine, make_run
     assert waiting.count("b") == 2
     assert Counter(names(first.samples) + waiting) == {"a": 4, "b": 2, "c": 2}
 
-    answer(a="7</s>", b="3</s>", c="7</s>")
+    b = engine.encode("b")[0]
+    asked = lambda: sum(request["input_ids"][0] == b for request in engine.requests)  # noqa: E731
+    end = lambda body: engine.when(lambda: asked() == 6, "7</s>")  # noqa: E731
+    answer(a=end, b="3</s>", c=end)
     engine.requests.clear()
     second = generate_rollout(runtime.args, 1, source)
     limits = {
         len(request["input_ids"]): request["sampling_params"]["max_new_tokens"]
         for request in engine.requests
-        if request["input_ids"][0] == engine.encode("b")[0]
+        if request["input_ids"][0] == b
     }
     assert limits == ({2: 6, 4: 4} if partial else {2: 6})  # of the limit of 6, two tokens are there
     everything = [*first.samples, *second.samples, *source.source.buffer]

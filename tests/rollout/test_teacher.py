@@ -34,7 +34,7 @@ def taught(make_engine, make_runtime, monkeypatch):
         served.respond = respond
         flags = {"use_opd": True, "opd_type": "engine", "rm_url": served.url} | flags
         runtime = make_runtime([student.url], **flags)
-        teachers.append((runtime, Teacher.at(f"{served.url}/generate", timeout_s=10, concurrency=2)))
+        teachers.append((runtime, Teacher.at(f"{served.url}/generate", timeout_s=120, concurrency=2)))
         runtime.state.teacher = teachers[-1][1]
         return runtime, student, served
 
