@@ -18,6 +18,7 @@ from slime.rollout.feed import RolloutMaker, make_feed
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import staleness_metrics
+from tests.e2e.runs import wait_until
 
 STATUS = Sample.Status
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -61,7 +62,7 @@ class Generation:
         runtime.run(self.continuous.start())
 
     def take(self, rollout_id: int) -> tuple[list[str], dict[str, Any]]:
-        output = self.runtime.run(self.continuous.take(rollout_id), 30)
+        output = self.runtime.run(self.continuous.take(rollout_id), 120)
         self.output = output
         stale = staleness_metrics(list(leaves(output.samples)), rollout_id)
         return [next(leaves(group)).prompt for group in output.samples], output.metrics | stale
@@ -77,7 +78,7 @@ class Generation:
             while len(self.continuous._ready) < groups:  # noqa: ASYNC110  the rollout has no event for it
                 await asyncio.sleep(0.01)
 
-        self.runtime.run(ready(), 30)
+        self.runtime.run(ready(), 120)
         self.settle()
 
     def settle(self) -> None:
@@ -115,6 +116,7 @@ def begin(engine: Any, make_runtime: Any, prompts: Any):
 
 def test_the_budget_is_what_the_bound_allows(begin: Any, timed: Timed, engine: Any) -> None:
     generation = begin(staleness=1)
+    generation.wait_for_ready(4)  # or those that come first are taken
     taken, metrics = generation.take(0)
     assert taken == ["a", "b"]
     assert generation.source.asked == [4]  # rollouts 0 and 1 may be sampled with version 0
@@ -122,6 +124,7 @@ def test_the_budget_is_what_the_bound_allows(begin: Any, timed: Timed, engine: A
     assert generation.take(1)[0] == ["c", "d"]
     assert generation.source.asked == [4]
     generation.update(2, engine)
+    generation.wait_for_ready(4)
     assert generation.take(2)[0] == ["e", "f"]
     assert generation.source.asked == [4, 4]  # version 2 serves rollouts 2 and 3
 
@@ -138,7 +141,7 @@ def test_slow_groups_are_overtaken_until_they_would_become_too_old(begin: Any, t
     generation.wait_for_ready(3)
     assert not taking.done()  # d, e and f are there, but rollout 2 could not use a any more
     timed.release("a")
-    groups = taking.result(30).samples
+    groups = taking.result(120).samples
     assert [next(leaves(group)).prompt for group in groups] == ["a", "d"]
     assert staleness_metrics(list(leaves(groups)), 1)["rollout/staleness/max"] == 1.0
     assert taking.result().metrics["rollout/thrown_away_tokens"] == 0.0
@@ -177,6 +180,7 @@ def test_groups_that_come_in_too_old_are_sampled_anew_or_left_out(
     old.response, old.response_length, old.loss_mask, old.rollout_log_probs = "9", 1, [1], [-1.0]
     old.weight_versions, old.version_spans, old.status = ["-4"], [["-4", 1]], STATUS.ABORTED
     generation = begin(staleness=1, source=source, stale_samples=policy)
+    generation.wait_for_ready(2 if policy == "drop" else 3)
     taken, metrics = generation.take(0)
     assert (metrics["rollout/stale_groups"], metrics["rollout/thrown_away_tokens"]) == (1.0, 1.0)
     if policy == "drop":
@@ -190,6 +194,7 @@ def test_groups_that_come_in_too_old_are_sampled_anew_or_left_out(
 def test_a_filter_drops_groups_and_others_take_their_place(begin: Any, timed: Timed, write_plugin: Any) -> None:
     filter_path = write_plugin("def f(args, samples):\n    return samples[0].prompt not in 'bd'\n")
     generation = begin(dynamic_sampling_filter_path=filter_path)
+    generation.wait_for_ready(4)
     taken, metrics = generation.take(0)
     assert taken == ["a", "c"]
     assert sum(value for name, value in metrics.items() if name.startswith("rollout/dynamic_filter/drop_")) >= 1.0
@@ -198,6 +203,7 @@ def test_a_filter_drops_groups_and_others_take_their_place(begin: Any, timed: Ti
 
 def test_a_source_that_runs_dry_ends_with_a_smaller_rollout(begin: Any, timed: Timed) -> None:
     generation = begin(count=3)
+    generation.wait_for_ready(3)
     assert generation.take(0)[0] == ["a", "b"]
     assert generation.take(1)[0] == ["c"]
 
@@ -274,7 +280,7 @@ def test_a_group_that_waits_is_not_looked_at_again(begin: Any, timed: Timed, mon
         generation.wait_for_ready(count)
         assert len(looks) == count
     timed.release(letters[-1])
-    assert len(taking.result(30).samples) == len(letters)
+    assert len(taking.result(120).samples) == len(letters)
 
 
 def test_a_users_function_takes_from_a_generation_that_goes_on(timed: Timed, make_runtime: Any, prompts: Any) -> None:
@@ -287,7 +293,7 @@ def test_a_users_function_takes_from_a_generation_that_goes_on(timed: Timed, mak
         output = generate_rollout_fully_async(runtime.plugin_args, rollout_id, source)
         assert len(output.samples) == 2
         taken += [group[0].prompt for group in output.samples]
-    assert source.groups == []  # all of it is under way before the last rollout is asked for
+    assert wait_until(lambda: source.groups == [], 120)  # all is under way before the last rollout is asked for
     timed.release("e")
     last = generate_rollout_fully_async(runtime.plugin_args, 2, source)
     assert sorted([*taken, *(group[0].prompt for group in last.samples)]) == list(LETTERS[:6])

@@ -21,12 +21,20 @@ STATUS = Sample.Status
 
 SLOW = """
 import asyncio
+from slime.rollout import flight
+JUDGING = asyncio.Event()
 async def f(args, sample):
     while "{slow}" in sample.prompt:
         sample.metadata["half"] = "written"
+        JUDGING.set()
+        if all(one.response for one in args.carried.get("awaited", ())):
+            flight.ABORT_DEADLINE_S = 0.0
         await asyncio.sleep(0.005)
+    if "{slow}" != "no":
+        await JUDGING.wait()
     return float(len(sample.response))
 """
+"""Judges for ever what is slow, and nothing else before that is being judged. Patience ends with all that is awaited."""
 FAN_OUT = """
 from slime.rollout.sglang_rollout import generate
 from slime.utils.types import Sample
@@ -44,7 +52,7 @@ def journal_at(folder: Path) -> Journal:
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.rollout.flight.ABORT_DEADLINE_S", 0.3)
+    monkeypatch.setattr("slime.rollout.flight.ABORT_DEADLINE_S", 120.0)
     monkeypatch.setattr("slime.rollout.trajectory.UNSCORED_AFTER_S", 0.0)
 
 
@@ -87,14 +95,20 @@ def test_a_group_that_is_not_whole_starts_over_unless_parts_may_be_kept(
     def respond(body: Any) -> Any:
         nonlocal first_of_c
         if tokenizer.decode(body["input_ids"]) != "c":
-            return "7</s>"
+            return engine.when(lambda: engine.holding == 1, "7</s>")
         is_first, first_of_c = first_of_c, False
         return "7</s>" if is_first else engine.held("12")
 
     engine.respond = respond
     reward = write_plugin(SLOW.format(slow="c"))
-    runtime = make_runtime([engine.url], over_sampling_batch_size=3, partial_rollout=partial, custom_rm_path=reward)
     source = prompts(["a", "b", "c"], n=2)
+    runtime = make_runtime(
+        [engine.url],
+        over_sampling_batch_size=3,
+        partial_rollout=partial,
+        custom_rm_path=reward,
+        carried={"awaited": source.groups[2]},
+    )
     metrics = generate_rollout(runtime.args, 0, source).metrics
     [kept] = source.groups
     found = sorted((sample.status.value, sample.response, sample.reward) for sample in kept)
@@ -124,7 +138,7 @@ def test_a_killed_run_finds_what_was_generated_and_only_scores_it(
 
     copied = tmp_path / "killed"
     copied.mkdir()
-    runtime.run(until_generated(), 30)
+    runtime.run(until_generated(), 120)
     for file in tmp_path.glob("journal.sqlite*"):
         if not file.name.endswith("-shm"):
             shutil.copy(file, copied)
@@ -138,7 +152,7 @@ def test_a_killed_run_finds_what_was_generated_and_only_scores_it(
     quick = make_runtime([engine.url], custom_rm_path=write_plugin(SLOW.format(slow="no"), "quick"))
     quick.journal = again
     again.hand_out([found], None)
-    [scored] = quick.run(_dispatched(quick, found), 30)
+    [scored] = quick.run(_dispatched(quick, found), 120)
     assert [sample.reward for sample in scored] == [1.0, 1.0]
     assert len(engine.requests) == 2  # never generated again
     assert _statuses(again) == ["completed"] * 2
@@ -163,7 +177,7 @@ def test_who_keeps_the_way_of_a_sample_is_told_when_its_end_is_recorded(
 
     runtime.when_recorded.append(note)
     runtime.state.aborted = given_up
-    runtime.run(_dispatched(runtime, group), 30)
+    runtime.run(_dispatched(runtime, group), 120)
     assert {index for index, _ in told} == (set() if given_up else {sample.index for sample in group})
     assert all({"generated", "completed"} & set(statuses) for _, statuses in told)
     journal.close()
