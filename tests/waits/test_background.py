@@ -17,6 +17,7 @@ from slime.errors import UserError
 from slime.rollout.flight import cancelled
 from slime.rollout.loop import DaemonThreads, LoopThread, LoopTimeout
 from slime.waits import BackgroundDied, background, raise_failures, waiting
+from tests.e2e.runs import wait_until
 
 
 def fall() -> None:
@@ -25,7 +26,7 @@ def fall() -> None:
 
 def test_a_thread_that_dies_is_raised_with_its_traceback_until_it_is_closed() -> None:
     dying = background("shoemaker", fall)
-    assert dying.join(10.0)
+    assert dying.join(120.0)
     assert not dying.is_alive()
     for ask in (dying.check, raise_failures):
         with pytest.raises(BackgroundDied, match=r"shoemaker died of KeyError: 'left shoe'\n(.|\n)*in fall") as caught:
@@ -42,7 +43,7 @@ def test_a_users_mistake_is_said_by_whoever_waits_and_not_logged_as_a_death(capl
         raise UserError("no such thing: correct it")
 
     refusing = background("rollouts ahead", refuse)
-    assert refusing.join(10.0)
+    assert refusing.join(120.0)
     with pytest.raises(UserError, match=r"^no such thing: correct it$"):
         raise_failures()
     refusing.close()
@@ -71,13 +72,13 @@ def test_what_dies_after_it_was_closed_is_nobodys_concern() -> None:
     may_fall = threading.Event()
 
     def fall_late() -> None:
-        may_fall.wait(10.0)
+        may_fall.wait(120.0)
         fall()
 
     late = background("latecomer", fall_late)
     late.close()
     may_fall.set()
-    assert late.join(10.0)
+    assert late.join(120.0)
     raise_failures()
 
 
@@ -86,7 +87,7 @@ def test_something_that_blocks_the_loop_ends_the_wait_for_it(monkeypatch: pytest
     released = threading.Event()
 
     async def blocking() -> None:
-        released.wait(30.0)  # without await: no deadline of any task can be kept
+        released.wait(240.0)  # without await: no deadline of any task can be kept
 
     loop = LoopThread("stalled")
     try:
@@ -102,7 +103,7 @@ def test_our_own_sentences_are_raised_as_they_are() -> None:
         raise UserError("no such flag")
 
     dying = background("reader", mistaken)
-    dying.join(10.0)
+    dying.join(120.0)
     with pytest.raises(UserError, match=r"^no such flag$"):
         raise_failures()
     dying.close()
@@ -116,7 +117,7 @@ def test_one_that_ends_well_raises_nothing_and_acts_under_its_name() -> None:
             names.append(wait.who)
 
     well = background("worker", work)
-    assert well.join(10.0)
+    assert well.join(120.0)
     well.check()
     raise_failures()
     assert names == ["worker"]
@@ -160,14 +161,14 @@ def test_the_loop_names_whom_it_waited_for_and_what_blocks_it() -> None:
 
     async def blocks() -> None:
         begun.set()
-        release.wait(60)
+        release.wait(240)
 
     asyncio.run_coroutine_threadsafe(blocks(), loop.loop)
-    begun.wait(10)
+    begun.wait(120)
     with pytest.raises(LoopTimeout, match=r"task blocks the event loop(.|\n)*in blocks\n"):
         _close_soon(loop)
     release.set()
-    loop._thread.join(10)
+    loop._thread.join(120)
 
 
 def _close_soon(loop: LoopThread) -> None:
@@ -178,34 +179,40 @@ def _close_soon(loop: LoopThread) -> None:
 
 def test_calls_that_hang_do_not_take_the_place_of_later_ones() -> None:
     threads, release = DaemonThreads("test", limit=2), threading.Event()
-    hung = [threads.submit(lambda: release.wait(60)) for _ in range(2)]
+    hung = [threads.submit(lambda: release.wait(240)) for _ in range(2)]
     queued = threads.submit(lambda: "served")
     with pytest.raises(TimeoutError):
         queued.future.result(0.1)
     threads.abandon(hung[0])
-    assert queued.future.result(10) == "served"
+    assert queued.future.result(120) == "served"
     dropped, last = threads.submit(lambda: "never"), threads.submit(lambda: "again")
     threads.abandon(dropped)
-    assert last.future.result(10) == "again"
+    assert last.future.result(120) == "again"
     release.set()
-    assert hung[1].future.result(10) is True
+    assert hung[1].future.result(120) is True
     threads.close()
     with pytest.raises(RuntimeError, match="closed"):
         threads.submit(fall)
 
 
 def test_slow_calls_make_room_after_a_while_and_errors_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.rollout.loop.SLOW_S", 0.1)
+    monkeypatch.setattr("slime.rollout.loop.SLOW_S", 3600.0)
     threads, release = DaemonThreads("test", limit=1), threading.Event()
-    slow = threads.submit(lambda: release.wait(60))
+    slow = threads.submit(lambda: release.wait(240))
     queued = threads.submit(fall)
     with pytest.raises(TimeoutError):
         queued.future.result(0.2)
-    threads.grow()
+    monkeypatch.setattr("slime.rollout.loop.SLOW_S", 0.1)
+
+    def has_room() -> bool:
+        threads.grow()
+        return queued.future.done()
+
+    assert wait_until(has_room, 120)
     with pytest.raises(KeyError, match="left shoe"):
-        queued.future.result(10)
+        queued.future.result(120)
     release.set()
-    assert slow.future.result(10) is True
+    assert slow.future.result(120) is True
     threads.close()
 
 
@@ -226,5 +233,5 @@ loop.close()
 
 
 def test_a_thread_that_hangs_does_not_keep_the_process_from_ending() -> None:
-    done = subprocess.run([sys.executable, "-c", HANGS_AT_EXIT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", HANGS_AT_EXIT], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, "left behind\n")
