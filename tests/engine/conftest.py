@@ -20,6 +20,12 @@ from slime.cluster.ports import free_port
 from tests.tiny_models import make_model_folder
 
 
+@pytest.fixture(autouse=True)
+def _patient_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks an engine for its load waits for the answer."""
+    monkeypatch.setattr("slime.engine.fleet.states._TIMEOUT_S", 120.0)
+
+
 @pytest.fixture(scope="session")
 def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("models") / "qwen3")
@@ -38,7 +44,7 @@ class EngineProcess:
         self._wait_healthy()
 
     def _wait_healthy(self) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
             try:
@@ -71,18 +77,18 @@ class EngineProcess:
     def in_background(self, function: Callable[[], Any]) -> Any:
         return ThreadPoolExecutor(1).submit(function)
 
-    def wait_running(self, count: int) -> None:
-        """Until `count` requests are being generated."""
-        deadline = time.monotonic() + 60
+    def wait_running(self, count: int, or_done: Callable[[], bool] = lambda: False) -> None:
+        """Until `count` requests are being generated, or the engine was done with them before anybody looked."""
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
-            if self.get("/server_info")[1]["num_running_reqs"] >= count:
+            if self.get("/server_info")[1]["num_running_reqs"] >= count or or_done():
                 return
             time.sleep(0.01)
         raise AssertionError(f"{count} requests never ran")
 
     def stop(self) -> int:
         self.process.terminate()
-        code = self.process.wait(30)
+        code = self.process.wait(240)
         self._file.close()
         return code
 

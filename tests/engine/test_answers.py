@@ -167,7 +167,7 @@ def _asked(body: bytes) -> GenerateResult:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         try:
-            async with EngineClient(site.name.rstrip("/"), timeout_s=20) as client:
+            async with EngineClient(site.name.rstrip("/"), timeout_s=120) as client:
                 return await client.generate_result({"input_ids": [1]})
         finally:
             await runner.cleanup()

@@ -75,7 +75,7 @@ def call(server, use):
     """`use(client)` against a listening server; returns what it returned."""
 
     async def main():
-        async with server.listening(), EngineClient(server.url, timeout_s=5, control_timeout_s=5) as client:
+        async with server.listening(), EngineClient(server.url, timeout_s=120, control_timeout_s=120) as client:
             return await use(client)
 
     return asyncio.run(main())
@@ -190,7 +190,7 @@ def test_generate_waits_for_an_engine_that_listens_a_little_later():
     port, server = free_port(), answering()
 
     async def main():
-        async with EngineClient(f"http://127.0.0.1:{port}", timeout_s=10) as client:
+        async with EngineClient(f"http://127.0.0.1:{port}", timeout_s=120) as client:
             waiting = asyncio.create_task(client.generate({}))
             await asyncio.sleep(0.15)
             async with server.listening(port):
@@ -323,7 +323,7 @@ async def pool_of(*servers, **options):
     async with AsyncExitStack() as stack:
         for server in servers:
             await stack.enter_async_context(server.listening())
-        pool = EnginePool([server.url for server in servers], timeout_s=5, control_timeout_s=5, **options)
+        pool = EnginePool([server.url for server in servers], timeout_s=120, control_timeout_s=120, **options)
         try:
             yield pool
         finally:

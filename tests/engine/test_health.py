@@ -42,20 +42,25 @@ def bridge_to(core: EngineCore) -> EngineBridge:
 def test_an_engine_with_all_rows_taken_is_well(qwen3_folder: Path) -> None:
     """The probe is answered while the only row is taken and another request waits for it."""
 
-    async def ask(core: EngineCore) -> None:
+    async def ask(core: EngineCore) -> bool:
         bridge = bridge_to(core)
         requests = [server_module.parse_generate(LONG, bridge.loaded)[0][0] for _ in range(2)]
         working = [asyncio.ensure_future(bridge.run(request)) for request in requests]
         while core.counters.generated_tokens == 0:  # noqa: ASYNC110 (of another thread)
             await asyncio.sleep(0)
         assert await health(core) == (200, {"status": "ok"})
-        assert not any(task.done() for task in working)
+        if any(task.done() for task in working):
+            return False
         done = await asyncio.gather(*working)
         assert [len(finished.sequence.output_ids) for [finished] in done] == [250, 250]
         assert core.counters.requests == 2  # nothing was put into the queue for the probe
+        return True
 
-    with running_core(qwen3_folder, "--max-running-requests", "1") as core:
-        asyncio.run(ask(core))
+    for _ in range(5):  # again, if the engine was done with one before the probe came
+        with running_core(qwen3_folder, "--max-running-requests", "1") as core:
+            if asyncio.run(ask(core)):
+                return
+    raise AssertionError("the probe never came in time")
 
 
 def test_an_idle_engine_generates_for_the_probe(qwen3_folder: Path) -> None:
@@ -73,7 +78,7 @@ def test_an_engine_without_progress_is_not_well(
 
     def hang() -> None:
         stuck.set()
-        assert free.wait(60)
+        assert free.wait(240)
 
     async def ask(core: EngineCore) -> None:
         bridge = bridge_to(core)
@@ -83,11 +88,12 @@ def test_an_engine_without_progress_is_not_well(
             while core.counters.generated_tokens == 0:  # noqa: ASYNC110 (of another thread)
                 await asyncio.sleep(0)
         hanging = core.call(hang)
-        await asyncio.to_thread(stuck.wait, 60)
+        await asyncio.to_thread(stuck.wait, 240)
         status, answer = await health(core)
         assert (status, "no token within" in answer["error"]["message"]) == (503, True)
         free.set()
         await asyncio.wrap_future(hanging)
+        monkeypatch.setattr(server_module, "_PROBE_SECONDS", 120.0)
         assert (await health(core))[0] == 200
         if is_working:
             working.cancel()
@@ -145,7 +151,7 @@ def supervised(engine: BusyEngine) -> Iterator[tuple[EnginePool, LoopThread, Sup
         return runner, EnginePool(engine.urls)
 
     runner, pool = loop.run(start())
-    supervisor = Supervisor(engine, pool, loop.run, Watch(60.0, 5.0, 60.0, 3), refresh=None)
+    supervisor = Supervisor(engine, pool, loop.run, Watch(60.0, 120.0, 60.0, 3), refresh=None)
     try:
         yield pool, loop, supervisor
     finally:
@@ -169,7 +175,7 @@ def test_an_engine_that_samples_for_us_is_not_restarted() -> None:
                         asyncio.get_running_loop().call_soon(engine.seen.set)
 
             task = asyncio.ensure_future(client.generate_into(Noticed(), {}))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 await first.wait()
             return task
 

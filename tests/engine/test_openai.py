@@ -297,5 +297,5 @@ def test_bodies_samples_and_the_queue_are_bounded(guarded: EngineProcess) -> Non
     status, answer = ask(guarded, "/v1/completions", {"prompt": "a", "n": 2})
     assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
     ask(guarded, "/continue_generation", {})
-    assert asked.result(60)[0] == 200
+    assert asked.result(240)[0] == 200
     assert ask(guarded, "/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 2})[0] == 200

@@ -71,7 +71,7 @@ def options(argv: list[str]) -> dict[str, str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
     return condition()

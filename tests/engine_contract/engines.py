@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from slime.config import Config
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient
+from tests.e2e.runs import wait_until
 
 SGLANG_PYTHON = os.environ.get("SLIME_SGLANG_PYTHON")
 ROUTER_PYTHON = os.environ.get("SLIME_ROUTER_PYTHON")
@@ -95,7 +96,7 @@ class Engine:
         if left:
             self.call(lambda client: client.continue_())
             self.call(lambda client: client.abort(abort_all=True))
-            wait(left, timeout=60)
+            wait(left, timeout=240)
 
     def load(self, folder: Path, version: str, *, flush_cache: bool = True) -> None:
         self.call(lambda client: client.update_weights_from_disk(folder, version, flush_cache=flush_cache))
@@ -104,6 +105,19 @@ class Engine:
         return str(self.get("/model_info")["weight_version"])
 
 
-def after_first_tokens(engine: Engine, seconds: float = 0.4) -> None:
-    """Give a request that was just sent time to be decoding: neither engine tells at once."""
-    time.sleep(seconds)
+def after_first_tokens(engine: Engine, *asked: Future[Any]) -> None:
+    """Until these requests are being decoded, or one is done already. SGLang does not tell at once: it gets a moment."""
+    if engine.kind != "embedded":
+        time.sleep(0.4)
+        return
+
+    def load() -> dict[str, int]:
+        found: dict[str, int] = engine.get("/v1/loads?include=core")["loads"][0]
+        return found
+
+    def is_any_done() -> bool:
+        return any(one.done() for one in asked)
+
+    assert wait_until(lambda: is_any_done() or load()["num_running_reqs"] >= len(asked), 120)
+    before = load()["generated_tokens"]
+    assert wait_until(lambda: is_any_done() or load()["generated_tokens"] > before + len(asked), 120)
