@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
         print("Traceback: something broke", flush=True)
         return 1
     if behaviour == "hang":
-        time.sleep(60)
+        time.sleep(600)
     started = time.monotonic()
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -31,7 +31,7 @@ def travel(ends: tuple[Channel, Channel], message: Any) -> Any:
     here, there = ends
     sender = threading.Thread(target=here.send, args=(message,))
     sender.start()
-    received = there.recv(20)
+    received = there.recv(120)
     sender.join()
     return received
 
@@ -125,13 +125,13 @@ def test_a_timeout_inside_a_message_can_be_repeated() -> None:
         with pytest.raises(ChannelTimeout):
             receiver.recv(0.02)
     feed.sendall(raw[previous:])
-    np.testing.assert_array_equal(receiver.recv(5)["x"], array)
+    np.testing.assert_array_equal(receiver.recv(120)["x"], array)
 
 
 def test_messages_queue_in_order(ends: Any) -> None:
     for i in range(100):
         ends[0].send(i)
-    assert [ends[1].recv(1) for _ in range(100)] == list(range(100))
+    assert [ends[1].recv(120) for _ in range(100)] == list(range(100))
 
 
 def test_closing_is_seen_on_both_sides(ends: Any) -> None:
@@ -139,13 +139,13 @@ def test_closing_is_seen_on_both_sides(ends: Any) -> None:
     here.send("last")
     here.close()
     here.close()
-    assert there.recv(1) == "last"
+    assert there.recv(120) == "last"
     with pytest.raises(ChannelClosed):
-        there.recv(1)
+        there.recv(120)
     with pytest.raises(ChannelClosed):
         there.send("anyone?")
     with pytest.raises(ChannelClosed):
-        here.recv(1)
+        here.recv(120)
     with pytest.raises(ChannelClosed):
         here.send(1)
 
@@ -163,11 +163,11 @@ def test_an_offer_is_sent_if_the_way_is_free_and_dropped_if_not(ends: Any) -> No
     while here.offer({"number": sent}):  # until the other side, which reads nothing, has no room
         sent += 1
     assert sent > 10
-    assert [there.recv(1)["number"] for _ in range(sent)] == list(range(sent))
+    assert [there.recv(120)["number"] for _ in range(sent)] == list(range(sent))
     with here._send_lock:  # another thread's message is under way
         assert not here.offer("news")
     assert here.offer("news")
-    assert there.recv(1) == "news"
+    assert there.recv(120) == "news"
     there.close()
     assert not here.offer("news")
     here.close()
@@ -180,7 +180,7 @@ def test_size_limits_hold_on_both_sides() -> None:
         here.send(np.zeros(1000))
     other.sendall(struct.pack("<Q", 1001))
     with pytest.raises(ChannelProtocolError, match="1001 bytes"):
-        here.recv(1)
+        here.recv(120)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_frames_that_lie_about_their_parts_are_refused(frame: bytes) -> None:
     here, other = channel_pair()
     other.sendall(frame)
     with pytest.raises(ChannelProtocolError):
-        here.recv(1)
+        here.recv(120)
 
 
 def test_threads_may_send_at_the_same_time(ends: Any) -> None:
@@ -202,7 +202,7 @@ def test_threads_may_send_at_the_same_time(ends: Any) -> None:
     ]
     for thread in threads:
         thread.start()
-    received = [there.recv(10) for _ in range(80)]
+    received = [there.recv(120) for _ in range(80)]
     for thread in threads:
         thread.join()
     assert all((array == k).all() and array.size == 20_000 for k, array in received)
@@ -229,10 +229,10 @@ def test_a_real_child_answers_and_its_death_closes_the_channel(tmp_path: Path) -
         theirs.close()
         array = np.arange(500_000, dtype=np.float64)
         channel.send(array)
-        answer = channel.recv(20)
+        answer = channel.recv(120)
         assert answer["sum"] == 499_999 * 500_000 / 2
         np.testing.assert_array_equal(answer["back"], np.arange(0, 1_000_000, 2))
         channel.send("die")
         with pytest.raises(ChannelClosed):
-            channel.recv(20)
-        assert child.wait(10) == 9
+            channel.recv(120)
+        assert child.wait(120) == 9
