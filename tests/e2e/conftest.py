@@ -13,6 +13,7 @@ from tests.warm.popen import COLD
 PLUGINS = """\
 import json
 import os
+import threading
 
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
@@ -33,6 +34,11 @@ def note_places(args, groups):
 
 
 def token_sum(args, sample):
+    \"\"\"Where it is told to, it never comes to an end from some rollout on.\"\"\"
+    held_from = int(os.environ.get("HOLD_FROM_ROLLOUT", "1000000"))
+    if (GenerateState(args).rollout_id or 0) >= held_from:
+        open(os.environ["HELD"], "w").close()
+        threading.Event().wait()
     return sum(sample.tokens) % 7 / 7
 
 

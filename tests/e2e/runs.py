@@ -21,7 +21,7 @@ from slime.observe.metrics import read_metrics
 ROOT = Path(__file__).parents[2]
 TRAIN = (sys.executable, str(ROOT / "train.py"))
 MARK = "SLIME_E2E_MARK"
-RUN_LIMIT_S = 180.0
+RUN_LIMIT_S = 600.0
 ENGINE, TRAINER = "slime.engine.embedded", "slime.train.worker"
 
 

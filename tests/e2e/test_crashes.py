@@ -83,14 +83,14 @@ class Storm:
                 if life.popen.poll() is None:
                     done = life.finish()
                     assert done.code == 0 or self._engine_died_early(done.err), done.err
-                assert wait_until(lambda alive=life: not alive.processes(), within_s=20), "processes outlived the run"
+                assert wait_until(lambda alive=life: not alive.processes(), within_s=120), "processes outlived the run"
             self.check()
 
     def _strike(self, life: Running) -> None:
         early = self.chance.random() < EARLY_SHARE
-        assert wait_until(lambda: life.popen.poll() is not None or self._works(life, early), within_s=90)
+        assert wait_until(lambda: life.popen.poll() is not None or self._works(life, early), within_s=280)
         goal = 0 if early else self._steps() + self.chance.randint(0, WITHIN_STEPS)
-        assert wait_until(lambda: life.popen.poll() is not None or self._steps() >= goal, within_s=90)
+        assert wait_until(lambda: life.popen.poll() is not None or self._steps() >= goal, within_s=280)
         time.sleep(self.chance.uniform(0, WITHIN_S))
         if life.popen.poll() is not None:
             self._explain_end(life)
@@ -103,9 +103,9 @@ class Storm:
             os.kill(self.chance.choice(victims[kind]), signal.SIGKILL)
             self.kills.append(kind)
         if kind == "driver":
-            life.popen.wait(30)
+            life.popen.wait(240)
         if kind == "trainer" and not self._starts_again(life, victims[kind]):
-            assert life.popen.wait(60) == 1
+            assert life.popen.wait(240) == 1
             err = life.popen.communicate()[1]
             ends_already = self.kills[-2:-1] == ["engine"] and "was killed by signal 9" in err
             assert "trainer-0 ended during" in err or ends_already, err
@@ -114,7 +114,7 @@ class Storm:
         """Whether the run has other trainers by itself, as it may once it has been up."""
         if "--max-restarts" not in self.command():
             return False
-        assert wait_until(lambda: life.popen.poll() is not None or self._others(life, before), within_s=90)
+        assert wait_until(lambda: life.popen.poll() is not None or self._others(life, before), within_s=280)
         return life.popen.poll() is None
 
     def _others(self, life: Running, before: list[int]) -> bool:

@@ -22,16 +22,16 @@ def test_ctrl_c_ends_everything(place: Path) -> None:
         assert (done.code, done.err) == (130, "interrupted\n")
         assert "the same command goes on from the last checkpoint" in done.out
         assert (place / "stopped" / "reward.png").is_file()
-        assert wait_until(lambda: not running.processes(), within_s=10)
+        assert wait_until(lambda: not running.processes(), within_s=120)
 
 
 def test_terminate_while_starting_ends_everything(place: Path) -> None:
     with started([*ENDLESS, "--output-dir", "terminated"], place) as running:
-        assert wait_until(lambda: bool(running.processes(ENGINE) and running.processes(TRAINER)), within_s=60)
+        assert wait_until(lambda: bool(running.processes(ENGINE) and running.processes(TRAINER)), within_s=240)
         running.popen.send_signal(signal.SIGTERM)
         done = running.finish()
         assert (done.code, done.err) == (130, "interrupted\n")
-        assert wait_until(lambda: not running.processes(), within_s=10)
+        assert wait_until(lambda: not running.processes(), within_s=120)
 
 
 @pytest.mark.parametrize(("program", "name"), [(ENGINE, "engine-0"), (TRAINER, "trainer-0")])
@@ -51,4 +51,4 @@ def test_a_part_that_dies_ends_the_run_and_is_named(program: str, name: str, pla
         note = "note: no --save: the trained model is not kept"
         assert note in done.out
         assert note in (place / f"without-{name}" / "logs" / "driver.log").read_text()
-        assert wait_until(lambda: not running.processes(), within_s=10)
+        assert wait_until(lambda: not running.processes(), within_s=120)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def train(folder: Path, out: Path, reward: Any, **flags: Any) -> Any:
         "hf_checkpoint": str(folder), "prompt_data": str(prompts), "num_rollout": ROLLOUTS, "rollout_batch_size": PROMPTS,
         "n_samples_per_prompt": SAMPLES, "rollout_max_response_len": 120, "use_dynamic_batch_size": True,
         "max_tokens_per_gpu": 8192, "lr": 1e-3, "rollout_num_gpus": 2, "use_fault_tolerance": True,
-        "rollout_health_check_interval": 0.3, "rollout_health_check_timeout": 8.0, "progress": "none",
+        "rollout_health_check_interval": 0.3, "rollout_health_check_timeout": 120.0, "progress": "none",
         "output_dir": str(out / "run"),
     }  # fmt: skip
     return slime.run(reward=reward, **(settings | flags))
@@ -68,7 +69,7 @@ def train(folder: Path, out: Path, reward: Any, **flags: Any) -> Any:
     ("how", "flags"),
     [
         (signal.SIGKILL, {}),
-        (signal.SIGSTOP, {}),
+        (signal.SIGSTOP, {"rollout_health_check_timeout": 12.0}),
         (signal.SIGKILL, {"update_weight_transport": "nccl"}),
         (signal.SIGKILL, {"lora_rank": 4, "lora_sync": "adapter", "check_weight_update_equal": True}),
     ],
@@ -86,19 +87,21 @@ def test_a_run_outlives_its_engine(how: int, flags: dict[str, Any], folder: Path
     gaps = [metrics["train/train_rollout_logprob_abs_diff_max"] for metrics in result.metrics]
     assert max(gaps) < 1e-3  # also on the engine that came back, and over the seam of continued responses
     log = (tmp_path / "run/logs/driver.log").read_text()
-    assert log.count("is restarted") == 1
-    assert log.count("is back") == 1
+    restarts = log.count("is restarted")
+    assert restarts == 1 or (how == signal.SIGSTOP and restarts > 1)  # who only seems to hang is restarted, too
+    assert log.count("is back") == restarts
 
 
 def test_an_engine_that_dies_before_an_update_is_restarted_and_gets_it(folder: Path, tmp_path: Path) -> None:
     reward = StrikingReward(ROLLOUTS * PROMPTS * SAMPLES, signal.SIGKILL)  # never by itself
-    struck = []
+    struck, one_at_a_time = [], threading.Lock()
 
     def last_of_first(args: Any, sample: Sample) -> float:
-        if len(reward.seen) == PROMPTS * SAMPLES - 1:  # the rollout is over with this one: training comes next
-            os.kill(engine_pids()[1], signal.SIGKILL)
-            struck.append(sample.index)
-        return reward(args, sample)
+        with one_at_a_time:
+            if len(reward.seen) == PROMPTS * SAMPLES - 1:  # the rollout is over with this one: training comes next
+                os.kill(engine_pids()[1], signal.SIGKILL)
+                struck.append(sample.index)
+            return reward(args, sample)
 
     result = train(folder, tmp_path, last_of_first, rollout_health_check_interval=60.0)
     assert len(struck) == 1

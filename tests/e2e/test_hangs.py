@@ -22,7 +22,9 @@ from slime.train.group import TrainerGroup
 from slime.train.processes import RankProcesses
 from slime.waits.timeouts import Reports
 from tests.e2e.test_fault_tolerance import engine_pids
+from tests.patience import with_more_time
 from tests.tiny_models import make_model_folder
+from tests.train.waiting_ranks import run_out_of_time, when_rank_0_waits
 
 PROMPTS, SAMPLES = 2, 4
 ROOT = str(Path(__file__).parents[2])
@@ -40,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, out: Path, reward: Any, **flags: Any) -> Any:
+    out.mkdir(exist_ok=True)
     prompts = out / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"input": f"what is {i}+{i}?"}) + "\n" for i in range(64)))
     settings: dict[str, Any] = {
@@ -86,33 +89,42 @@ async def stop_then_generate(args, sample, sampling_params):
 def test_a_hung_engine_names_itself_its_call_and_the_flag(folder: Path, tmp_path: Path) -> None:
     plugin = tmp_path / "stopper.py"
     plugin.write_text(STOPPER)
-    flags = {"custom_generate_function_path": f"{plugin}:stop_then_generate", "engine_request_timeout": 4.0}
-    expected = (
-        rf"rollout 0: all {PROMPTS * SAMPLES} samples failed; the first one: engine: EngineTimeout: engine http://\S+: "
-        r"/generate did not finish within its deadline of 4 s \(--engine-request-timeout\): "
-        r"engine-0 \(pid \d+\) is stopped \(SIGSTOP\)"
-    )
-    with pytest.raises(RunFailed, match=expected):
-        train(folder, tmp_path, by_index, **flags)
-    assert_graph(driver_log(tmp_path), r"for engine http://\S+ to answer /generate: longest \d+\.\d s of 4 s")
+
+    def check(seconds: float) -> None:
+        out = tmp_path / f"{seconds:g}"
+        flags = {"custom_generate_function_path": f"{plugin}:stop_then_generate", "engine_request_timeout": seconds}
+        expected = (
+            rf"rollout 0: all {PROMPTS * SAMPLES} samples failed; the first one: engine: EngineTimeout: "
+            rf"engine http://\S+: /generate did not finish within its deadline of {seconds:g} s "
+            r"\(--engine-request-timeout\): engine-0 \(pid \d+\) is stopped \(SIGSTOP\)"
+        )
+        with pytest.raises(RunFailed, match=expected):
+            train(folder, out, by_index, **flags)
+        line = rf"for engine http://\S+ to answer /generate: longest \d+\.\d s of {seconds:g} s"
+        assert_graph(driver_log(out), line)
+
+    with_more_time(check, 4.0, 40.0)
 
 
 def test_an_engine_that_hangs_before_an_update_is_named_by_it(folder: Path, tmp_path: Path) -> None:
-    seen: list[int] = []
+    def check(seconds: float) -> None:
+        seen: list[int] = []
 
-    def strikes_last(args: Any, sample: Sample) -> float:
-        seen.append(sample.index or 0)
-        if len(seen) == PROMPTS * SAMPLES:  # the rollout is over with this one: training comes next, then the update
-            os.kill(engine_pids()[0], signal.SIGSTOP)
-        return by_index(args, sample)
+        def strikes_last(args: Any, sample: Sample) -> float:
+            seen.append(sample.index or 0)
+            if len(seen) == PROMPTS * SAMPLES:  # the rollout is over with this one: training comes, then the update
+                os.kill(engine_pids()[0], signal.SIGSTOP)
+            return by_index(args, sample)
 
-    expected = (
-        r"engine http://\S+: /pause_generation did not finish within its deadline of 4 s \(--engine-request-timeout\): "
-        r"engine-0 \(pid \d+\) is stopped \(SIGSTOP\)"
-    )
-    with pytest.raises(RunFailed, match=expected):
-        train(folder, tmp_path, strikes_last, engine_request_timeout=4.0)
-    assert len(seen) == PROMPTS * SAMPLES
+        expected = (
+            rf"engine http://\S+: /pause_generation did not finish within its deadline of {seconds:g} s "
+            r"\(--engine-request-timeout\): engine-0 \(pid \d+\) is stopped \(SIGSTOP\)"
+        )
+        with pytest.raises(RunFailed, match=expected):
+            train(folder, tmp_path / f"{seconds:g}", strikes_last, engine_request_timeout=seconds)
+        assert len(seen) == PROMPTS * SAMPLES
+
+    with_more_time(check, 4.0, 40.0)
 
 
 # rewards
@@ -156,9 +168,12 @@ def test_rewards_that_hang_now_and_then_fail_their_samples_only(folder: Path, tm
             threading.Event().wait()
         return by_index(args, sample)
 
-    result = train(folder, tmp_path, one_hangs, reward_timeout=2.0)
-    assert [metrics["rollout/failed/count"] for metrics in result.metrics] == [1.0, 0.0]
-    assert result.metrics[0]["rollout/failed/reward"] == 1.0
+    def check(seconds: float) -> None:
+        result = train(folder, tmp_path / f"{seconds:g}", one_hangs, reward_timeout=seconds)
+        assert [metrics["rollout/failed/count"] for metrics in result.metrics] == [1.0, 0.0]
+        assert result.metrics[0]["rollout/failed/reward"] == 1.0
+
+    with_more_time(check, 2.0, 20.0)
 
 
 def assert_graph(log: str, line: str) -> None:
@@ -192,8 +207,11 @@ def test_a_stopped_rank_is_named_with_its_state_and_the_flag(
     patient = TrainerGroup.train
 
     def impatient(self: TrainerGroup, *args: Any, **kwargs: Any) -> Any:
-        self.processes.deadline_s = 5.0  # the flag counts in minutes
-        return patient(self, *args, **kwargs)
+        running_out = when_rank_0_waits(self, run_out_of_time)  # the flag counts in minutes
+        try:
+            return patient(self, *args, **kwargs)
+        finally:
+            running_out.join()
 
     watched: dict[str, Source] = {}
     shown: list[Any] = []
@@ -211,12 +229,12 @@ def test_a_stopped_rank_is_named_with_its_state_and_the_flag(
     assert shown == [("preparing the samples", True)]  # what a display says while it waits
     first = str(caught.value).splitlines()[0]
     assert re.match(
-        r"driver waited 5(\.\d+)? s for trainer-0, trainer-1 to finish train, the last 5(\.\d+)? s without progress "
+        r"driver waited [\d.]+ s for trainer-0, trainer-1 to finish train, the last [\d.]+ s without progress "
         r"\(--distributed-timeout-",
         first,
     )
     assert f"trainer-1 (pid {stopped[0]}) is stopped (SIGSTOP)" in first
     assert_graph(
         str(caught.value),
-        r"driver waits for trainer-0, trainer-1 to finish train: 5\.\d s, without progress for 5\.\d s of 5 s",
+        r"driver waits for trainer-0, trainer-1 to finish train: \d+\.\d s, without progress for \d+\.\d s of 600 s",
     )

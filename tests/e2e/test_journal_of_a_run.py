@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -64,12 +65,12 @@ def test_a_run_says_what_it_waits_for_and_goes_on_or_ends(place: Path) -> None:
 
     with started([*ENDLESS, "--output-dir", "asked", "--custom-rm-path", "napping.py:nap"], place) as running:
         running.wait_for("step 1/")
-        assert wait_until(lambda: all_nap(1), within_s=60)
+        assert wait_until(lambda: all_nap(1), within_s=240)
         running.popen.send_signal(signal.SIGUSR1)
-        assert wait_until(lambda: "SIGUSR1" in log.read_text(), within_s=60)
+        assert wait_until(lambda: "SIGUSR1" in log.read_text(), within_s=240)
         (place / "wake-1").touch()
         running.wait_for("] step ")  # it goes on
-        assert wait_until(lambda: all_nap(2), within_s=60)
+        assert wait_until(lambda: all_nap(2), within_s=240)
         running.popen.send_signal(signal.SIGQUIT)
         done = running.finish()
         assert done.code == 1
@@ -77,7 +78,7 @@ def test_a_run_says_what_it_waits_for_and_goes_on_or_ends(place: Path) -> None:
         assert done.err.count("  driver waits for rollout ") == 2
         assert done.err.count("more like it wait for the reward function napping.py:nap") == 2, done.err
         assert "error: the run was ended by SIGQUIT" in done.err
-        assert wait_until(lambda: not running.processes(), within_s=10)
+        assert wait_until(lambda: not running.processes(), within_s=120)
 
 
 def test_a_full_disk_ends_the_run_and_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,15 +86,14 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_there(tmp_path: Path, monkey
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"input": f"what is {i}+{i}?"}) + "\n" for i in range(64)))
     run_dir = tmp_path / "run"
-    calls = 0
+    calls = itertools.count(1)
 
     def reward(args: object, sample: object) -> float:
-        nonlocal calls
-        calls += 1
-        if calls == 40:  # from now on no file of this process may grow, as on a full disk
+        call = next(calls)
+        if call == 40:  # from now on no file of this process may grow, as on a full disk
             size = (run_dir / "journal.sqlite-wal").stat().st_size
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        return float(calls % 2)
+        return float(call % 2)
 
     level = logging.getLogger().level
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

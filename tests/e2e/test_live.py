@@ -57,7 +57,7 @@ class Life:
         }  # fmt: skip
         for text in (question, *then):
             messages.append({"role": "user", "content": text})
-            connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=120)
+            connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=240)
             body = json.dumps({"model": self._said["model"], "messages": messages})
             connection.request("POST", f"{url.path}/chat/completions", body, headers)
             response = connection.getresponse()
@@ -68,7 +68,7 @@ class Life:
 
     def wait_for(self, what: Callable[[], bool]) -> None:
         """Until this is so."""
-        assert wait_until(lambda: self._ended() or what(), within_s=120)
+        assert wait_until(lambda: self._ended() or what(), within_s=240)
         assert not self._ended(), self.running.finish().err
 
     def has_trained(self) -> bool:
@@ -84,7 +84,7 @@ class Life:
             self.running.popen.poll()
             return not self.running.processes()
 
-        assert wait_until(nobody_is_left, within_s=30)
+        assert wait_until(nobody_is_left, within_s=240)
 
     def _ended(self) -> bool:
         return self.running.popen.poll() is not None

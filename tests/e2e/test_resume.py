@@ -45,11 +45,12 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(whole_run: tuple[Path, 
     assert '"kind": "eval", "step": 2' in evaluation
     metrics.write_text("".join(lines))  # as if it had been killed between the checkpoint and the evaluation after it
 
-    with started([*command, "--num-rollout", "4"], place) as killed:
+    with started([*command, "--num-rollout", "4"], place, HOLD_FROM_ROLLOUT="3", HELD="held-parts") as killed:
         killed.wait_for("step 3/4")
+        assert wait_until((place / "held-parts").exists, within_s=240)
         killed.popen.send_signal(signal.SIGKILL)
         assert killed.popen.wait() == -signal.SIGKILL
-        assert wait_until(lambda: not killed.processes(), within_s=10), "processes outlived their driver"
+        assert wait_until(lambda: not killed.processes(), within_s=120), "processes outlived their driver"
     assert any("resuming from parts at step 3" in line for line in killed.lines)
 
     resumed = run(from_folder_beside(place, [*command, "--num-rollout", "4"]), place / "beside")

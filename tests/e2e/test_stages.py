@@ -66,12 +66,13 @@ def test_killed_in_its_second_stage_it_ends_as_if_it_had_not_been(place: Path) -
     assert (whole.code, whole.err) == (0, "")
     assert observed(place / "unbroken")["seen"] == [[number, 4] for number in range(5)]
 
-    with started(command("broken"), place) as killed:
+    with started(command("broken"), place, HOLD_FROM_ROLLOUT="3", HELD="held-stages") as killed:
         killed.wait_for("stage 2 of 2: large")
         killed.wait_for("step 3/5")
+        assert wait_until((place / "held-stages").exists, within_s=240)
         killed.popen.send_signal(signal.SIGKILL)
         assert killed.popen.wait() == -signal.SIGKILL
-        assert wait_until(lambda: not killed.processes(), within_s=10), "processes outlived their driver"
+        assert wait_until(lambda: not killed.processes(), within_s=120), "processes outlived their driver"
     again = run(command("broken"), place)
     assert (again.code, again.err) == (0, "")
     assert "this run is finished" in again.out  # the first stage

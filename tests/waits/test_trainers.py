@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +13,10 @@ import pytest
 from slime.config import Config, derive
 from slime.train.group import TrainerGroup
 from slime.train.processes import TrainerDied, TrainerTimeout
-from slime.waits.board import board
 from tests.e2e.runs import wait_until
 from tests.tiny_models import make_model_folder
 from tests.train.tiny_training import make_samples
+from tests.train.waiting_ranks import run_out_of_time, when_rank_0_waits
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +44,6 @@ def child(group: TrainerGroup, index: int) -> int:
     return pid
 
 
-def when_rank_0_waits(group: TrainerGroup, act: Callable[[], None]) -> threading.Thread:
-    """Do something when rank 0 has done what it can without the other one."""
-
-    def work() -> None:
-        assert wait_until(lambda: group.processes.doing == "preparing the samples", 120)
-        time.sleep(1.0)  # from there to the collective there is nothing to see
-        act()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
-
-
 def test_a_rank_killed_while_the_other_is_in_a_collective_is_the_one_named(
     two_ranks: TrainerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,12 +68,7 @@ def test_a_stopped_rank_is_named_with_its_state_and_the_stack_of_the_one_that_wa
     monkeypatch.setattr("slime.waits.timeouts._REPORT_S", 120.0)
     pids = [child(two_ranks, index) for index in (0, 1)]
     os.kill(pids[1], signal.SIGSTOP)
-
-    def run_out() -> None:
-        [wait] = [wait for wait in board.waits() if wait.why == "to finish train"]
-        wait.deadline = time.monotonic()
-
-    running_out = when_rank_0_waits(two_ranks, run_out)
+    running_out = when_rank_0_waits(two_ranks, run_out_of_time)
     with pytest.raises(TrainerTimeout) as caught:
         two_ranks.train(0, make_samples(3, 3))
     running_out.join()
