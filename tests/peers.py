@@ -19,7 +19,7 @@ import torch.distributed as dist
 from slime.train.topology import Ranks
 
 ROOT = Path(__file__).parents[1]
-DEADLINE = timedelta(seconds=120)
+DEADLINE = timedelta(seconds=480)
 
 
 def together(count: int, function: Callable[..., Any], *arguments: Any, folder: Path) -> list[Any]:

@@ -115,7 +115,7 @@ def test_what_fails_after_its_transaction_fails_alone(tmp_path: Path) -> None:
         commits = Commits(journal._database)
         writes = [commits.write(lambda after=after: lambda connection: after) for after in (raising, None)]
         both = await asyncio.gather(*writes, return_exceptions=True)
-        await asyncio.wait_for(commits.write(lambda: lambda connection: None), 30)  # the thread goes on
+        await asyncio.wait_for(commits.write(lambda: lambda connection: None), 240)  # the thread goes on
         commits.close()
         return both
 

@@ -113,7 +113,7 @@ class Loop:
         self.thread.start()
 
     def __call__(self, coro: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coro, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coro, self.loop).result(240)
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -139,7 +139,7 @@ def engines(run_async: Loop) -> Iterator[list[Engine]]:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         runners.append(runner)
-        engine.client = EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", timeout_s=20)
+        engine.client = EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", timeout_s=240)
 
     async def stop() -> None:
         for engine in engines:

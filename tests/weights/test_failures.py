@@ -269,7 +269,7 @@ class DyingTrainers(TrainerGroup):
 def test_engines_survive_the_death_of_a_trainer(
     tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, flags: dict[str, Any], fatal: str
 ) -> None:
-    required = {"rollout_batch_size": 1, "num_rollout": 1, "dtype": "bfloat16", "distributed_timeout_minutes": 1}
+    required = {"rollout_batch_size": 1, "num_rollout": 1, "dtype": "bfloat16", "distributed_timeout_minutes": 4}
     config = derive(Config(hf_checkpoint=str(folder), **required, **flags))
     with DyingTrainers(config, device="cpu", run_dir=tmp_path) as trainers:
         trainers.start()
@@ -291,7 +291,7 @@ import os, signal, sys
 import torch, torch.distributed as dist
 from slime.cluster.process_group import join_process_group
 group = join_process_group(
-    address="127.0.0.1", port=int(sys.argv[1]), rank=0, world_size=2, name="half", backend="gloo", timeout_s=30)
+    address="127.0.0.1", port=int(sys.argv[1]), rank=0, world_size=2, name="half", backend="gloo", timeout_s=240)
 dist.broadcast(torch.full((64,), 0.5, dtype=torch.bfloat16), src=0, group=group)
 sys.stdin.readline()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -345,7 +345,7 @@ def test_a_difference_is_found_by_the_check(
     tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, source: ModelSource
 ) -> None:
     make_delta_publisher(source, clients, run_async, folder, tmp_path).publish(1)
-    check = ChecksumCheck(source, clients, run_async, timeout_s=30)
+    check = ChecksumCheck(source, clients, run_async, timeout_s=240)
     check(1)
     with torch.no_grad():
         source.model.model.norm.weight[3] += 1
