@@ -1,4 +1,5 @@
-"""What all tests share: one thread of computation per process, warm starts (tests/warm), and the order of the files."""
+"""What all tests share: one thread of computation per process, warm starts (tests/warm), the order of the files, and
+examples of Hypothesis that may take as long as they like."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.warm.popen import COLD, Starter, install
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two workers share two cores
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 LONGEST_FIRST = (
     "learning/test_tool_use.py", "e2e", "migration", "train", "plugins", "weights", "engine_contract", "engine", "waits",
     "megatron/test_layouts.py", "megatron/test_whole_runs.py", "megatron/test_gradients.py",

@@ -34,7 +34,7 @@ class Transactions:
 
         def counted(database: Database) -> Any:
             self.threads.append(threading.current_thread().name)
-            assert self.go_on.wait(30)
+            assert self.go_on.wait(240)
             return original(database)
 
         monkeypatch.setattr(Database, "transaction", counted)

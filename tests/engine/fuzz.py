@@ -185,7 +185,7 @@ async def bombard(port: int, aim: Iterator[Shot], count: int, *, at_once: int = 
         for _ in left:
             shot = next(aim)
             try:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(240):
                     status, answer = await _fire(port, shot)
                     if shot.path.startswith(("/pause", "/release")):  # or everybody would wait for ever
                         await _fire(

@@ -50,7 +50,7 @@ def run_attached(model: Path, addresses: list[str], tmp_path: Path, **flags: Any
     )  # fmt: skip
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_run_attaches_and_leaves_the_engines_running(
     served: tuple[Running, list[str]], first_model: Path, tmp_path: Path
 ) -> None:

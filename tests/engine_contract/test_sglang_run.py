@@ -54,7 +54,7 @@ def rising_rewards(tmp_path: Path, **flags: Any) -> Path:
     return result.run_dir
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_run_with_servers_of_its_own_learns(tmp_path: Path) -> None:
     flags = engine_flags("sglang") | TRANSPORTS["disk"]
     logs = rising_rewards(tmp_path, rollout_num_gpus=2, **flags) / "logs"
@@ -63,7 +63,7 @@ def test_a_run_with_servers_of_its_own_learns(tmp_path: Path) -> None:
         assert "POST /generate" in (logs / f"engine-{number}.log").read_text()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("running", ["sglang"], indirect=True)
 @pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "disk"])
 def test_a_run_learns_with_every_transport(transport: str, engine: Engine, tmp_path: Path) -> None:

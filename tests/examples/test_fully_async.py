@@ -112,7 +112,7 @@ def test_the_verdict_is_about_learning_and_the_bound(
 
 
 @pytest.mark.examples
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_an_agent_learns_while_weights_change_under_it(run_example: Callable[..., Ran]) -> None:
     ran = run_example("fully_async/run.py", "--modes", "full", "--warm-up-steps", "100", "--steps", "10")
     before, after = ran.series("eval/held-out", "full")

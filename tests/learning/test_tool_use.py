@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WARM_UP_STEPS = 180

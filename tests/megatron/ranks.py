@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-PATIENCE = timedelta(minutes=3)
+PATIENCE = timedelta(minutes=9)
 PRELOADED = (
     "tests.megatron.trainings", "slime.train.backends.megatron.builder", "megatron.core.dist_checkpointing",
     "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.auto.modeling_auto",
@@ -97,7 +97,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
         except (EOFError, OSError):
             os._exit(0)
         meeting = dist.FileStore(f"{store}-{turn}", size)
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=timedelta(minutes=2))
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=PATIENCE)
         try:
             answer = (True, function(*args, **keywords))
         except Exception:  # noqa: BLE001 (the test raises it)

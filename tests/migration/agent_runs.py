@@ -89,7 +89,7 @@ def served(app: web.Application) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(timeout=30)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(timeout=240)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

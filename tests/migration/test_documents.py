@@ -147,7 +147,7 @@ def run_folder(running: Running, place: Path) -> Path:
 
 
 def wait_for(running: Running, event: Callable[[], bool]) -> None:
-    assert wait_until(lambda: event() or running.popen.poll() is not None, within_s=240)
+    assert wait_until(lambda: event() or running.popen.poll() is not None, within_s=600)
     assert running.popen.poll() is None, running.finish()
 
 
@@ -160,7 +160,7 @@ def interrupt(running: Running) -> Done:
     running.popen.send_signal(signal.SIGINT)
     done = running.finish()
     assert (done.code, done.err) == (130, "interrupted\n")
-    assert wait_until(lambda: not running.processes(), within_s=60)
+    assert wait_until(lambda: not running.processes(), within_s=240)
     return done
 
 
@@ -215,7 +215,7 @@ def test_grpo_by_the_shell_alone_goes_on_after_ctrl_c(place: Path) -> None:
         os.killpg(os.getpgid(leader), signal.SIGINT)
         done = running.finish()
         assert (done.code, done.err) == (130, "interrupted\n")
-        assert wait_until(lambda: not running.processes(), within_s=60)
+        assert wait_until(lambda: not running.processes(), within_s=240)
     saved = int((out / "latest_checkpointed_iteration.txt").read_text())
     flags = ["--load", str(out), "--save", str(out), "--num-rollout", str(saved + 2)]
     again = run([*typed(command, place), *flags], place, **TINY)

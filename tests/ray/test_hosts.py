@@ -21,7 +21,7 @@ def own_loss(args, batch, logits, sum_of_sample_mean):
 """
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2700)
 def test_hosts_without_the_files_are_sent_them(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     why = why_impossible()
     if why is not None:

@@ -29,7 +29,7 @@ def one_rank() -> Ranks:
         os.environ.update(group)
         meeting = tempfile.TemporaryDirectory(prefix="slime-tests-")
         atexit.register(meeting.cleanup)
-        _ranks.append(join_ranks("cpu", meeting=Meeting(f"{meeting.name}/store"), timeout_minutes=2))
+        _ranks.append(join_ranks("cpu", meeting=Meeting(f"{meeting.name}/store"), timeout_minutes=8))
     return _ranks[0]
 
 
