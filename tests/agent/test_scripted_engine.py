@@ -85,7 +85,7 @@ def test_an_aborted_turn_goes_on_where_it_was_cut(tokenizer):
         client = EngineClient(url)
         grown = Growing()
         task = asyncio.ensure_future(client.generate_into(grown, payload(prompt, rid="a")))
-        assert await asyncio.to_thread(engine.holding.wait, 30)
+        assert await asyncio.to_thread(engine.holding.wait, 120)
         await client.abort("a")
         await task
         result = await client.grown_result(grown, None)
