@@ -66,7 +66,7 @@ def test_a_rollout_on_the_running_loop_from_a_source_or_its_method(engine, make_
     async def respond(body):
         if len(body["input_ids"]) == 2:
             return await engine.held("7")  # until the batch is full and it is aborted
-        return "7</s>"
+        return await engine.when(lambda: engine.holding == 1, "7</s>")
 
     engine.respond = respond
     source = prompts(["a", "bb"], n=1)
