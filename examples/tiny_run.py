@@ -21,8 +21,8 @@ from slime.errors import RunFailed, UserError  # noqa: E402
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "partial": {"over_sampling_batch_size": 32, "partial_rollout": True},
-    "one-step": {"async_mode": "one-step"},
-    "full": {"async_mode": "full"},
+    "one-step": {"async_mode": "one-step", "colocate": True},
+    "full": {"async_mode": "full", "colocate": True},
 }
 PROMPTS, SAMPLES = 16, 8
 """Of a step of GRPO."""

@@ -111,6 +111,7 @@ def _live(args: argparse.Namespace, files: task.Files, warm: Path, common: dict[
         **hints,
         hf_checkpoint=str(warm),
         async_mode="full",
+        colocate=True,  # one GPU does both
         live_judge_path=f"{HERE / 'task.py'}:judge",
         live_filter_path=f"{HERE / 'task.py'}:without_addresses",
         live_idle_timeout=5.0,

@@ -26,8 +26,8 @@ LORA_RATE = 4e-3
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "partial": {"over_sampling_batch_size": 64, "partial_rollout": True},
-    "one-step": {"async_mode": "one-step"},
-    "full": {"async_mode": "full"},
+    "one-step": {"async_mode": "one-step", "colocate": True},
+    "full": {"async_mode": "full", "colocate": True},
 }
 
 

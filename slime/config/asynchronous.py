@@ -91,11 +91,6 @@ def async_contradictions(config: Config) -> Iterator[str]:
                 f"{interval} sends them only every {interval}: drop one"
             )
         return
-    if config.colocate:
-        yield (
-            f"--async-mode {mode} generates while it trains, but --colocate makes engines and trainers take turns on "
-            "the same GPUs: give the engines their own with --rollout-num-gpus, or use --async-mode sync"
-        )
     if config.offload_rollout:
         yield (
             f"--offload-rollout takes the engines' memory away during training, when --async-mode {mode} needs them: "

@@ -47,10 +47,10 @@ def test_train_async_is_one_step_off(place: Path) -> None:
         assert {tuple(sample["weight_versions"]) for sample in evaluated} == {(str(step),)}
 
 
-def test_colocation_is_refused_with_the_reason(place: Path) -> None:
-    done = run([*TRAIN_ASYNC, *grpo_flags(), "--num-rollout", "1", "--colocate"], place)
+def test_taking_turns_is_refused_with_the_reason(place: Path) -> None:
+    done = run([*TRAIN_ASYNC, *grpo_flags(), "--num-rollout", "1", "--colocate", "--offload-rollout"], place)
     assert done.code == 2
-    assert "--colocate makes engines and trainers take turns on the same GPUs" in done.err
+    assert "--offload-rollout takes the engines' memory away during training" in done.err
     assert len(done.err.splitlines()) == 1
 
 
