@@ -138,10 +138,10 @@ def _serve(words: Sequence[str]) -> int:
 
     if wants_fleet(words):
         return serve_fleet(words)
+    from slime.engine.embedded.__main__ import end_process
     from slime.engine.embedded.__main__ import main as serve
 
-    result = serve(list(words))
-    return result if isinstance(result, int) else EXIT_OK
+    end_process(serve(list(words)))
 
 
 def _fleet(words: Sequence[str]) -> int:

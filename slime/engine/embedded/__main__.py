@@ -11,10 +11,12 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from aiohttp import web
 
@@ -31,6 +33,7 @@ from slime.errors import UserError
 
 log = logging.getLogger("slime.engine.embedded")
 
+NATIVE_THREADS = {"load", "compile", "kernels"}
 BACKLOG = 2048  # connections that wait to be taken; the kernel's net.core.somaxconn may say less
 
 
@@ -145,6 +148,21 @@ def load(core: EngineCore) -> ModelFacts:
     return ModelFacts(tokenizer, core.vocab_size, core.context_len, stops, has_experts, chat_tokenizer=chat.get)
 
 
+def end_process(code: int) -> NoReturn:
+    """At once while threads load or compile: the interpreter's own end would abort in the middle of native code."""
+    if any(thread.name in NATIVE_THREADS for thread in threading.enumerate()):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
     faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)  # into the log, for whoever waits for us
-    sys.exit(main())
+    try:
+        code = main()
+    except Exception:  # noqa: BLE001 - what nobody expected is shown, and ends the process as an exception would
+        traceback.print_exc()
+        code = 1
+    end_process(code)
