@@ -148,6 +148,34 @@ def test_bodies_from_the_kernels_compute_what_transformers_does() -> None:
     assert max(float(error) for error in found.values()) < 1e-4, found
 
 
+COMPILES = """\
+import sys, torch
+from triton.runtime.jit import JITFunction
+from slime.engine.embedded.fused.compiling import compile_kernels
+from slime.engine.embedded.fused.families import block_of
+from slime.engine.embedded.sampling.draw import KernelDraw
+from slime.models.published import published_models
+
+asked = set()
+JITFunction.warmup = lambda kernel, *types, **how: asked.add(kernel.fn.__name__)
+for name in sys.argv[1:]:
+    compile_kernels(block_of(published_models()[name].config), torch.bfloat16, most=4, positions=64)
+KernelDraw.compile_plain(4, 1000)
+KernelDraw(4, 1000, torch.device("cpu")).prepare()
+print(*asked)
+print(*sorted({"sympy", "transformers", "torch._dynamo"} & sys.modules.keys()))
+"""
+
+
+def test_compiling_ahead_imports_nothing_that_takes_longer_than_kernels_from_the_cache() -> None:
+    command = [sys.executable, "-c", COMPILES, "qwen3-0.6B", "qwen3-30B-A3B", "qwen2.5-0.5B"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    asked, slow = done.stdout.splitlines()
+    assert {"_decode_kernel", "_route_kernel", "_extend_kernel", "mass_kernel", "probe_kernel"} <= set(asked.split())
+    assert slow == ""
+
+
 @pytest.mark.parametrize(
     ("rows", "cuda", "batches"),
     [

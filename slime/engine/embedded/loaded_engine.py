@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from slime.cluster.memory.cuda_driver import CudaRefused
 from slime.cluster.precision import choose_dtype, slow_dtype_note
 from slime.engine.embedded.bodies import make_body
 from slime.engine.embedded.cache import KVCache
@@ -44,6 +45,7 @@ class LoadedEngine:
         self.options = options
         self.counters = Counters()
         self.phases: dict[str, float] = {}  # seconds
+        self._prepare_draws: Callable[[], object] = lambda: None
 
     @property
     def weight_version(self) -> str:
@@ -145,7 +147,7 @@ class LoadedEngine:
         self.context_len = min(self.context_len, self.capacity)
         self.scheduler.cache = self._fresh_cache()
         with self._phase("KV cache"):
-            self.runner.allocate_kv(max(self.capacity, SLOTS), None if self.memory is None else self.memory.zeros)
+            self._allocate_cache()
         self.steps = Steps(
             self.scheduler, self.runner, self.counters, version=o.weight_version, fresh_cache=self._fresh_cache
         )
@@ -157,6 +159,18 @@ class LoadedEngine:
                 self._prepare_cuda()
         with self._phase("check"):
             plain.compare(self.runner, self.steps.decoder, self.scheduler.table)
+        self._prepare_draws()  # now that nothing else waits for the interpreter
+
+    def _allocate_cache(self) -> None:
+        slots = max(self.capacity, SLOTS)
+        try:
+            self.runner.allocate_kv(slots, None if self.memory is None else self.memory.zeros)
+        except (CudaRefused, torch.cuda.OutOfMemoryError) as error:
+            wanted, free = slots * self.runner.kv_bytes_per_token(), torch.cuda.mem_get_info()[0]
+            raise UserError(
+                f"a KV cache of {slots} tokens takes {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} are free on this "
+                "GPU: lower --max-total-tokens (--engine-max-total-tokens in a run), or free memory on it"
+            ) from error
 
     def _longest(self, facts: Mapping[str, Any]) -> int:
         """The longest sequence that the model and the options allow."""
@@ -192,4 +206,4 @@ class LoadedEngine:
         decoder = CudaDecoder(self.runner, body, draw, max_running=o.max_running_requests)
         decoder.capture()
         self.steps.decoder = decoder
-        draw.prepare_aside()
+        self._prepare_draws = draw.prepare_aside

@@ -130,8 +130,7 @@ class FusedBody:
         """What the experts make of `normed` goes into `stream`, and that through the norm behind it into `normed`."""
         facts = self._block.experts
         assert facts is not None
-        logits = torch.mm(normed, mlp.router.t())
-        found = route(logits, self._counts, facts.topk, normalised=facts.normalised)
+        found = route(mlp.router(normed), self._counts, facts.topk, normalised=facts.normalised)
         if self._routed is not None:
             self._routed.note(index, found.index, facts.count)
         tiles = (found.order, found.ends, found.tile_ends, found.tile_expert, found.rows, facts.topk)
@@ -152,8 +151,8 @@ class FusedBody:
         """Last hidden states `[T, H]`, after the final norm; the table has the slots of all tokens that are seen."""
         context, eps, shape = self._context, self._block.eps, self._shape
         context.slots = slots
-        stream = self._weights.embedding[ids]
-        normed, tokens = torch.empty_like(stream), len(ids)
+        stream = self._weights.embedding.index_select(0, ids)
+        normed, tokens = stream.new_empty(stream.shape), len(ids)
         queries = stream.new_empty(tokens, shape.heads, shape.dim)
         inner = stream.new_empty(tokens, self._block.intermediate)
         add_norm(None, stream, self._weights.layers[0].norm, normed, eps)
@@ -180,8 +179,8 @@ class FusedBody:
 
 def _project(hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """CUDA accumulates half-precision products in fp32 and hands that out unrounded."""
-    if hidden.dtype == torch.float32:
-        return torch.mm(hidden, head.t(), out=out)
+    if hidden.dtype == torch.float32 or hidden.is_meta:
+        return Product(head)(hidden, out)
     if hidden.is_cuda:
         return torch.mm(hidden, head.t(), out_dtype=torch.float32, out=out)
     return out.copy_(hidden @ head.t())

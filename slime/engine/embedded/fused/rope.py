@@ -116,7 +116,10 @@ class Rope:
     def tables(
         self, dim: int, positions: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin `[positions, dim / 2]` in the model's dtype."""
+        """cos and sin `[positions, dim / 2]` in the model's dtype; on `meta` room for them."""
+        if device.type == "meta":
+            cos, sin = torch.empty(2, positions, dim // 2, dtype=dtype, device=device).unbind(0)
+            return cos, sin
         angles = torch.arange(positions, device=device).float()[:, None] * self.frequencies(dim).to(device)
         return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
 

@@ -21,6 +21,9 @@ class Product:
     bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x @ weight.T + bias; of `meta` tensors room for it: torch would import sympy, seconds, to find its shape."""
+        if x.is_meta:
+            return x.new_empty(len(x), len(self.weight)) if out is None else out
         if self.bias is None:
             return torch.mm(x, self.weight.t(), out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
@@ -34,7 +37,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Sparse:
-    router: torch.Tensor  # [E, H]
+    router: Product  # [E, H]
     gate_up: torch.Tensor  # [E, 2 * width, H]
     down: torch.Tensor  # [E, H, width]
 
@@ -73,7 +76,7 @@ def _layer(block: Block, layer: int, tensors: Mapping[str, torch.Tensor]) -> Lay
             )
             for part in ("gate_up", "down")
         )
-        return Sparse(joined("router"), gate_up, down)
+        return Sparse(product("router", has_bias=False), gate_up, down)
 
     return Layer(
         norm=joined("norm"),

@@ -28,6 +28,12 @@ def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
+def put(into: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> None:
+    """Rows to their places, in the dtype there; nothing on `meta`, where torch would import sympy, seconds, for it."""
+    if not into.is_meta:
+        into.index_copy_(0, at.long(), values.to(into.dtype))
+
+
 def bring(there: torch.Tensor) -> torch.Tensor:
     """To memory that may be read when the stream has come so far."""
     host = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)

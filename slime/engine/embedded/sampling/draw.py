@@ -15,7 +15,7 @@ import triton
 from slime.engine.embedded.model.body import DrawBatch
 from slime.engine.embedded.model.sampler import draw_each
 from slime.engine.embedded.sampling import cut_kernels, draw_kernels
-from slime.engine.embedded.sampling.device import Launch, bring, compile_only, launch, send
+from slime.engine.embedded.sampling.device import Launch, bring, compile_only, launch, put, send
 from slime.engine.embedded.sampling.entries import Entries
 from slime.engine.embedded.sampling_params import SamplingParams
 from slime.engine.embedded.sequence import Sequence
@@ -131,7 +131,7 @@ class KernelDraw:
             settings = np.array([_settings(seq) for seq in fresh], np.float32)
             rows = [seq.row for seq in fresh]
             there = send(np.column_stack([np.array(rows, np.float32), settings]), self._device)
-            self._settings.index_copy_(0, there[:, 0].long(), there[:, 1:])
+            put(self._settings, there[:, 0], there[:, 1:])
             self._kinds[rows] = settings[:, draw_kernels.KIND.value]
             for seq in fresh:
                 self._owners[seq.row] = seq

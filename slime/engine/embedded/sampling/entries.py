@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from slime.engine.embedded.model.body import DrawBatch
-from slime.engine.embedded.sampling.device import Launch, launch, send
+from slime.engine.embedded.sampling.device import Launch, launch, put, send
 from slime.engine.embedded.sampling.edit_kernels import ENDS, IN_PROMPT, SAMPLED, edit_kernel, note_kernel
 from slime.engine.embedded.sequence import Sequence
 
@@ -99,9 +99,9 @@ class Entries:
         at, ids, marks, biases = there[: 4 * count].view(4, count).unbind(0)
         rows, lengths, made = there[4 * count :].view(3, len(fresh)).unbind(0)
         for tensor, values in ((self._ids, ids), (self._marks, marks), (self._biases, biases)):
-            tensor.view(-1).index_copy_(0, at.long(), values.to(tensor.dtype))
+            put(tensor.view(-1), at, values)
         for tensor, values in ((self._lengths, lengths), (self._made, made)):
-            tensor.index_copy_(0, rows.long(), values.to(tensor.dtype))
+            put(tensor, rows, values)
 
 
 @dataclass(frozen=True)
