@@ -24,6 +24,11 @@ from slime.engine.embedded.sequence import Sequence
 from tests.tiny_models import make_model_folder
 
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT = {
+    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+    "head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 _DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
@@ -43,10 +48,12 @@ _CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "qwen3_moe": ("qwen3_moe", _EXPERTS, ["--no-compile"]),
     "qwen3_moe without fused kernels": ("qwen3_moe", _EXPERTS, ["--no-fused-kernels", "--no-compile"]),
     "gpt_oss": ("gpt_oss", {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, ["--no-compile"]),
+    "deepseek_v3": ("deepseek_v3", _LATENT, ["--no-compile"]),
     "qwen3_next": (
         "qwen3_next", {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 32}, ["--no-compile"],
     ),
     "qwen3, compiled layers": ("qwen3", {"num_hidden_layers": 12}, ["--no-fused-kernels"]),
+    "deepseek_v3, compiled layers": ("deepseek_v3", {**_LATENT, "num_hidden_layers": 12}, []),
     "qwen3_moe, compiled layers": ("qwen3_moe", {**_EXPERTS, "num_hidden_layers": 12}, ["--no-fused-kernels"]),
 }  # fmt: skip
 _BOUND = 2e-3

@@ -32,7 +32,7 @@ def _decode_kernel(
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    b, kv = tl.program_id(0), tl.program_id(1)
+    b, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads times slots can be beyond 2^31
     n = tl.load(LENS + b)
     row = tl.load(ROWS + b).to(tl.int64)
     d, dv, g = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, GP)
@@ -87,7 +87,7 @@ def _extend_kernel(
     count = tl.load(TILE_COUNT + tile)
     pos = tl.load(TILE_POS + tile)  # position of the tile's first query in its sequence
     d, dv, r = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, M)
-    kv = h // G
+    kv = (h // G).to(tl.int64)
     q_ok = r < count
     q = tl.load(
         Q + (first + r[:, None]) * sq_t + h * sq_h + d[None, :], mask=q_ok[:, None] & (d[None, :] < D), other=0.0
