@@ -31,7 +31,7 @@ def main(words: list[str] | None = None) -> int:
     parser = tiny_run.arguments(__doc__, "mcp_arena")
     parser.add_argument("--topology", choices=list(TOPOLOGIES), default="seeded_single_elimination")
     parser.add_argument("--judge", choices=["model", "function"], default="model", help="who compares two plans")
-    parser.set_defaults(steps=12)
+    parser.set_defaults(steps=30)
     args = parser.parse_args(words)
     for name in TOPOLOGIES:
         print(f"{name}: {expected_matches(name, GROUP)} matches among {GROUP} plans")
