@@ -208,6 +208,7 @@ def main() -> None:
             for mode in args.modes:
                 run_dir = Path(scratch) / mode.replace(", ", "-").replace(" ", "-")
                 results.append(measure(mode, folder, url, args, run_dir, run_async))
+                print(f"{mode}: {results[-1]['total']:.3f} s", flush=True)
         show(results, args)
 
 
