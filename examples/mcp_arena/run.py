@@ -21,7 +21,7 @@ import tiny_run  # noqa: E402
 
 from slime.rollout.rewards.tournament import TOPOLOGIES, expected_matches  # noqa: E402
 
-LEARNED = 0.75
+LEARNED = 0.6
 GROUP = 8
 JUDGE_STEPS = 200
 WARM_UP_BATCH = 48
@@ -31,7 +31,7 @@ def main(words: list[str] | None = None) -> int:
     parser = tiny_run.arguments(__doc__, "mcp_arena")
     parser.add_argument("--topology", choices=list(TOPOLOGIES), default="seeded_single_elimination")
     parser.add_argument("--judge", choices=["model", "function"], default="model", help="who compares two plans")
-    parser.set_defaults(steps=30)
+    parser.set_defaults(steps=20)
     args = parser.parse_args(words)
     for name in TOPOLOGIES:
         print(f"{name}: {expected_matches(name, GROUP)} matches among {GROUP} plans")
