@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from slime.engine.embedded.steps import Counters, Steps
 from slime.errors import UserError
 from slime.models.shape import count_parameters
 
+if TYPE_CHECKING:  # with Triton, which only a GPU needs
+    from slime.engine.embedded.sampling.draw import KernelDraw
+
 log = logging.getLogger(__name__)
 
 
@@ -45,7 +48,6 @@ class LoadedEngine:
         self.options = options
         self.counters = Counters()
         self.phases: dict[str, float] = {}  # seconds
-        self._prepare_draws: Callable[[], object] = lambda: None
 
     @property
     def weight_version(self) -> str:
@@ -154,12 +156,14 @@ class LoadedEngine:
         with self._phase("kernels"):
             for thread in compiling:
                 thread.join()
+        draw = None
         if self.runner.cuda:
             with self._phase("graphs"):
-                self._prepare_cuda()
+                draw = self._prepare_cuda()
         with self._phase("check"):
             plain.compare(self.runner, self.steps.decoder, self.scheduler.table)
-        self._prepare_draws()  # now that nothing else waits for the interpreter
+        if draw is not None:
+            draw.prepare_aside()  # now that nothing else waits for the interpreter
 
     def _allocate_cache(self) -> None:
         slots = max(self.capacity, SLOTS)
@@ -189,7 +193,8 @@ class LoadedEngine:
         shares = self.options.share_prefixes and not self.runner.states  # a state cannot be cut at a prefix
         return KVCache(self.capacity, share_prefixes=shares)
 
-    def _prepare_cuda(self) -> None:
+    def _prepare_cuda(self) -> KernelDraw:
+        """Bodies and graphs; what draws from their logits, with the kernels of plain draws alone."""
         from slime.engine.embedded.model.cuda import CudaDecoder
         from slime.engine.embedded.sampling.draw import KernelDraw
 
@@ -206,4 +211,4 @@ class LoadedEngine:
         decoder = CudaDecoder(self.runner, body, draw, max_running=o.max_running_requests)
         decoder.capture()
         self.steps.decoder = decoder
-        self._prepare_draws = draw.prepare_aside
+        return draw
