@@ -4,6 +4,7 @@
     python benchmarks/training.py --shape qwen3-0.6b --device cuda --sequences 256 --prompt-len 128 \
         --response-len 512 --max-tokens 32768                                                # 163,840 tokens
     python benchmarks/training.py ... --profile 25      # then one more step: kernels, idle time, waits of the host
+    python benchmarks/training.py ... --profile 25 --trace step.json       # and that step for a trace viewer
 
 The samples go the way that the driver sends them, with KL to a reference; `--ragged` cuts the responses to uneven
 lengths. Flags that it does not know are the run's own. Figures are medians of the steps after those that warm up. MFU:
@@ -100,13 +101,15 @@ class Event:
     end: float
 
 
-def profile(ranks: OneRank, groups: list[list[Sample]], rollout_id: int, count: int) -> None:
+def profile(ranks: OneRank, groups: list[list[Sample]], rollout_id: int, args: argparse.Namespace) -> None:
     """One more step, with a table for each of its parts: kernels by time, idle share, what the host waited for."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as found:
         ranks.train(rollout_id, groups)
     assert found.profiler is not None
     assert found.profiler.kineto_results is not None  # as they are: turned into torch's own events they take a minute
+    if args.trace:
+        found.profiler.kineto_results.save(args.trace)
     events = [
         Event(e.name(), e.device_type() == DeviceType.CUDA, e.start_ns() / 1e6, (e.start_ns() + e.duration_ns()) / 1e6)
         for e in found.profiler.kineto_results.events()
@@ -114,7 +117,7 @@ def profile(ranks: OneRank, groups: list[list[Sample]], rollout_id: int, count: 
     ]
     marks = [event for event in events if event.name.startswith("slime: ") and not event.on_device]
     for mark in marks:
-        show_part(mark, [event for event in events if mark.begin <= event.begin <= mark.end], count)
+        show_part(mark, [event for event in events if mark.begin <= event.begin <= mark.end], args.profile)
 
 
 def show_part(part: Event, events: list[Event], count: int) -> None:
@@ -161,6 +164,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--peak-tflops", type=float, default=989.0)
     parser.add_argument("--profile", type=int, default=0, metavar="KERNELS")
+    parser.add_argument("--trace", default="", metavar="FILE", help="where the profile's events go, in Chrome's format")
     args, more = parser.parse_known_args()
     groups, began = make_samples(args), time.perf_counter()
     lengths = [len(sample.tokens) for group in groups for sample in group]
@@ -176,7 +180,7 @@ def main() -> None:
             print(f"{time.perf_counter() - began:6.1f} s: {parts}", file=sys.stderr, flush=True)
         flops = sum(map(FlopsModel.from_config(load_config(folder)).sequence, lengths))
         if args.profile:
-            profile(ranks, groups, args.steps, args.profile)
+            profile(ranks, groups, args.steps, args)
         torch.distributed.destroy_process_group()
     measured = found[args.warm_up :]
     seconds = {
