@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from slime.engine.embedded.model import kernels
+from slime.engine.embedded.model.extend_attention import ExtendTiles
 
 _HEADS, _KV, _SLOTS = 16, 8, 4096
 _LENGTHS, _QUERIES = [700, 5, 1300], [700, 2, 67]
@@ -38,7 +39,7 @@ def _one(dtype: torch.dtype, dim: int, window: int, softcap: float, bound: float
 
     q, k, v = fresh(sum(_QUERIES))
     slots = torch.cat([place[n - m :] for place, n, m in zip(places, _LENGTHS, _QUERIES, strict=True)])
-    tiles = kernels.ExtendTiles.build(rows, _QUERIES, _LENGTHS, device)
+    tiles = ExtendTiles.build(rows, _QUERIES, _LENGTHS, device)
     out = kernels.paged_extend(q, k, v, slots, keys, values, table, tiles, None, dim**-0.5, softcap, window)
     want = [
         _plain(part, keys[:, p], values[:, p], window, softcap)

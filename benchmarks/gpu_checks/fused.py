@@ -16,7 +16,7 @@ from slime.engine.embedded.fused.families import Block, block_of, tensor_shapes,
 from slime.engine.embedded.fused.plain import PlainModel
 from slime.engine.embedded.model.attention import AttentionContext
 from slime.engine.embedded.model.body import DecodeBatch
-from slime.engine.embedded.model.kernels import ExtendTiles
+from slime.engine.embedded.model.extend_attention import ExtendTiles
 
 _DEVICE = torch.device("cuda")
 _BASE: dict[str, Any] = {

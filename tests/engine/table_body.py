@@ -12,7 +12,7 @@ from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.model.attention import Rules, _attention_spelled_out
 from slime.engine.embedded.model.body import DecodeBatch, Draw, DrawBatch
 from slime.engine.embedded.model.cuda import CudaDecoder
-from slime.engine.embedded.model.kernels import ExtendTiles
+from slime.engine.embedded.model.extend_attention import ExtendTiles
 from slime.engine.embedded.model.runner import ModelRunner, record_top
 from slime.engine.embedded.model.sampler import draw, draw_each
 from slime.engine.embedded.sequence import Sequence

@@ -11,10 +11,11 @@ import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np, torch
 from slime.engine.embedded.model import kernels
+from slime.engine.embedded.model.extend_attention import ExtendTiles, ExtendTuning, extend_attention
 from slime.engine.embedded.model.attention import Rules, _attention_spelled_out
 
 torch.manual_seed(int(sys.argv[1]))
-HEADS, KV, DIM, VDIM, SLOTS = 6, 2, int(sys.argv[2]), int(sys.argv[3]), 400
+HEADS, KV, DIM, VDIM, SLOTS = int(sys.argv[7]), 2, int(sys.argv[2]), int(sys.argv[3]), 400
 window, softcap, with_sinks = int(sys.argv[4]), float(sys.argv[5]), sys.argv[6] == "sinks"
 sinks = torch.randn(HEADS) if with_sinks else None
 rules = Rules(0.3, window or None, softcap or None, sinks)
@@ -38,12 +39,16 @@ keys, values = torch.randn(KV, SLOTS, DIM), torch.randn(KV, SLOTS, VDIM)
 total = sum(queries)
 q, k, v = torch.randn(total, HEADS, DIM), torch.randn(total, KV, DIM), torch.randn(total, KV, VDIM)
 slots = torch.cat([table[r, n - m : n].long() for r, n, m in zip(rows, lens, queries)])
-tiles = kernels.ExtendTiles.build(rows, queries, lens, torch.device("cpu"))
+tiles = ExtendTiles.build(rows, queries, lens, torch.device("cpu"))
 out = kernels.paged_extend(q, k, v, slots, keys, values, table, tiles, sinks, rules.scale, softcap, window)
+together = ExtendTuning(1 + (HEADS // KV + 1) % 2, keys=16, warps=4, stages=1)  # two heads in a program if they pair
+again = extend_attention(q, keys, values, table, tiles, sinks, rules.scale, softcap, window, together)
 first, worst = 0, 0.0
 for row, n, m in zip(rows, lens, queries):
     want = reference(q[first : first + m], keys, values, table[row, :n].long())
-    worst = max(worst, (out[first : first + m] - want).abs().max().item()); first += m
+    for found in (out, again):
+        worst = max(worst, (found[first : first + m] - want).abs().max().item())
+    first += m
 
 q, k, v = torch.randn(3, HEADS, DIM), torch.randn(3, KV, DIM), torch.randn(3, KV, VDIM)
 slots = torch.stack([table[r, n - 1].long() for r, n in zip(rows, lens)])
@@ -60,11 +65,18 @@ assert worst < 1e-4, worst
 
 
 @pytest.mark.parametrize(
-    ("dim", "value_dim", "window", "softcap", "sinks"),
-    [(16, 16, 0, 0.0, "none"), (24, 16, 40, 0.0, "none"), (16, 32, 0, 5.0, "sinks"), (80, 80, 33, 2.0, "sinks")],
+    ("dim", "value_dim", "window", "softcap", "sinks", "heads"),
+    [
+        (16, 16, 0, 0.0, "none", 6),
+        (24, 16, 40, 0.0, "none", 8),
+        (16, 32, 0, 5.0, "sinks", 4),
+        (80, 80, 33, 2.0, "sinks", 8),
+    ],
 )
-def test_kernels_match_attention_spelled_out(dim: int, value_dim: int, window: int, softcap: float, sinks: str) -> None:
-    run(PROGRAM, *(str(x) for x in (1, dim, value_dim, window, softcap, sinks)))
+def test_kernels_match_attention_spelled_out(
+    dim: int, value_dim: int, window: int, softcap: float, sinks: str, heads: int
+) -> None:
+    run(PROGRAM, *(str(x) for x in (1, dim, value_dim, window, softcap, sinks, heads)))
 
 
 EXPERTS = r"""

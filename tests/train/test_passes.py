@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from slime.train.backends.fsdp import backend
+from slime.train.backends.fsdp.packed_model import PackedModel
+from slime.train.backends.fsdp.sharding import gather_ahead
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
@@ -19,10 +23,32 @@ def test_a_pass_without_a_backward_leaves_no_gathered_weights(
     config = config_for(model_folder("qwen3"), tmp_path, use_kl_loss=True, kl_loss_coef=0.1, num_steps_per_rollout=3)
     run = InProcess(config)
     run.train(0, make_samples(3, 3))
-    backend = run.trainer.actor.backend
-    parameters = list(backend.module.parameters())
+    parameters = list(run.trainer.actor.backend.module.parameters())
     assert parameters
     assert all(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+def test_weights_that_are_gathered_ahead_are_those_of_the_last_update(
+    model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the reference's pass runs; the numbers are those of a trainer that gathers when it comes to a layer."""
+    config = config_for(model_folder("qwen3"), tmp_path, dtype="bfloat16", use_kl_loss=True, kl_loss_coef=0.1)
+    found, gathered = [], []
+    for is_ahead in (True, False):
+
+        def gather(module: PackedModel, is_ahead: bool = is_ahead) -> None:
+            gathered.append(is_ahead)
+            if is_ahead:
+                gather_ahead(module)
+                assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+        monkeypatch.setattr(backend, "gather_ahead", gather)
+        run = InProcess(config)
+        for rollout_id in range(3):
+            run.train(rollout_id, make_samples(3, 3))
+        found.append(dict(run.weights))
+    assert gathered == [True, True, False, False]  # not in the first step
+    assert_equal(*found)
 
 
 def test_a_reference_may_be_a_moving_average_which_a_resumed_run_goes_on_with(

@@ -23,7 +23,7 @@ from slime.engine.embedded.fused.swiglu import swiglu
 from slime.engine.embedded.fused.weights import Dense, FusedWeights, Layer, Product, Sparse
 from slime.engine.embedded.model.attention import AttentionContext
 from slime.engine.embedded.model.expert_kernels import experts_product
-from slime.engine.embedded.model.kernels import ExtendTiles, extend_attention
+from slime.engine.embedded.model.extend_attention import ExtendTiles, extend_attention
 
 if TYPE_CHECKING:
     from slime.engine.embedded.model.body import DecodeBatch

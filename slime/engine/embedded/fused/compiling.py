@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -17,12 +18,13 @@ from slime.engine.embedded.fused.body import FusedBody
 from slime.engine.embedded.fused.families import Block, tensor_shapes
 from slime.engine.embedded.model.attention import AttentionContext
 from slime.engine.embedded.model.body import DecodeBatch
-from slime.engine.embedded.model.kernels import ExtendTiles
+from slime.engine.embedded.model.extend_attention import ExtendTiles
 
 log = logging.getLogger(__name__)
 
 _META = torch.device("meta")
-_TOKENS = 128  # of a prompt; kernels are the same for any number
+_TOKENS = 128  # of a prompt; kernels are the same for any number, but that of attention
+_TILES = (4, 512)  # few and many are shared out differently
 
 
 def compile_kernels(block: Block, dtype: torch.dtype, *, most: int, positions: int) -> None:
@@ -30,15 +32,21 @@ def compile_kernels(block: Block, dtype: torch.dtype, *, most: int, positions: i
     began = time.perf_counter()
     body = meta_body(block, dtype, most=most, positions=positions)
     ids, positions_there, slots = torch.empty(3, _TOKENS, dtype=torch.int64, device=_META).unbind(0)
-    tiles = ExtendTiles(*torch.empty(4, 4, dtype=torch.int32, device=_META).unbind(0))
-    steps: list[partial[torch.Tensor]] = [
+    tiles = [ExtendTiles(*torch.empty(4, count, dtype=torch.int32, device=_META).unbind(0)) for count in _TILES]
+    steps: list[Callable[[], object]] = [
         partial(body.decode, _batch(size, most)) for size in sorted({1, min(2, most), most})
     ]
-    steps.append(partial(body.extend, ids, positions_there, slots, tiles))
+    steps.append(partial(_each, [partial(body.extend, ids, positions_there, slots, some) for some in tiles]))
     with ThreadPoolExecutor(len(steps)) as pool:
         for future in [pool.submit(torch.inference_mode()(step)) for step in steps]:
             future.result()
     log.info("compiled kernels in %.1f s", time.perf_counter() - began)
+
+
+def _each(steps: list[partial[torch.Tensor]]) -> None:
+    """One after the other: what they share is compiled once."""
+    for step in steps:
+        step()
 
 
 def meta_body(block: Block, dtype: torch.dtype, *, most: int, positions: int) -> FusedBody:

@@ -275,7 +275,7 @@ class AttentionContext:
         self.slots: torch.Tensor = torch.empty(0, dtype=torch.int64, device=device)  # where each new token is kept
         self.groups: list[SpanGroup] = []  # CPU, prefill
         self.window = DecodeWindow()  # CPU, decode
-        self.tiles: Any = None  # CUDA, prefill: see kernels.ExtendTiles
+        self.tiles: Any = None  # CUDA, prefill: see ExtendTiles
         self.table: torch.Tensor = torch.empty(0, dtype=torch.int32, device=device)  # CUDA: slots by [row, position]
         self.rows: torch.Tensor = self.slots  # CUDA, decode: table row of each sequence
         self.lens: torch.Tensor = self.table  # CUDA, decode: length of each sequence with its new token

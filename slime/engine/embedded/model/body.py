@@ -16,7 +16,7 @@ import torch
 
 from slime.engine.embedded.model.attention_cuda import attend_decode, attend_extend
 from slime.engine.embedded.model.compiled import CompiledLayers
-from slime.engine.embedded.model.kernels import ExtendTiles
+from slime.engine.embedded.model.extend_attention import ExtendTiles
 from slime.engine.embedded.model.runner import ModelRunner
 from slime.engine.embedded.sequence import Sequence
 

@@ -20,7 +20,7 @@ import torch
 
 from slime.engine.embedded.model.body import Body, DecodeBatch, Draw, DrawBatch
 from slime.engine.embedded.model.delta_net import lay_out
-from slime.engine.embedded.model.kernels import ExtendTiles
+from slime.engine.embedded.model.extend_attention import ExtendTiles
 from slime.engine.embedded.model.runner import ModelRunner, Sampled, last_token
 from slime.engine.embedded.model.sampler import temperature_of, uniforms_at
 from slime.engine.embedded.scheduler import Extend

@@ -1,20 +1,17 @@
 """Triton kernels for attention over KV slots on CUDA; imported only there.
 
-Both read keys and values through a table of slots, accumulate in fp32 with a running maximum, and honour sliding
-windows, soft caps and sinks. `decode`: one query token per sequence; the query heads that share a kv head go through
-one program, so each key is read once. `extend`: many query tokens per sequence in tiles.
+Keys and values are kept, then read through a table of slots; sums are fp32 with a running maximum; sliding windows,
+soft caps and sinks are honoured. `decode`: one query token per sequence; the query heads that share a kv head go
+through one program, so each key is read once. `extend`: many query tokens per sequence (`extend_attention`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from slime.engine.embedded.model.launching import launch
+from slime.engine.embedded.model.extend_attention import ExtendTiles, extend_attention, padded, precision
 
 
 @triton.jit
@@ -73,99 +70,6 @@ def _decode_kernel(
     )
 
 
-@triton.jit
-def _extend_kernel(
-    Q, K, V, O, TABLE, TILE_ROW, TILE_QUERY, TILE_COUNT, TILE_POS, SINKS,
-    scale, softcap, window,
-    sq_t, sq_h, sk_h, sk_s, sv_h, sv_s, so_t, so_h, st_r,
-    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    tile, h = tl.program_id(0), tl.program_id(1)
-    row = tl.load(TILE_ROW + tile).to(tl.int64)
-    first = tl.load(TILE_QUERY + tile)
-    count = tl.load(TILE_COUNT + tile)
-    pos = tl.load(TILE_POS + tile)  # position of the tile's first query in its sequence
-    d, dv, r = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, M)
-    kv = (h // G).to(tl.int64)
-    q_ok = r < count
-    q = tl.load(
-        Q + (first + r[:, None]) * sq_t + h * sq_h + d[None, :], mask=q_ok[:, None] & (d[None, :] < D), other=0.0
-    )
-    if HAS_SINKS:
-        m = tl.zeros((M,), tl.float32) + tl.load(SINKS + h).to(tl.float32)
-        l = tl.full((M,), 1.0, tl.float32)
-    else:
-        m = tl.full((M,), -1e30, tl.float32)
-        l = tl.zeros((M,), tl.float32)
-    acc = tl.zeros((M, DVP), tl.float32)
-    end = pos + count
-    start = 0
-    if HAS_WINDOW:
-        start = tl.maximum(pos - window + 1, 0) // N * N
-    for s in range(start, end, N):
-        i = s + tl.arange(0, N)
-        ok = i < end
-        slot = tl.load(TABLE + row * st_r + i, mask=ok, other=0).to(tl.int64)
-        k = tl.load(K + kv * sk_h + slot[:, None] * sk_s + d[None, :], mask=ok[:, None] & (d[None, :] < D), other=0.0)
-        v = tl.load(
-            V + kv * sv_h + slot[:, None] * sv_s + dv[None, :], mask=ok[:, None] & (dv[None, :] < DV), other=0.0
-        )
-        seen = i[None, :] <= pos + r[:, None]
-        if HAS_WINDOW:
-            seen = seen & (i[None, :] > pos + r[:, None] - window)
-        x = _weights(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, seen, HAS_CAP)
-        m_new = tl.maximum(m, tl.max(x, 1))
-        p = tl.exp(x - m_new[:, None])
-        shrink = tl.exp(m - m_new)
-        l = l * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        m = m_new
-    o = acc / l[:, None]
-    tl.store(
-        O + (first + r[:, None]) * so_t + h * so_h + dv[None, :],
-        o.to(O.dtype.element_ty),
-        mask=q_ok[:, None] & (dv[None, :] < DV),
-    )
-
-
-@dataclass
-class ExtendTiles:
-    """Which queries each program of the extend kernel works on."""
-
-    rows: torch.Tensor
-    first_query: torch.Tensor
-    count: torch.Tensor
-    position: torch.Tensor
-
-    TILE = 64
-
-    @classmethod
-    def plan(cls, rows: list[int], query_lens: list[int], key_lens: list[int]) -> np.ndarray:
-        """The four lists `[4, tiles]`, padded with empty tiles to a multiple of four.
-
-        Kernels are compiled for pointers at multiples of 16 bytes: any other count would compile them anew.
-        """
-        tiles, first = [], 0
-        for row, m, n in zip(rows, query_lens, key_lens, strict=True):
-            tiles += [(row, first + at, min(cls.TILE, m - at), n - m + at) for at in range(0, m, cls.TILE)]
-            first += m
-        tiles += [(0, 0, 0, 0)] * (-len(tiles) % 4)
-        return np.ascontiguousarray(np.array(tiles, dtype=np.int32).T)
-
-    @classmethod
-    def build(cls, rows: list[int], query_lens: list[int], key_lens: list[int], device: torch.device) -> ExtendTiles:
-        return cls(*torch.from_numpy(cls.plan(rows, query_lens, key_lens)).to(device).unbind(0))
-
-
-def _power(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
-
-
-def _precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"
-
-
 @torch.library.custom_op("slime::paged_decode", mutates_args=("keys", "values"))
 def paged_decode(
     q: torch.Tensor,
@@ -196,8 +100,8 @@ def paged_decode(
         scale, softcap, window,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         out.stride(0), out.stride(1), table.stride(0),
-        G=group, GP=_power(group), D=dim, DP=_power(dim), DV=value_dim, DVP=_power(value_dim), N=64,
-        HAS_CAP=softcap > 0, HAS_WINDOW=window > 0, HAS_SINKS=sinks is not None, PRECISION=_precision(q.dtype),
+        G=group, GP=padded(group), D=dim, DP=padded(dim), DV=value_dim, DVP=padded(value_dim), N=64,
+        HAS_CAP=softcap > 0, HAS_WINDOW=window > 0, HAS_SINKS=sinks is not None, PRECISION=precision(q.dtype),
         num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
@@ -226,33 +130,3 @@ def paged_extend(
     keys.index_copy_(1, slots, k.transpose(0, 1))
     values.index_copy_(1, slots, v.transpose(0, 1))
     return extend_attention(q, keys, values, table, tiles, sinks, scale, softcap, window)
-
-
-def extend_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: torch.Tensor,
-    tiles: ExtendTiles,
-    sinks: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int,
-) -> torch.Tensor:
-    """Where keys and values are kept already."""
-    heads, kv_heads, dim, value_dim = q.shape[1], keys.shape[0], q.shape[2], values.shape[2]
-    out = q.new_empty(q.shape[0], heads, value_dim)
-    wide = max(dim, value_dim) > 128 or q.dtype == torch.float32
-    launch(
-        _extend_kernel, (len(tiles.rows), heads),
-        q, keys, values, out, table, tiles.rows, tiles.first_query, tiles.count, tiles.position,
-        sinks if sinks is not None else q,
-        scale, softcap, window,
-        q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        out.stride(0), out.stride(1), table.stride(0),
-        G=heads // kv_heads, M=ExtendTiles.TILE, D=dim, DP=_power(dim), DV=value_dim, DVP=_power(value_dim),
-        N=32 if wide else 64,
-        HAS_CAP=softcap > 0, HAS_WINDOW=window > 0, HAS_SINKS=sinks is not None, PRECISION=_precision(q.dtype),
-        num_warps=4, num_stages=1 if wide else 2,
-    )  # fmt: skip
-    return out

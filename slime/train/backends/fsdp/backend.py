@@ -29,6 +29,8 @@ from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
 from slime.train.backends.fsdp.recompute import recompute_layers
 from slime.train.backends.fsdp.sharding import (
+    gather_ahead,
+    keeps_whole,
     local_part,
     part_on_device,
     reduce_gradients,
@@ -94,6 +96,8 @@ class FSDPBackend:
             choose_trainable(model, **patterns)
         self._on_host = config.fsdp_cpu_offload
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        self._has_whole = keeps_whole(module, mesh, on_host=self._on_host)
+        self._gathers_ahead = False  # until FSDP has been through a whole step, and made its streams
         shard(module, mesh, precision, progress, on_host=self._on_host)
         self.optimizer = make_optimizer(module.parameters(), config)
         self._parameters = dict(model.named_parameters())
@@ -156,6 +160,8 @@ class FSDPBackend:
                 routing = None if own_routing else micro.routing
                 found.append(self._active(micro.row, reads="log_probs", entropy=entropy, routing=routing))
             reshard(self._active)
+            if self._gathers_ahead and self._active is not self.module:
+                gather_ahead(self.module)
         return [Scores(values, entropies if entropy else None) for values, entropies in found]
 
     # updates
@@ -172,6 +178,7 @@ class FSDPBackend:
         self._before_update()
         set_rates(self.optimizer, rates)
         self.optimizer.step()
+        self._gathers_ahead = self._has_whole
         self.drop_gradients()
 
     def drop_gradients(self) -> None:

@@ -48,6 +48,7 @@ class FrozenModel:
     def take(self, policy: PackedModel, *, decay: float = 0.0) -> None:
         """`decay` times its weights plus the rest of the policy's; what is an average is kept in float32 beside."""
         reshard(self.module)
+        reshard(policy)
         self._changes += 1
         source = dict(policy.model.named_parameters())
         if decay:

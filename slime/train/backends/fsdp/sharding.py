@@ -41,7 +41,7 @@ def shard(
     layer_names = set(packed.model._no_split_modules or ())
     num_parameters = sum(parameter.numel() for parameter in packed.parameters())
     trained = sum(parameter.numel() for parameter in packed.parameters() if parameter.requires_grad)
-    keep = _keeps_whole(packed, mesh, on_host=on_host)
+    keep = keeps_whole(packed, mesh, on_host=on_host)
     is_cut = trained > 0 or copy_size(mesh) > 1 or on_host
     adapted = 0 < 2 * trained < num_parameters  # with an adapter at every matrix, compiling took minutes
     worth_compiling = mesh.device_type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS and not adapted
@@ -75,7 +75,7 @@ def shard(
     _read_parts(packed, torch.device("cpu") if on_host else _device_of(mesh), progress)
 
 
-def _keeps_whole(packed: PackedModel, mesh: DeviceMesh, *, on_host: bool) -> bool:
+def keeps_whole(packed: PackedModel, mesh: DeviceMesh, *, on_host: bool) -> bool:
     """Whether a rank has all weights for itself, and most of them are trained."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in packed.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained)
@@ -150,8 +150,18 @@ def reduce_gradients(packed: PackedModel, mesh: DeviceMesh, *, last: bool, on_ho
     """
     assert isinstance(packed, FSDPModule)
     packed.set_requires_gradient_sync(last or copy_size(mesh) > 1 or on_host)
-    packed.set_reshard_after_backward(last or not _keeps_whole(packed, mesh, on_host=on_host))
+    packed.set_reshard_after_backward(last or not keeps_whole(packed, mesh, on_host=on_host))
     packed.set_requires_all_reduce(last)
+
+
+def gather_ahead(packed: PackedModel) -> None:
+    """Whole weights in the compute dtype for the next forward, made while the device still computes something else.
+
+    The first forward of a step would ask for them a layer at a time, and keep the device waiting for the host.
+    """
+    for module in packed.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
 
 
 def reshard(packed: PackedModel) -> None:
