@@ -27,6 +27,7 @@ from slime.models.shape import count_parameters
 from slime.plugins import load_function
 from slime.plugins.tracking import logged_to
 from slime.train.actor import Actor
+from slime.train.backends.causal_attention import prepare_attention
 from slime.train.backends.choose import make_builder
 from slime.train.checkpoints.background import BackgroundSave
 from slime.train.checkpoints.draft import begin, commit
@@ -84,6 +85,7 @@ class Trainer:
         self.timers = Timers(self.ranks.device)
         self.sender = WeightSender(config, dtype=self.rollout_dtype, device=self.device_name)
         _seed_everything(config.seed + self.ranks.rank)
+        prepare_attention(ranks.device, self.dtype)
         self.critic = Critic(config, builder) if has_critic(config) else None
         self.actor = Actor(config, builder)
         self.sleeper: Sleeper | None = None

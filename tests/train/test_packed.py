@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +21,12 @@ from slime.train.samples.packing import pack
 from slime.train.topology import Ranks
 from tests.train.tiny_training import CONFIGS, SPARSE_CONFIGS, build_model
 
+IMPORTED = """
+import sys, torch
+from slime.train.backends.causal_attention import prepare_attention
+prepare_attention(torch.device(sys.argv[1]), torch.bfloat16)
+print("torch.nn.attention.varlen" in sys.modules)
+"""
 LENGTHS = [(9, 4), (9, 3), (5, 1), (20, 12), (2, 1)]
 
 
@@ -177,3 +186,10 @@ def test_head_facts_reproduce_the_models_own_logits(kind) -> None:
         )
         expected = torch.log_softmax(model(input_ids=tokens).logits[0, :-1], -1).gather(1, tokens[0, 1:, None])[:, 0]
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("device", "is_imported"), [("cuda", True), ("cpu", False)])
+def test_what_unequal_lengths_take_is_imported_at_the_start(device: str, is_imported: bool) -> None:
+    """On a GPU; else it would be two seconds of the first such step, and on a CPU two seconds for nothing."""
+    done = subprocess.run([sys.executable, "-c", IMPORTED, device], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(is_imported)]

@@ -7,7 +7,8 @@ sequence what it would get alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import groupby
 from typing import Any
 
@@ -20,6 +21,7 @@ from slime.train.backends.chunked_attention import Rules, chunked_attention
 from slime.train.samples.packing import PackedLayout
 
 HALF = (torch.bfloat16, torch.float16)
+_VARLEN = "torch.nn.attention.varlen"
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -49,6 +51,12 @@ def causal_attention(
         for q, k, v in zip(*(_split_by_length(states, layout) for states in (query, key, value)), strict=True)
     ]
     return torch.cat(pieces)
+
+
+def prepare_attention(device: torch.device, dtype: torch.dtype) -> None:
+    """Import what sequences of unequal lengths take on a GPU: two seconds that the first step with such would take."""
+    if device.type == "cuda" and dtype in HALF:
+        import_module(_VARLEN)
 
 
 def runs(layout: PackedLayout) -> list[tuple[int, int]]:
@@ -103,17 +111,20 @@ def _equal_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
 
 
 def _varlen_has_windows() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
+    return "window_size" in inspect.signature(_varlen_attn()).parameters
 
-    return "window_size" in inspect.signature(varlen_attn).parameters
+
+def _varlen_attn() -> Callable[..., Any]:
+    """torch's own. Importing it imports torch's compiler too, so nobody does who has no use for it."""
+    found: Callable[..., Any] = import_module(_VARLEN).varlen_attn
+    return found
 
 
 def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None
 ) -> Tensor:
     """torch's variable-length flash attention; [T, heads, D]. Its keywords differ between releases."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    varlen_attn = _varlen_attn()
     known = inspect.signature(varlen_attn).parameters
     before = -1 if window is None else window - 1  # a window counts the token itself
     keywords: dict[str, Any] = {"window_size": (before, 0)} if "window_size" in known else {"is_causal": True}

@@ -21,7 +21,7 @@ from slime.engine.embedded.model.launching import launch
 
 MOST_PARTS = 32
 LEAST_KEYS = 32  # in a part
-_PROGRAMS = 512  # that keep a large GPU busy
+_PROGRAMS = 1024  # that keep a large GPU busy
 
 
 @triton.jit
@@ -246,7 +246,7 @@ def decode(
     batch, full = qkv.shape[0], qkv.dtype == torch.float32
     group = max(16, power(shape.heads // shape.kv_heads))
     if tuning is None:
-        tuning = Tuning(32, 4, 1) if full else Tuning(16, group // 16, 3)
+        tuning = Tuning(32, 4, 1) if full else Tuning(32, group // 16, 3)
     cos, sin = angles
     launch(
         _decode_kernel, (batch, shape.kv_heads, parts),
