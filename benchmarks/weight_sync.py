@@ -208,7 +208,8 @@ def main() -> None:
             for mode in args.modes:
                 run_dir = Path(scratch) / mode.replace(", ", "-").replace(" ", "-")
                 results.append(measure(mode, folder, url, args, run_dir, run_async))
-                print(f"{mode}: {results[-1]['total']:.3f} s", flush=True)
+                parts = ", ".join(f"{part} {results[-1][part]:.3f}" for part in PARTS)
+                print(f"{mode}: {results[-1]['bytes'] / 2**20:.1f} MiB, seconds: {parts}", flush=True)
         show(results, args)
 
 
