@@ -89,7 +89,7 @@ def _extend_kernel(
         m = tl.full((TILE * HEADS,), -1e30, tl.float32)
         l = tl.zeros((TILE * HEADS,), tl.float32)
     state = m, l, tl.zeros((TILE * HEADS, DVP), tl.float32)
-    end, start, query = pos + count, 0, pos + at
+    end, query = pos + count, pos + at
     keys, values, slots = K + kv * sk_h, V + kv * sv_h, TABLE + row * st_r
     if HAS_WINDOW:
         start = tl.maximum(pos - window + 1, 0) // N * N
