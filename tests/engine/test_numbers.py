@@ -32,6 +32,9 @@ SIGMOID |= {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense
 DELTA: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
 DELTA |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 DELTA |= {"num_hidden_layers": 3}
+DELTA_ROUNDING = 5e-3
+"""Its matrix is summed up in another order token by token than in chunks, and small vectors are scaled to length one:
+1.2e-3 was the most in 40,000 tokens. A wrong state is off by 0.1 and more."""
 SOFTMAX: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 INDEXER: dict[str, Any] = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
 MODEL_TYPE = {"moonlight": "deepseek_v3"}  # where it is another than the name here
@@ -75,11 +78,12 @@ def running_core(folder: Path, *options: str) -> Iterator[EngineCore]:
 
 
 def generate(core: EngineCore, bodies: list[dict[str, Any]], eos: frozenset[int] = frozenset()) -> list[Sequence]:
-    """Run the requests together; the sequences in the order of the requests."""
+    """Run the requests together, with seeds of ours; the sequences in the order of the requests."""
     facts = ModelFacts(make_tokenizer(), core.vocab_size, core.context_len, eos)
     waiter, sequences = Waiter(), []
-    for body in bodies:
-        [request], _ = parse_generate({"return_logprob": True, **body}, facts)
+    for i, body in enumerate(bodies):
+        params = {"sampling_seed": i, **body.get("sampling_params", {})}
+        [request], _ = parse_generate({"return_logprob": True, **body, "sampling_params": params}, facts)
         sequences += request.sequences(facts, waiter.notify)
     core.submit(sequences)
     waiter.wait(len(sequences))
@@ -109,8 +113,7 @@ def test_log_probs_match_transformers(architecture: str, tmp_path: Path) -> None
     for seq in sequences:
         assert len(seq.output_ids) == 12
         want = reference_logprobs(folder, seq, temperature=0.7)
-        # a delta net's matrix is summed up in another order token by token than in chunks
-        atol = 3e-4 if "layer_types" in ARCHITECTURES[architecture] else 2e-5
+        atol = DELTA_ROUNDING if "layer_types" in ARCHITECTURES[architecture] else 2e-5
         torch.testing.assert_close(torch.tensor(seq.logprobs), want, atol=atol, rtol=0)
 
 

@@ -146,12 +146,12 @@ def test_an_endpoint_outside_has_an_address_inside(way: str, short_folder: Path)
         tcp = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = tcp.sockets[0].getsockname()[1]
         async with unix, tcp:
-            for endpoint in (path, f"http://127.0.0.1:{port}/v1/"):
+            for endpoint, path_inside in ((path, ""), (f"http://127.0.0.1:{port}/v1/", "/v1")):
                 base = await sandbox.reach(endpoint)
                 assert base == await sandbox.reach(endpoint)
                 host, _, rest = base.removeprefix("http://").partition(":")
                 inner, slash, tail = rest.partition("/")
-                assert (host, slash + tail) == ("127.0.0.1", "/v1" if "v1" in endpoint else "")
+                assert (host, slash + tail) == ("127.0.0.1", path_inside)
                 code = f"import socket; s = socket.create_connection(('127.0.0.1', {inner})); s.sendall(b'hello\\n'); print(s.makefile().read(), end='')"
                 assert await sandbox.exec([sandbox.python, "-I", "-c", code]) == (0, "you said hello\n", "")
 
