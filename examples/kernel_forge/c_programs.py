@@ -27,6 +27,12 @@ class Draft(NamedTuple):
 
     style: str
     mistake: str | None
+    forgets: int | None = None
+    """Which line of the body is left out altogether."""
+
+    @property
+    def is_right(self) -> bool:
+        return self.mistake is None and self.forgets is None
 
 
 def asked(problem: Problem) -> str:

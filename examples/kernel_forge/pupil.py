@@ -25,6 +25,8 @@ CARELESS = 0.6
 """How often a kernel has a mistake."""
 FAST = 0.2
 """How often it is the fast way to go through the matrix."""
+SLIPS = 0.25
+"""How often a mistake is a whole line that was forgotten, so that all sorts of complaints are read."""
 REPAIRS = 0.35
 """How often, after a mistake, the next kernel is the same one without it."""
 MOST_TURNS = 3
@@ -42,12 +44,7 @@ class Files(NamedTuple):
 
 async def judge_drafts(judge: Judge, language: Language, problems: Sequence[Problem]) -> Judgements:
     """What is to be said about everything that the pupil may write about these problems."""
-    asked = [
-        (problem, language.write(problem, Draft(style, mistake)))
-        for problem in problems
-        for style in language.styles[problem.kind]
-        for mistake in (None, *MISTAKES)
-    ]
+    asked = [(problem, language.text(problem, draft)) for problem in problems for draft in language.drafts(problem)]
     judgements = await asyncio.gather(*(judge.of(problem, source) for problem, source in asked))
     return dict(zip(asked, judgements, strict=True))
 
@@ -58,24 +55,25 @@ def demonstration(problem: Problem, language: Language, known: Judgements, rng: 
     A kernel of which nothing was found out is the last one: there is nothing to read.
     """
     said: list[Row] = [asking(language.asked(problem))]
-    styles = language.styles[problem.kind]
-    draft = _drafted(styles, rng)
+    draft = _drafted(problem, language, rng)
     for turn in range(MOST_TURNS):
-        source = language.write(problem, draft)
+        source = language.text(problem, draft)
         said.append(saying(source))
         judgement = known.get((problem, source))
         if judgement is None or judgement.reward >= 1 or turn == MOST_TURNS - 1:
             break
         said.append(asking(judgement.feedback))
-        repairs = draft.mistake is not None and rng.random() < REPAIRS
-        draft = Draft(draft.style, None) if repairs else _drafted(styles, rng)
+        repairs = not draft.is_right and rng.random() < REPAIRS
+        draft = Draft(draft.style, None) if repairs else _drafted(problem, language, rng)
     return said
 
 
-def _drafted(styles: Sequence[str], rng: random.Random) -> Draft:
-    *others, fast = styles
+def _drafted(problem: Problem, language: Language, rng: random.Random) -> Draft:
+    *others, fast = language.styles[problem.kind]
     style = fast if rng.random() < FAST else rng.choice(others)
-    return Draft(style, rng.choice(MISTAKES) if rng.random() < CARELESS else None)
+    if rng.random() >= CARELESS:
+        return Draft(style, None)
+    return rng.choice(language.slips(problem, style)) if rng.random() < SLIPS else Draft(style, rng.choice(MISTAKES))
 
 
 def demonstrations(

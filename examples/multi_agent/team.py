@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -49,30 +50,37 @@ async def generate(
 ) -> list[Sample]:
     """Several solvers at once, a critic on each answer, all at once, then the judge; every session is a sample.
 
-    An evaluation has the judge's sample alone, so that it counts the team's success.
+    In training one more critic practises on a wrong answer that nobody gave and the judge never sees. An evaluation has
+    the judge's sample alone, so that it counts the team's success.
     """
     question, label = str(sample.prompt[0]["content"]), str(sample.label)
     solvers = await asyncio.gather(*(act(args, sample, sampling_params, SOLVER, question) for _ in range(SOLVERS)))
     answers = [part.said for part in solvers]
+    checked = answers if evaluation else [*answers, planted_answer(question, label, sample)]
     critics = await asyncio.gather(
-        *(act(args, sample, sampling_params, CRITIC, to_check(question, answer)) for answer in answers)
+        *(act(args, sample, sampling_params, CRITIC, to_check(question, answer)) for answer in checked)
     )
-    judge = await act(
-        args, sample, sampling_params, JUDGE, to_choose(question, answers, [part.said for part in critics])
-    )
+    verdicts = [part.said for part in critics[:SOLVERS]]
+    judge = await act(args, sample, sampling_params, JUDGE, to_choose(question, answers, verdicts))
     team = float(is_right(judge.said, label))
     _pay([judge], [team], team)
     if evaluation:
         return judge.samples
     _pay(solvers, [float(is_right(answer, label)) for answer in answers], team)
-    _pay(critics, [float(judged_well(c.said, a, label)) for c, a in zip(critics, answers, strict=True)], team)
-    for critic, answer in zip(critics, answers, strict=True):
+    _pay(critics, [float(judged_well(c.said, a, label)) for c, a in zip(critics, checked, strict=True)], team)
+    for critic, answer in zip(critics, checked, strict=True):
         for one in critic.samples:
             one.metadata["truth"] = RIGHT if is_right(answer, label) else WRONG
     if not any(is_right(answer, label) for answer in answers):
         for one in judge.samples:  # it had nothing to choose from: neither praise nor blame
             one.remove_sample = True
     return [one for part in (*solvers, *critics, judge) for one in part.samples]
+
+
+def planted_answer(question: str, label: str, sample: Sample) -> str:
+    """A wrong answer to practise on: solvers who have learned leave critics too few to learn from."""
+    wrong = [number for number in question.split() if number != label]
+    return random.Random(f"planted {sample.index} {question}").choice(wrong)
 
 
 def _pay(parts: Sequence[Part], own: Sequence[float], team: float) -> None:

@@ -47,26 +47,27 @@ def judged(forge: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Call
     return judge
 
 
-def every_draft(forge: Callable[[str], Any], kind: str) -> list[Any]:
-    programs = forge("c_programs")
-    return [programs.Draft(style, mistake) for style in programs.STYLES[kind] for mistake in (None, *programs.MISTAKES)]
-
-
 @pytest.mark.parametrize("problem", ["row sums of relu", "column sums of square", "product of leak"])
 def test_what_the_pupil_writes_is_right_but_for_its_mistakes(
     problem: str, forge: Callable[[str], Any], judged: Callable[..., list[Any]]
 ) -> None:
-    asked = forge("problems").problem_of(problem)
-    drafts = every_draft(forge, asked.kind)
-    for draft, found in zip(
-        drafts, judged(problem, *(forge("c_programs").write(asked, draft) for draft in drafts)), strict=True
-    ):
+    asked, language = forge("problems").problem_of(problem), forge("languages").LANGUAGES["c"]
+    drafts = list(language.drafts(asked))
+    verdicts = judged(problem, *(language.text(asked, draft) for draft in drafts))
+    complaints = set()
+    for draft, found in zip(drafts, verdicts, strict=True):
+        assert found.right == draft.is_right, (draft, found)
+        assert (found.reward >= 0.4) == draft.is_right
+        if draft.forgets is not None:
+            complaints.add(found.feedback)
+            continue
         assert found.compiled == (draft.mistake != "semicolon"), (draft, found)
-        assert found.right == (draft.mistake is None), (draft, found)
-        assert (found.reward >= 0.4) == (draft.mistake is None)
         assert found.feedback.startswith(
             {None: "right, speed ", "semicolon": "does not compile: expected "}.get(draft.mistake, "wrong at n=")
         )
+    said = "\n".join(complaints)
+    for part in ("undeclared", "at end of input", "wrong at n="):  # what a model that makes mistakes of its own reads
+        assert part in said
 
 
 def test_a_loop_that_is_written_twice_is_wrong(forge: Callable[[str], Any], judged: Callable[..., list[Any]]) -> None:
@@ -243,12 +244,12 @@ def test_the_pupil_is_careless_and_its_kernels_are_few_tokens(forge: Callable[[s
     programs, pupil = forge("c_programs"), forge("pupil")
     training, held_out = forge("problems").split_problems(4)
     judgement = forge("judge").Judgement
-    known = {
-        (problem, programs.write(problem, draft)): judgement(draft.mistake != "semicolon", draft.mistake is None, 1.0, "wrong at n=1 m=1")
-        for problem in training
-        for draft in every_draft(forge, problem.kind)
-    }  # fmt: skip
     language = forge("languages").LANGUAGES["c"]
+    known = {
+        (problem, language.text(problem, draft)): judgement(True, draft.is_right, 1.0, "wrong at n=1 m=1")
+        for problem in training
+        for draft in language.drafts(problem)
+    }
     shown = pupil.demonstrations(600, language, known, training, seed=3)
     of = {language.asked(problem): problem for problem in training}
     first = [known[of[row["messages"][0]["content"]], row["messages"][1]["content"]] for row in shown]
@@ -259,19 +260,18 @@ def test_the_pupil_is_careless_and_its_kernels_are_few_tokens(forge: Callable[[s
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for problem in held_out:
         assert len(tokenizer.encode(language.asked(problem))) == 3
-        for draft in every_draft(forge, problem.kind):
-            text = programs.write(problem, draft)
+        for draft in language.drafts(problem):
+            text = language.text(problem, draft)
             ids = tokenizer.encode(text)
-            assert 9 <= len(ids) <= language.turn_tokens * 2 / 3
+            assert 8 <= len(ids) <= language.turn_tokens * 2 / 3
             assert tokenizer.decode(ids) == text
 
 
 def test_the_same_seed_shows_the_same_work(forge: Callable[[str], Any]) -> None:
-    programs, pupil = forge("c_programs"), forge("pupil")
+    pupil, language = forge("pupil"), forge("languages").LANGUAGES["c"]
     problem = forge("problems").problem_of("product of cube")
     right = forge("judge").Judgement(True, True, 9.0, "right, speed 9")
-    known = {(problem, programs.write(problem, draft)): right for draft in every_draft(forge, problem.kind)}
-    language = forge("languages").LANGUAGES["c"]
+    known = {(problem, language.text(problem, draft)): right for draft in language.drafts(problem)}
     shown = [pupil.demonstrations(9, language, known, [problem], seed=seed) for seed in (1, 1, 2)]
     assert shown[0] == shown[1] != shown[2]
     assert all(len(row["messages"]) == 2 for row in shown[0])

@@ -225,9 +225,9 @@ def test_every_kernel_of_the_pupil_is_few_tokens(forge: Callable[[str], Any], tm
     language, problems = forge("languages").LANGUAGES["triton"], forge("problems")
     said, saying = forge("tiny_chat").asking, forge("tiny_chat").saying
     rows = [
-        {"messages": [said(language.asked(problem)), saying(language.write(problem, draft))]}
+        {"messages": [said(language.asked(problem)), saying(language.text(problem, draft))]}
         for problem in map(problems.Problem, problems.KINDS * 2, ["relu"] * 3 + ["cube"] * 3)
-        for draft in every_draft(forge, problem.kind)
+        for draft in language.drafts(problem)
     ]
     folder = forge("tiny_chat").make_model(tmp_path, rows * 2, words=language.words, seed=1, width=32)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -42,39 +42,45 @@ def play(
     return asyncio.run(team.generate(Namespace(), sample, {}, evaluation)), asked
 
 
-SCRIPT = {"solve": ["9", "7", "9"], "check": ["right", "right", "wrong"], "choose": ["9"]}
+SCRIPT = {"solve": ["9", "7", "9"], "check": ["right", "right", "wrong", "wrong"], "choose": ["9"]}
 
 
 def test_each_role_is_asked_its_own_question_and_earns_its_share(
     team: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples, asked = play(team, monkeypatch, SCRIPT)
+    planted = asked[6][1].split()[-1]
+    assert planted in "3417"
     assert asked == [
         *[("solve", "3 9 4 1 7")] * 3,
         ("check", "3 9 4 1 7 answer 9"),
         ("check", "3 9 4 1 7 answer 7"),
         ("check", "3 9 4 1 7 answer 9"),
+        ("check", f"3 9 4 1 7 answer {planted}"),
         ("choose", "3 9 4 1 7 answers 9 right 7 right 9 wrong"),
     ]
-    assert [sample.metadata["own"] for sample in samples] == [1, 0, 1, 1, 0, 0, 1]
-    assert [sample.reward for sample in samples] == pytest.approx([1.0, 0.2, 1.0, 1.0, 0.2, 0.2, 1.0])
+    assert [sample.metadata["own"] for sample in samples] == [1, 0, 1, 1, 0, 0, 1, 1]
+    assert [sample.reward for sample in samples] == pytest.approx([1.0, 0.2, 1.0, 1.0, 0.2, 0.2, 1.0, 1.0])
+    truths = [sample.metadata.get("truth") for sample in samples]
+    assert truths == [None] * 3 + ["right", "wrong", "right", "wrong", None]
 
 
 def test_a_team_that_fails_costs_everybody_its_share(team: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, _ = play(team, monkeypatch, {**SCRIPT, "choose": ["7"]})
-    assert [sample.reward for sample in samples] == pytest.approx([0.8, 0.0, 0.8, 0.8, 0.0, 0.0, 0.0])
+    assert [sample.reward for sample in samples] == pytest.approx([0.8, 0.0, 0.8, 0.8, 0.0, 0.0, 0.8, 0.0])
     assert not any(sample.remove_sample for sample in samples)
 
 
 def test_a_judge_with_no_right_answer_to_choose_is_not_blamed(
     team: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    samples, _ = play(team, monkeypatch, {"solve": ["1", "7", "3"], "check": ["wrong"] * 3, "choose": ["7"]})
-    assert [sample.remove_sample for sample in samples] == [False] * 6 + [True]
+    samples, _ = play(team, monkeypatch, {"solve": ["1", "7", "3"], "check": ["wrong"] * 4, "choose": ["7"]})
+    assert [sample.remove_sample for sample in samples] == [False] * 7 + [True]
 
 
 def test_an_evaluation_counts_the_team(team: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples, _ = play(team, monkeypatch, SCRIPT, evaluation=True)
+    samples, asked = play(team, monkeypatch, SCRIPT, evaluation=True)
+    assert [role for role, _ in asked] == ["solve"] * 3 + ["check"] * 3 + ["choose"]  # nobody practises
     assert [(sample.metadata["role"], sample.reward) for sample in samples] == [("choose", 1.0)]
 
 
