@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
@@ -56,11 +57,15 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _roles(file: Path) -> str:
-    """How often each role did its own work well, in the first and the last rollout."""
+    """How often each role did its own work well, in the first and the last quarter of the rollouts."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    first, last = rows[0], rows[-1]
+    quarter = max(len(rows) // 4, 1)
+
+    def share(role: str, some: list[dict[str, float]]) -> str:
+        return f"{fmean(row.get(role, 0.0) for row in some):.0%}"
+
     return "own work done well: " + ", ".join(
-        f"{role} {first.get(role, 0.0):.0%} to {last.get(role, 0.0):.0%}"
+        f"{role} {share(role, rows[:quarter])} to {share(role, rows[-quarter:])}"
         for role in (task.SOLVER, task.CRITIC, task.JUDGE)
     )
 

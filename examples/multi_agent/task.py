@@ -22,7 +22,7 @@ RIGHT, WRONG = "right", "wrong"
 WORDS = r"\d{1,2}|[a-z]+"
 NUMBERS, BELOW = 4, 10
 SOLVERS = 3
-SOLVES, CHECKS, CHOOSES = 0.1, 0.6, 0.2
+SOLVES, CHECKS, CHOOSES = 0.1, 0.8, 0.2
 """How often a solver looks for the largest number, a critic compares, a judge reads the critics; else they guess."""
 SHOWN = (SOLVER, CRITIC, CRITIC, JUDGE)
 """The pupils; of critics there are twice as many, since theirs is the hardest work to learn."""

@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
@@ -156,10 +157,14 @@ def test_the_pupils_show_every_role(team: ModuleType, tmp_path: Path) -> None:
 
 @pytest.mark.examples
 def test_the_team_learns(run_example: Callable[..., Ran]) -> None:
-    ran = run_example("multi_agent/run.py", "--seed", "3", "--warm-up-steps", "80", "--steps", "6")
+    ran = run_example("multi_agent/run.py", "--seed", "3", "--warm-up-steps", "80", "--steps", "8")
     held_out = ran.series("eval/held-out")
     assert held_out[-1] > held_out[0] + 0.15
     roles = [json.loads(line) for line in (ran.folder / "roles.jsonl").read_text().splitlines()]
-    assert len(roles) == 6
-    assert roles[-1]["solve"] > roles[0]["solve"] + 0.15
+    assert len(roles) == 8
+    first, last = (
+        {role: fmean(row[role] for row in some) for role in ("solve", "check")} for some in (roles[:2], roles[-2:])
+    )
+    assert last["solve"] > first["solve"] + 0.15
+    assert last["check"] > first["check"] + 0.03
     assert "own work done well: solve" in ran.output
