@@ -7,7 +7,8 @@
     python benchmarks/training.py ... --profile 25 --trace step.json       # and that step for a trace viewer
 
 The samples go the way that the driver sends them, with KL to a reference; `--ragged` cuts the responses to uneven
-lengths. Flags that it does not know are the run's own. Figures are medians of the steps after those that warm up. MFU:
+lengths. With `--compare-sharing` every step is made twice, without and with `--share-prompts`, and ratios are printed.
+Flags that it does not know are the run's own. Figures are medians of the steps after those that warm up. MFU:
 the FLOPs of forward and backward (three forwards; nothing that is computed twice counts twice) against --peak-tflops.
 """
 
@@ -43,13 +44,16 @@ WAITS = ("aten::item", "aten::nonzero", "cudaStreamSynchronize", "cudaDeviceSync
 
 
 def make_samples(args: argparse.Namespace) -> list[list[Sample]]:
-    """Groups of eight random sequences with the log-probs that an engine would have sent."""
+    """Groups of eight random answers to a random prompt, with the log-probs that an engine would have sent."""
     rng = np.random.default_rng(0)
     groups: list[list[Sample]] = []
+    prompt: list[int] = []
     for index in range(args.sequences):
+        if index % 8 == 0:
+            prompt = rng.integers(2, 90, args.prompt_len).tolist()
         response = int(rng.integers(1, args.response_len + 1)) if args.ragged else args.response_len
         sample = Sample(
-            group_index=index // 8, index=index, tokens=rng.integers(2, 90, args.prompt_len + response).tolist(),
+            group_index=index // 8, index=index, tokens=prompt + rng.integers(2, 90, response).tolist(),
             response_length=response, loss_mask=[1] * response, reward=float(rng.integers(0, 2)),
             rollout_log_probs=(-11.7 + rng.normal(0, 0.01, response)).tolist(), status=Sample.Status.COMPLETED,
         )  # fmt: skip
@@ -77,6 +81,9 @@ class OneRank:
         self._config = config
         self._trainer = Trainer(config, device)
         self._trainer.init(join_ranks(device, meeting=Meeting(str(scratch / "store")), timeout_minutes=5))
+
+    def share_prompts(self, share: bool) -> None:
+        self._trainer.config = self._trainer.config.replace(share_prompts=share)
 
     def train(self, rollout_id: int, groups: list[list[Sample]]) -> dict[str, float]:
         batch = make_train_batch(self._config, flatten_samples(groups))
@@ -151,6 +158,22 @@ def show_gaps(part: Event, kernels: list[Event], count: int) -> None:
         print(f"  {length:9.2f} ms at {place:9.1f}    {before[:60]} -> {after[:60]}")
 
 
+def compare_sharing(ranks: OneRank, groups: list[list[Sample]], args: argparse.Namespace) -> None:
+    """Steps without and with shared prompts in turns, and how many times faster the latter are."""
+    found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    for rollout_id in range(2 * args.steps):
+        share = rollout_id % 2 == 1
+        ranks.share_prompts(share)
+        found[share].append(ranks.train(rollout_id, groups))
+    torch.distributed.destroy_process_group()
+    facts: dict[str, object] = {"shape": args.shape, "device": args.device, "sequences": args.sequences}
+    facts |= {"prompt": args.prompt_len, "response": args.response_len, "ragged": args.ragged}
+    for name in ("actor_train", "ref_log_probs", "train"):
+        each = [median(m[f"perf/{name}_time"] for m in found[share][args.warm_up :]) for share in (False, True)]
+        facts |= {f"{name}_s": [round(value, 4) for value in each], f"{name}_times": round(each[0] / each[1], 2)}
+    print(json.dumps(facts))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="tiny")
@@ -162,6 +185,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument(
+        "--compare-sharing", action="store_true", help="steps without and with --share-prompts, in turns"
+    )
     parser.add_argument("--peak-tflops", type=float, default=989.0)
     parser.add_argument("--profile", type=int, default=0, metavar="KERNELS")
     parser.add_argument("--trace", default="", metavar="FILE", help="where the profile's events go, in Chrome's format")
@@ -172,6 +198,9 @@ def main() -> None:
         folder = make_model(Path(scratch) / "model", args.shape, "bfloat16" if args.device == "cuda" else "float32")
         ranks = OneRank(configure(args, more, folder), args.device, Path(scratch))
         found = []
+        if args.compare_sharing:
+            compare_sharing(ranks, groups, args)
+            return
         for rollout_id in range(args.steps):
             found.append(ranks.train(rollout_id, groups))
             parts = {

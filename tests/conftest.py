@@ -1,9 +1,10 @@
-"""What all tests share: one thread of computation per process, warm starts (tests/warm), the order of the files, and
-examples of Hypothesis that may take as long as they like."""
+"""What all tests share: one thread of computation per process, seeds, warm starts (tests/warm), the order of the files,
+and examples of Hypothesis that may take as long as they like."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -88,6 +89,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("agents")
         if item.get_closest_marker("examples") is not None:
             item.add_marker("processes")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The same random numbers for a test, and for what it sets up, whatever ran before it in this process."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

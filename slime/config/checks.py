@@ -142,6 +142,7 @@ def _algorithm(config: Config) -> Iterator[str]:
     if config.freeze_params_name_list and config.only_train_params_name_list:
         yield "--freeze-params-name-list and --only-train-params-name-list exclude each other: keep one"
     yield from _moments(config)
+    yield from _shared_prompts(config)
     yield from _schedule(config)
 
 
@@ -157,6 +158,21 @@ def _moments(config: Config) -> Iterator[str]:
     ]
     if config.use_stateless_adam and asked:
         yield f"{asked[0]} is about moments, and --use-stateless-adam keeps none: leave out one of the two"
+
+
+def _shared_prompts(config: Config) -> Iterator[str]:
+    if not config.share_prompts:
+        return
+    if config.context_parallel_size > 1:
+        yield (
+            f"--share-prompts does not go with --context-parallel-size {config.context_parallel_size}: ranks that "
+            "share a row take equal parts of all its tokens; drop one"
+        )
+    if config.use_routing_replay:
+        yield (
+            "--share-prompts does not go with routing replay: the copies of a prompt may have gone to other experts; "
+            "drop one"
+        )
 
 
 def _float8(config: Config) -> Iterator[str]:

@@ -282,6 +282,7 @@ class Trainer:
                         self.ranks.device,
                         multiple=self.topology.context.size,
                         repeats_routing=self.config.use_routing_replay,
+                        share_prompts=self.config.share_prompts,
                     )
                     for positions in plan["micro_batches"]
                 ]

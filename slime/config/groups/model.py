@@ -31,6 +31,11 @@ class ModelFlags:
     recompute_activations: bool = flag(
         False, "recompute activations in the backward pass: less memory, about a third more work"
     )
+    share_prompts: bool = flag(
+        False,
+        "samples of one prompt that are in one micro-batch compute it once in the trainer: the same numbers but for "
+        "rounding, less work where prompts are long",
+    )
     recompute_loss_function: bool = flag(
         False, "custom losses are called again in the backward pass instead of keeping what they computed"
     )

@@ -86,12 +86,13 @@ def make_micro_batch(
     *,
     multiple: int = 1,
     repeats_routing: bool = False,
+    share_prompts: bool = False,
 ) -> MicroBatch:
     """Pack some samples, those of equal length side by side (they share an attention call on the CPU).
 
     The row is padded to a `multiple`, which ranks that share it can part. No positions give a one-token row of weight
     zero, so that the rank joins the collectives. With `repeats_routing` routers follow what the engine chose, where the
-    batch says, else what they choose in the first pass.
+    batch says, else what they choose in the first pass. With `share_prompts` the row says which prompts are the same.
     """
     if not positions:
         zero = torch.zeros(1, device=device)
@@ -99,7 +100,8 @@ def make_micro_batch(
         return MicroBatch(row, [], zero, zero, zero, share.scale)
     ordered = sorted(positions, key=lambda i: len(batch.tokens[i]))
     responses = [batch.response_lengths[i] for i in ordered]
-    row = pack([batch.tokens[i] for i in ordered], responses, device, multiple=multiple)
+    sequences = [batch.tokens[i] for i in ordered]
+    row = pack(sequences, responses, device, multiple=multiple, share_prompts=share_prompts)
     mask = torch.from_numpy(np.concatenate([batch.loss_masks[i] for i in ordered]).astype(np.float32))
     sums = np.repeat([batch.rollout_mask_sums[i] for i in ordered], [batch.response_lengths[i] for i in ordered])
     mask_sums = torch.from_numpy(sums.astype(np.float32))

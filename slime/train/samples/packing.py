@@ -4,7 +4,7 @@ Invariant: `row.tokens` is the concatenation of the sequences; `row.predict_inde
 predicts `row.targets[k]`, and the k run over the response tokens of all sequences in order. Positions restart at zero
 in every sequence. Where the length of a row must be a multiple of something, what is missing is a sequence of its own
 at the end, of token 0, which predicts nothing. The parts of a row are equally long, and in the order of the ranks they
-are the row; so are their targets.
+are the row; so are their targets. `shared` says which tokens are copies of others, for whoever computes each once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 from torch import Tensor
+
+from slime.train.samples.shared_prompts import SharedPrompts, find_shared_prompts
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class PackedRow:
     predict_index: Tensor  # [R]
     targets: Tensor  # [R]
     response_lengths: tuple[int, ...]
+    shared: SharedPrompts | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -88,10 +91,11 @@ def pack(
     device: torch.device | str = "cpu",
     *,
     multiple: int = 1,
+    share_prompts: bool = False,
 ) -> PackedRow:
     """Pack sequences whose last `response_length` tokens are the response (each after at least one prompt token).
 
-    The row is padded to a multiple of `multiple` tokens.
+    The row is padded to a multiple of `multiple` tokens. With `share_prompts` it says which prompts are the same.
     """
     lengths = [len(sequence) for sequence in tokens]
     for length, response_length in zip(lengths, response_lengths, strict=True):
@@ -119,4 +123,5 @@ def pack(
         predict_index=put(target_index - 1),
         targets=put(row[target_index]),
         response_lengths=tuple(int(length) for length in response_lengths),
+        shared=find_shared_prompts(tokens, response_lengths, padding, put) if share_prompts else None,
     )

@@ -17,11 +17,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from slime.errors import UserError
 from slime.train.backends.causal_attention import causal_attention, runs
 from slime.train.backends.delta_kernels import check_delta_kernels
+from slime.train.backends.fsdp.copies import spread, take_first
 from slime.train.backends.fsdp.delta_net import PackedDeltaNet, is_delta_net
 from slime.train.backends.fsdp.indexer import PackedIndexer, is_indexer
 from slime.train.backends.fsdp.packed_context import PackedContext
 from slime.train.backends.fsdp.ulysses import to_own_heads, to_own_tokens
 from slime.train.backends.sparse_attention import picked_attention
+from slime.train.samples.shared_prompts import SharedPrompts
 
 ATTENTION_NAME = "slime_packed"
 CONTEXT_ATTRIBUTE = "slime_packed_context"
@@ -146,12 +148,15 @@ def packed_attention(
         q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
         return picked_attention(q, k, v, indices[0], layout, scale)[None], None
     if ranks is None:
-        return _attention(query, key, value, layout, scale, sliding_window, softcap, s_aux), None
+        return _attention(query, key, value, layout, scale, sliding_window, softcap, s_aux, shared=context.shared), None
     query, key, value, s_aux = to_own_heads(query, key, value, s_aux, ranks)
     return to_own_tokens(_attention(query, key, value, layout, scale, sliding_window, softcap, s_aux), ranks), None
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, shared: SharedPrompts | None = None) -> Tensor:
     """Of whole sequences: [1, heads, T, D] to [1, T, heads, D]. No index: its gradient would be a copy."""
     q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-    return causal_attention(q, k, v, *rest)[None]
+    if shared is None:
+        return causal_attention(q, k, v, *rest)[None]
+    q, k, v = (spread(states, shared) for states in (q, k, v))
+    return take_first(causal_attention(q, k, v, *rest), shared)[None]

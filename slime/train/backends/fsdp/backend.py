@@ -85,6 +85,8 @@ class FSDPBackend:
         self.module = module
         model = module.model
         self.model_config = model.config
+        if config.share_prompts:
+            module.check_sharing()
         if config.fp8:
             check_float8(model, compute_dtype, topology.device)
         if mesh.device_type == "cuda":
@@ -138,7 +140,7 @@ class FSDPBackend:
         each = self.progress.over(micro_batches, "update: micro-batch", len(micro_batches))
         for index, micro in enumerate(each):
             last = index == len(micro_batches) - 1
-            reduce_gradients(self.module, self._mesh, last=last, on_host=self._on_host)
+            reduce_gradients(self.module, self._mesh, last=last, keeps=self._has_whole, on_host=self._on_host)
             values, entropies = self.module(micro.row, reads=reads, entropy=entropy, routing=micro.routing)
             outcome = objective(micro, values, entropies)
             outcome.loss.backward()

@@ -6,6 +6,7 @@ import torch
 
 from slime.train.backends.delta_kernels import DeltaKernels, delta_kernels
 from slime.train.samples.packing import PackedLayout
+from slime.train.samples.shared_prompts import SharedPrompts
 from slime.train.topology import Ranks
 
 
@@ -13,11 +14,13 @@ class PackedContext:
     """The layout of the row that is going through the model, and how many layers that mix tokens have read it.
 
     `ranks`, where there are several, have a part of the row's tokens each (ulysses.py). `is_indexed`: indexers pick the
-    tokens that attention reads.
+    tokens that attention reads. Where prompts are `shared`, layers have each of their tokens once and attention all
+    (copies.py).
     """
 
     def __init__(self, gdn_backend: str | None = None) -> None:
         self.layout: PackedLayout | None = None
+        self.shared: SharedPrompts | None = None
         self.reads = 0
         self.ranks: Ranks | None = None
         self.is_indexed = False
@@ -29,8 +32,8 @@ class PackedContext:
         """The ranks that this row is cut over; None where it is whole."""
         return self.ranks if self.ranks is not None and self.ranks.size > 1 else None
 
-    def begin(self, layout: PackedLayout) -> None:
-        self.layout = layout
+    def begin(self, layout: PackedLayout, shared: SharedPrompts | None = None) -> None:
+        self.layout, self.shared = layout, shared
         self.reads = 0
         self._kernels = None
 

@@ -17,9 +17,11 @@ from slime.algorithms.logprobs import linear_log_probs
 from slime.errors import UserError
 from slime.models.head import OutputHead, output_projection
 from slime.models.sources import Source, Zeros
-from slime.train.backends.fsdp.attention import attach_context
+from slime.train.backends.fsdp.attention import RopeOfEachSequence, attach_context
+from slime.train.backends.fsdp.copies import spread
 from slime.train.backends.fsdp.delta_net import PackedDeltaNet
 from slime.train.backends.fsdp.fused.layer import is_plain
+from slime.train.backends.fsdp.indexer import PackedIndexer
 from slime.train.backends.fsdp.routers import Routers
 from slime.train.backends.protocol import Reads
 from slime.train.collectives import gather_parts
@@ -42,6 +44,8 @@ class PackedModel(nn.Module):
         self.sources: dict[str, Source] = dict(sources or {})
         self.context = attach_context(model, gdn_backend)
         self.routers: Routers | None = None
+        mixing = (PackedDeltaNet, PackedIndexer, RopeOfEachSequence)
+        self._mixing = sorted({type(module).__name__ for module in model.modules() if isinstance(module, mixing)})
         # attention reads no mask; but without one transformers asks the device whether the row is a packed one
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool) if any(map(is_plain, model.modules())) else None
 
@@ -65,6 +69,19 @@ class PackedModel(nn.Module):
         """From now on the routers of experts follow the routing that a row comes with."""
         self.routers = Routers(self.model)
 
+    @property
+    def _can_share_prompts(self) -> bool:
+        """Not where more than attention mixes tokens, one depends on its sequence's length, or routing is given."""
+        return not self._mixing and self.routers is None and self.context.sharing is None
+
+    def check_sharing(self) -> None:
+        """Refuse `--share-prompts` for a model that it cannot serve."""
+        if self._mixing:
+            raise UserError(
+                f"--share-prompts needs a model in which only attention looks at other tokens, and "
+                f"{type(self.model).__name__} has {' and '.join(self._mixing)} as well: drop the flag"
+            )
+
     def own_part(self, row: PackedRow) -> RowPart:
         ranks = self.context.sharing
         return row.part(0, 1) if ranks is None else row.part(ranks.rank, ranks.size)
@@ -76,13 +93,19 @@ class PackedModel(nn.Module):
 
     def hidden_states(self, row: PackedRow, part: RowPart, routing: Routing | None = None) -> Tensor:
         """Last hidden states [t, H] of this rank's part of the row; a sequence sees only itself."""
-        self.context.begin(row.layout)
+        shared = row.shared if self._can_share_prompts else None
+        tokens, places = part.tokens, part.position_ids
+        if shared is not None:
+            tokens, places = (states.index_select(1, shared.first) for states in (tokens, places))
+        self.context.begin(row.layout, shared)
         if self.routers is not None:
             first = 0 if self.context.sharing is None else self.context.sharing.rank * part.tokens.shape[1]
             self.routers.begin(routing, slice(first, first + part.tokens.shape[1]), part.tokens.device)
-        body, places = self.model.base_model, part.position_ids
-        found = body(input_ids=part.tokens, position_ids=places, attention_mask=self._mask, use_cache=False)
+        body = self.model.base_model
+        found = body(input_ids=tokens, position_ids=places, attention_mask=self._mask, use_cache=False)
         hidden: Tensor = found.last_hidden_state.squeeze(0)
+        if shared is not None:
+            hidden = spread(hidden, shared)
         if self.routers is not None:
             self.routers.keep()
         if self.context.reads == 0:

@@ -141,16 +141,18 @@ def copy_size(mesh: DeviceMesh) -> int:
     return mesh.size(mesh.ndim - 1)
 
 
-def reduce_gradients(packed: PackedModel, mesh: DeviceMesh, *, last: bool, on_host: bool = False) -> None:
+def reduce_gradients(
+    packed: PackedModel, mesh: DeviceMesh, *, last: bool, keeps: bool = False, on_host: bool = False
+) -> None:
     """Whether the coming backward reduces its gradients; `last`: the step's last one, after which they are whole sums.
 
     Ranks that share a copy do it every time, so that none ever holds a whole model's gradients; copies add theirs up
     once, and a rank that has a copy for itself has nothing to give away before that, unless to the host. Weights that a
-    rank keeps whole until the backward are kept for the next forward too.
+    rank `keeps` whole until the backward are kept for the next forward too.
     """
     assert isinstance(packed, FSDPModule)
     packed.set_requires_gradient_sync(last or copy_size(mesh) > 1 or on_host)
-    packed.set_reshard_after_backward(last or not keeps_whole(packed, mesh, on_host=on_host))
+    packed.set_reshard_after_backward(last or not keeps)
     packed.set_requires_all_reduce(last)
 
 

@@ -1,0 +1,201 @@
+"""`--share-prompts`: each token of a common prompt goes through the layers once, and every number stays what it was."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime.config.checks import check_flags_fit
+from slime.data.sample import Sample
+from slime.errors import UserError
+from slime.train.backends.fsdp.copies import spread, take_first
+from slime.train.backends.fsdp.recompute import recompute_layers
+from slime.train.samples.packing import PackedRow, pack
+from slime.train.samples.routing import Routing
+from tests.train.in_process import InProcess, config_for
+from tests.train.test_packed import packed_policy
+from tests.train.tiny_training import CONFIGS, SPARSE_CONFIGS, make_samples
+
+RESPONSES = (4, 3, 5, 6, 2, 1)
+WHOLE_SEQUENCES = {"qwen3_next", "qwen3_5", "llama_dynamic", "phi3_longrope", "glm_moe_dsa"}
+
+
+def sequences() -> list[np.ndarray]:
+    """Three samples of a prompt, two of another that begins as that one does, one of a third."""
+    rng = np.random.default_rng(4)
+    long, short = rng.integers(0, 128, 9), rng.integers(0, 128, 3)
+    prompts = [long, long, long[:7], long, long[:7], short]
+    return [np.concatenate([p, rng.integers(0, 128, n)]) for p, n in zip(prompts, RESPONSES, strict=True)]
+
+
+def make_row(*, share: bool, multiple: int = 1) -> PackedRow:
+    return pack(sequences(), RESPONSES, multiple=multiple, share_prompts=share)
+
+
+def test_a_row_says_which_tokens_are_copies() -> None:
+    row = make_row(share=True, multiple=8)
+    shared, tokens = row.shared, row.tokens[0]
+    assert shared is not None
+    assert row.num_tokens == 72  # 65, and 7 of padding
+    assert len(shared.first) == 72 - 9 - 9 - 7
+    assert torch.equal(tokens[shared.first][shared.place], tokens)
+    assert torch.equal(row.position_ids[0][shared.first][shared.place], row.position_ids[0])
+    assert torch.equal(shared.first, shared.first.sort().values)
+    again = [shared.copies[a:b].tolist() for a, b in zip(shared.starts[:-1], shared.starts[1:], strict=True)]
+    assert [copies[0] for copies in again] == shared.first.tolist()
+    assert sorted(copy for copies in again for copy in copies) == list(range(72))
+    assert all(shared.place[copy] == i for i, copies in enumerate(again) for copy in copies)
+    assert again[0] == [0, 13, 37]  # the first token of the long prompt, three times
+    assert torch.equal(tokens, make_row(share=False, multiple=8).tokens[0])  # what others see of the row
+
+
+def test_few_copies_are_not_worth_it() -> None:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 128, 4)
+    long = [np.concatenate([prompt, rng.integers(0, 128, 30)]) for _ in range(2)]
+    assert pack(long, [30, 30], share_prompts=True).shared is None  # 4 of 68
+    assert pack([long[0][:9], long[1][:9]], [5, 5], share_prompts=True).shared is not None  # 4 of 18
+    assert pack(long, [30, 29], share_prompts=True).shared is None  # not the same prompt
+
+
+def numbers(policy: Any, row: PackedRow, **keywords: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    policy.zero_grad()
+    log_probs, entropy = policy(row, **keywords)
+    (log_probs * torch.linspace(-1, 1, len(log_probs)) + 0.1 * entropy).sum().backward()
+    gradients = [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+    return torch.cat([log_probs, entropy]).detach(), gradients
+
+
+@pytest.mark.parametrize("kind", [*CONFIGS, *SPARSE_CONFIGS])
+def test_log_probs_and_gradients_are_those_of_whole_sequences(kind: str) -> None:
+    policy = packed_policy(kind, temperature=0.8)
+    seen: list[int] = []
+    policy.model.get_input_embeddings().register_forward_hook(lambda m, i, out: seen.append(out.shape[1]))
+    (plain, wanted), (shared, found) = (numbers(policy, make_row(share=share)) for share in (False, True))
+    assert seen == [65, 65 if kind in WHOLE_SEQUENCES else 40]
+    torch.testing.assert_close(shared, plain, rtol=0, atol=1e-5)
+    assert len(found) == len(wanted) > 0
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
+def test_layers_that_run_once_more_share_too() -> None:
+    policy = packed_policy("qwen3")
+    row = make_row(share=True)
+    _, once = numbers(policy, row)
+    recompute_layers(policy.model)
+    _, twice = numbers(policy, row)
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+
+
+def test_losses_that_read_logits_have_those_of_the_whole_row() -> None:
+    policy = packed_policy("qwen3")
+    plain, shared = (policy(make_row(share=share), reads="logits")[0] for share in (False, True))
+    assert shared.shape == (1, 65, 128)
+    torch.testing.assert_close(shared, plain, rtol=0, atol=1e-5)
+
+
+def test_given_routing_is_followed_for_every_copy() -> None:
+    """Engines may have sent the copies of a prompt to other experts: then each is computed."""
+    policy = packed_policy("qwen3_moe")
+    policy.repeat_routing()
+    seen: list[int] = []
+    policy.model.get_input_embeddings().register_forward_hook(lambda m, i, out: seen.append(out.shape[1]))
+    policy(make_row(share=True), routing=Routing())
+    assert seen == [65]
+
+
+def test_gradients_of_copies_are_added_up() -> None:
+    shared = make_row(share=True).shared
+    assert shared is not None
+    computed = torch.randn(40, 3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: spread(x, shared).sin(), computed.float(), eps=1e-2, atol=1e-2)
+    grad = torch.randn(65, 3, 2)
+    spread(computed.float(), shared).backward(grad)
+    assert computed.grad is not None
+    wanted = torch.stack([grad[shared.place == i].sum(0) for i in range(40)])
+    torch.testing.assert_close(computed.grad.float(), wanted)
+    whole = torch.randn(65, 4, requires_grad=True)
+    take_first(whole, shared).sum().backward()
+    assert whole.grad is not None
+    assert whole.grad.sum(1).nonzero()[:, 0].tolist() == shared.first.tolist()
+
+
+KERNEL = """
+import torch
+from slime.train.backends.fsdp.copies import sum_of_copies
+from slime.train.backends.fsdp.copy_kernels import add_copies
+from tests.train.test_shared_prompts import make_row
+shared = make_row(share=True).shared
+torch.manual_seed(0)
+for shape, dtype in (((65, 3, 5), torch.float32), ((65, 1500), torch.bfloat16), ((65, 2, 4), torch.float32)):
+    grad = torch.randn(*shape).to(dtype)
+    grad = grad.transpose(0, 1).contiguous().transpose(0, 1)  # as attention hands it back
+    found = add_copies(grad, shared.copies, shared.starts)
+    assert found.dtype == dtype
+    rounding = 0 if dtype == torch.float32 else 2**-7  # the interpreter has one of its own
+    torch.testing.assert_close(found, sum_of_copies(grad, shared), rtol=rounding, atol=0)
+print("right")
+"""
+
+
+def test_the_kernel_adds_what_the_cpu_does() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout == "right\n", done.stderr[-3000:]
+
+
+def groups_of_one_prompt(rollout_id: int) -> list[list[Sample]]:
+    groups = make_samples(3, 3, seed=rollout_id)
+    for first, *others in groups:
+        prompt = first.tokens[: -first.response_length]
+        for one in others:
+            one.tokens = prompt + one.tokens[-one.response_length :]
+    return groups
+
+
+@pytest.mark.parametrize("more", [{}, {"advantage_estimator": "ppo", "kl_loss_coef": 0.0}], ids=["grpo", "ppo"])
+def test_a_trainer_makes_the_same_steps(
+    more: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    flags = {"use_kl_loss": True, "kl_loss_coef": 0.05, "entropy_coef": 0.01, "lr": 1e-4, "micro_batch_size": 9, **more}
+    found = []
+    for share in (False, True):
+        one = InProcess(config_for(model_folder("qwen3"), tmp_path, share_prompts=share, **flags))
+        results = [one.train(rollout_id, groups_of_one_prompt(rollout_id)) for rollout_id in range(2)]
+        found.append(([step for result in results for step in result["metrics"]], one.weights))
+    (plain, weights), (shared, again) = found
+    for step, wanted in zip(shared, plain, strict=True):
+        assert step == pytest.approx(wanted, abs=1e-5)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(
+            again[name], tensor, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_models_that_it_cannot_serve_are_refused(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Qwen3_5ForCausalLM has PackedDeltaNet as well: drop the flag"):
+        InProcess(config_for(model_folder("qwen3_5"), tmp_path, share_prompts=True))
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"context_parallel_size": 2, "actor_num_gpus_per_node": 2}, "does not go with --context-parallel-size 2"),
+        ({"use_routing_replay": True}, "does not go with routing replay"),
+    ],
+)
+def test_flags_that_exclude_it(
+    flags: dict[str, Any], reason: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=f"--share-prompts {reason}.*drop one"):
+        config = config_for(model_folder("qwen3_moe"), tmp_path, share_prompts=True, **flags)
+        check_flags_fit(config.replace(prompt_data="any.jsonl"))
