@@ -95,6 +95,7 @@ class OneRank:
             micro_batch_size=1,
             max_tokens=self._config.max_tokens_per_gpu,
             trainable=batch.trainable,
+            groups=batch.group_indices if self._trainer.config.share_prompts else None,
         )
         answer = self._trainer.train(rollout_id, rank_shares(batch, schedule)[0])
         return {**answer["rollout_metrics"], **answer["metrics"][-1]}

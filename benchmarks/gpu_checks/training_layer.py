@@ -14,7 +14,7 @@ from slime.train.backends.fsdp.fused.layer import fuse_layers
 from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.samples.packing import pack
 
-_SIZES = {
+SIZES = {
     "vocab_size": 1000,
     "hidden_size": 384,
     "intermediate_size": 1100,
@@ -26,7 +26,7 @@ _LENGTHS = (300, 7, 129)
 
 
 def checks() -> Iterator[tuple[str, float, float]]:
-    for config in (Qwen3Config(**_SIZES, head_dim=128), LlamaConfig(**_SIZES, head_dim=64), Qwen2Config(**_SIZES)):
+    for config in (Qwen3Config(**SIZES, head_dim=128), LlamaConfig(**SIZES, head_dim=64), Qwen2Config(**SIZES)):
         yield from _one(config)
 
 
@@ -43,22 +43,22 @@ def _one(config: PretrainedConfig) -> Iterator[tuple[str, float, float]]:
     fuse_layers(fused)
     tokens = [torch.randint(0, 1000, (length,)).numpy() for length in _LENGTHS]
     row = pack(tokens, [length - 2 for length in _LENGTHS], device)
-    wanted_values, wanted = _passes(plain, row)
+    wanted_values, wanted = passes(plain, row)
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 4e-2)):
-        values, found = _passes(fused.to(dtype), row)
+        values, found = passes(fused.to(dtype), row)
         name = f"{config.model_type}, {str(dtype).removeprefix('torch.')}"
         yield f"log-probs, {name}", (values - wanted_values).abs().mean().item(), bound
-        yield f"gradients, {name}, worst", max(_apart(found[part], wanted[part]) for part in wanted), bound
+        yield f"gradients, {name}, worst", max(apart(found[part], wanted[part]) for part in wanted), bound
         for parameter in fused.parameters():
             parameter.grad = None
 
 
-def _passes(model: torch.nn.Module, row: object) -> tuple[Tensor, dict[str, Tensor]]:
+def passes(model: torch.nn.Module, row: object) -> tuple[Tensor, dict[str, Tensor]]:
     log_probs, _ = PolicyModel(model)(row)  # type: ignore[arg-type]
     (log_probs * torch.linspace(-1, 1, len(log_probs), device=log_probs.device)).sum().backward()
     return log_probs.detach(), {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _apart(found: Tensor, wanted: Tensor) -> float:
+def apart(found: Tensor, wanted: Tensor) -> float:
     """The length of the difference, of what is wanted."""
     return ((found - wanted).norm() / wanted.norm()).item()

@@ -356,6 +356,7 @@ class TrainerGroup:
             costs=None if self._flops is None else self._costs(self._flops, lengths),
             by_flops=config.balance_by_flops,
             fill_last=fill_last,
+            groups=batch.group_indices if config.share_prompts else None,
         )
 
     def _costs(self, flops: FlopsModel, lengths: Sequence[int]) -> list[float]:

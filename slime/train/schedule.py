@@ -59,13 +59,15 @@ def build_schedule(
     costs: Sequence[float] | None = None,
     by_flops: bool = False,
     fill_last: bool = False,
+    groups: Sequence[int] | None = None,
 ) -> Schedule:
     """Steps of exactly `global_batch_size` rollouts; with `fill_last` what remains makes a smaller last one.
 
     Micro-batches are cut by samples or by `max_tokens`, and work is shared out by tokens. With `costs` (FLOPs of each
     sample) it is shared out by those, and with `by_flops` also the micro-batches are made equal in them, as few as
     `max_tokens` asks for on average. Samples that are not `trainable` count as part of their rollout and are given to
-    nobody.
+    nobody. With `groups` (of each sample) those of one are kept together where work is shared out by tokens, if as many
+    micro-batches hold them so.
     """
     if by_flops and (costs is None or max_tokens is None):
         raise ValueError("micro-batches of equal FLOPs need the costs of the samples and a number of tokens")
@@ -78,7 +80,7 @@ def build_schedule(
         if trainable is not None:
             positions = [p for p in positions if trainable[p]]
         if costs is None:
-            ranks = share_by_tokens(positions, lengths, num_ranks, micro_batch_size, max_tokens)
+            ranks = share_by_tokens(positions, lengths, num_ranks, micro_batch_size, max_tokens, groups)
         elif by_flops and max_tokens is not None:
             ranks = equal_flops(positions, lengths, costs, num_ranks, max_tokens)
         else:
@@ -98,11 +100,33 @@ def _members(rollout_ids: Sequence[int]) -> list[list[int]]:
 
 
 def share_by_tokens(
-    positions: Sequence[int], lengths: Sequence[int], num_ranks: int, micro_batch_size: int, max_tokens: int | None
+    positions: Sequence[int],
+    lengths: Sequence[int],
+    num_ranks: int,
+    micro_batch_size: int,
+    max_tokens: int | None,
+    groups: Sequence[int] | None = None,
 ) -> list[list[MicroBatchIndices]]:
     """Micro-batches of the whole step, handed out so that ranks get similar numbers of tokens."""
     bins = cut(positions, lengths, num_ranks, micro_batch_size, max_tokens)
+    if groups is not None and max_tokens is not None:
+        bins = whole_groups(positions, lengths, groups, len(bins), max_tokens) or bins
     return assign_to_ranks(bins, lengths, num_ranks)
+
+
+def whole_groups(
+    positions: Sequence[int], lengths: Sequence[int], groups: Sequence[int], count: int, max_tokens: int
+) -> list[MicroBatchIndices] | None:
+    """`count` micro-batches, each of whole groups; None where one would be too full or empty."""
+    members: dict[int, MicroBatchIndices] = {}
+    for position in positions:
+        members.setdefault(groups[position], []).append(position)
+    if len(members) < count:
+        return None
+    each = list(members.values())
+    level = level_bins(range(len(each)), [_weight(group, lengths) for group in each], count)
+    bins = [[position for group in chosen for position in each[group]] for chosen in level]
+    return bins if max(_weight(chosen, lengths) for chosen in bins) <= max_tokens else None
 
 
 def share_by_flops(

@@ -250,3 +250,23 @@ def test_bins_are_those_of_the_rules_spelled_out(lengths: list[int], max_tokens:
     assert bins == expected
     assert level_bins(positions, lengths, len(bins)) == plain_level(lengths, len(bins))
     assert assign_to_ranks(bins, lengths, ranks) == plain_ranks(bins, lengths, ranks)
+
+
+def test_groups_stay_together_where_as_many_micro_batches_hold_them() -> None:
+    groups = [group for group in range(8) for _ in range(4)]
+    lengths = [40] * 32
+    asked = {"rollout_ids": range(32), "num_ranks": 2, "global_batch_size": 32, "max_tokens": 320}
+    apart = build_schedule(lengths, **asked).steps[0].ranks
+    kept = build_schedule(lengths, **asked, groups=groups).steps[0].ranks
+    assert [[len(members) for members in rank] for rank in kept] == [[8, 8], [8, 8]]
+    assert sorted(p for rank in kept for members in rank for p in members) == list(range(32))
+    for rank in kept:
+        for members in rank:
+            assert len({groups[p] for p in members}) == 2
+    assert any(len({groups[p] for p in members}) > 2 for rank in apart for members in rank)
+    tight = build_schedule(lengths, **{**asked, "max_tokens": 480}, groups=[p // 16 for p in range(32)])
+    assert tight == build_schedule(lengths, **{**asked, "max_tokens": 480})  # groups of 640 tokens fit into none
+    few = [0] * 32
+    assert build_schedule(lengths, **asked, groups=few) == build_schedule(
+        lengths, **asked
+    )  # one group, four micro-batches

@@ -196,6 +196,6 @@ def test_models_that_it_cannot_serve_are_refused(model_folder: Callable[[str], P
 def test_flags_that_exclude_it(
     flags: dict[str, Any], reason: str, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    config = config_for(model_folder("qwen3_moe"), tmp_path, share_prompts=True, **flags)
     with pytest.raises(UserError, match=f"--share-prompts {reason}.*drop one"):
-        config = config_for(model_folder("qwen3_moe"), tmp_path, share_prompts=True, **flags)
         check_flags_fit(config.replace(prompt_data="any.jsonl"))
