@@ -50,8 +50,8 @@ async def generate(
 ) -> list[Sample]:
     """Several solvers at once, a critic on each answer, all at once, then the judge; every session is a sample.
 
-    In training one more critic practises on a wrong answer that nobody gave and the judge never sees. An evaluation has
-    the judge's sample alone, so that it counts the team's success.
+    In training one more critic practises on a wrong answer that is planted and that the judge never sees. An evaluation
+    has the judge's sample alone, so that it counts the team's success.
     """
     question, label = str(sample.prompt[0]["content"]), str(sample.label)
     solvers = await asyncio.gather(*(act(args, sample, sampling_params, SOLVER, question) for _ in range(SOLVERS)))
