@@ -6,6 +6,7 @@ import sys
 
 PROGRAM = r"""
 import copy, sys
+import numpy as np
 import torch
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.train.backends.fsdp.fused import kernels
@@ -18,8 +19,27 @@ from tests.train.tiny_training import build_model
 kernels.PROGRAMS.update(norm=3, rotate=3)  # fewer than rows
 register_packed_attention()
 generator = torch.Generator().manual_seed(0)
-tokens = [torch.randint(0, 128, (n,), generator=generator).numpy() for n in (5, 6, 3)]
-row = pack(tokens, [3, 4, 2])
+tokens = [torch.randint(0, 128, (n,), generator=generator).numpy() for n in (5, 6, 3, 4, 4, 4)]
+row = pack(tokens[:3], [3, 4, 2])
+samples = [np.concatenate([tokens[at], end]) for at, end in zip((1, 2, 1, 2, 1, 0), (*tokens[3:], *tokens[:3]))]
+whole, shared = (pack(samples, [4, 4, 4, 5, 6, 3], share_prompts=share) for share in (False, True))
+assert shared.shared is not None and len(shared.shared.first) == whole.num_tokens - 6 - 3 - 6
+
+def passes(model, row):
+    model.zero_grad()
+    log_probs, entropy = PolicyModel(model)(row)
+    (log_probs * torch.linspace(-1, 1, len(log_probs)) + 0.1 * entropy).sum().backward()
+    return log_probs, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+def compare(kind, model, other):
+    (plain, wanted), (fused, got) = model, other
+    torch.testing.assert_close(fused, plain, rtol=0, atol=2e-5, msg=lambda text: f"{kind}: {text}")
+    for name, gradient in wanted.items():
+        if gradient is None:
+            assert name == "model.layers.0.mlp.up_proj.weight" and got[name] is None, name
+            continue
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=2e-5, msg=lambda text: f"{kind} {name}: {text}")
+
 for kind in sys.argv[1:]:
     model = build_model(kind)
     model.set_attn_implementation(ATTENTION_NAME)
@@ -31,27 +51,17 @@ for kind in sys.argv[1:]:
     fuse_layers(other)
     assert sum(isinstance(module, FusedLayer) for module in other.modules()) == 2, kind
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in other.named_parameters()]
-    found = []
     for each in (model, other):
         each.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-        policy = PolicyModel(each)
-        log_probs, entropy = policy(row)
-        (log_probs * torch.linspace(-1, 1, len(log_probs)) + 0.1 * entropy).sum().backward()
-        found.append((log_probs, {name: parameter.grad for name, parameter in each.named_parameters()}))
-    (plain, wanted), (fused, got) = found
-    torch.testing.assert_close(fused, plain, rtol=0, atol=2e-5, msg=lambda text: f"{kind}: {text}")
-    for name, gradient in wanted.items():
-        if gradient is None:
-            assert name == "model.layers.0.mlp.up_proj.weight" and got[name] is None, name
-            continue
-        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=2e-5, msg=lambda text: f"{kind} {name}: {text}")
+    compare(kind, passes(model, row), passes(other, row))
+    compare(kind + ", shared prompts", passes(model, whole), passes(other, shared))
     if kind == "qwen2":
+        rows = (row, shared)
+        once = [passes(other, each)[1] for each in rows]
         recompute_layers(other)
-        other.zero_grad()
-        log_probs, entropy = policy(row)
-        (log_probs * torch.linspace(-1, 1, len(log_probs)) + 0.1 * entropy).sum().backward()
-        for name, parameter in other.named_parameters():
-            assert got[name] is None or torch.equal(parameter.grad, got[name]), name
+        for each, wanted in zip(rows, once):
+            got = passes(other, each)[1]
+            assert all(wanted[name] is None or torch.equal(got[name], wanted[name]) for name in wanted)
     print(kind, "right")
 """
 

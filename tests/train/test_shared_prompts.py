@@ -131,8 +131,8 @@ def test_gradients_of_copies_are_added_up() -> None:
 
 KERNEL = """
 import torch
-from slime.train.backends.fsdp.copies import sum_of_copies
-from slime.train.backends.fsdp.copy_kernels import add_copies
+from slime.train.backends.fsdp.copies import sum_of_copies, to_first_copies
+from slime.train.backends.fsdp.copy_kernels import add_copies, put_first
 from tests.train.test_shared_prompts import make_row
 shared = make_row(share=True).shared
 torch.manual_seed(0)
@@ -143,11 +143,13 @@ for shape, dtype in (((65, 3, 5), torch.float32), ((65, 1500), torch.bfloat16), 
     assert found.dtype == dtype
     rounding = 0 if dtype == torch.float32 else 2**-7  # the interpreter has one of its own
     torch.testing.assert_close(found, sum_of_copies(grad, shared), rtol=rounding, atol=0)
+    computed = found.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(put_first(computed, shared.place, shared.first), to_first_copies(computed, shared))
 print("right")
 """
 
 
-def test_the_kernel_adds_what_the_cpu_does() -> None:
+def test_the_kernels_do_what_the_cpu_does() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, env=environment, timeout=300)
     assert done.stdout == "right\n", done.stderr[-3000:]

@@ -137,7 +137,7 @@ def packed_attention(
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The signature of transformers' attention functions; returns [1, T, heads, D]. `indices`: an indexer's picks."""
-    context: PackedContext = module.__dict__[CONTEXT_ATTRIBUTE]
+    context = context_of(module)
     layout, ranks = context.read(), context.sharing
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if context.is_indexed:
@@ -151,6 +151,20 @@ def packed_attention(
         return _attention(query, key, value, layout, scale, sliding_window, softcap, s_aux, shared=context.shared), None
     query, key, value, s_aux = to_own_heads(query, key, value, s_aux, ranks)
     return to_own_tokens(_attention(query, key, value, layout, scale, sliding_window, softcap, s_aux), ranks), None
+
+
+def attend_to_all(
+    context: PackedContext, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Of heads that are spread over a row whose prompts are shared: [T, heads, D] to [t, heads, D]."""
+    assert context.shared is not None
+    return take_first(causal_attention(query, key, value, context.read(), scale, window), context.shared)
+
+
+def context_of(module: nn.Module) -> PackedContext:
+    """What `attach_context` gave it."""
+    context: PackedContext = module.__dict__[CONTEXT_ATTRIBUTE]
+    return context
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, shared: SharedPrompts | None = None) -> Tensor:

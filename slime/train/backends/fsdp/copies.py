@@ -43,16 +43,24 @@ class _TakeFirst(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        [grad] = grads
-        whole = grad.new_zeros(len(ctx.shared.place), *grad.shape[1:])
-        return whole.index_copy_(0, ctx.shared.first, grad), None
+        return to_first_copies(grads[0], ctx.shared), None
 
 
 def sum_of_copies(grad: Tensor, shared: SharedPrompts) -> Tensor:
     """[T, ...] to [t, ...]: the sum over the copies of each computed token."""
     if grad.is_cuda:
-        from slime.train.backends.fsdp.copy_kernels import add_copies
+        from slime.train.backends.fsdp.copy_kernels import add_copies  # with Triton, which only a GPU needs
 
         return add_copies(grad, shared.copies, shared.starts)
     total = torch.zeros(len(shared.first), *grad.shape[1:], dtype=torch.float32)
     return total.index_add_(0, shared.place, grad.float()).to(grad.dtype)
+
+
+def to_first_copies(grad: Tensor, shared: SharedPrompts) -> Tensor:
+    """[t, ...] to [T, ...]: the first copy of each computed token has what it has, the others zeros."""
+    if grad.is_cuda:
+        from slime.train.backends.fsdp.copy_kernels import put_first
+
+        return put_first(grad, shared.place, shared.first)
+    whole = grad.new_zeros(len(shared.place), *grad.shape[1:])
+    return whole.index_copy_(0, shared.first, grad)

@@ -14,19 +14,24 @@ from torch import Tensor
 
 from slime.train.backends.fsdp.fused import float8, kernels
 from slime.train.backends.fsdp.fused.facts import LayerFacts
+from slime.train.samples.shared_prompts import SharedPrompts
 
 
 class ToHeads(torch.autograd.Function):
-    """Hidden states to queries, keys and values; they pass through, so that their two gradients are added here."""
+    """Hidden states to queries, keys and values; they pass through, so that their two gradients are added here.
+
+    Of `shared` prompts there are hidden states for each token that is computed, and the others for all of the row.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,  # [T, H]
-        cos: Tensor,  # [T, D]
+        hidden: Tensor,  # [t, H]
+        cos: Tensor,  # [t, D]
         sin: Tensor,
         norm: Tensor,
         facts: LayerFacts,
+        shared: SharedPrompts | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -40,24 +45,23 @@ class ToHeads(torch.autograd.Function):
         added = None if q_bias is None or k_bias is None or v_bias is None else torch.cat((q_bias, k_bias, v_bias))
         rows = _product(normed, torch.cat((q, k, v)), facts, added)
         norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
-        queries, keys = kernels.rotate(rows, cos, sin, norms, facts.head_eps, facts.heads, facts.kv_heads)
-        values = rows[:, (facts.heads + facts.kv_heads) * cos.shape[1] :].unflatten(1, (facts.kv_heads, -1))
+        heads = kernels.rotate(rows, cos, sin, norms, facts.head_eps, facts.heads, facts.kv_heads, shared)
         ctx.save_for_backward(hidden, cos, sin, norm, q, k, v, q_norm, k_norm, normed, rstd, rows)
-        ctx.facts = facts
-        return queries, keys, values, hidden
+        ctx.facts, ctx.shared = facts, shared
+        return *heads, hidden
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, dv, passed = grads
         hidden, cos, sin, norm, q, k, v, q_norm, k_norm, normed, rstd, rows = ctx.saved_tensors
         norms = None if q_norm is None else (q_norm, k_norm)
-        d_rows, d_norms = kernels.rotate_gradient((dq, dk, dv), rows, cos, sin, norms, ctx.facts.head_eps)
+        d_rows, d_norms = kernels.rotate_gradient((dq, dk, dv), rows, cos, sin, norms, ctx.facts.head_eps, ctx.shared)
         needs = ctx.needs_input_grad
         d_hidden, d_norm = kernels.norm_gradient(d_rows @ torch.cat((q, k, v)), hidden, norm, rstd, passed)
         sizes = [len(q), len(k), len(v)]
-        d_weights = (d_rows.t() @ normed).split(sizes) if any(needs[5:8]) else (None,) * 3
-        d_biases = d_rows.sum(0).split(sizes) if any(needs[8:11]) else (None,) * 3
-        return d_hidden, None, None, d_norm, None, *d_weights, *d_biases, *(d_norms or (None, None))
+        d_weights = (d_rows.t() @ normed).split(sizes) if any(needs[6:9]) else (None,) * 3
+        d_biases = d_rows.sum(0).split(sizes) if any(needs[9:12]) else (None,) * 3
+        return d_hidden, None, None, d_norm, None, None, *d_weights, *d_biases, *(d_norms or (None, None))
 
 
 class FromHeads(torch.autograd.Function):

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slime.train.samples.shared_prompts import SharedPrompts
+
 PROGRAMS = {"norm": 12 * 132, "rotate": 16 * 132}  # that share the rows where sums over them are kept
 
 
@@ -63,6 +65,8 @@ def _rotate_forward(
     k_weight,
     q,
     k,
+    v,
+    place,
     row_width,
     eps,
     HEADS: tl.constexpr,
@@ -70,20 +74,24 @@ def _rotate_forward(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    SHARED: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
 ):
-    """One token a program: norm of each head, then its rotation."""
+    """One token a program: norm of each head, then its rotation; values as they are, where they have a place too."""
     token = tl.program_id(0).to(tl.int64)
+    source = token
+    if SHARED:
+        source = tl.load(place + token).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     low_half = lanes < HALF
-    cos_low = tl.load(cos + token * 2 * HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
-    cos_high = tl.load(cos + token * 2 * HALF + HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
-    sin_low = tl.load(sin + token * 2 * HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
-    sin_high = tl.load(sin + token * 2 * HALF + HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
+    cos_low = tl.load(cos + source * 2 * HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
+    cos_high = tl.load(cos + source * 2 * HALF + HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
+    sin_low = tl.load(sin + source * 2 * HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
+    sin_high = tl.load(sin + source * 2 * HALF + HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
     for first in tl.static_range(0, HEADS + KV_HEADS, HEADS_BLOCK):
         heads = first + tl.arange(0, HEADS_BLOCK)
         here = (heads < HEADS + KV_HEADS)[:, None] & low_half[None, :]
-        at = token * row_width + heads[:, None] * 2 * HALF + lanes[None, :]
+        at = source * row_width + heads[:, None] * 2 * HALF + lanes[None, :]
         low = tl.load(qkv + at, mask=here, other=0.0).to(tl.float32)
         high = tl.load(qkv + at + HALF, mask=here, other=0.0).to(tl.float32)
         is_query = heads < HEADS
@@ -98,6 +106,14 @@ def _rotate_forward(
         tl.store(q + to_q + HALF, turned_high.to(q.dtype.element_ty), mask=here & is_query[:, None])
         tl.store(k + to_k, turned_low.to(k.dtype.element_ty), mask=here & ~is_query[:, None])
         tl.store(k + to_k + HALF, turned_high.to(k.dtype.element_ty), mask=here & ~is_query[:, None])
+    if SHARED:
+        for first in tl.static_range(0, KV_HEADS, HEADS_BLOCK):
+            heads = first + tl.arange(0, HEADS_BLOCK)
+            here = (heads < KV_HEADS)[:, None] & low_half[None, :]
+            at = source * row_width + (HEADS + KV_HEADS + heads)[:, None] * 2 * HALF + lanes[None, :]
+            to = token * KV_HEADS * 2 * HALF + heads[:, None] * 2 * HALF + lanes[None, :]
+            tl.store(v + to, tl.load(qkv + at, mask=here, other=0.0), mask=here)
+            tl.store(v + to + HALF, tl.load(qkv + at + HALF, mask=here, other=0.0), mask=here)
 
 
 @triton.jit
@@ -106,6 +122,27 @@ def _of_kind(q_weight, k_weight, is_query, lanes, here):
     of_query = tl.load(q_weight + lanes, mask=here, other=0.0).to(tl.float32)[None, :]
     of_key = tl.load(k_weight + lanes, mask=here, other=0.0).to(tl.float32)[None, :]
     return tl.where(is_query[:, None], of_query, of_key)
+
+
+@triton.jit
+def _toward_heads(dq, dk, token, heads, lanes, here, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of the gradients of these heads, of queries and then keys, at one token of the row."""
+    is_query = (heads < HEADS)[:, None]
+    of_q = token * HEADS * 2 * HALF + heads[:, None] * 2 * HALF + lanes[None, :]
+    of_k = token * KV_HEADS * 2 * HALF + (heads - HEADS)[:, None] * 2 * HALF + lanes[None, :]
+    low = tl.load(dq + of_q, mask=here & is_query, other=0.0).to(tl.float32)
+    low += tl.load(dk + of_k, mask=here & ~is_query, other=0.0).to(tl.float32)
+    high = tl.load(dq + of_q + HALF, mask=here & is_query, other=0.0).to(tl.float32)
+    high += tl.load(dk + of_k + HALF, mask=here & ~is_query, other=0.0).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _toward_values(dv, token, row, head, heads, lanes, here, HALF: tl.constexpr):
+    """Both halves of the gradients of these heads' values at one token of the row."""
+    at = token * row + heads[:, None] * head + lanes[None, :]
+    low = tl.load(dv + at, mask=here, other=0.0).to(tl.float32)
+    return low, tl.load(dv + at + HALF, mask=here, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -120,6 +157,8 @@ def _rotate_backward(
     k_weight,
     dqkv,
     sums,
+    copies,
+    starts,
     tokens,
     row_width,
     dv_row,
@@ -130,6 +169,7 @@ def _rotate_backward(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    SHARED: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
 ):
     """Programs share the tokens; `sums` [programs, 2 (queries, keys), 2 halves, BLOCK] are the weights' gradients."""
@@ -139,6 +179,10 @@ def _rotate_backward(
     k_low, k_high = tl.zeros([HEADS_BLOCK, BLOCK], tl.float32), tl.zeros([HEADS_BLOCK, BLOCK], tl.float32)
     for index in range(tl.program_id(0), tokens, tl.num_programs(0)):
         token = tl.cast(index, tl.int64)
+        own, begin, end = token, 0, 0
+        if SHARED:  # the first copy, and where the others are
+            begin, end = tl.load(starts + token).to(tl.int32) + 1, tl.load(starts + token + 1).to(tl.int32)
+            own = tl.load(copies + begin - 1).to(tl.int64)
         cos_low = tl.load(cos + token * 2 * HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
         cos_high = tl.load(cos + token * 2 * HALF + HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
         sin_low = tl.load(sin + token * 2 * HALF + lanes, mask=low_half, other=0.0).to(tl.float32)[None, :]
@@ -147,13 +191,12 @@ def _rotate_backward(
             heads = first + tl.arange(0, HEADS_BLOCK)
             here = (heads < HEADS + KV_HEADS)[:, None] & low_half[None, :]
             is_query = heads < HEADS
-            of_q = token * HEADS * 2 * HALF + heads[:, None] * 2 * HALF + lanes[None, :]
-            of_k = token * KV_HEADS * 2 * HALF + (heads - HEADS)[:, None] * 2 * HALF + lanes[None, :]
-            queries, keys = here & is_query[:, None], here & ~is_query[:, None]
-            low = tl.load(dq + of_q, mask=queries, other=0.0).to(tl.float32)
-            low += tl.load(dk + of_k, mask=keys, other=0.0).to(tl.float32)
-            high = tl.load(dq + of_q + HALF, mask=queries, other=0.0).to(tl.float32)
-            high += tl.load(dk + of_k + HALF, mask=keys, other=0.0).to(tl.float32)
+            low, high = _toward_heads(dq, dk, own, heads, lanes, here, HEADS, KV_HEADS, HALF)
+            for at in range(begin, end):
+                copy = tl.load(copies + at).to(tl.int64)
+                more_low, more_high = _toward_heads(dq, dk, copy, heads, lanes, here, HEADS, KV_HEADS, HALF)
+                low += more_low
+                high += more_high
             before_low, before_high = low * cos_low + high * sin_high, high * cos_high - low * sin_low
             at = token * row_width + heads[:, None] * 2 * HALF + lanes[None, :]
             if HAS_NORM:
@@ -179,10 +222,15 @@ def _rotate_backward(
         for first in tl.static_range(0, KV_HEADS, HEADS_BLOCK):
             heads = first + tl.arange(0, HEADS_BLOCK)
             here = (heads < KV_HEADS)[:, None] & low_half[None, :]
-            at = token * dv_row + heads[:, None] * dv_head + lanes[None, :]
             to = token * row_width + (HEADS + KV_HEADS + heads)[:, None] * 2 * HALF + lanes[None, :]
-            tl.store(dqkv + to, tl.load(dv + at, mask=here, other=0.0), mask=here)
-            tl.store(dqkv + to + HALF, tl.load(dv + at + HALF, mask=here, other=0.0), mask=here)
+            low, high = _toward_values(dv, own, dv_row, dv_head, heads, lanes, here, HALF)
+            for at in range(begin, end):
+                copy = tl.load(copies + at).to(tl.int64)
+                more_low, more_high = _toward_values(dv, copy, dv_row, dv_head, heads, lanes, here, HALF)
+                low += more_low
+                high += more_high
+            tl.store(dqkv + to, low.to(dqkv.dtype.element_ty), mask=here)
+            tl.store(dqkv + to + HALF, high.to(dqkv.dtype.element_ty), mask=here)
     if HAS_NORM:
         to = sums + tl.program_id(0) * 4 * BLOCK + lanes
         tl.store(to, tl.sum(q_low, axis=0))
@@ -250,16 +298,28 @@ def norm_gradient(
 
 
 def rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, heads: int, kv_heads: int
-) -> tuple[Tensor, Tensor]:
-    """Queries [T, heads, D] and keys [T, kv heads, D] of rows [queries | keys | values]; cos and sin [T, D]."""
-    tokens, dim = len(qkv), cos.shape[1]
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    heads: int,
+    kv_heads: int,
+    shared: SharedPrompts | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, heads, D], keys and values [T, kv heads, D] of rows [queries | keys | values]; cos and sin [t, D].
+
+    There are as many rows as tokens, t = T, and the values are a view of them; of `shared` prompts there is one each.
+    """
+    dim = cos.shape[1]
+    tokens = len(qkv) if shared is None else len(shared.place)
     q, k = qkv.new_empty(tokens, heads, dim), qkv.new_empty(tokens, kv_heads, dim)
+    v = qkv[:, (heads + kv_heads) * dim :].unflatten(1, (kv_heads, -1)) if shared is None else torch.empty_like(k)
     _rotate_forward[(tokens,)](
-        qkv, cos, sin, *(norms or (None, None)), q, k, qkv.shape[1], eps, HAS_NORM=norms is not None,
-        **_tile(heads, kv_heads, dim),
+        qkv, cos, sin, *(norms or (None, None)), q, k, v, None if shared is None else shared.place, qkv.shape[1], eps,
+        HAS_NORM=norms is not None, SHARED=shared is not None, **_tile(heads, kv_heads, dim),
     )  # fmt: skip
-    return q, k
+    return q, k, v
 
 
 def rotate_gradient(
@@ -269,17 +329,19 @@ def rotate_gradient(
     sin: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
+    shared: SharedPrompts | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """The gradient of the rows from those of queries, keys and values, and that of the norms' weights."""
     dq, dk, dv = grads[0].contiguous(), grads[1].contiguous(), grads[2]
     assert dv.stride(2) == 1
-    (tokens, heads, dim), kv_heads = dq.shape, dk.shape[1]
+    (heads, dim), kv_heads, tokens = dq.shape[1:], dk.shape[1], len(qkv)
+    copies, starts = (None, None) if shared is None else (shared.copies, shared.starts)
     dqkv, tile = torch.empty_like(qkv), _tile(heads, kv_heads, dim)
     programs, block = min(PROGRAMS["rotate"], tokens), tile["BLOCK"]
     sums = torch.empty(programs, 2, 2, block, dtype=torch.float32, device=qkv.device)
     _rotate_backward[(programs,)](
-        dq, dk, dv, qkv, cos, sin, *(norms or (None, None)), dqkv, sums, tokens, qkv.shape[1], dv.stride(0),
-        dv.stride(1), eps, HAS_NORM=norms is not None, **tile,
+        dq, dk, dv, qkv, cos, sin, *(norms or (None, None)), dqkv, sums, copies, starts, tokens,
+        qkv.shape[1], dv.stride(0), dv.stride(1), eps, HAS_NORM=norms is not None, SHARED=shared is not None, **tile,
     )  # fmt: skip
     if norms is None:
         return dqkv, None

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slime.errors import UserError
-from slime.train.backends.fsdp.attention import packed_attention
+from slime.train.backends.fsdp.attention import attend_to_all, context_of, packed_attention
 from slime.train.backends.fsdp.fused.facts import LayerFacts
 
 PLAIN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -52,11 +52,12 @@ class FusedLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any
     ) -> Tensor:
-        """[1, T, H] to [1, T, H]."""
+        """[1, t, H] to [1, t, H]."""
         from slime.train.backends.fsdp.fused.halves import FromHeads, ToHeads  # with Triton, which only a GPU needs
 
         assert position_embeddings is not None
         attention: Any = self.self_attn
+        context = context_of(attention)
         mlp: Any = self.mlp
         cos, sin = (part[0].contiguous() for part in position_embeddings)
         linears = [getattr(attention, name) for name in _PROJECTIONS[:3]]
@@ -67,14 +68,18 @@ class FusedLayer(GradientCheckpointingLayer):
             sin,
             self.input_layernorm.weight,
             self._facts,
+            context.shared,
             *(linear.weight for linear in linears),
             *(linear.bias for linear in linears),
             *norms,
         )
-        by_head = (states.transpose(0, 1)[None] for states in (queries, keys, values))
-        attended, _ = packed_attention(
-            attention, *by_head, None, scaling=attention.scaling, sliding_window=self._window
-        )
+        if context.shared is None:
+            by_head = (states.transpose(0, 1)[None] for states in (queries, keys, values))
+            attended, _ = packed_attention(
+                attention, *by_head, None, scaling=attention.scaling, sliding_window=self._window
+            )
+        else:
+            attended = attend_to_all(context, queries, keys, values, attention.scaling, self._window)[None]
         return FromHeads.apply(
             attended.squeeze(0).flatten(1),
             hidden,
