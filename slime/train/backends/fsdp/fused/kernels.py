@@ -177,8 +177,8 @@ def _rotate_backward(
     low_half = lanes < HALF
     q_low, q_high = tl.zeros([HEADS_BLOCK, BLOCK], tl.float32), tl.zeros([HEADS_BLOCK, BLOCK], tl.float32)
     k_low, k_high = tl.zeros([HEADS_BLOCK, BLOCK], tl.float32), tl.zeros([HEADS_BLOCK, BLOCK], tl.float32)
-    for index in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        token = tl.cast(index, tl.int64)
+    for at_token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        token = tl.cast(at_token, tl.int64)
         own, begin, end = token, 0, 0
         if SHARED:  # the first copy, and where the others are
             begin, end = tl.load(starts + token).to(tl.int32) + 1, tl.load(starts + token + 1).to(tl.int32)
@@ -192,11 +192,12 @@ def _rotate_backward(
             here = (heads < HEADS + KV_HEADS)[:, None] & low_half[None, :]
             is_query = heads < HEADS
             low, high = _toward_heads(dq, dk, own, heads, lanes, here, HEADS, KV_HEADS, HALF)
-            for at in range(begin, end):
-                copy = tl.load(copies + at).to(tl.int64)
-                more_low, more_high = _toward_heads(dq, dk, copy, heads, lanes, here, HEADS, KV_HEADS, HALF)
-                low += more_low
-                high += more_high
+            if SHARED:
+                for index in range(begin, end):
+                    copy = tl.load(copies + index).to(tl.int64)
+                    more_low, more_high = _toward_heads(dq, dk, copy, heads, lanes, here, HEADS, KV_HEADS, HALF)
+                    low += more_low
+                    high += more_high
             before_low, before_high = low * cos_low + high * sin_high, high * cos_high - low * sin_low
             at = token * row_width + heads[:, None] * 2 * HALF + lanes[None, :]
             if HAS_NORM:
@@ -224,11 +225,12 @@ def _rotate_backward(
             here = (heads < KV_HEADS)[:, None] & low_half[None, :]
             to = token * row_width + (HEADS + KV_HEADS + heads)[:, None] * 2 * HALF + lanes[None, :]
             low, high = _toward_values(dv, own, dv_row, dv_head, heads, lanes, here, HALF)
-            for at in range(begin, end):
-                copy = tl.load(copies + at).to(tl.int64)
-                more_low, more_high = _toward_values(dv, copy, dv_row, dv_head, heads, lanes, here, HALF)
-                low += more_low
-                high += more_high
+            if SHARED:
+                for index in range(begin, end):
+                    copy = tl.load(copies + index).to(tl.int64)
+                    more_low, more_high = _toward_values(dv, copy, dv_row, dv_head, heads, lanes, here, HALF)
+                    low += more_low
+                    high += more_high
             tl.store(dqkv + to, low.to(dqkv.dtype.element_ty), mask=here)
             tl.store(dqkv + to + HALF, high.to(dqkv.dtype.element_ty), mask=here)
     if HAS_NORM:
