@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -284,8 +285,11 @@ def test_a_wrong_token_is_one_sentence(
 
 
 def test_mistakes_of_who_joins_are_one_sentence_each(
-    run: Run, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     token = ["--join-token-file", run.token_file]
     other = make_model_folder(tmp_path / "other", vocab_size=512)
     capsys.readouterr()
@@ -298,6 +302,7 @@ def test_mistakes_of_who_joins_are_one_sentence_each(
         assert main(["serve", *words]) == 2
         [sentence] = capsys.readouterr().err.splitlines()
         assert said in sentence
+        assert list(scratch.iterdir()) == []
     run.joined._config = run.config.replace(update_weight_transport="nccl")
     facts = {name: run.joined.terms()[name] for name in ("model_type", "vocab_size", "dtype", "gpus")}
     with pytest.raises(Refused, match=r"http://10.0.0.7:30000 cannot reach the group"):

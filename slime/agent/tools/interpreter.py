@@ -243,13 +243,13 @@ class _Pool:
         self._start, self._memory_mb, self._spare = start, memory_mb, spare
         self._ready: deque[_Worker] = deque()
         self._waiting: deque[asyncio.Future[_Worker | None]] = deque()
-        self._returning = 0
+        self._returning: set[_Worker] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def take(self) -> _Worker:
         """One that is ready or about to be; a new one is started where there is none."""
         worker = self._ready.popleft() if self._ready else None
-        if worker is None and len(self._waiting) < self._returning:
+        if worker is None and len(self._waiting) < len(self._returning):
             place: asyncio.Future[_Worker | None] = asyncio.get_running_loop().create_future()
             self._waiting.append(place)
             worker = await place
@@ -261,7 +261,7 @@ class _Pool:
 
     def give_back(self, worker: _Worker) -> None:
         """After an attempt that ended well."""
-        self._returning += 1
+        self._returning.add(worker)
         self._later(self._again(worker))
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -279,7 +279,7 @@ class _Pool:
         except (TimeoutError, _Gone):
             logger.debug("an interpreter could not be used again")
         finally:
-            self._returning -= 1
+            self._returning.discard(worker)
             is_wanted = self._hand_out(fresh)
             if not is_wanted:
                 await worker.end()
@@ -324,8 +324,11 @@ class _Pool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        while self._ready:
-            await self._ready.popleft().end()
+        left = [*self._ready, *self._returning]  # a task that is cancelled before it began ends nothing
+        self._ready.clear()
+        self._returning.clear()
+        for worker in left:
+            await worker.end()
 
 
 @functools.cache

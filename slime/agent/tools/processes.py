@@ -71,7 +71,7 @@ def plain_starter(python: str = sys.executable, extra: Sequence[str] = ()) -> Pr
     """Child processes as they are: limits, and no boundary."""
 
     async def start(program: str, arguments: Sequence[str]) -> Process:
-        folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="slime-tool-")
+        folder = tempfile.mkdtemp(prefix="slime-tool-")  # at once: cancelled, a thread would leave it behind
         places = {"HOME": folder, "TMPDIR": folder, "PATH": os.environ.get("PATH", os.defpath)}
         try:
             process = await asyncio.create_subprocess_exec(

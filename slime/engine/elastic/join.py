@@ -72,7 +72,12 @@ def join_command(words: Sequence[str]) -> int:
     folder = given.model_path or config.hf_checkpoint
     run_dir = Path(config.output_dir or tempfile.mkdtemp(prefix="slime-join-"))
     joiner = Joiner(given.join, token, config, folder, run_dir, patience_s=given.join_patience)
-    asyncio.run(joiner.run())
+    try:
+        asyncio.run(joiner.run())
+    finally:
+        if not config.output_dir:
+            with contextlib.suppress(OSError):  # engines that began have left their logs there
+                run_dir.rmdir()
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,21 @@ def test_attempts_leave_nothing_behind_and_the_program_is_used_again() -> None:
         assert not is_running(programs[0])
 
     asyncio.run(main())
+
+
+def test_a_pool_that_is_closed_right_after_an_attempt_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen: list[Path] = []
+
+    async def work(box: ToolBox) -> None:
+        await box.call("python", {"code": "1"})
+        seen.extend(tmp_path.iterdir())  # noqa: ASYNC240
+
+    in_box(work, spare=2)
+    assert seen
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_code_cannot_answer_for_the_next_attempt() -> None:
