@@ -1,46 +1,23 @@
-"""The trainer's kernels through Triton's compiler, for a GPU that need not be there.
-
-The interpreter, with which other tests compare numbers, is Python: a branch that no launch takes may be wrong there.
-"""
+"""The trainer's kernels through Triton's compiler."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction, mangle_type
 
 from slime.algorithms import head_kernels
 from slime.algorithms.logit_transform import LogitTransform
 from slime.train.backends.fsdp import copy_kernels
 from slime.train.backends.fsdp.fused import float8, kernels
+from tests.gpu_compiler import compile_launches
 from tests.train.test_shared_prompts import make_row
-
-HOPPER = GPUTarget("cuda", 90, 32)
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Launches compile and run nothing: the names of those that did."""
-    names: list[str] = []
-
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-        given = dict(zip(kernel.arg_names, args, strict=False))
-        given |= {name: keywords.pop(name) for name in kernel.arg_names if name in keywords}
-        fixed = {p.name: given[p.name] for p in kernel.params if p.is_constexpr or given[p.name] is None}
-        signature = {n: "constexpr" if n in fixed else mangle_type(given[n]) for n in kernel.arg_names}
-        places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
-        triton.compile(ASTSource(kernel, signature, places), target=HOPPER, options=keywords)
-        names.append(kernel.fn.__name__)
-
-    monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    return names
+    return compile_launches(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("has_norm", [True, False], ids=["normed heads", "plain heads"])

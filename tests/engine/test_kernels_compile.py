@@ -1,0 +1,46 @@
+"""The engine's kernels through Triton's compiler: what a start compiles ahead, for every kind of block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from slime.engine.embedded.fused.compiling import compile_kernels
+from slime.engine.embedded.fused.families import block_of
+from slime.engine.embedded.sampling.draw import KernelDraw
+from tests.gpu_compiler import compile_launches
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024,
+}  # fmt: skip
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 100},
+    "qwen3_moe": MOE,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bodies(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiled = compile_launches(monkeypatch, tmp_path)
+    block = block_of(AutoConfig.for_model(kind, **SMALL, **KINDS[kind]).to_dict())
+    assert block is not None
+    compile_kernels(block, torch.bfloat16, most=64, positions=1024)
+    assert {"_decode_kernel", "_extend_kernel"} <= set(compiled), sorted(set(compiled))
+
+
+def test_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiled = compile_launches(monkeypatch, tmp_path)
+    KernelDraw.compile_plain(64, 5000)
+    assert set(compiled) == {"mass_kernel", "pick_kernel"}
+    KernelDraw(64, 5000, torch.device("cpu")).prepare()
+    assert set(compiled) == {
+        *("mass_kernel", "pick_kernel", "edit_kernel", "note_kernel", "probe_kernel", "gather_kernel", "settle_kernel")
+    }
