@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slime.config.checks import check_flags_fit
 from slime.data.sample import Sample
@@ -20,6 +23,7 @@ from slime.train.backends.fsdp.copies import spread, take_first
 from slime.train.backends.fsdp.recompute import recompute_layers
 from slime.train.samples.packing import PackedRow, pack
 from slime.train.samples.routing import Routing
+from slime.train.samples.shared_prompts import common_beginnings
 from tests.train.in_process import InProcess, config_for
 from tests.train.test_packed import packed_policy
 from tests.train.tiny_training import CONFIGS, SPARSE_CONFIGS, make_samples
@@ -45,7 +49,7 @@ def test_a_row_says_which_tokens_are_copies() -> None:
     shared, tokens = row.shared, row.tokens[0]
     assert shared is not None
     assert row.num_tokens == 72  # 65, and 7 of padding
-    assert len(shared.first) == 72 - 9 - 9 - 7
+    assert len(shared.first) == 72 - 9 - 9 - 7 - 7
     assert torch.equal(tokens[shared.first][shared.place], tokens)
     assert torch.equal(row.position_ids[0][shared.first][shared.place], row.position_ids[0])
     assert torch.equal(shared.first, shared.first.sort().values)
@@ -53,7 +57,7 @@ def test_a_row_says_which_tokens_are_copies() -> None:
     assert [copies[0] for copies in again] == shared.first.tolist()
     assert sorted(copy for copies in again for copy in copies) == list(range(72))
     assert all(shared.place[copy] == i for i, copies in enumerate(again) for copy in copies)
-    assert again[0] == [0, 13, 37]  # the first token of the long prompt, three times
+    assert again[0] == [0, 13, 25, 37, 52]  # the first token of the long prompt, and of the one that is its beginning
     assert torch.equal(tokens, make_row(share=False, multiple=8).tokens[0])  # what others see of the row
 
 
@@ -63,7 +67,36 @@ def test_few_copies_are_not_worth_it() -> None:
     long = [np.concatenate([prompt, rng.integers(0, 128, 30)]) for _ in range(2)]
     assert pack(long, [30, 30], share_prompts=True).shared is None  # 4 of 68
     assert pack([long[0][:9], long[1][:9]], [5, 5], share_prompts=True).shared is not None  # 4 of 18
-    assert pack(long, [30, 29], share_prompts=True).shared is None  # not the same prompt
+    assert pack([long[0], long[0]], [30, 29], share_prompts=True).shared is not None  # one sequence twice
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=8))
+def test_a_sequence_borrows_from_the_earlier_one_that_is_most_like_it(lists: list[list[int]]) -> None:
+    sequences = [np.array(tokens) for tokens in lists]
+    for index, (lender, length) in enumerate(common_beginnings(sequences)):
+        alike = [
+            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(lists[index], other, strict=False)))
+            for other in lists[:index]
+        ]
+        assert length == max(alike, default=0)
+        assert length == 0 or alike[lender] == length
+
+
+def test_a_conversation_that_forked_is_computed_once_until_then() -> None:
+    """Two samples of it, of which one has more of the other's turns in its response than in its prompt."""
+    rng = np.random.default_rng(0)
+    turns = rng.integers(0, 128, 12)
+    forks = [np.concatenate([turns[:10], [1, 2, 3]]), np.concatenate([turns, [4, 5]])]
+    assert turns[10] != 1
+    plain, shared = (pack(forks, [9, 4], share_prompts=share) for share in (False, True))
+    assert shared.shared is not None
+    assert len(shared.shared.first) == plain.num_tokens - 10
+    policy = packed_policy("qwen3")
+    (wanted, gradients), (found, again) = (numbers(policy, row) for row in (plain, shared))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    for got, want in zip(again, gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
 
 
 def numbers(policy: Any, row: PackedRow, **keywords: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -80,7 +113,7 @@ def test_log_probs_and_gradients_are_those_of_whole_sequences(kind: str) -> None
     seen: list[int] = []
     policy.model.get_input_embeddings().register_forward_hook(lambda m, i, out: seen.append(out.shape[1]))
     (plain, wanted), (shared, found) = (numbers(policy, make_row(share=share)) for share in (False, True))
-    assert seen == [65, 65 if kind in WHOLE_SEQUENCES else 40]
+    assert seen == [65, 65 if kind in WHOLE_SEQUENCES else 33]
     torch.testing.assert_close(shared, plain, rtol=0, atol=1e-5)
     assert len(found) == len(wanted) > 0
     for got, want in zip(found, wanted, strict=True):
@@ -116,12 +149,12 @@ def test_given_routing_is_followed_for_every_copy() -> None:
 def test_gradients_of_copies_are_added_up() -> None:
     shared = make_row(share=True).shared
     assert shared is not None
-    computed = torch.randn(40, 3, 2, dtype=torch.float64, requires_grad=True)
+    computed = torch.randn(33, 3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: spread(x, shared).sin(), computed.float(), eps=1e-2, atol=1e-2)
     grad = torch.randn(65, 3, 2)
     spread(computed.float(), shared).backward(grad)
     assert computed.grad is not None
-    wanted = torch.stack([grad[shared.place == i].sum(0) for i in range(40)])
+    wanted = torch.stack([grad[shared.place == i].sum(0) for i in range(33)])
     torch.testing.assert_close(computed.grad.float(), wanted)
     whole = torch.randn(65, 4, requires_grad=True)
     take_first(whole, shared).sum().backward()

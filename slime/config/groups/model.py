@@ -33,8 +33,8 @@ class ModelFlags:
     )
     share_prompts: bool = flag(
         False,
-        "samples of one prompt that are in one micro-batch compute it once in the trainer: the same numbers but for "
-        "rounding, less work where prompts are long",
+        "what samples of one micro-batch begin with in common, a prompt above all, is computed once in the trainer: "
+        "the same numbers but for rounding, less work where prompts are long",
     )
     recompute_loss_function: bool = flag(
         False, "custom losses are called again in the backward pass instead of keeping what they computed"

@@ -92,7 +92,7 @@ def make_micro_batch(
 
     The row is padded to a `multiple`, which ranks that share it can part. No positions give a one-token row of weight
     zero, so that the rank joins the collectives. With `repeats_routing` routers follow what the engine chose, where the
-    batch says, else what they choose in the first pass. With `share_prompts` the row says which prompts are the same.
+    batch says, else what they choose in the first pass. With `share_prompts` the row says which tokens are the same.
     """
     if not positions:
         zero = torch.zeros(1, device=device)

@@ -95,7 +95,7 @@ def pack(
 ) -> PackedRow:
     """Pack sequences whose last `response_length` tokens are the response (each after at least one prompt token).
 
-    The row is padded to a multiple of `multiple` tokens. With `share_prompts` it says which prompts are the same.
+    The row is padded to a multiple of `multiple` tokens. With `share_prompts` it says which tokens are the same.
     """
     lengths = [len(sequence) for sequence in tokens]
     for length, response_length in zip(lengths, response_lengths, strict=True):
@@ -123,5 +123,5 @@ def pack(
         predict_index=put(target_index - 1),
         targets=put(row[target_index]),
         response_lengths=tuple(int(length) for length in response_lengths),
-        shared=find_shared_prompts(tokens, response_lengths, padding, put) if share_prompts else None,
+        shared=find_shared_prompts(tokens, padding, put) if share_prompts else None,
     )
