@@ -18,6 +18,7 @@ from slime.engine.embedded.fused.body import FusedBody
 from slime.engine.embedded.fused.families import Block, tensor_shapes
 from slime.engine.embedded.model.attention import AttentionContext
 from slime.engine.embedded.model.body import DecodeBatch
+from slime.engine.embedded.model.collector_rest import collector_at_rest
 from slime.engine.embedded.model.extend_attention import ExtendTiles
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ _TOKENS = 128  # of a prompt; kernels are the same for any number, but that of a
 _TILES = (4, 512)  # few and many are shared out differently
 
 
+@collector_at_rest()
 def compile_kernels(block: Block, dtype: torch.dtype, *, most: int, positions: int) -> None:
     """Compile what decoding 1 and `most` sequences takes, and prompts; `positions`: columns of the table of slots."""
     began = time.perf_counter()

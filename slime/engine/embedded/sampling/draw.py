@@ -15,6 +15,7 @@ import torch
 import triton
 
 from slime.engine.embedded.model.body import DrawBatch
+from slime.engine.embedded.model.collector_rest import collector_at_rest
 from slime.engine.embedded.model.sampler import draw_each
 from slime.engine.embedded.sampling import cut_kernels, draw_kernels
 from slime.engine.embedded.sampling.device import Launch, bring, compile_only, launch, put, send
@@ -81,6 +82,7 @@ class KernelDraw:
         thread.start()
         return thread
 
+    @collector_at_rest()
     def prepare(self, compiles: Launch = compile_only) -> None:
         """Compile what `special` launches, so that nobody waits for that later; nothing is launched, any thread may."""
         nowhere = torch.device("meta")
@@ -94,6 +96,7 @@ class KernelDraw:
             twin.special(logits, DrawBatch(place, number, number, number, place, results), [seq], [0])
 
     @classmethod
+    @collector_at_rest()
     def compile_plain(cls, rows: int, vocab: int, compiles: Launch = compile_only, tile: int = _TILE) -> None:
         """Compile what `plain` launches; the model need not be there."""
         nowhere = torch.device("meta")

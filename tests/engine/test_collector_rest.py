@@ -1,0 +1,69 @@
+"""Compilers of several threads do not meet the garbage collector."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gc
+import inspect
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from slime.engine.embedded.model import collector_rest
+from slime.engine.embedded.model.collector_rest import collector_at_rest
+
+
+class Garbage:
+    """Collected, it runs Python code, as torch's own does."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+    def __del__(self) -> None:
+        sum(range(200))
+
+
+def parse_again_and_again(times: int) -> None:
+    source = inspect.getsource(argparse)
+    for _ in range(times):
+        for _ in range(50):
+            Garbage()
+        ast.parse(source)
+
+
+def test_threads_parse_side_by_side() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.0002)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            for done in [pool.submit(collector_at_rest()(parse_again_and_again), 8) for _ in range(3)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(before)
+    assert gc.isenabled()
+
+
+def test_the_last_who_leaves_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector_rest, "COLLECTS_WITHIN_CALLS", True)
+    first, second = collector_at_rest(), collector_at_rest()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collector_at_rest():
+            pass
+        assert not gc.isenabled()  # as it was
+    finally:
+        gc.enable()
+
+
+def test_newer_pythons_need_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector_rest, "COLLECTS_WITHIN_CALLS", False)
+    with collector_at_rest():
+        assert gc.isenabled()
