@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 
+from slime.cluster.collector import collector_at_rest
 from slime.engine.embedded.fused.body import FusedBody
 from slime.engine.embedded.fused.families import Block, tensor_shapes
 from slime.engine.embedded.model.attention import AttentionContext
 from slime.engine.embedded.model.body import DecodeBatch
-from slime.engine.embedded.model.collector_rest import collector_at_rest
 from slime.engine.embedded.model.extend_attention import ExtendTiles
 
 log = logging.getLogger(__name__)
