@@ -138,15 +138,57 @@ def test_newcomers_are_let_in_some_at_a_time_and_one_alone_at_once() -> None:
     assert turns.prompt_tokens(queue_of(1), 31, mixes=True)  # more than half of the rows are free
 
 
-def test_between_two_extend_steps_there_is_a_decode_step_where_somebody_decodes() -> None:
-    turns, crowd = Turns(), queue_of(40)
-    assert turns.prompt_tokens(crowd, 0, mixes=True) == crowd.chunk  # nobody is held up
+def test_between_two_extend_steps_there_is_a_decode_step_where_many_decode() -> None:
+    turns, some = Turns(), queue_of(40)
+    assert Turns().prompt_tokens(some, 0, mixes=True) == some.chunk  # nobody is held up
     turns.extended(True)
-    assert turns.prompt_tokens(crowd, 8, mixes=True) == 0
-    assert turns.prompt_tokens(crowd, 8, mixes=False) == crowd.chunk  # the CPU's way
+    assert turns.prompt_tokens(some, 40, mixes=True) == 0
+    assert turns.prompt_tokens(some, 40, mixes=False) == some.chunk  # the CPU's way
     turns.decoded()
-    assert turns.prompt_tokens(crowd, 8, mixes=True) == crowd.chunk  # more come than decode
-    assert turns.prompt_tokens(crowd, 50, mixes=True) == turns.mixed_tokens
+    assert turns.prompt_tokens(some, 40, mixes=True) == turns.mixed_tokens
+
+
+def test_a_crowd_goes_first_until_it_is_through() -> None:
+    """More come than decode: they decode together, instead of each with those who came before."""
+    turns, crowd = Turns(), queue_of(40)
+    turns.extended(True)
+    assert turns.prompt_tokens(crowd, 8, mixes=True) == crowd.chunk
+    turns.extended(True)
+    assert turns.prompt_tokens(queue_of(4), 44, mixes=True) == crowd.chunk  # the last of them, too
+    turns.extended(True)
+    assert not turns.prompt_tokens(queue_of(0), 48, mixes=True)
+    assert not turns.prompt_tokens(queue_of(4), 48, mixes=True)  # who comes later is no crowd
+    turns.decoded()
+    assert turns.prompt_tokens(queue_of(turns.rows), 48, mixes=True) == turns.mixed_tokens
+
+
+def test_those_who_decode_do_not_wait_for_a_crowd_forever() -> None:
+    turns, crowd = Turns(), queue_of(64)
+    taken = 0
+    while turns.prompt_tokens(crowd, 8, mixes=True):
+        turns.extended(True)
+        taken += 1
+    assert taken == turns.crowd_steps
+    turns.decoded()
+    assert turns.prompt_tokens(crowd, 8, mixes=True) == crowd.chunk
+
+
+def test_who_has_no_row_belongs_to_no_crowd() -> None:
+    turns, many = Turns(), queue_of(200)
+    many._rows = many._rows[:10]
+    turns.decoded()
+    assert turns.prompt_tokens(many, 54, mixes=True) == 0  # ten rows are no crowd, and too few to be let in
+
+
+def test_who_waits_for_the_prompt_of_another_does_so_for_one_decode_step() -> None:
+    """The samples of a prompt find nothing to compute before the first of them has: that is no want of room."""
+    turns, crowd = Turns(), queue_of(40)
+    turns.extended(True)
+    assert turns.prompt_tokens(crowd, 1, mixes=True) == crowd.chunk
+    turns.extended(False)
+    assert turns.prompt_tokens(crowd, 1, mixes=True) == 0
+    turns.decoded()
+    assert turns.prompt_tokens(crowd, 1, mixes=True) == crowd.chunk
 
 
 def test_who_found_no_room_is_not_tried_at_every_step() -> None:

@@ -8,16 +8,18 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from slime.algorithms.logprobs import linear_log_probs
 from slime.errors import UserError
 from slime.models.head import OutputHead
+from slime.train.backends import causal_attention as causal
 from slime.train.backends.causal_attention import _equal_attention, causal_attention
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, attach_context, register_packed_attention
 from slime.train.backends.fsdp.packed_model import PolicyModel
-from slime.train.samples.packing import pack
+from slime.train.samples.packing import PackedLayout, pack
 from slime.train.topology import Ranks
 from tests.train.tiny_training import CONFIGS, SPARSE_CONFIGS, build_model
 
@@ -93,7 +95,45 @@ def test_equal_sequences_as_a_batch_give_what_they_give_one_after_the_other() ->
     layout = pack([np.arange(6)] * 3, [2] * 3).layout
     rows = torch.randn(18, 8 * 16, requires_grad=True)
     query, key, value = (part.unflatten(1, (-1, 16)) for part in rows.split([4 * 16, 2 * 16, 2 * 16], dim=1))
-    found, wanted = (call(query, key, value, layout, 0.3) for call in (_equal_attention, causal_attention))
+    found, wanted = _equal_attention(query, key, value, 6, 0.3), causal_attention(query, key, value, layout, 0.3)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    ours, theirs = (torch.autograd.grad(out.square().sum(), rows, retain_graph=True)[0] for out in (found, wanted))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count"),
+    [
+        ([6] * 3, 3),
+        ([4] + [6] * 8, 8),
+        ([4] + [6] * 13, 8),  # five more of that length go with the others: a plan less
+        ([4] + [6] * 7, 0),
+        ([2] * 30 + [6] * 8, 0),  # less than half of the tokens
+        ([6] * 9 + [4], 0),
+        ([9], 0),
+    ],
+)
+def test_sequences_of_one_length_at_the_end_are_a_batch(lengths: list[int], count: int) -> None:
+    assert causal.equal_at_end(lengths) == count
+
+
+def test_a_batch_at_the_end_of_a_row_gives_what_its_sequences_give_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layout = pack([np.arange(n) for n in (3, 5, *[6] * 10)], [2] * 12).layout
+    asked = []
+
+    def by_bounds(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, _: None) -> Tensor:
+        assert layout.cu_seqlens.tolist() == [0, *np.cumsum(layout.lengths)]
+        assert layout.max_length == max(layout.lengths)
+        asked.append(layout.lengths)
+        return causal_attention(query, key, value, layout, scale)
+
+    monkeypatch.setattr(causal, "_varlen_attention", by_bounds)
+    rows = torch.randn(68, 8 * 16, requires_grad=True)
+    heads = [part.unflatten(1, (-1, 16)) for part in rows.split([4 * 16, 2 * 16, 2 * 16], dim=1)]
+    found = causal._gpu_attention(*heads, layout, 0.3, None, causal.equal_at_end(layout.lengths))
+    assert asked == [(3, 5, 6, 6)]
+    wanted = causal_attention(*heads, layout, 0.3)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
     ours, theirs = (torch.autograd.grad(out.square().sum(), rows, retain_graph=True)[0] for out in (found, wanted))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

@@ -72,27 +72,37 @@ class GrowthEstimate:
 class Turns:
     """Whose turn it is where prompts are computed between the decode steps of others.
 
-    Between two decode steps there is at most one extend step, of few prompt tokens unless more sequences come than
-    decode. Newcomers are let in some at a time, so that many small extend steps do not break decoding up; one that
-    comes alone waits for nobody.
+    Between two decode steps there is at most one extend step, of few prompt tokens. Newcomers are let in some at a
+    time, so that many small extend steps do not break decoding up; one that comes alone waits for nobody. Only when
+    more find a row than decode all of them go first, for some large extend steps: a batch that begins so decodes
+    together to its end.
     """
 
     mixed_tokens: int = 2048
     rows: int = 16  # so many newcomers at once are let in
     steps: int = 12  # or those there are, so many decode steps after the last ones
-    _decoded: int = 0  # since the last extend step
+    crowd_steps: int = 8  # extend steps of a crowd that those who decode wait for
+    _decoded: int = 0  # steps since the last extend step
+    _extended: int = 0  # steps since the last decode step
+    _is_crowded: bool = False
     _was_refused: bool = False  # nobody found room, and nobody has left since
 
     def prompt_tokens(self, s: Scheduler, decoding: int, *, mixes: bool) -> int:
         """Of the next step at most; 0: it is the turn of those who decode."""
-        coming = len(s.waiting) + len(s.prefilling)
-        if coming == 0:
+        is_first = self._goes_first(s, decoding)
+        if not (s.waiting or s.prefilling):
             return 0
-        if not mixes or decoding == 0:
+        if not mixes or decoding == 0 or is_first:
             return s.chunk
         if self._decoded == 0 or not (s.prefilling or self._lets_in(s, decoding)):
             return 0
-        return s.chunk if coming > decoding else self.mixed_tokens
+        return self.mixed_tokens
+
+    def _goes_first(self, s: Scheduler, decoding: int) -> bool:
+        """Whether a crowd does: more find a row than decode, or did, and not all of them are through."""
+        entering = len(s.prefilling) + min(len(s.waiting), s.free_rows)
+        self._is_crowded = entering > 0 and not self._was_refused and (self._is_crowded or entering > decoding)
+        return self._is_crowded and self._extended < self.crowd_steps
 
     def _lets_in(self, s: Scheduler, decoding: int) -> bool:
         if self._decoded >= self.steps:
@@ -102,10 +112,20 @@ class Turns:
         )
 
     def extended(self, found_room: bool) -> None:
-        self._decoded, self._was_refused = 0, not found_room
+        """An extend step was launched, or would have been: nobody found room.
+
+        Right behind another that says little: whoever shares a prompt with that one waits for its end.
+        """
+        self._decoded = 0
+        if found_room:
+            self._extended, self._was_refused = self._extended + 1, False
+        elif self._extended:
+            self._extended = self.crowd_steps
+        else:
+            self._was_refused = True
 
     def decoded(self) -> None:
-        self._decoded += 1
+        self._decoded, self._extended = self._decoded + 1, 0
 
     def made_room(self) -> None:
         self._was_refused = False

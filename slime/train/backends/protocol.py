@@ -66,7 +66,10 @@ class Totals:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one micro-batch, for each response token: log-probs (a critic's: values), and entropies if asked for."""
+    """Of one micro-batch, for each response token: log-probs (a critic's: values), and entropies if asked for.
+
+    On the device or on the host, wherever the backend has them.
+    """
 
     values: Tensor
     entropy: Tensor | None = None

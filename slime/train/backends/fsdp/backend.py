@@ -21,6 +21,7 @@ from slime.config.start import Start, base_path
 from slime.models.loading import as_in_folder, persistent_buffers
 from slime.models.lora import is_adapter
 from slime.train.backends.fsdp.adapted import AdaptedModel
+from slime.train.backends.fsdp.arrivals import Arrivals
 from slime.train.backends.fsdp.exporting import HfExport
 from slime.train.backends.fsdp.frozen import FrozenSets
 from slime.train.backends.fsdp.fused.layer import check_float8, fuse_layers
@@ -156,15 +157,17 @@ class FSDPBackend:
         entropy: bool = False,
         own_routing: bool = False,
     ) -> list[Scores]:
+        found, arrivals = [], Arrivals()
         with self.using(weights):
-            found = []
             for micro in self.progress.over(micro_batches, f"{weights}: micro-batch", len(micro_batches)):
                 routing = None if own_routing else micro.routing
-                found.append(self._active(micro.row, reads="log_probs", entropy=entropy, routing=routing))
+                values, entropies = self._active(micro.row, reads="log_probs", entropy=entropy, routing=routing)
+                found.append(Scores(arrivals.send(values), arrivals.send(entropies) if entropy else None))
             reshard(self._active)
             if self._gathers_ahead and self._active is not self.module:
-                gather_ahead(self.module)
-        return [Scores(values, entropies if entropy else None) for values, entropies in found]
+                gather_ahead(self.module)  # while the host works with what arrives
+        arrivals.wait()
+        return found
 
     # updates
 
