@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -282,7 +281,6 @@ def while_compiling() -> Iterator[str]:
     launched: set[str] = set()
     draw = KernelDraw(3, vocab, CPU, tile=16, run=noting(launched, then=launch))
     compiles = threading.Event()
-    turn = sys.getswitchinterval()
 
     def waits(*arguments: Any, **compiled_for: Any) -> None:
         compiles.set()
@@ -290,8 +288,6 @@ def while_compiling() -> Iterator[str]:
 
     compiling = draw.prepare_aside(waits)
     compiles.wait()
-    if not sys.getswitchinterval() < 0.001:
-        yield f"an engine waits {sys.getswitchinterval()} s for a compiler, whenever it wants the interpreter back"
     for is_compiled in (False, False, True, True):
         if is_compiled:
             may_end.set()
@@ -315,8 +311,6 @@ def while_compiling() -> Iterator[str]:
     draw.prepare_aside(breaks).join()
     if draw.foresees(sequences[1]):
         yield "kernels that could not be compiled are used"
-    if sys.getswitchinterval() != turn:
-        yield f"turns were {turn} s and are {sys.getswitchinterval()} s for good"
 
 
 CHECKS = (

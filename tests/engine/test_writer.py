@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from slime.engine.embedded.__main__ import bind, listen
+from slime.engine.embedded.__main__ import bind, listen, take_short_turns
 from slime.engine.embedded.http.pieces import TokenJson, answer, final_text, whole
 from slime.engine.embedded.http.requests import GenerateRequest
 from slime.engine.embedded.http.writer import AnswerWriter
@@ -120,3 +121,12 @@ def test_hundreds_of_clients_at_once_are_let_in_before_the_server_looks() -> Non
             await runner.cleanup()
 
     asyncio.run(connect())
+
+
+def test_who_launches_steps_waits_for_less_than_a_step_until_it_has_the_interpreter() -> None:
+    before = sys.getswitchinterval()
+    try:
+        take_short_turns()
+        assert sys.getswitchinterval() < 0.001
+    finally:
+        sys.setswitchinterval(before)

@@ -34,6 +34,7 @@ from slime.errors import UserError
 log = logging.getLogger("slime.engine.embedded")
 
 NATIVE_THREADS = {"load", "compile", "kernels"}
+TURN_S = 0.0002  # of a thread that computes in Python: less than a step
 BACKLOG = 2048  # connections that wait to be taken; the kernel's net.core.somaxconn may say less
 
 
@@ -112,6 +113,8 @@ async def serve(options: EngineOptions) -> int:
         if not loading.done():
             return 0
         engine.facts = loading.result()
+        if core.runner.cuda:
+            take_short_turns()
         gc.freeze()  # what is loaded stays: looking through it for garbage would hold up requests and steps
         core.start()
         took = ", ".join(f"{name} {seconds:.1f}" for name, seconds in core.phases.items() if seconds >= 0.05)
@@ -123,6 +126,15 @@ async def serve(options: EngineOptions) -> int:
         if engine.facts is not None:
             core.stop()
         await runner.cleanup()
+
+
+def take_short_turns() -> None:
+    """Whoever wants the interpreter gets it soon: a thread that computes in Python keeps it for 5 ms by default.
+
+    Launching a step asks for it a dozen times, and while many requests come in (or kernels are compiled) it waited for
+    its turn each time: the GPU had nothing to do until all of them were read.
+    """
+    sys.setswitchinterval(TURN_S)
 
 
 def process_age() -> float:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -30,7 +28,6 @@ _TILE, _MOST_TILES = 8192, 32
 _ROOM = 256  # tokens of a tile that fit on the list of a cut
 _PROBES = 3  # passes over the vocabulary before tokens are listed
 _BLOCK = 2048  # tokens of a row that is read at once
-_TURN_S = 0.0002  # of a compiler beside an engine that generates: less than a step
 _ROWS = 32  # rows that torch copies at once, to sort them or to find their most likely tokens
 
 
@@ -71,8 +68,7 @@ class KernelDraw:
 
         def run() -> None:
             try:
-                with _short_turns():
-                    self.prepare(compiles)
+                self.prepare(compiles)
             except Exception as error:  # whatever a compiler raises: there is another way
                 log.error("torch draws with cuts and penalties, slowly: no kernels could be compiled", exc_info=error)
             else:
@@ -254,17 +250,3 @@ def _settings(seq: Sequence) -> list[float]:
         params.presence_penalty,
         params.min_new_tokens,
     ]
-
-
-@contextmanager
-def _short_turns() -> Iterator[None]:
-    """Whoever wants the interpreter gets it soon: a thread that computes in Python keeps it for 5 ms by default.
-
-    A step asks for it several times, and waited for its turn each time.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_TURN_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
