@@ -75,7 +75,7 @@ class Actor:
     def score(self, data: RolloutData, micro_batches: Sequence[MicroBatch], *, num_steps: int, timers: Timers) -> None:
         """Log-probs of the old policy, the reference and the teacher, as far as they are needed."""
         if self._needs_own_log_probs(num_steps):
-            with timers.measure("log_probs"):
+            with timers.measure("log_probs", brings=True):
                 if self.old_policy is None:
                     with_entropy = self.config.use_rollout_entropy
                     self._pass(POLICY, data, micro_batches, "log_probs", with_entropy=with_entropy)
@@ -83,7 +83,7 @@ class Actor:
                     self._pass_by_version(self.old_policy, data, micro_batches)
         for name in OTHER_MODELS:
             if self.backend.has(name):
-                with timers.measure(f"{name}_log_probs"):
+                with timers.measure(f"{name}_log_probs", brings=True):
                     self._pass(name, data, micro_batches, f"{name}_log_probs")
 
     def _needs_own_log_probs(self, num_steps: int) -> bool:

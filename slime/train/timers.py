@@ -10,7 +10,10 @@ import torch
 
 
 class Timers:
-    """Wall-clock seconds by name; on CUDA a part ends when its stream is done with it. A profile has the parts too."""
+    """Wall-clock seconds by name; on CUDA a part ends when its stream is done with it. A profile has the parts too.
+
+    A part that `brings` its results to the host ends with these: the device may already do something else.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -22,11 +25,11 @@ class Timers:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
+    def measure(self, name: str, *, brings: bool = False) -> Iterator[None]:
         begin = time.perf_counter()
         with torch.profiler.record_function(f"slime: {name}"):
             yield
-            if self._device.type == "cuda":
+            if self._device.type == "cuda" and not brings:
                 torch.cuda.current_stream(self._device).synchronize()  # what is copied beside it may be under way
         self._seconds[name] = time.perf_counter() - begin
 

@@ -294,7 +294,7 @@ class Trainer:
         config, flat = self.config, [micro for step in steps for micro in step]
         self.actor.score(data, flat, num_steps=len(steps), timers=self.timers)
         if self.critic is not None:
-            with self.timers.measure("values"):
+            with self.timers.measure("values", brings=True):
                 collect(data, "values", self.critic.values(flat))
         check_columns_finite(data, self.ranks, rollout_id=rollout_id, run_dir=config.output_dir or ".")
         if not config.disable_compute_advantages_and_returns:

@@ -10,6 +10,7 @@ from slime.engine.embedded.scheduler import GrowthEstimate, Scheduler, Turns
 from slime.engine.embedded.sequence import Sequence
 
 PROMPT, LIMIT = 64, 512
+FULL = Turns.mixed_tokens  # of an extend step that a crowd fills
 
 
 class Engine:
@@ -122,7 +123,7 @@ def queue_of(count: int) -> Scheduler:
 def test_newcomers_are_let_in_some_at_a_time_and_one_alone_at_once() -> None:
     """60 of 64 rows decode: many small extend steps would break their steps up."""
     turns = Turns()
-    turns.extended(True)
+    turns.extended(FULL)
     waited = 0
     while not turns.prompt_tokens(queue_of(1), 60, mixes=True):
         turns.decoded()
@@ -131,7 +132,7 @@ def test_newcomers_are_let_in_some_at_a_time_and_one_alone_at_once() -> None:
     for _ in range(30):
         turns.decoded()
     assert turns.prompt_tokens(queue_of(1), 60, mixes=True) == turns.mixed_tokens  # nobody was: at once
-    turns.extended(True)
+    turns.extended(FULL)
     turns.decoded()
     assert not turns.prompt_tokens(queue_of(turns.rows - 1), 60, mixes=True)
     assert turns.prompt_tokens(queue_of(turns.rows), 60, mixes=True)
@@ -141,7 +142,7 @@ def test_newcomers_are_let_in_some_at_a_time_and_one_alone_at_once() -> None:
 def test_between_two_extend_steps_there_is_a_decode_step_where_many_decode() -> None:
     turns, some = Turns(), queue_of(40)
     assert Turns().prompt_tokens(some, 0, mixes=True) == some.chunk  # nobody is held up
-    turns.extended(True)
+    turns.extended(FULL)
     assert turns.prompt_tokens(some, 40, mixes=True) == 0
     assert turns.prompt_tokens(some, 40, mixes=False) == some.chunk  # the CPU's way
     turns.decoded()
@@ -151,11 +152,11 @@ def test_between_two_extend_steps_there_is_a_decode_step_where_many_decode() -> 
 def test_a_crowd_goes_first_until_it_is_through() -> None:
     """More come than decode: they decode together, instead of each with those who came before."""
     turns, crowd = Turns(), queue_of(40)
-    turns.extended(True)
+    turns.extended(FULL)
     assert turns.prompt_tokens(crowd, 8, mixes=True) == crowd.chunk
-    turns.extended(True)
+    turns.extended(FULL)
     assert turns.prompt_tokens(queue_of(4), 44, mixes=True) == crowd.chunk  # the last of them, too
-    turns.extended(True)
+    turns.extended(FULL)
     assert not turns.prompt_tokens(queue_of(0), 48, mixes=True)
     assert not turns.prompt_tokens(queue_of(4), 48, mixes=True)  # who comes later is no crowd
     turns.decoded()
@@ -166,9 +167,18 @@ def test_those_who_decode_do_not_wait_for_a_crowd_forever() -> None:
     turns, crowd = Turns(), queue_of(64)
     taken = 0
     while turns.prompt_tokens(crowd, 8, mixes=True):
-        turns.extended(True)
+        turns.extended(FULL)
         taken += 1
     assert taken == turns.crowd_steps
+    turns.decoded()
+    assert turns.prompt_tokens(crowd, 8, mixes=True) == crowd.chunk
+
+
+def test_a_crowd_that_trickles_in_takes_turns() -> None:
+    """Few prompt tokens at a time hold up those who decode for nothing."""
+    turns, crowd = Turns(), queue_of(40)
+    turns.extended(FULL - 1)
+    assert turns.prompt_tokens(crowd, 8, mixes=True) == 0
     turns.decoded()
     assert turns.prompt_tokens(crowd, 8, mixes=True) == crowd.chunk
 
@@ -183,9 +193,9 @@ def test_who_has_no_row_belongs_to_no_crowd() -> None:
 def test_who_waits_for_the_prompt_of_another_does_so_for_one_decode_step() -> None:
     """The samples of a prompt find nothing to compute before the first of them has: that is no want of room."""
     turns, crowd = Turns(), queue_of(40)
-    turns.extended(True)
+    turns.extended(FULL)
     assert turns.prompt_tokens(crowd, 1, mixes=True) == crowd.chunk
-    turns.extended(False)
+    turns.extended(0)
     assert turns.prompt_tokens(crowd, 1, mixes=True) == 0
     turns.decoded()
     assert turns.prompt_tokens(crowd, 1, mixes=True) == crowd.chunk
@@ -193,7 +203,7 @@ def test_who_waits_for_the_prompt_of_another_does_so_for_one_decode_step() -> No
 
 def test_who_found_no_room_is_not_tried_at_every_step() -> None:
     turns, crowd = Turns(), queue_of(40)
-    turns.extended(False)
+    turns.extended(0)
     turns.decoded()
     assert not turns.prompt_tokens(crowd, 20, mixes=True)
     turns.made_room()

@@ -74,7 +74,7 @@ class Turns:
 
     Between two decode steps there is at most one extend step, of few prompt tokens. Newcomers are let in some at a
     time, so that many small extend steps do not break decoding up; one that comes alone waits for nobody. Only when
-    more find a row than decode all of them go first, for some large extend steps: a batch that begins so decodes
+    more find a row than decode they go first, as long as they fill their extend steps: a batch that begins so decodes
     together to its end.
     """
 
@@ -84,6 +84,7 @@ class Turns:
     crowd_steps: int = 8  # extend steps of a crowd that those who decode wait for
     _decoded: int = 0  # steps since the last extend step
     _extended: int = 0  # steps since the last decode step
+    _last_tokens: int = 0  # of the last extend step
     _is_crowded: bool = False
     _was_refused: bool = False  # nobody found room, and nobody has left since
 
@@ -102,7 +103,8 @@ class Turns:
         """Whether a crowd does: more find a row than decode, or did, and not all of them are through."""
         entering = len(s.prefilling) + min(len(s.waiting), s.free_rows)
         self._is_crowded = entering > 0 and not self._was_refused and (self._is_crowded or entering > decoding)
-        return self._is_crowded and self._extended < self.crowd_steps
+        is_on_its_way = self._extended < self.crowd_steps and self._last_tokens >= self.mixed_tokens
+        return self._is_crowded and (self._extended == 0 or is_on_its_way)
 
     def _lets_in(self, s: Scheduler, decoding: int) -> bool:
         if self._decoded >= self.steps:
@@ -111,13 +113,13 @@ class Turns:
             decoding < s.max_running // 2 or min(len(s.waiting), s.free_rows) >= self.rows
         )
 
-    def extended(self, found_room: bool) -> None:
-        """An extend step was launched, or would have been: nobody found room.
+    def extended(self, tokens: int) -> None:
+        """An extend step of so many was launched; none: it would have been, and nobody found room.
 
         Right behind another that says little: whoever shares a prompt with that one waits for its end.
         """
-        self._decoded = 0
-        if found_room:
+        self._decoded, self._last_tokens = 0, tokens
+        if tokens:
             self._extended, self._was_refused = self._extended + 1, False
         elif self._extended:
             self._extended = self.crowd_steps

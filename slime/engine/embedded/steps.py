@@ -130,7 +130,7 @@ class Steps:
         if budget:
             self.settle()  # prefixes of those who left, and their rows
             extends = self.scheduler.next_extends(self.version, budget)
-            self._turns.extended(bool(extends))
+            self._turns.extended(sum(e.end - e.start for e in extends))
             if extends:
                 self._launch_extend(extends)
                 return True
