@@ -131,8 +131,8 @@ async def serve(options: EngineOptions) -> int:
 def take_short_turns() -> None:
     """Whoever wants the interpreter gets it soon: a thread that computes in Python keeps it for 5 ms by default.
 
-    Launching a step asks for it a dozen times, and while many requests come in (or kernels are compiled) it waited for
-    its turn each time: the GPU had nothing to do until all of them were read.
+    Launching a step asks for it a dozen times, and waits for its turn each time while requests are read or kernels are
+    compiled.
     """
     sys.setswitchinterval(TURN_S)
 
