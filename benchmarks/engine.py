@@ -7,6 +7,7 @@ samples of each prompt, against as many prompts that have nothing in common.
     python benchmarks/engine.py                                                        # a small model on the CPU
     python benchmarks/engine.py --shape qwen3-0.6b --device cuda --dtype bfloat16 \
         --requests 256 --prompt-len 128 128 --response-len 512 512                         # the figure for GPUs
+    python benchmarks/engine.py --against HEAD~5    # in the place of both: this engine and an earlier one, in turns
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import os
 import random
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import aiohttp
+from answers import checked_out
 from rich.console import Console
 from rich.table import Table
-from workload import engine, make_model, threads_per_process
+from workload import ROOT, engine, make_model, threads_per_process
 
 Requests = list[tuple[list[int], int]]  # prompt ids, response length
 
@@ -101,6 +104,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, nargs=2, default=[16, 128], metavar=("MIN", "MAX"))
     parser.add_argument("--response-len", type=int, nargs=2, default=[16, 256], metavar=("MIN", "MAX"))
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--against", metavar="REV", help="a revision of this repository, or a folder with its `slime`")
     return parser.parse_args()
 
 
@@ -125,13 +129,44 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> dict[str, 
     return figures | {"generate_tok_s": rate, "ratio": figures["engine_tok_s"] / rate}
 
 
+def compare(args: argparse.Namespace, folder: Path, scratch: Path) -> dict[str, Any]:
+    """Tokens a second of this engine and of another revision's: the mixed requests, and one of 64 tokens."""
+    other = scratch / "other"
+    other.mkdir()
+    trees = {"this": ROOT, args.against: checked_out(args.against, other)}
+    options = ["--dtype", args.dtype, "--max-running-requests", str(args.requests)]
+    rates: dict[str, dict[str, list[float]]] = {name: {"mixed": [], "one": []} for name in trees}
+    with ExitStack() as stack:
+        urls = {
+            name: stack.enter_context(engine(folder, scratch / f"engine{place}.log", options, args.device, tree))
+            for place, (name, tree) in enumerate(trees.items())
+        }
+        for turn in range(args.repeat + 1):
+            loads = {
+                "mixed": make_requests(args.requests, args.prompt_len, args.response_len, seed=turn),
+                "one": make_requests(1, [64, 64], [64, 64], seed=200 + turn),
+            }
+            for name in sorted(trees, reverse=turn % 2 == 1):  # neither is always the first
+                for load, requests in loads.items():
+                    rate = total(requests) / asyncio.run(send_all(urls[name], requests))
+                    rates[name][load] += [rate] if turn else []  # the first turn is for warmth
+    figures: dict[str, Any] = {
+        name: {f"{load}_tok_s": median(r) for load, r in own.items()} for name, own in rates.items()
+    }
+    runs = {name: {load: [round(rate) for rate in r] for load, r in own.items()} for name, own in rates.items()}
+    return figures | {"runs": runs}
+
+
 def main() -> None:
     args = parse()
     if args.device == "cpu":
         os.environ.update(threads_per_process(1))  # both sides with the same threads
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_model(Path(scratch) / "model", args.shape, args.dtype)
-        show(args, measure(args, folder, Path(scratch)))
+        if args.against:
+            show_comparison(args, compare(args, folder, Path(scratch)))
+        else:
+            show(args, measure(args, folder, Path(scratch)))
 
 
 def show(args: argparse.Namespace, figures: dict[str, Any]) -> None:
@@ -153,6 +188,13 @@ def show(args: argparse.Namespace, figures: dict[str, Any]) -> None:
         table.add_row(*row)
     Console().print(table)
     print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items()}))
+
+
+def show_comparison(args: argparse.Namespace, figures: dict[str, Any]) -> None:
+    for load in ("mixed_tok_s", "one_tok_s"):
+        this, other = figures["this"][load], figures[args.against][load]
+        print(f"{load}: {args.against} {other:,.1f}, this {this:,.1f}, {this / other:.2f}x")
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

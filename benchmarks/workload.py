@@ -76,12 +76,12 @@ def _make_model(folder: Path, shape: str, dtype: str) -> None:
 
 
 @contextmanager
-def engine(folder: Path, log: Path, options: Sequence[str], device: str) -> Iterator[str]:
-    """A healthy embedded engine; its URL."""
+def engine(folder: Path, log: Path, options: Sequence[str], device: str, tree: Path = ROOT) -> Iterator[str]:
+    """A healthy embedded engine of the `slime` in `tree`, wherever this program runs; its URL."""
     port = free_port()
-    argv = [sys.executable, "-m", "slime.engine.embedded", "--model-path", str(folder), "--port", str(port)]
+    argv = [sys.executable, "-P", "-m", "slime.engine.embedded", "--model-path", str(folder), "--port", str(port)]
     argv += ["--device", device, *options]
-    env = {"PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}", **(threads_per_process(1) if device == "cpu" else {})}
+    env = {"PYTHONPATH": f"{tree}:{':'.join(sys.path)}", **(threads_per_process(1) if device == "cpu" else {})}
     with serving("engine", argv, env, log, port) as url:
         yield url
 
