@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 COLLECTS_WITHIN_CALLS = sys.version_info < (3, 12)
@@ -34,22 +34,27 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextmanager
-def old_objects_left_alone() -> Iterator[None]:
+def old_objects_left_alone() -> Iterator[Callable[[], None]]:
     """What was loaded before the body is not looked through while it lasts: modules, tokenizers, the parts of a run.
 
-    Garbage among it goes first. Somebody who has frozen what is his keeps it so.
+    Garbage among it goes first. The body is given what does the same with all that came since, for the end of whatever
+    loads much: a first step, which imports and compiles. Somebody who has frozen what is his keeps it so.
     """
     if _somebody_froze():
-        yield
+        yield lambda: None
         return
-    gc.collect()
-    gc.freeze()
+    _leave_alone()
     _kept.append(True)
     try:
-        yield
+        yield _leave_alone
     finally:
         _kept.pop()
         gc.unfreeze()
+
+
+def _leave_alone() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 _kept: list[bool] = []
