@@ -25,7 +25,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _transformed(raw, bias, columns, here, factor, cap_in, cap_out, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):
+def transformed(raw, bias, columns, here, factor, cap_in, cap_out, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):
     """z of raw logits; `factor` is scale / temperature, or with a cap `cap_in` scale / softcap and `cap_out`
     softcap / temperature."""
     if HAS_BIAS:
@@ -62,7 +62,7 @@ def _stats(
         columns = first + tl.arange(0, BLOCK)
         here = columns < vocab
         z = tl.load(raw + row * row_stride + columns, mask=here, other=0.0)
-        z = _transformed(z, bias, columns, here, factor, cap_in, cap_out, HAS_BIAS, HAS_CAP)
+        z = transformed(z, bias, columns, here, factor, cap_in, cap_out, HAS_BIAS, HAS_CAP)
         higher = tl.maximum(top, tl.where(here, z, -1e30))
         shrink = tl.exp(top - higher)
         part = tl.where(here, tl.exp(z - higher), 0.0)
@@ -80,7 +80,7 @@ def _stats(
     target = tl.load(targets + row)
     here = target >= 0
     z = tl.load(raw + row * row_stride + target, mask=here, other=0.0)
-    z = _transformed(z, bias, target, here, factor, cap_in, cap_out, HAS_BIAS, HAS_CAP)
+    z = transformed(z, bias, target, here, factor, cap_in, cap_out, HAS_BIAS, HAS_CAP)
     tl.store(picked + row, tl.where(here, z, 0.0))
 
 
@@ -109,7 +109,7 @@ def _gradient(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = columns < vocab
     z = tl.load(raw + row * row_stride + columns, mask=here, other=0.0)
-    z = _transformed(z, bias, columns, here, factor, cap_in, cap_out, HAS_BIAS, HAS_CAP)
+    z = transformed(z, bias, columns, here, factor, cap_in, cap_out, HAS_BIAS, HAS_CAP)
     upstream = tl.load(grad_log_probs + row)
     log_p = z - tl.load(normaliser + row)
     weight = upstream
@@ -140,7 +140,7 @@ def softmax_stats(
         entropy,
         vocab,
         raw.stride(0),
-        *_factors(transform),
+        *factors(transform),
         HAS_BIAS=bias is not None,
         HAS_CAP=transform.softcap is not None,
         WITH_ENTROPY=with_entropy,
@@ -177,7 +177,7 @@ def logits_gradient(
         out,
         vocab,
         raw.stride(0),
-        *_factors(transform),
+        *factors(transform),
         HAS_BIAS=bias is not None,
         HAS_CAP=transform.softcap is not None,
         WITH_ENTROPY=grad_entropy is not None,
@@ -186,8 +186,8 @@ def logits_gradient(
     )
 
 
-def _factors(transform: LogitTransform) -> tuple[float, float, float]:
-    """What `_transformed` multiplies by: without a cap, before it, after it."""
+def factors(transform: LogitTransform) -> tuple[float, float, float]:
+    """What `transformed` multiplies by: without a cap, before it, after it."""
     factor = transform.scale / transform.temperature
     if transform.softcap is None:
         return factor, 1.0, 1.0

@@ -1,10 +1,10 @@
 """Log-probs and entropy of target tokens straight from hidden states, or from logits where somebody has them.
 
-Invariant: the [T, V] matrix of logits never exists unless it was handed in. Rows go through in chunks, forward keeps
-two numbers per row (the log-normaliser and, when asked for, the entropy), backward computes each chunk's logits again;
-or forward keeps the log-probs' gradients [T, V] in the weight's dtype, where a GPU has plenty of memory left for them.
-Logits and everything derived from them are float32; the matrix products read the parameter dtype and accumulate in
-float32.
+Invariant: the [T, V] matrix of logits never exists unless it was handed in. Rows go through in chunks (on a Hopper GPU
+without any logits), forward keeps two numbers per row (the log-normaliser and, when asked for, the entropy), backward
+computes each chunk's logits again; or forward keeps the log-probs' gradients [T, V] in the weight's dtype, where a GPU
+has plenty of memory left for them. Logits and everything derived from them are float32; the matrix products read the
+parameter dtype and accumulate in float32.
 
     u = scale * (hidden @ weight.T + bias);  v = softcap * tanh(u / softcap);  z = v / temperature
     log p(y) = z_y - logsumexp(z);           H = logsumexp(z) - sum_j p_j z_j
@@ -23,6 +23,9 @@ from slime.algorithms.logit_transform import LogitTransform
 CHUNK_LOGITS_CUDA = 3072 * 151936  # entries; about 1.9 GB of float32
 CHUNK_LOGITS_CPU = 16 * 1024 * 1024
 KEPT_SHARE = 0.25  # of a GPU's free memory that gradients may take which are kept for the backward
+FUSED_SHARE = 128  # rows of the fused head that take the memory of one row of logits: the columns of its tiles
+FUSED_ON = 9  # Hopper; the copy engine that it uses takes rows of a multiple of so many bytes:
+FUSED_ALIGNMENT = 16
 
 
 def rows_per_chunk(vocab: int, device: torch.device, chunk_rows: int) -> int:
@@ -69,8 +72,9 @@ class _LinearLogProbs(torch.autograd.Function):
         picked = torch.empty_like(normaliser)
         entropy = torch.empty_like(normaliser) if with_entropy else None
         factor = prepared_weight(weight)
-        for begin in range(0, len(hidden), rows):
-            span = slice(begin, begin + rows)
+        together = rows * FUSED_SHARE if not keeps and has_fused_head(hidden, factor) else rows
+        for begin in range(0, len(hidden), together):
+            span = slice(begin, begin + together)
             own = kept[span] if kept is not None else None
             found = chunk_stats(
                 hidden[span], factor, bias, targets[span], transform, with_entropy=with_entropy, keep=own
@@ -137,6 +141,10 @@ def chunk_stats(
 
     `keep`, with kernels: where the gradients of the log-probs by the raw projection go.
     """
+    if keep is None and has_fused_head(hidden, weight):
+        from slime.algorithms.fused_head import projected_stats
+
+        return projected_stats(hidden, weight, bias, targets, transform, with_entropy=with_entropy)
     if has_kernels(hidden):
         from slime.algorithms.head_kernels import logits_gradient, softmax_stats
 
@@ -179,6 +187,15 @@ def chunk_gradient(
 def has_kernels(states: Tensor) -> bool:
     """Whether a chunk's logits go through the kernels, which read float32."""
     return states.is_cuda and states.dtype != torch.float64
+
+
+def has_fused_head(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether statistics need no logits: on the GPUs that the kernel was tried on, for rows that they can copy."""
+    if not has_kernels(hidden) or weight.dtype not in (torch.bfloat16, torch.float16) or not len(hidden):
+        return False
+    if torch.cuda.get_device_capability(weight.device)[0] != FUSED_ON or not weight.is_contiguous():
+        return False
+    return (weight.shape[1] * weight.element_size()) % FUSED_ALIGNMENT == 0 == weight.data_ptr() % FUSED_ALIGNMENT
 
 
 def keeps_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -6,10 +6,12 @@ import sys
 
 PROGRAM = r"""
 import torch
-from slime.algorithms import head_kernels, logprobs
+from slime.algorithms import fused_head, head_kernels, logprobs
 from slime.algorithms.logit_transform import LogitTransform
 
 head_kernels.STATS_BLOCK = head_kernels.GRADIENT_BLOCK = 64
+fused_head.ROWS = fused_head.COLUMNS = fused_head.DEPTH = 16
+fused_head.GROUP, fused_head.JOINED_TILES, fused_head.JOINED_ROWS = 2, 8, 4
 
 def gradient_of(raw, *rest):
     out = torch.empty(raw.shape, dtype=rest[-1])
@@ -54,7 +56,37 @@ for softcap, scale, temperature, with_bias in ((None, 1.0, 1.0, False), (5.0, 0.
             torch.testing.assert_close(gradient.double(), wanted[name], rtol=0, atol=atol, msg=lambda text: name + text)
         torch.testing.assert_close(both.double(), wanted["log-probs"] + wanted["entropy"], rtol=0, atol=2 * atol)
 
+# the output layer without logits (the interpreter multiplies no bfloat16): rows of the weight and the last tile not full, a group of row tiles neither
+for rows, width, vocab in ((37, 24, 203), (16, 16, 16), (1, 40, 65)):
+    for softcap, with_bias, dtype in ((None, False, torch.float32), (5.0, True, torch.float16)):
+        transform = LogitTransform(scale=1.5, softcap=softcap, temperature=0.7)
+        hidden, weight = torch.randn(rows, width).to(dtype), torch.randn(vocab, width).to(dtype)
+        bias = torch.randn(vocab).to(dtype) if with_bias else None
+        targets = torch.randint(-1, vocab, (rows,))
+        targets[0], targets[-1] = vocab - 1, -1
+        z = transform.apply_(hidden.double() @ weight.double().T + (bias.double() if with_bias else 0))
+        log_p = torch.log_softmax(z, dim=1)
+        own = z.gather(1, targets.clamp(0)[:, None]).squeeze(1) * (targets >= 0)
+        wanted = {"normaliser": z.logsumexp(1), "picked": own, "entropy": -(log_p.exp() * log_p).sum(1)}
+        found = fused_head.projected_stats(hidden, weight, bias, targets, transform, with_entropy=True)
+        for (name, true), got in zip(wanted.items(), found):
+            torch.testing.assert_close(got.double(), true, rtol=0, atol=5e-5, msg=lambda text: name + text)
+        found = fused_head.projected_stats(hidden, weight, bias, targets, transform, with_entropy=False)
+        torch.testing.assert_close(found[0].double(), wanted["normaliser"], rtol=0, atol=5e-5)
+        assert found[2] is None
+
 logprobs.has_kernels = lambda states: True
+logprobs.has_fused_head = lambda hidden, weight: True
+hidden, weight, targets = torch.randn(50, 24).half(), torch.randn(77, 24).half(), torch.randint(0, 77, (50,))
+taken, projected_stats = [], fused_head.projected_stats
+fused_head.projected_stats = lambda rows, *rest, **more: taken.append(len(rows)) or projected_stats(rows, *rest, **more)
+logprobs.FUSED_SHARE = 8
+log_probs, _ = logprobs.linear_log_probs(hidden, weight, None, targets, chunk_rows=4)
+wanted = torch.log_softmax(hidden.double() @ weight.double().T, dim=1)[torch.arange(50), targets]
+torch.testing.assert_close(log_probs.double(), wanted, rtol=0, atol=1e-5)
+assert taken == [32, 18], taken
+logprobs.has_fused_head = lambda hidden, weight: False
+
 for keeps in (False, True):
     logprobs.keeps_gradients = lambda *_: keeps
     hidden, weight, targets = torch.randn(9, 6), torch.randn(77, 6), torch.randint(0, 77, (9,))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.algorithms import head_kernels
+from slime.algorithms import fused_head, head_kernels
 from slime.algorithms.logit_transform import LogitTransform
 from slime.train.backends.fsdp import copy_kernels
 from slime.train.backends.fsdp.fused import float8, kernels
@@ -67,3 +67,15 @@ def test_statistics_of_logits(softcap: float | None, with_entropy: bool, has_bia
     out = torch.empty(3, 100, dtype=torch.bfloat16)
     head_kernels.logits_gradient(raw, bias, targets, normaliser, normaliser, toward, transform, out=out)
     assert compiled == ["_stats", "_gradient"]
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("vocab", [256, 300], ids=["even", "uneven"])
+def test_statistics_without_logits(softcap: float | None, with_entropy: bool, vocab: int, compiled: list[str]) -> None:
+    hidden, weight = (torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (5, vocab))
+    bias = weight[:, 0].contiguous() if softcap else None
+    transform = LogitTransform(scale=1.5, softcap=softcap, temperature=0.8)
+    targets = torch.zeros(5, dtype=torch.int64)
+    fused_head.projected_stats(hidden, weight, bias, targets, transform, with_entropy=with_entropy)
+    assert compiled == ["_tile_stats", "_join_tiles"]

@@ -27,10 +27,10 @@ def _begin_kernel(
     tl.store(TABLE + row.to(tl.int64) * st_r + n - 1, tl.load(SLOTS + b).to(tl.int32))
     if token < 0:
         token = tl.load(TOKENS + row)
-    h = tl.load(EMBED + token.to(tl.int64) * N + i, mask=i < N, other=0.0)
+    h = tl.load(EMBED + token.to(tl.int64) * N + i, mask=i < N, other=0.0).to(tl.float32)
     tl.store(H + b * N + i, h, mask=i < N)
     if NORM:
-        y = normed(h.to(tl.float32)[None, :], w[None, :], eps, N, H.dtype.element_ty)
+        y = normed(h[None, :], w[None, :], eps, N, Y.dtype.element_ty)
         tl.store(Y + b * N + i[None, :], y, mask=i[None, :] < N)
 
 
@@ -49,7 +49,7 @@ def begin(
     *,
     pdl: bool = False,
 ) -> None:
-    """Each new token's slot into the table, its embedding into `stream [b, N]` and, normed, into `out`.
+    """Each new token's slot into the table, its embedding into `stream [b, N]`, float32, and, normed, into `out`.
 
     The token is `known[i]`, or `tokens[row]` where that is negative: a step before left it there, and nobody read it.
     """

@@ -64,7 +64,8 @@ class FusedBody:
         def room(width: int, kind: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(most, width, dtype=kind, device=device)
 
-        self._stream, self._normed, self._delta = (room(block.hidden) for _ in range(3))
+        self._stream = room(block.hidden, torch.float32)
+        self._normed, self._delta = room(block.hidden), room(block.hidden)
         self._qkv, self._mixed = room(block.qkv_rows), room(block.heads * block.head_dim)
         self._gate_up, self._inner = room(2 * block.intermediate), room(block.intermediate)
         self._logits = room(block.vocab, torch.float32)
@@ -151,10 +152,10 @@ class FusedBody:
         """Last hidden states `[T, H]`, after the final norm; the table has the slots of all tokens that are seen."""
         context, eps, shape = self._context, self._block.eps, self._shape
         context.slots = slots
-        stream = self._weights.embedding.index_select(0, ids)
-        normed, tokens = stream.new_empty(stream.shape), len(ids)
-        queries = stream.new_empty(tokens, shape.heads, shape.dim)
-        inner = stream.new_empty(tokens, self._block.intermediate)
+        normed, tokens = self._weights.embedding.index_select(0, ids), len(ids)
+        stream = normed.to(torch.float32, copy=True)
+        queries = normed.new_empty(tokens, shape.heads, shape.dim)
+        inner = normed.new_empty(tokens, self._block.intermediate)
         add_norm(None, stream, self._weights.layers[0].norm, normed, eps)
         for index, layer in enumerate(self._weights.layers):
             keys, values = context.keys[index], context.values[index]

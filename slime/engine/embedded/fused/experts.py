@@ -75,11 +75,10 @@ def _combine_kernel(
     for j in tl.static_range(TOPK):
         x = tl.load(X + (t * TOPK + j) * N + i, mask=ok, other=0.0).to(tl.float32)
         total += x * tl.load(WEIGHTS + t * TOPK + j).to(tl.float32)
-    dtype: tl.constexpr = H.dtype.element_ty
-    h = tl.load(H + t * N + i, mask=ok, other=0.0).to(tl.float32) + total.to(dtype).to(tl.float32)
-    tl.store(H + t * N + i, h.to(dtype), mask=ok)
+    h = tl.load(H + t * N + i, mask=ok, other=0.0) + total
+    tl.store(H + t * N + i, h, mask=ok)
     w = tl.load(W + i, mask=ok, other=0.0).to(tl.float32)
-    tl.store(Y + t * N + i, normed(h.to(dtype).to(tl.float32), w, eps, N, dtype), mask=ok)
+    tl.store(Y + t * N + i, normed(h, w, eps, N, Y.dtype.element_ty), mask=ok)
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def combine(
     counts: torch.Tensor,
     eps: float,
 ) -> None:
-    """`stream [T, N]` plus the weighted sum of `products [T * topk, N]`; `out = norm(stream)`."""
+    """`stream [T, N]`, float32, plus the weighted sum of `products [T * topk, N]`; `out = norm(stream)`."""
     tokens, n = stream.shape
     launch(
         _combine_kernel, (tokens,), products, weights, stream, norm, out, counts, eps,

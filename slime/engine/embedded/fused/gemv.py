@@ -80,7 +80,7 @@ def _gemv_kernel(
             y = gated(y, u, dtype)
         out = Y + t * rows + n
         if ADD:
-            y = y.to(dtype).to(tl.float32) + tl.load(out, mask=n < rows, other=0.0).to(tl.float32)
+            y += tl.load(out, mask=n < rows, other=0.0).to(tl.float32)
         tl.store(out, y.to(Y.dtype.element_ty), mask=n < rows)
 
 
