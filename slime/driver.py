@@ -265,7 +265,7 @@ class Run:
         self.publish_weights(self.start)
         if total == 0 or (self.start == 0 and not config.skip_eval_before_train) or self._evaluation_is_missing():
             self.evaluate(self.start)
-        with old_objects_left_alone() as leave_alone, closing(self._make_feed()) as feed:
+        with old_objects_left_alone(), closing(self._make_feed()) as feed:
             for rollout_id in range(self.start, total):
                 began = time.monotonic()
                 rollout = self.next_rollout(feed, rollout_id)
@@ -287,8 +287,6 @@ class Run:
                     self._finish_step(rollout_id, rollout, after)
                     if evaluates_now:
                         self.evaluate(rollout_id + 1)
-                if rollout_id == self.start:
-                    leave_alone()  # what was imported and compiled meanwhile
         self._finish_save(patient=True)
 
     def _finish_step(self, rollout_id: int, rollout: Generated, after: dict[str, Any]) -> None:

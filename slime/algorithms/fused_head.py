@@ -29,7 +29,7 @@ JOINED_TILES, JOINED_ROWS = 64, 32  # of a program that joins them
 _LOG2 = math.log(2.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _tile_stats(
     hidden,
     weight,
@@ -83,7 +83,7 @@ def _tile_stats(
         tl.store(picked + row, tl.sum(tl.where(target[:, None] == lanes, z, 0.0), axis=1), mask=is_here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _join_tiles(
     parts, means, whole, entropy, rows, tiles, WITH_ENTROPY: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr
 ):

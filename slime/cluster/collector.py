@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 COLLECTS_WITHIN_CALLS = sys.version_info < (3, 12)
@@ -34,37 +34,37 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextmanager
-def old_objects_left_alone() -> Iterator[Callable[[], None]]:
+def old_objects_left_alone() -> Iterator[None]:
     """What was loaded before the body is not looked through while it lasts: modules, tokenizers, the parts of a run.
 
-    Garbage among it goes first. The body is given what does the same with all that came since, for the end of whatever
-    loads much: a first step, which imports and compiles. Somebody who has frozen what is his keeps it so.
+    Garbage among it goes first. Somebody who has frozen what is his keeps it so, and then what is ours stays with it.
     """
-    if _somebody_froze():
-        yield lambda: None
+    if _kept:
+        yield
         return
-    _leave_alone()
-    _kept.append(True)
-    try:
-        yield _leave_alone
-    finally:
-        _kept.pop()
-        gc.unfreeze()
-
-
-def _leave_alone() -> None:
+    is_ours = not _somebody_froze()
     gc.collect()
     gc.freeze()
+    _kept.append(True)
+    try:
+        yield
+    finally:
+        _kept.pop()
+        if is_ours:
+            gc.unfreeze()
 
 
 _kept: list[bool] = []
 """Not empty within the body of `old_objects_left_alone`. The collector can tell, but counts what it keeps one by one:
 tens of milliseconds with torch and a tokenizer loaded, twice in every step."""
 
+_before_us = gc.get_freeze_count()
+"""What is frozen where nobody of ours or of those who came later froze anything."""
+
 
 def _somebody_froze() -> bool:
     """Whether there is something that the collector is to leave alone, of ours or of others."""
-    return bool(_kept) or gc.get_freeze_count() > 0
+    return bool(_kept) or gc.get_freeze_count() > _before_us
 
 
 class _Rest:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
 from slime.algorithms import fused_head, head_kernels
 from slime.algorithms.logit_transform import LogitTransform
@@ -79,3 +81,11 @@ def test_statistics_without_logits(softcap: float | None, with_entropy: bool, vo
     targets = torch.zeros(5, dtype=torch.int64)
     fused_head.projected_stats(hidden, weight, bias, targets, transform, with_entropy=with_entropy)
     assert compiled == ["_tile_stats", "_join_tiles"]
+
+
+@pytest.mark.parametrize("module", [kernels, head_kernels, fused_head, copy_kernels, float8])
+def test_no_kernel_is_compiled_again_for_another_number_of_rows(module: ModuleType) -> None:
+    made = [kernel for kernel in vars(module).values() if isinstance(kernel, JITFunction)]
+    assert made
+    counts = [p for kernel in made for p in kernel.params if p.name in ("rows", "tokens")]
+    assert all(parameter.do_not_specialize for parameter in counts), counts

@@ -1,7 +1,8 @@
 """What a decoder layer does between its matrix products, forward and backward (Triton).
 
 Invariant: everything is computed in float32 and rounded once, where it is written; a sum over rows has the same order
-whatever runs beside it, so the numbers are those of the last run.
+whatever runs beside it, so the numbers are those of the last run. No kernel is compiled again for another number of
+rows: Triton would, for one that is no multiple of sixteen.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _norm_forward(x, added, weight, total, out, rstd, width, eps, HAS_ADDED: tl.
     tl.store(rstd + row, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_backward(grad, x, weight, rstd, passed, dx, sums, rows, width, HAS_PASSED: tl.constexpr, BLOCK: tl.constexpr):
     """dx = passed + the gradient through the norm; a program's sums over its rows are the weight's gradient."""
     columns = tl.arange(0, BLOCK)
@@ -145,7 +146,7 @@ def _toward_values(dv, token, row, head, heads, lanes, here, HALF: tl.constexpr)
     return low, tl.load(dv + at + HALF, mask=here, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _rotate_backward(
     dq,
     dk,
