@@ -59,7 +59,7 @@ _kept: list[bool] = []
 tens of milliseconds with torch and a tokenizer loaded, twice in every step."""
 
 _before_us = gc.get_freeze_count()
-"""What is frozen where nobody of ours or of those who came later froze anything."""
+"""What is frozen where nobody of ours or of those who came later froze anything: Python 3.12 itself begins with 375."""
 
 
 def _somebody_froze() -> bool:
