@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from slime.algorithms import fused_head, head_kernels
+from slime.algorithms import fused_head, head_kernels, logprobs
 from slime.algorithms.logit_transform import LogitTransform
 from slime.train.backends.fsdp import copy_kernels
 from slime.train.backends.fsdp.fused import float8, kernels
@@ -81,6 +81,7 @@ def test_statistics_without_logits(softcap: float | None, with_entropy: bool, vo
     targets = torch.zeros(5, dtype=torch.int64)
     fused_head.projected_stats(hidden, weight, bias, targets, transform, with_entropy=with_entropy)
     assert compiled == ["_tile_stats", "_join_tiles"]
+    assert fused_head.COLUMNS == logprobs.FUSED_SHARE, "so many rows take the memory of one row of logits"
 
 
 @pytest.mark.parametrize("module", [kernels, head_kernels, fused_head, copy_kernels, float8])
