@@ -148,6 +148,32 @@ def test_bodies_from_the_kernels_compute_what_transformers_does() -> None:
     assert max(float(error) for error in found.values()) < 1e-4, found
 
 
+ADDS = """\
+import torch
+from slime.engine.embedded.fused.experts import combine
+from slime.engine.embedded.fused.gemv import gemv
+from slime.engine.embedded.fused.norm import add_norm
+
+half = {"dtype": torch.float16}
+stream, out, ones = torch.full((3, 16), 2048.0), torch.empty(3, 16, **half), torch.ones(16, **half)
+quarter = torch.full((3, 16), 0.25, **half)
+for _ in range(4):
+    add_norm(quarter, stream, ones, out, 0.0)
+print("norm", stream.unique().item(), out.unique().item())
+gemv(torch.full((1, 16), 0.5, **half), torch.full((16, 16), 1 / 32, **half), stream[:1], add=True)
+print("gemv", stream[0].unique().item())
+combine(quarter.repeat(2, 1), torch.full((3, 2), 0.5, **half), stream, ones, out, torch.zeros(4, dtype=torch.int32), 0.0)
+print("combine", stream[1:].unique().item(), out.unique().item())
+"""
+
+
+def test_what_layers_add_to_the_residual_stream_is_not_rounded_away() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", ADDS], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["norm", "2049.0", "1.0", "gemv", "2049.25", "combine", "2049.25", "1.0"]
+
+
 COMPILES = """\
 import sys, torch
 from triton.runtime.jit import JITFunction
