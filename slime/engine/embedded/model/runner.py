@@ -283,20 +283,21 @@ class ModelRunner:
 
     def _drawn(self, logits: torch.Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]) -> Launched:
         tokens, logprobs = self._draw(logits, sequences, ahead)
-        self._tokens[[s.row for s in sequences]] = tokens
+        if self.looks_ahead:  # the next step is launched before anybody reads them
+            self._tokens[[s.row for s in sequences]] = tokens
         return Launched(tokens, logprobs)
 
     def _draw(
         self, logits: torch.Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         uniform = torch.from_numpy(uniforms(sequences, ahead))
-        greedy = torch.tensor([s.params.greedy for s in sequences])
+        is_greedy = [s.params.greedy for s in sequences]
         if all(s.plain for s in sequences):
             degrees = [temperature_of(s) for s in sequences]
             temperature = torch.tensor(degrees) if set(degrees) != {1.0} else None
-            return draw(logits, temperature, uniform, greedy if any(s.params.greedy for s in sequences) else None)
+            return draw(logits, temperature, uniform, torch.tensor(is_greedy) if any(is_greedy) else None)
         record_top(logits, sequences)
-        return draw_each(logits, sequences, uniform, greedy)
+        return draw_each(logits, sequences, uniform, torch.tensor(is_greedy))
 
 
 def last_token(seq: Sequence) -> int:
