@@ -195,7 +195,7 @@ def has_fused_head(hidden: Tensor, weight: Tensor) -> bool:
         return False
     if torch.cuda.get_device_capability(weight.device)[0] != FUSED_ON or not weight.is_contiguous():
         return False
-    return (weight.shape[1] * weight.element_size()) % FUSED_ALIGNMENT == 0 == weight.data_ptr() % FUSED_ALIGNMENT
+    return not any(count % FUSED_ALIGNMENT for count in (weight.data_ptr(), weight.shape[1] * weight.element_size()))
 
 
 def keeps_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
