@@ -21,8 +21,9 @@ from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
 CHUNK_LOGITS = {"cpu": 16 * 1024 * 1024, "cuda": 3072 * 151936}
 """Logits that exist at once, as `slime.algorithms.logprobs` cuts them (a test compares)."""
 COMPILE_MIN_PARAMETERS = 100_000_000
-FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Models from which on layers are compiled on a GPU, as `slime.train.backends.fsdp.sharding` has it."""
+FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Models whose layers are slime's own on a GPU, as `slime.train.backends.fsdp.fused.layer` has it."""
 STREAMED_ELEMENTS = 1 << 24
 """Elements that are updated at a time where moments are kept elsewhere or in bfloat16."""
 _MOMENT_BYTES = {"fp32": 4, "bf16": 2}
@@ -144,10 +145,12 @@ class _Step:
         total, on_gpu = shape.num_parameters or 0, device == "cuda"
         compiled = on_gpu and total >= COMPILE_MIN_PARAMETERS and not uses_lora(config)
         tokens, layers = tokens_per_forward(config), shape.num_layers or 0
-        fused = on_gpu and shape.model_type in FUSED_TYPES and not uses_lora(config)
+        fused = on_gpu and shape.model_type in FUSED_TYPES
         how = {"compiled": compiled, "fused": fused, "frozen_norms": uses_lora(config)}
         kept = layer_bytes(shape, dtype=dtype, on_gpu=on_gpu, **how)
-        layer = tokens * (kept or 0)
+        adapted, trained = (planned_adapter(config) or ([], 0)) if uses_lora(config) else ([], total)
+        low = BYTES_PER_ELEMENT[dtype] * config.lora_rank * len(adapted) // max(layers, 1)  # between an adapter's two
+        layer = tokens * ((kept or 0) + low)
         inputs = tokens * (layer_input_bytes(shape, dtype=dtype) or 0)
         again = config.recompute_activations
         rows = config.log_probs_chunk_size
@@ -159,7 +162,7 @@ class _Step:
         at_once = trainers // config.context_parallel_size * config.micro_batch_size
         return cls(
             total=total,
-            trained=(planned_adapter(config) or ([], 0))[1] if uses_lora(config) else total,
+            trained=trained,
             root=shape.root_parameters or 0,
             layer=shape.layer_parameters or 0,
             head=shape.head_parameters or 0,

@@ -1,4 +1,4 @@
-"""Fused decoder layers in training: log-probs and gradients against transformers' layers in float32."""
+"""Fused decoder layers in training, LoRA too: log-probs and gradients against transformers' layers in float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
+from slime.models.lora import Lora
 from slime.train.backends.fsdp.fused.layer import fuse_layers
+from slime.train.backends.fsdp.lora import put_adapter
 from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.samples.packing import pack
 
@@ -28,13 +30,16 @@ _LENGTHS = (300, 7, 129)
 def checks() -> Iterator[tuple[str, float, float]]:
     for config in (Qwen3Config(**SIZES, head_dim=128), LlamaConfig(**SIZES, head_dim=64), Qwen2Config(**SIZES)):
         yield from _one(config)
+        yield from _one(config, Lora(16, 24.0))
 
 
-def _one(config: PretrainedConfig) -> Iterator[tuple[str, float, float]]:
+def _one(config: PretrainedConfig, lora: Lora | None = None) -> Iterator[tuple[str, float, float]]:
     register_packed_attention()
     torch.manual_seed(0)
     device = torch.device("cuda")
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME).to(device)
+    if lora is not None:
+        put_adapter(plain, lora, freeze=None, only_train=None)
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.02))
@@ -46,7 +51,7 @@ def _one(config: PretrainedConfig) -> Iterator[tuple[str, float, float]]:
     wanted_values, wanted = passes(plain, row)
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 4e-2)):
         values, found = passes(fused.to(dtype), row)
-        name = f"{config.model_type}, {str(dtype).removeprefix('torch.')}"
+        name = f"{config.model_type}{'' if lora is None else ' with adapters'}, {str(dtype).removeprefix('torch.')}"
         yield f"log-probs, {name}", (values - wanted_values).abs().mean().item(), bound
         yield f"gradients, {name}, worst", max(apart(found[part], wanted[part]) for part in wanted), bound
         for parameter in fused.parameters():

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.train.backends.fsdp.fused import kernels
+from slime.models.lora import Lora
 from slime.train.backends.fsdp.fused.layer import FusedLayer, fuse_layers
+from slime.train.backends.fsdp.lora import put_adapter
 from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.backends.fsdp.recompute import recompute_layers
 from slime.train.samples.packing import pack
@@ -33,20 +35,49 @@ def passes(model, row):
 
 def compare(kind, model, other):
     (plain, wanted), (fused, got) = model, other
+    assert wanted.keys() == got.keys()
     torch.testing.assert_close(fused, plain, rtol=0, atol=2e-5, msg=lambda text: f"{kind}: {text}")
     for name, gradient in wanted.items():
         if gradient is None:
-            assert name == "model.layers.0.mlp.up_proj.weight" and got[name] is None, name
+            assert got[name] is None, name
             continue
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=2e-5, msg=lambda text: f"{kind} {name}: {text}")
 
-for kind in sys.argv[1:]:
+def started(kind):
     model = build_model(kind)
     model.set_attn_implementation(ATTENTION_NAME)
     for name, parameter in model.named_parameters():  # no norm of ones, no bias of zeros
         if parameter.ndim == 1:
             with torch.no_grad():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) / 5)
+    return model
+
+def compare_adapters(kind, targets):
+    model = started(kind)
+    layers = put_adapter(model, Lora(4, 6.0, tuple(targets)), freeze=None, only_train=None)
+    with torch.no_grad():
+        for name in layers.shapes:
+            model.get_parameter(name).copy_(torch.randn(layers.shapes[name], generator=generator) / 5)
+    other = copy.deepcopy(model)
+    fuse_layers(other)
+    assert sum(isinstance(module, FusedLayer) for module in other.modules()) == 2, kind
+    found = passes(model, whole)
+    assert {name for name, gradient in found[1].items() if gradient is not None} == layers.shapes.keys()
+    compare(f"{kind}, adapters at {targets}", found, passes(other, shared))
+    (switch,) = {id(module.switch): module.switch for module in other.modules() if hasattr(module, "switch")}.values()
+    switch.on = False
+    with torch.no_grad(), layers.off():
+        off = [PolicyModel(each)(whole)[0] for each in (model, other)]
+    torch.testing.assert_close(off[1], off[0], rtol=0, atol=2e-5)
+    assert (off[0] - found[0]).abs().max() > 0.01
+
+for kind in sys.argv[1:]:
+    kind, *targets = kind.split(":")
+    if targets:
+        compare_adapters(kind, targets)
+        print(kind, "right")
+        continue
+    model = started(kind)
     other = copy.deepcopy(model)
     fuse_layers(other)
     assert sum(isinstance(module, FusedLayer) for module in other.modules()) == 2, kind
@@ -66,11 +97,18 @@ for kind in sys.argv[1:]:
 """
 
 
-def test_values_and_gradients_are_those_of_the_layers_they_replace() -> None:
-    kinds = ["qwen3", "qwen2", "mistral_window"]
+def run(kinds: list[str]) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *kinds], capture_output=True, text=True, env=environment, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[:-1] == [f"{kind} right" for kind in kinds]
+    assert done.stdout.split("\n")[:-1] == [f"{kind.split(':')[0]} right" for kind in kinds]
+
+
+def test_values_and_gradients_are_those_of_the_layers_they_replace() -> None:
+    run(["qwen3", "qwen2", "mistral_window"])
+
+
+def test_so_they_are_with_adapters_at_all_matrices_or_some() -> None:
+    run(["qwen3:all-linear", "qwen2:q_proj:v_proj:up_proj:down_proj"])

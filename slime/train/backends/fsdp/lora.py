@@ -46,6 +46,11 @@ class LoraLinear(nn.Linear):
         self.scale = lora.scale
         self.switch = switch
 
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor] | None:
+        """A and B, while they take part."""
+        return (self.lora_A.weight, self.lora_B.weight) if self.switch.on else None
+
     def forward(self, states: Tensor) -> Tensor:
         output = functional.linear(states, self.weight, self.bias)
         if not self.switch.on:

@@ -13,3 +13,4 @@ class LayerFacts:
     head_eps: float  # of those over each head
     second_eps: float  # of the norm after attention
     in_float8: bool = False  # whether products of the forward are
+    lora_scale: float = 0.0  # of what adapters add, if there are any

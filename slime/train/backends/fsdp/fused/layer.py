@@ -16,9 +16,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from slime.errors import UserError
 from slime.train.backends.fsdp.attention import attend_to_all, context_of, packed_attention
 from slime.train.backends.fsdp.fused.facts import LayerFacts
+from slime.train.backends.fsdp.lora import LoraLinear
 
 PLAIN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LINEARS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
 FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 FLOAT8_MULTIPLE = 16  # of the sides of a matrix
 
@@ -44,7 +48,8 @@ class FusedLayer(GradientCheckpointingLayer):
         self._has_norms = "q_norm" in dict(attention.named_children())
         head_eps = float(attention.q_norm.variance_epsilon) if self._has_norms else eps
         second_eps = float(layer.post_attention_layernorm.variance_epsilon)
-        self._facts = LayerFacts(heads, kv_heads, eps, head_eps, second_eps, in_float8)
+        scale = next((linear.scale for linear in _linears(self) if isinstance(linear, LoraLinear)), 0.0)
+        self._facts = LayerFacts(heads, kv_heads, eps, head_eps, second_eps, in_float8, scale)
         is_mistral = type(layer).__name__ == "MistralDecoderLayer"
         windows = config.sliding_window if is_mistral else vars(attention).get("sliding_window")
         self._window: int | None = windows
@@ -58,9 +63,8 @@ class FusedLayer(GradientCheckpointingLayer):
         assert position_embeddings is not None
         attention: Any = self.self_attn
         context = context_of(attention)
-        mlp: Any = self.mlp
+        linears = _linears(self)
         cos, sin = (part[0].contiguous() for part in position_embeddings)
-        linears = [getattr(attention, name) for name in _PROJECTIONS[:3]]
         norms = (attention.q_norm.weight, attention.k_norm.weight) if self._has_norms else (None, None)
         queries, keys, values, hidden = ToHeads.apply(
             hidden_states.squeeze(0),
@@ -69,9 +73,10 @@ class FusedLayer(GradientCheckpointingLayer):
             self.input_layernorm.weight,
             self._facts,
             context.shared,
-            *(linear.weight for linear in linears),
-            *(linear.bias for linear in linears),
+            *(linear.weight for linear in linears[:3]),
+            *(linear.bias for linear in linears[:3]),
             *norms,
+            *_matrices(linears[:3]),
         )
         if context.shared is None:
             by_head = (states.transpose(0, 1)[None] for states in (queries, keys, values))
@@ -84,11 +89,9 @@ class FusedLayer(GradientCheckpointingLayer):
             attended.squeeze(0).flatten(1),
             hidden,
             self._facts,
-            attention.o_proj.weight,
             self.post_attention_layernorm.weight,
-            mlp.gate_proj.weight,
-            mlp.up_proj.weight,
-            mlp.down_proj.weight,
+            *(linear.weight for linear in linears[3:]),
+            *_matrices(linears[3:]),
         )
 
 
@@ -128,20 +131,26 @@ def is_plain(layer: nn.Module) -> bool:
     kind = type(layer)
     if kind.__name__ not in PLAIN_LAYERS or not kind.__module__.startswith("transformers.models."):
         return False
-    parts: Any = layer
-    attention, mlp = parts.self_attn, parts.mlp
-    linears = [getattr(attention, name) for name in _PROJECTIONS]
-    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    biases = (
-        {linear.bias is not None for linear in linears[:3]} if all(type(x) is nn.Linear for x in linears) else set()
-    )
+    attention: Any = layer.self_attn
+    linears = _linears(layer)
     return (
-        len(biases) == 1
+        all(type(linear) in (nn.Linear, LoraLinear) for linear in linears)
+        and len({linear.bias is not None for linear in linears[:3]}) == 1
         and all(linear.bias is None for linear in linears[3:])
         and attention.config.hidden_act in ("silu", "swish")
         and attention.head_dim % 2 == 0
         and (attention.config.rope_parameters or {}).get("partial_rotary_factor", 1.0) == 1.0
     )
+
+
+def _linears(layer: nn.Module) -> list[Any]:
+    return [getattr(getattr(layer, part), name) for part, names in _LINEARS.items() for name in names]
+
+
+def _matrices(linears: list[Any]) -> list[Tensor | None]:
+    """A and B of each, None twice for one without an adapter or whose adapter takes no part."""
+    each = (linear.matrices if isinstance(linear, LoraLinear) else None for linear in linears)
+    return [matrix for pair in each for matrix in pair or (None, None)]
 
 
 def check_float8(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
