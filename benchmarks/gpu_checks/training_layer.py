@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.models.lora import Lora
+from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.train.backends.fsdp.fused.layer import fuse_layers
 from slime.train.backends.fsdp.lora import put_adapter
 from slime.train.backends.fsdp.packed_model import PolicyModel
