@@ -31,6 +31,7 @@ class Parked:
     def __init__(self) -> None:
         self._hosts: list[Tensor] = []
         self._storages: list[tuple[UntypedStorage, int]] = []
+        self._empty: list[UntypedStorage] = []
         self._version: int | None = None
         self._arrived: torch.cuda.Event | None = None
         self.is_copied = False
@@ -65,17 +66,25 @@ class Parked:
         for storage in storages:
             storage.resize_(0)
 
-    def begin_return(self, stream: torch.cuda.Stream | None) -> None:
-        """Memory for all storages again, filled on `stream`: `wait` before it is used."""
+    def take_memory(self) -> None:
+        """Memory for all storages again, with nothing in it yet: `fill` or `wait` before it is used."""
         storages, self._storages, self.is_copied = self._storages, [], False
         for storage, size in storages:
             storage.resize_(size)
-            if not self._hosts:
+        self._empty = [storage for storage, _ in storages]
+
+    def fill(self, stream: torch.cuda.Stream | None) -> None:
+        """Begin to bring back what was there, on `stream`: `wait` before it is used."""
+        storages, self._empty = self._empty, []
+        if not storages:
+            return
+        if not self._hosts:
+            for storage in storages:
                 _bytes_of(storage).zero_()
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())  # whoever had this memory before is done with it
         with _on(stream):
-            for (storage, _), host in zip(storages, self._hosts, strict=False):
+            for storage, host in zip(storages, self._hosts, strict=False):
                 _bytes_of(storage).copy_(host, non_blocking=True)
             if stream is not None:
                 self._arrived = torch.cuda.Event()
@@ -83,6 +92,8 @@ class Parked:
 
     def wait(self) -> None:
         """Whatever the present stream does from here on finds the tensors as they were."""
+        if self._empty:
+            self.fill(None)
         arrived, self._arrived = self._arrived, None
         if arrived is not None:
             torch.cuda.current_stream().wait_event(arrived)
@@ -145,24 +156,31 @@ class Sleeper:
         logger.info("asleep: %.2f GiB on the host, %.2f left here, %.3f s", held / 2**30, left / 2**30, seconds)
 
     def wake(self, *, with_optimizer: bool = True) -> None:
-        """Take the memory again; weights are there on return, the optimizer's state before the next update."""
+        """Take the memory again; weights are in it on return, the optimizer's state after `bring_rest`."""
         if not self.is_asleep:
             return
         began = time.perf_counter()
-        late = []
-        for (_, kind), parked in sorted(self._parked.items(), key=lambda item: item[0][1] == OPTIMIZER_STATE):
-            if not parked.is_away or (kind == OPTIMIZER_STATE and not with_optimizer):
-                continue
-            if kind == OPTIMIZER_STATE:
-                late.append(parked)
-                continue
-            parked.begin_return(self._stream)
+        away = {key: parked for key, parked in self._parked.items() if parked.is_away}
+        late = {key: away.pop(key) for key in list(away) if key[1] == OPTIMIZER_STATE}
+        for parked in away.values():
+            parked.take_memory()
+            parked.fill(self._stream)
+        for parked in late.values() if with_optimizer else ():
+            parked.take_memory()  # which takes the host a while, in which the copies are on their way
+        for parked in away.values():
             parked.wait()
         if self._stream is not None:
             torch.cuda.current_stream().synchronize()
-        for parked in late:
-            parked.begin_return(self._stream)
         logger.info("awake: %.3f s", time.perf_counter() - began)
+
+    def bring_rest(self) -> None:
+        """Begin to bring back what is not there yet, for the next update, which waits for it.
+
+        Copies to the device arrive in the order in which they began, whatever stream they are on: what is needed before
+        the update had better begin first.
+        """
+        for parked in self._parked.values():
+            parked.fill(self._stream)
 
     def settle(self) -> None:
         """Wait for everything that is still on its way."""

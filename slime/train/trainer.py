@@ -115,6 +115,8 @@ class Trainer:
                 batch = TrainBatch.from_message(data["batch"])
                 steps = self._micro_batches(batch, data["steps"])
                 columns = make_rollout_data(batch)
+            if self.sleeper is not None:
+                self.sleeper.bring_rest()  # with the samples on the device
             flat = [micro for step in steps for micro in step]
             if self.config.loss_type != "sft_loss":
                 self._prepare(rollout_id, columns, steps)

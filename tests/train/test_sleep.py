@@ -69,15 +69,19 @@ def test_host_memory_is_taken_once_and_what_did_not_change_is_not_copied_again(
     backend = run.trainer.actor.backend
     run.train(0, make_samples(3, 3))
     sleeper.sleep()
+    kinds = {one.kind: one for one in backend.resident()}
+    held = {one: sum(host.numel() for host in sleeper._parked[0, one]._hosts) for one in kinds}
+    copied.clear()
     sleeper.wake()
+    assert sum(copied) == held["weights"] + held["frozen ref"]
+    sleeper.bring_rest()
+    assert sum(copied) == sum(held.values()), "the optimizer's state comes when it is asked for"
     taken.clear()
     copied.clear()
     run.train(1, make_samples(3, 3))
     sleeper.sleep()
     sleeper.settle()
     assert sum(taken) == 0
-    kinds = {one.kind: one for one in backend.resident()}
-    held = {one: sum(host.numel() for host in sleeper._parked[0, one]._hosts) for one in kinds}
     assert held["frozen ref"] > 0
     assert sum(copied) == held["weights"] + held["optimizer"], "once each, and the reference not at all"
 
