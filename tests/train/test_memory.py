@@ -51,6 +51,7 @@ def samples() -> list[list[Sample]]:
         ({"model_type": "qwen3"}, {"fsdp_cpu_offload": True}),
         ({"model_type": "qwen3"}, {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
         ({"model_type": "qwen3"}, {"lora_rank": 8, "use_kl_loss": True}),
+        ({"model_type": "qwen3"}, {"lora_rank": 128}),
         ({"model_type": "qwen3"}, {"lora_rank": 8, "recompute_activations": True}),
         ({"model_type": "llama"}, {"loss_type": "sft_loss", "log_probs_chunk_size": 16}),
     ],
