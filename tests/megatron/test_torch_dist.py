@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,11 +73,16 @@ def through_megatron(release: Path, target: Path, folder: Path, sizes: dict[str,
 
 @contextmanager
 def allowed_children() -> Iterator[None]:
-    """Megatron's writer starts processes, which those of a group may not."""
+    """Megatron's writer starts processes, which those of a group may not; the one that it would keep ends with this."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
     config = vars(multiprocessing.current_process())["_config"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(config, "daemon", False)
         yield
+    filesystem_async._results_queue = None  # whose process ends when nobody has it any more
+    gc.collect()
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("qwen3", TP), ("qwen3", PP), ("qwen3_moe", EP)])
