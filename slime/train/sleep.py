@@ -160,14 +160,14 @@ class Sleeper:
         if not self.is_asleep:
             return
         began = time.perf_counter()
-        away = {key: parked for key, parked in self._parked.items() if parked.is_away}
-        late = {key: away.pop(key) for key in list(away) if key[1] == OPTIMIZER_STATE}
-        for parked in away.values():
+        away = [(kind == OPTIMIZER_STATE, parked) for (_, kind), parked in self._parked.items() if parked.is_away]
+        first, late = ([parked for is_late, parked in away if is_late is wanted] for wanted in (False, True))
+        for parked in first:
             parked.take_memory()
             parked.fill(self._stream)
-        for parked in late.values() if with_optimizer else ():
-            parked.take_memory()  # which takes the host a while, in which the copies are on their way
-        for parked in away.values():
+        for parked in late if with_optimizer else ():
+            parked.take_memory()  # while the copies are on their way
+        for parked in first:
             parked.wait()
         if self._stream is not None:
             torch.cuda.current_stream().synchronize()
@@ -176,8 +176,8 @@ class Sleeper:
     def bring_rest(self) -> None:
         """Begin to bring back what is not there yet, for the next update, which waits for it.
 
-        Copies to the device arrive in the order in which they began, whatever stream they are on: what is needed before
-        the update had better begin first.
+        What is needed before the update had better be on the device: samples that were sent behind 30 GB of this state
+        took as long as all of it, on another stream though they were.
         """
         for parked in self._parked.values():
             parked.fill(self._stream)

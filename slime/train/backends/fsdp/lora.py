@@ -53,10 +53,11 @@ class LoraLinear(nn.Linear):
 
     def forward(self, states: Tensor) -> Tensor:
         output = functional.linear(states, self.weight, self.bias)
-        if not self.switch.on:
+        if (matrices := self.matrices) is None:
             return output
-        low = self.lora_A(states).flatten(0, -2)
-        return torch.addmm(output.flatten(0, -2), low, self.lora_B.weight.t(), alpha=self.scale).view_as(output)
+        a, b = matrices
+        low = functional.linear(states, a).flatten(0, -2)
+        return torch.addmm(output.flatten(0, -2), low, b.t(), alpha=self.scale).view_as(output)
 
 
 class LoraLayers:

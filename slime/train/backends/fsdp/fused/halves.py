@@ -65,6 +65,7 @@ class ToHeads(torch.autograd.Function):
         adapters = Adapters((q, k, v), matrices, ctx.facts.lora_scale)
         d_matrices = adapters.gradients(d_rows, normed, low, adapters.pull(d_rows, d_normed))
         d_hidden, d_norm = kernels.norm_gradient(d_normed, hidden, norm, rstd, passed)
+        del d_normed
         sizes = [len(q), len(k), len(v)]
         d_weights = (d_rows.t() @ normed).split(sizes) if any(needs[6:9]) else (None,) * 3
         d_biases = d_rows.sum(0).split(sizes) if any(needs[9:12]) else (None,) * 3
@@ -124,6 +125,7 @@ class FromHeads(torch.autograd.Function):
         d_matrices = inward.gradients(d_both, normed, low_both, inward.pull(d_both, d_normed)) + d_matrices
         del d_both
         d_hidden, d_norm = kernels.norm_gradient(d_normed, total, norm, rstd, grad)
+        del d_normed
         d_out = d_hidden.t() @ attended if needs[4] else None
         d_attended = d_hidden @ out
         d_matrices = outward.gradients(d_hidden, attended, low_out, outward.pull(d_hidden, d_attended)) + d_matrices
