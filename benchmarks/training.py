@@ -30,13 +30,14 @@ from torch.autograd import DeviceType
 from workload import make_model
 
 from slime.config import Config, derive, parse_flags
+from slime.config.sharing import shares_prompts
 from slime.data.sample import Sample
 from slime.models.loading import load_config
 from slime.train.flops import FlopsModel
 from slime.train.meeting import Meeting
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.shares import rank_shares
-from slime.train.schedule import build_schedule
+from slime.train.schedule import Prompts, build_schedule
 from slime.train.topology import join_ranks
 from slime.train.trainer import Trainer
 
@@ -87,6 +88,7 @@ class OneRank:
 
     def train(self, rollout_id: int, groups: list[list[Sample]]) -> dict[str, float]:
         batch = make_train_batch(self._config, flatten_samples(groups))
+        shares = shares_prompts(self._trainer.config)
         schedule = build_schedule(
             batch.total_lengths,
             batch.rollout_ids,
@@ -95,7 +97,7 @@ class OneRank:
             micro_batch_size=1,
             max_tokens=self._config.max_tokens_per_gpu,
             trainable=batch.trainable,
-            groups=batch.group_indices if self._trainer.config.share_prompts else None,
+            prompts=Prompts(batch.group_indices, batch.prompt_lengths) if shares else None,
         )
         answer = self._trainer.train(rollout_id, rank_shares(batch, schedule)[0])
         return {**answer["rollout_metrics"], **answer["metrics"][-1]}

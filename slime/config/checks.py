@@ -23,6 +23,7 @@ from slime.config.live import live_contradictions
 from slime.config.lora import check_adapter, lora_contradictions
 from slime.config.megatron_fields import CHOICES, given_settings
 from slime.config.megatron_flags import NEUTRAL, REFUSED_BY_MEGATRON
+from slime.config.sharing import sharing_contradictions
 from slime.config.spec import FlagSpec
 from slime.config.start import check_weight_sources, find_start
 from slime.config.train_datasets import mixture_contradictions, train_datasets
@@ -142,7 +143,7 @@ def _algorithm(config: Config) -> Iterator[str]:
     if config.freeze_params_name_list and config.only_train_params_name_list:
         yield "--freeze-params-name-list and --only-train-params-name-list exclude each other: keep one"
     yield from _moments(config)
-    yield from _shared_prompts(config)
+    yield from sharing_contradictions(config)
     yield from _schedule(config)
 
 
@@ -158,21 +159,6 @@ def _moments(config: Config) -> Iterator[str]:
     ]
     if config.use_stateless_adam and asked:
         yield f"{asked[0]} is about moments, and --use-stateless-adam keeps none: leave out one of the two"
-
-
-def _shared_prompts(config: Config) -> Iterator[str]:
-    if not config.share_prompts:
-        return
-    if config.context_parallel_size > 1:
-        yield (
-            f"--share-prompts does not go with --context-parallel-size {config.context_parallel_size}: ranks that "
-            "share a row take equal parts of all its tokens; drop one"
-        )
-    if config.use_routing_replay:
-        yield (
-            "--share-prompts does not go with routing replay: the copies of a prompt may have gone to other experts; "
-            "drop one"
-        )
 
 
 def _float8(config: Config) -> Iterator[str]:

@@ -24,6 +24,7 @@ from slime.cluster.node import Placement
 from slime.config import Config
 from slime.config.algorithm import weighs_what_it_can
 from slime.config.batch import tokens_per_row
+from slime.config.sharing import shares_prompts
 from slime.data.sample import Sample
 from slime.train.checkpoints.not_written import NotWritten
 from slime.train.checkpoints.under_way import let_end
@@ -36,7 +37,7 @@ from slime.train.samples.carry import in_front_of, load_carried, remove_stale, s
 from slime.train.samples.conversion import converted_batch
 from slime.train.samples.dump import write_train_dump
 from slime.train.samples.shares import HandOver, rank_shares
-from slime.train.schedule import Schedule, build_schedule
+from slime.train.schedule import Prompts, Schedule, build_schedule
 
 logger = logging.getLogger(__name__)
 
@@ -356,7 +357,7 @@ class TrainerGroup:
             costs=None if self._flops is None else self._costs(self._flops, lengths),
             by_flops=config.balance_by_flops,
             fill_last=fill_last,
-            groups=batch.group_indices if config.share_prompts else None,
+            prompts=Prompts(batch.group_indices, batch.prompt_lengths) if shares_prompts(config) else None,
         )
 
     def _costs(self, flops: FlopsModel, lengths: Sequence[int]) -> list[float]:

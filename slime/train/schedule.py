@@ -47,6 +47,25 @@ class Schedule:
         return [position for step in self.steps for micro_batch in step.ranks[rank] for position in micro_batch]
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """Of each sample: its group, all of which has one prompt, and the tokens of that prompt."""
+
+    groups: Sequence[int]
+    lengths: Sequence[int]
+
+    def computed(self, members: MicroBatchIndices, lengths: Sequence[int]) -> int:
+        """Tokens of a micro-batch when a prompt is computed once for all samples of its group that are in it."""
+        seen: set[int] = set()
+        total = 0
+        for position in members:
+            total += lengths[position]
+            if self.groups[position] in seen:
+                total -= self.lengths[position]
+            seen.add(self.groups[position])
+        return total
+
+
 def build_schedule(
     lengths: Sequence[int],
     rollout_ids: Sequence[int],
@@ -59,15 +78,15 @@ def build_schedule(
     costs: Sequence[float] | None = None,
     by_flops: bool = False,
     fill_last: bool = False,
-    groups: Sequence[int] | None = None,
+    prompts: Prompts | None = None,
 ) -> Schedule:
     """Steps of exactly `global_batch_size` rollouts; with `fill_last` what remains makes a smaller last one.
 
     Micro-batches are cut by samples or by `max_tokens`, and work is shared out by tokens. With `costs` (FLOPs of each
     sample) it is shared out by those, and with `by_flops` also the micro-batches are made equal in them, as few as
     `max_tokens` asks for on average. Samples that are not `trainable` count as part of their rollout and are given to
-    nobody. With `groups` (of each sample) those of one are kept together where work is shared out by tokens, if as many
-    micro-batches hold them so.
+    nobody. With `prompts` that are shared, groups are kept together where work is shared out by tokens, if as many
+    micro-batches hold them so and the ranks, which wait for each other, are done no later.
     """
     if by_flops and (costs is None or max_tokens is None):
         raise ValueError("micro-batches of equal FLOPs need the costs of the samples and a number of tokens")
@@ -80,7 +99,7 @@ def build_schedule(
         if trainable is not None:
             positions = [p for p in positions if trainable[p]]
         if costs is None:
-            ranks = share_by_tokens(positions, lengths, num_ranks, micro_batch_size, max_tokens, groups)
+            ranks = share_by_tokens(positions, lengths, num_ranks, micro_batch_size, max_tokens, prompts)
         elif by_flops and max_tokens is not None:
             ranks = equal_flops(positions, lengths, costs, num_ranks, max_tokens)
         else:
@@ -105,13 +124,23 @@ def share_by_tokens(
     num_ranks: int,
     micro_batch_size: int,
     max_tokens: int | None,
-    groups: Sequence[int] | None = None,
+    prompts: Prompts | None = None,
 ) -> list[list[MicroBatchIndices]]:
     """Micro-batches of the whole step, handed out so that ranks get similar numbers of tokens."""
     bins = cut(positions, lengths, num_ranks, micro_batch_size, max_tokens)
-    if groups is not None and max_tokens is not None:
-        bins = whole_groups(positions, lengths, groups, len(bins), max_tokens) or bins
-    return assign_to_ranks(bins, lengths, num_ranks)
+    apart = assign_to_ranks(bins, lengths, num_ranks)
+    if prompts is None or max_tokens is None:
+        return apart
+    whole = whole_groups(positions, lengths, prompts.groups, len(bins), max_tokens)
+    if whole is None:
+        return apart
+    together = assign_to_ranks(whole, lengths, num_ranks)
+    return together if _waited_for(together, lengths, prompts) <= _waited_for(apart, lengths, prompts) else apart
+
+
+def _waited_for(ranks: list[list[MicroBatchIndices]], lengths: Sequence[int], prompts: Prompts) -> int:
+    """Tokens of the slowest rank in each micro-batch, added up."""
+    return sum(max(prompts.computed(members, lengths) for members in at_once) for at_once in zip(*ranks, strict=True))
 
 
 def whole_groups(

@@ -21,6 +21,7 @@ from slime.cluster.precision import resolve_dtype, resolve_rollout_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic
 from slime.config.plugin_args import plugin_args, tell_plugins
+from slime.config.sharing import shares_prompts
 from slime.errors import UserError
 from slime.models.adapter import write_adapter
 from slime.models.shape import count_parameters
@@ -284,7 +285,7 @@ class Trainer:
                         self.ranks.device,
                         multiple=self.topology.context.size,
                         repeats_routing=self.config.use_routing_replay,
-                        share_prompts=self.config.share_prompts,
+                        share_prompts=shares_prompts(self.config),
                     )
                     for positions in plan["micro_batches"]
                 ]

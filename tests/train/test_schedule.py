@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.train.schedule import (
+    Prompts,
     Schedule,
     assign_to_ranks,
     build_schedule,
@@ -254,19 +255,36 @@ def test_bins_are_those_of_the_rules_spelled_out(lengths: list[int], max_tokens:
 
 def test_groups_stay_together_where_as_many_micro_batches_hold_them() -> None:
     groups = [group for group in range(8) for _ in range(4)]
-    lengths = [40] * 32
+    lengths, prompts = [40] * 32, [10] * 32
     asked = {"rollout_ids": range(32), "num_ranks": 2, "global_batch_size": 32, "max_tokens": 320}
     apart = build_schedule(lengths, **asked).steps[0].ranks
-    kept = build_schedule(lengths, **asked, groups=groups).steps[0].ranks
+    kept = build_schedule(lengths, **asked, prompts=Prompts(groups, prompts)).steps[0].ranks
     assert [[len(members) for members in rank] for rank in kept] == [[8, 8], [8, 8]]
     assert sorted(p for rank in kept for members in rank for p in members) == list(range(32))
     for rank in kept:
         for members in rank:
             assert len({groups[p] for p in members}) == 2
     assert any(len({groups[p] for p in members}) > 2 for rank in apart for members in rank)
-    tight = build_schedule(lengths, **{**asked, "max_tokens": 480}, groups=[p // 16 for p in range(32)])
+    large = Prompts([p // 16 for p in range(32)], prompts)
+    tight = build_schedule(lengths, **{**asked, "max_tokens": 480}, prompts=large)
     assert tight == build_schedule(lengths, **{**asked, "max_tokens": 480})  # groups of 640 tokens fit into none
-    few = [0] * 32
-    assert build_schedule(lengths, **asked, groups=few) == build_schedule(
+    few = Prompts([0] * 32, prompts)
+    assert build_schedule(lengths, **asked, prompts=few) == build_schedule(
         lengths, **asked
     )  # one group, four micro-batches
+
+
+@pytest.mark.parametrize(("prompt", "together"), [(2, False), (30, True)])
+def test_groups_stay_together_where_no_rank_is_waited_for_longer(prompt: int, together: bool) -> None:
+    lengths = [100, 100, 80, 80]  # whole groups have 200 and 160 tokens, and each of two ranks gets one of them
+    groups = [0, 0, 1, 1]
+    asked = {"rollout_ids": range(4), "num_ranks": 2, "global_batch_size": 4, "max_tokens": 400}
+    found = build_schedule(lengths, **asked, prompts=Prompts(groups, [prompt] * 4)).steps[0].ranks
+    chosen = sorted(sorted(members) for rank in found for members in rank)
+    assert chosen == ([[0, 1], [2, 3]] if together else [[0, 2], [1, 3]])
+
+
+def test_a_prompt_is_computed_once_for_the_samples_of_its_group_in_a_micro_batch() -> None:
+    prompts = Prompts(groups=[0, 0, 1, 0], lengths=[5, 5, 3, 5])
+    assert prompts.computed([0, 1, 2, 3], [9, 8, 7, 6]) == 9 + (8 - 5) + 7 + (6 - 5)
+    assert prompts.computed([], [9, 8, 7, 6]) == 0

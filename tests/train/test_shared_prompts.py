@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config.checks import check_flags_fit
+from slime.config.sharing import shares_prompts
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.backends.fsdp.copies import spread, take_first
@@ -214,6 +215,22 @@ def test_a_trainer_makes_the_same_steps(
         torch.testing.assert_close(
             again[name], tensor, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def test_it_is_on_where_nothing_stands_against_it(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    config = config_for(model_folder("qwen3"), tmp_path)
+    assert shares_prompts(config)
+    assert not shares_prompts(config.replace(share_prompts=False))
+    for flags in ({"context_parallel_size": 2}, {"use_routing_replay": True}, {"train_backend": "megatron"}):
+        assert not shares_prompts(config.replace(**flags))
+
+
+def test_a_model_that_it_cannot_serve_trains_without_it(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    found = []
+    for share in (None, False):
+        one = InProcess(config_for(model_folder("qwen3_5"), tmp_path, share_prompts=share, micro_batch_size=9))
+        found.append(one.train(0, groups_of_one_prompt(0))["metrics"])
+    assert found[0] == found[1]
 
 
 def test_models_that_it_cannot_serve_are_refused(model_folder: Callable[[str], Path], tmp_path: Path) -> None:

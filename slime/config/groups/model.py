@@ -31,10 +31,11 @@ class ModelFlags:
     recompute_activations: bool = flag(
         False, "recompute activations in the backward pass: less memory, about a third more work"
     )
-    share_prompts: bool = flag(
-        False,
+    share_prompts: bool | None = flag(
+        None,
         "what samples of one micro-batch begin with in common, a prompt above all, is computed once in the trainer: "
         "the same numbers but for rounding, less work where prompts are long",
+        derived="on where backend, layout and model allow it",
     )
     recompute_loss_function: bool = flag(
         False, "custom losses are called again in the backward pass instead of keeping what they computed"

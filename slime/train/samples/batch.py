@@ -65,6 +65,10 @@ class TrainBatch:
         return list(map(len, self.tokens))
 
     @property
+    def prompt_lengths(self) -> list[int]:
+        return [len(tokens) - own for tokens, own in zip(self.tokens, self.response_lengths, strict=True)]
+
+    @property
     def trained_tokens(self) -> list[int]:
         """How many tokens of each sample are trained on."""
         return mask_totals(self.loss_masks) if self.mask_totals is None else self.mask_totals
