@@ -9,7 +9,7 @@ import copy, sys
 import numpy as np
 import torch
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
-from slime.train.backends.fsdp.fused import kernels
+from slime.train.backends.fsdp.fused import gated, kernels
 from slime.models.lora import Lora
 from slime.train.backends.fsdp.fused.layer import FusedLayer, fuse_layers
 from slime.train.backends.fsdp.lora import put_adapter
@@ -19,6 +19,8 @@ from slime.train.samples.packing import pack
 from tests.train.tiny_training import build_model
 
 kernels.PROGRAMS.update(norm=3, rotate=3)  # fewer than rows
+gated.ROWS = gated.COLUMNS = gated.DEPTH = 16
+gated.GROUP = 2
 register_packed_attention()
 generator = torch.Generator().manual_seed(0)
 tokens = [torch.randint(0, 128, (n,), generator=generator).numpy() for n in (5, 6, 3, 4, 4, 4)]
@@ -32,6 +34,18 @@ def passes(model, row):
     log_probs, entropy = PolicyModel(model)(row)
     (log_probs * torch.linspace(-1, 1, len(log_probs)) + 0.1 * entropy).sum().backward()
     return log_probs, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+def compare_scores(kind, model, other, row):
+    # without a backward, once with gate and up in the kernel that has both, which every layer then takes
+    with torch.no_grad():
+        wanted = PolicyModel(model)(row)[0]
+        torch.testing.assert_close(PolicyModel(other)(row)[0], wanted, rtol=0, atol=2e-5)
+        taken, product, takes = [], gated.product, gated.takes
+        gated.product = lambda rows, *weights: taken.append(len(rows)) or product(rows, *weights)
+        gated.takes = lambda rows, gate: True
+        torch.testing.assert_close(PolicyModel(other)(row)[0], wanted, rtol=0, atol=2e-5)
+        assert len(taken) == 2, (kind, taken)
+        gated.product, gated.takes = product, takes
 
 def compare(kind, model, other, trained):
     (plain, wanted), (fused, got) = model, other
@@ -85,6 +99,7 @@ for kind in sys.argv[1:]:
         each.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
     trained = dict(model.named_parameters()).keys() - {"model.layers.0.mlp.up_proj.weight"}
     compare(kind, passes(model, row), passes(other, row), trained)
+    compare_scores(kind, model, other, row)
     compare(kind + ", shared prompts", passes(model, whole), passes(other, shared), trained)
     if kind == "qwen2":
         rows = (row, shared)

@@ -36,6 +36,9 @@ class Adapters:
             if (a := matrices[2 * index]) is not None and (b := matrices[2 * index + 1]) is not None
         ]
 
+    def __bool__(self) -> bool:
+        return bool(self._present)
+
     def add(self, rows: Tensor, x: Tensor) -> Tensor | None:
         """Adds to the rows what the adapters give; x A^T of all of them, which the backward wants."""
         if not self._present:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.train.backends.fsdp.fused import float8, kernels
+from slime.train.backends.fsdp.fused import float8, gated, kernels
 from slime.train.backends.fsdp.fused.adapters import Adapters
 from slime.train.backends.fsdp.fused.facts import LayerFacts
 from slime.train.samples.shared_prompts import SharedPrompts
@@ -74,13 +74,17 @@ class ToHeads(torch.autograd.Function):
 
 
 class FromHeads(torch.autograd.Function):
-    """What attention gave and the hidden states before it to those after the layer, [1, T, H]."""
+    """What attention gave and the hidden states before it to those after the layer, [1, T, H].
+
+    `follows`: whether a backward does; else what only that would read need not be written.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         attended: Tensor,  # [T, heads x D]
         hidden: Tensor,  # [T, H]
+        follows: bool,
         facts: LayerFacts,
         norm: Tensor,
         out: Tensor,
@@ -93,9 +97,13 @@ class FromHeads(torch.autograd.Function):
         mixed = _product(attended, out, facts)
         low_out = outward.add(mixed, attended)
         total, normed, rstd = kernels.norm(mixed, norm, facts.second_eps, hidden)
-        both = _product(normed, torch.cat((gate, up)), facts)
-        low_both = inward.add(both, normed)
-        opened = kernels.gate(both)
+        both, low_both = None, None
+        if follows or inward or facts.in_float8 or not gated.takes(normed, gate):
+            both = _product(normed, torch.cat((gate, up)), facts)
+            low_both = inward.add(both, normed)
+            opened = kernels.gate(both)
+        else:
+            opened = gated.product(normed, gate, up)
         after = total.new_empty(1, *total.shape)  # no view: FSDP warns of modules that return one
         if facts.in_float8:
             torch.add(total, float8.product(opened, down), out=after[0])
@@ -117,19 +125,19 @@ class FromHeads(torch.autograd.Function):
         d_low = downward.pull(grad, d_opened)
         d_both, opened = kernels.gate_gradient(d_opened, both)
         del d_opened
-        d_down = grad.t() @ opened if needs[7] else None
+        d_down = grad.t() @ opened if needs[8] else None
         d_matrices = downward.gradients(grad, opened, low_down, d_low)
         del opened
-        d_joined = (d_both.t() @ normed).split([len(gate), len(up)]) if any(needs[5:7]) else (None,) * 2
+        d_joined = (d_both.t() @ normed).split([len(gate), len(up)]) if any(needs[6:8]) else (None,) * 2
         d_normed = d_both @ torch.cat((gate, up))
         d_matrices = inward.gradients(d_both, normed, low_both, inward.pull(d_both, d_normed)) + d_matrices
         del d_both
         d_hidden, d_norm = kernels.norm_gradient(d_normed, total, norm, rstd, grad)
         del d_normed
-        d_out = d_hidden.t() @ attended if needs[4] else None
+        d_out = d_hidden.t() @ attended if needs[5] else None
         d_attended = d_hidden @ out
         d_matrices = outward.gradients(d_hidden, attended, low_out, outward.pull(d_hidden, d_attended)) + d_matrices
-        return d_attended, d_hidden, None, d_norm, d_out, *d_joined, d_down, *d_matrices
+        return d_attended, d_hidden, None, None, d_norm, d_out, *d_joined, d_down, *d_matrices
 
 
 class LastNorm(torch.autograd.Function):

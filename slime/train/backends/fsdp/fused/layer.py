@@ -88,6 +88,7 @@ class FusedLayer(GradientCheckpointingLayer):
         return FromHeads.apply(
             attended.squeeze(0).flatten(1),
             hidden,
+            torch.is_grad_enabled(),
             self._facts,
             self.post_attention_layernorm.weight,
             *(linear.weight for linear in linears[3:]),
