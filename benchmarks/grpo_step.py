@@ -9,8 +9,9 @@ and engine both stay on the GPU, and one in which each gives its memory to the o
 know are the run's own (--rollout-backend sglang --sglang-python FILE ...). The parts of every step are printed; the
 first steps warm up (compilation, graphs); the figures are medians of the others, peaks of memory the largest. Rewards
 are random: the work is the same as with real ones. MFU: the FLOPs of forward and backward (three forwards;
-recomputation is not counted) against --peak-tflops, by default what an H200 has in bfloat16. With LoRA a third of these
-FLOPs, the gradients of the frozen weights, need not be computed, and is not counted either.
+recomputation is not counted, a shared prompt is for every sample that has it) against --peak-tflops, by default what an
+H200 has in bfloat16. With LoRA a third of these FLOPs, the gradients of the frozen weights, need not be computed, and
+is not counted either.
 """
 
 from __future__ import annotations

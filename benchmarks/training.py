@@ -9,7 +9,8 @@
 The samples go the way that the driver sends them, with KL to a reference; `--ragged` cuts the responses to uneven
 lengths. With `--compare-sharing` every step is made twice, without and with `--share-prompts`, and ratios are printed.
 Flags that it does not know are the run's own. Figures are medians of the steps after those that warm up. MFU:
-the FLOPs of forward and backward (three forwards; nothing that is computed twice counts twice) against --peak-tflops.
+the FLOPs of forward and backward (three forwards; nothing that is computed twice counts twice, and a shared prompt
+counts for every sample that has it) against --peak-tflops.
 """
 
 from __future__ import annotations

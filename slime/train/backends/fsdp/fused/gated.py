@@ -1,9 +1,9 @@
 """silu(x @ gate.T) * (x @ up.T) in one kernel, for passes that nobody goes back through (Triton, on Hopper).
 
 Invariant: both products are rounded as if they had been written, so the numbers are those of `kernels.gate` on what the
-products give. Neither is: at 1,024 hidden, reading and writing them takes a quarter of what the products take, and this
-one kernel is an eighth faster than the two. The more is added up for each number, the less that matters, and torch's
-products have the faster inner loop: from 2,560 hidden on they win.
+products give. Neither is written: at 1,024 hidden, reading and writing them takes a quarter of what the products take,
+and this one kernel is an eighth faster than the two. The more is added up for each number, the less that matters, and
+torch's products have the faster inner loop: from 2,560 hidden on they win.
 """
 
 from __future__ import annotations
