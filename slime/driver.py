@@ -22,7 +22,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -192,7 +192,7 @@ class Run:
         stack.callback(self.metrics.close)
         stack.enter_context(logged_to(self.log_for_plugin))
         self._concerns = Concerns(config, lambda: self.runtime.tokenizer.all_special_tokens)
-        self._grad_norm: float | None = None  # the largest of the last rollout's steps
+        self._largest: tuple[float | None, float | None] = None, None  # gradient norm, advantage of the last rollout
         self._eval_fn = _rollout_function(config.eval_function_path, "--eval-function-path")
         self._log_eval = _log_function(
             config.custom_eval_rollout_log_function_path,
@@ -302,7 +302,7 @@ class Run:
             self.save(rollout_id)
         self.progress.step(rollout_id, rollout.metrics | after)
         self.curves.redraw()
-        for concern in self._concerns.about(rollout_id, list(leaves(rollout.samples)), self._grad_norm):
+        for concern in self._concerns.about(rollout_id, list(leaves(rollout.samples)), *self._largest):
             self.progress.warn(concern)
 
     def log_for_plugin(self, metrics: dict[str, Any], step_key: str) -> None:
@@ -337,8 +337,8 @@ class Run:
         with self.parts.trainers_at_work():
             trained = self.trainers.train(rollout_id, rollout.samples, last=rollout_id == self.total - 1)
             self.parts.trained(rollout_id + 1)
-        norms = (step.get("train/grad_norm") for step in trained.metrics)  # a step of the critic alone has none
-        self._grad_norm = max((norm for norm in norms if norm is not None), default=None)
+        steps = trained.metrics
+        self._largest = _largest(steps, "train/grad_norm"), _largest(steps, "train/advantages_abs_max")
         for metrics, step_key in trained.logged:
             self.log_for_plugin(metrics, step_key)
         self.trained = rollout_id
@@ -482,6 +482,11 @@ def _log_function(path: str | None, flag: str, params: tuple[str, ...]) -> Calla
 def _due(rollout_id: int, interval: int | None, total: int) -> bool:
     """At every multiple of the interval and after the last rollout."""
     return rollout_id == total - 1 or (interval is not None and (rollout_id + 1) % interval == 0)
+
+
+def _largest(steps: Iterable[Mapping[str, float]], name: str) -> float | None:
+    """A metric's largest value; steps of the critic alone have none."""
+    return max((step[name] for step in steps if name in step), default=None)
 
 
 def _without(metrics: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -1,8 +1,13 @@
 """Group-relative rewards.
 
-Invariant: statistics go by group index and count rollouts, whatever the group sizes are and however many samples a
-rollout was split into: its reward in them is the mean over its samples. A sample that is excluded (its rollout failed)
-neither changes the mean and deviation of its group nor receives anything but zero.
+Invariant: statistics go by group index, whatever the group sizes are, and a reward is compared with the mean and the
+deviation of one population, to which it belongs: so no result is larger than sqrt(n), n the samples of the group. A
+sample that is excluded (its rollout failed) neither changes the statistics of its group nor receives anything but zero.
+
+The population of a group whose rollouts were split into several samples (they share a rollout id):
+    rollouts    each rollout counts once, with the mean reward of its samples, and all its samples get its result
+    samples     each sample counts, with its own reward
+    auto        samples, if the samples of one of the group's rollouts have rewards that differ, else rollouts
 
 GRPO (Shao et al. 2024, "DeepSeekMath", eq. 3-4): r_i = (R_i - mean(R_group)) / (std(R_group) + 1e-6), with the unbiased
 standard deviation. Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training") leaves the division out.
@@ -16,14 +21,16 @@ from dataclasses import dataclass
 import numpy as np
 
 STD_EPSILON = 1e-6
+POPULATIONS = ("auto", "rollouts", "samples")
 
 
 @dataclass(frozen=True)
 class RewardGroup:
-    """One group: the reward of each of its rollouts, and where their samples are."""
+    """One group: the positions of the samples of each of its rollouts, and what each of them is compared by."""
 
-    means: np.ndarray  # [rollouts], float64
-    positions: list[list[int]]  # of each rollout's samples
+    positions: list[list[int]]
+    values: list[list[float]]
+    counts_rollouts: bool
 
 
 def reward_groups(
@@ -31,6 +38,7 @@ def reward_groups(
     group_indices: Sequence[Hashable],
     rollout_ids: Sequence[Hashable] | None,
     excluded: Sequence[bool] | None,
+    population: str,
 ) -> list[RewardGroup]:
     """The groups without their excluded samples; without `rollout_ids` every sample is a rollout of its own."""
     if len(rewards) != len(group_indices):
@@ -41,17 +49,22 @@ def reward_groups(
     for position, (group, rollout, out) in enumerate(zip(group_indices, rollouts, skip, strict=True)):
         if not out:
             members.setdefault(group, {}).setdefault(rollout, []).append(position)
-    return [
-        RewardGroup(
-            means=np.array([_mean([rewards[i] for i in own]) for own in group.values()], dtype=np.float64),
-            positions=list(group.values()),
-        )
-        for group in members.values()
-    ]
+    return [_group(rewards, list(group.values()), population) for group in members.values()]
+
+
+def _group(rewards: Sequence[float], positions: list[list[int]], population: str) -> RewardGroup:
+    earned = [[float(rewards[i]) for i in own] for own in positions]
+    counts_rollouts = population == "rollouts"
+    if population == "auto":
+        counts_rollouts = all(min(own) == max(own) for own in earned)
+    if counts_rollouts:
+        earned = [[_mean(own)] * len(own) for own in earned]
+    return RewardGroup(positions, earned, counts_rollouts)
 
 
 def _mean(rewards: Sequence[float]) -> float:
-    return sum(rewards) / len(rewards)
+    """Equal rewards have themselves as mean, without rounding."""
+    return rewards[0] if min(rewards) == max(rewards) else sum(rewards) / len(rewards)
 
 
 def normalize_group_rewards(
@@ -59,21 +72,24 @@ def normalize_group_rewards(
     group_indices: Sequence[Hashable],
     rollout_ids: Sequence[Hashable] | None = None,
     *,
+    population: str = "auto",
     divide_by_std: bool = True,
     excluded: Sequence[bool] | None = None,
 ) -> list[float]:
-    """Centre each reward on its group, and scale it by the group's deviation when the group has several rollouts."""
+    """Centre each reward on its group, and scale it by the group's deviation where there are several members."""
     if len(rewards) != len(group_indices):
         raise ValueError(f"{len(rewards)} rewards but {len(group_indices)} group indices")
-    given, normalized = np.array(rewards, dtype=np.float64), np.zeros(len(rewards))
-    kept = np.arange(len(given)) if excluded is None else np.flatnonzero(~np.array(excluded, dtype=bool))
-    group = _numbered(group_indices)[kept]
-    if rollout_ids is None or len(set(rollout_ids)) == len(given):  # as nearly always: a rollout is one sample
-        earned, earned_in = given[kept], group
+    normalized = np.zeros(len(rewards))
+    if rollout_ids is None or len(set(rollout_ids)) == len(rewards):  # as nearly always: a rollout is one sample
+        kept = np.arange(len(rewards)) if excluded is None else np.flatnonzero(~np.array(excluded, dtype=bool))
+        values, group = np.array(rewards, dtype=np.float64)[kept], _numbered(group_indices)[kept]
+        counted, counted_in = values, group
     else:
-        earned, earned_in = _by_rollout(rewards, group.tolist(), [rollout_ids[i] for i in kept.tolist()], kept.tolist())
-    means, scales = _statistics(earned, earned_in, divide_by_std=divide_by_std)
-    normalized[kept] = (given[kept] - means[group]) / scales[group]
+        groups = reward_groups(rewards, group_indices, rollout_ids, excluded, population)
+        kept, values, group = _columns(groups, once=False)
+        _, counted, counted_in = _columns(groups, once=True)
+    means, scales = _statistics(counted, counted_in, divide_by_std=divide_by_std)
+    normalized[kept] = (values - means[group]) / scales[group]
     return normalized.tolist()
 
 
@@ -83,22 +99,22 @@ def _numbered(ids: Sequence[Hashable]) -> np.ndarray:
     return np.array([numbers.setdefault(one, len(numbers)) for one in ids], dtype=np.int64)
 
 
-def _by_rollout(
-    rewards: Sequence[float], groups: Sequence[int], rollout_ids: Sequence[Hashable], positions: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """What each rollout earned, the mean over its samples, and in which group."""
-    members: dict[tuple[int, Hashable], list[float]] = {}
-    for group, rollout, position in zip(groups, rollout_ids, positions, strict=True):
-        members.setdefault((group, rollout), []).append(rewards[position])
-    means = np.array([_mean(own) for own in members.values()], dtype=np.float64)
-    return means, np.array([group for group, _ in members], dtype=np.int64)
+def _columns(groups: Sequence[RewardGroup], *, once: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(position, value, number of its group) of each sample, or `once` for each member of the population."""
+    rows = []
+    for number, group in enumerate(groups):
+        last = 1 if once and group.counts_rollouts else None
+        for positions, values in zip(group.positions, group.values, strict=True):
+            rows += [(position, value, number) for position, value in zip(positions[:last], values[:last], strict=True)]
+    table = np.array(rows, dtype=np.float64).reshape(-1, 3)
+    return table[:, 0].astype(np.int64), table[:, 1], table[:, 2].astype(np.int64)
 
 
-def _statistics(earned: np.ndarray, group: np.ndarray, *, divide_by_std: bool) -> tuple[np.ndarray, np.ndarray]:
+def _statistics(counted: np.ndarray, group: np.ndarray, *, divide_by_std: bool) -> tuple[np.ndarray, np.ndarray]:
     """Of each group, by its number, the mean and what to divide by; of one that has nothing 0 and 1."""
     counts = np.bincount(group) if len(group) else np.zeros(0, dtype=np.int64)
     means, scales = np.zeros(len(counts)), np.ones(len(counts))
-    in_order, begins = earned[np.argsort(group, kind="stable")], np.cumsum(counts) - counts
+    in_order, begins = counted[np.argsort(group, kind="stable")], np.cumsum(counts) - counts
     for size in np.unique(counts[counts > 0]).tolist():  # groups of one size at once: a call for each would take long
         alike = np.flatnonzero(counts == size)
         table = in_order[begins[alike][:, None] + np.arange(size)]

@@ -1,13 +1,16 @@
 """A rollout's baseline is what the others of its group earned.
 
 RLOO (Ahmadian et al. 2024, "Back to Basics"): r_i = R_i - mean of R_j over the other rollouts j of its group.
-Invariant: groups go by group index and count rollouts, a rollout of several samples once, with their mean reward; an
-excluded sample (its rollout failed) counts for nobody and receives zero, and so does a rollout that is alone.
+Invariant: groups go by group index; what is compared, and what the mean counts, is the population of `rewards.py`
+(rollouts, or the samples of the other rollouts); an excluded sample (its rollout failed) counts for nobody and receives
+zero, and so does a rollout that is alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+
+import numpy as np
 
 from slime.algorithms.rewards import reward_groups
 
@@ -17,14 +20,17 @@ def leave_one_out_rewards(
     group_indices: Sequence[Hashable],
     rollout_ids: Sequence[Hashable] | None = None,
     *,
+    population: str = "auto",
     excluded: Sequence[bool] | None = None,
 ) -> list[float]:
     advantages = [0.0] * len(rewards)
-    for group in reward_groups(rewards, group_indices, rollout_ids, excluded):
-        if len(group.means) < 2:
+    for group in reward_groups(rewards, group_indices, rollout_ids, excluded, population):
+        if len(group.positions) < 2:
             continue
-        others = (group.means.sum() - group.means) / (len(group.means) - 1)
-        for baseline, own in zip(others.tolist(), group.positions, strict=True):
-            for position in own:
-                advantages[position] = rewards[position] - baseline
+        counted = [own[:1] if group.counts_rollouts else own for own in group.values]
+        sums, counts = np.array([sum(own) for own in counted]), np.array([len(own) for own in counted])
+        others = ((sums.sum() - sums) / (counts.sum() - counts)).tolist()
+        for baseline, positions, values in zip(others, group.positions, group.values, strict=True):
+            for position, value in zip(positions, values, strict=True):
+                advantages[position] = value - baseline
     return advantages

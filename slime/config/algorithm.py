@@ -53,11 +53,16 @@ def has_critic(config: Config) -> bool:
     return config.advantage_estimator == "ppo" and config.loss_type == "policy_loss"
 
 
+def normalizes_groups(config: Config) -> bool:
+    """Rewards are compared with those of their group."""
+    relative = config.advantage_estimator in (*GROUP_CENTRED, "rloo") and not config.disable_rewards_normalization
+    return config.loss_type != "sft_loss" and relative and config.custom_reward_post_process_path is None
+
+
 def compares_siblings(config: Config) -> bool:
     """A sample's advantage is how it did against the others of its group, so that a group of one teaches nothing."""
-    own = config.custom_reward_post_process_path or config.custom_advantage_function_path
-    relative = config.advantage_estimator in (*GROUP_CENTRED, "rloo") and not config.disable_rewards_normalization
-    return config.loss_type == "policy_loss" and relative and not own and not config.use_opd
+    own = config.loss_type == "custom_loss" or config.custom_advantage_function_path
+    return normalizes_groups(config) and not own and not config.use_opd
 
 
 def derive_algorithm(config: Config) -> Config:
@@ -145,6 +150,11 @@ def _kl(config: Config) -> Iterator[str]:
 
 def _estimator(config: Config) -> Iterator[str]:
     estimator = config.advantage_estimator
+    if config.advantage_population != "auto" and not normalizes_groups(config):
+        yield (
+            f"--advantage-population {config.advantage_population} is about rewards that are compared within their "
+            "group, and this run's are not: drop it"
+        )
     if config.loss_type != "policy_loss":
         return
     if estimator in WHITENED and not config.normalize_advantages:

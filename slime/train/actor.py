@@ -24,7 +24,14 @@ from slime.train.backends.protocol import POLICY, Builder, Outcome
 from slime.train.checkpoints.draft import Draft
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
 from slime.train.losses.objectives import CustomObjective, supervised_loss
-from slime.train.losses.policy_objective import ABS_DIFF, PolicyObjective, largest_gap, set_importance_scale
+from slime.train.losses.policy_objective import (
+    ABS_DIFF,
+    ADVANTAGE_MAX,
+    PolicyObjective,
+    largest,
+    largest_gap,
+    set_importance_scale,
+)
 from slime.train.old_policy import OldPolicy, token_versions, versions_in
 from slime.train.rates import RateSchedule
 from slime.train.samples.finite import blame_one
@@ -176,10 +183,11 @@ class Actor:
         if self._objective is None:
             return Outcome(*supervised_loss(micro, log_probs))
         loss, sums = self._objective(micro, log_probs, entropy)
+        maxima = {ADVANTAGE_MAX: largest(micro, micro.columns["advantages"].abs())}
         gap = largest_gap(self._objective, micro, log_probs)
         if micro.train_log_probs is None:
             micro.train_log_probs = log_probs.detach()
-        return Outcome(loss, sums, {} if gap is None else {f"{ABS_DIFF}_max": gap})
+        return Outcome(loss, sums, maxima if gap is None else maxima | {f"{ABS_DIFF}_max": gap})
 
     def _routing_mismatch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """The share of the repeated choices of experts that routers would not have made now, in all layers."""

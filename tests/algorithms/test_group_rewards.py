@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.algorithms.overlong import overlong_penalties
-from slime.algorithms.rewards import normalize_group_rewards
+from slime.algorithms.rewards import POPULATIONS, normalize_group_rewards
 from slime.algorithms.rloo import leave_one_out_rewards
 
 SAMPLES = st.lists(
@@ -18,34 +19,76 @@ SAMPLES = st.lists(
 )  # reward, group, rollout within the group, excluded
 
 
-def earned(samples, group: int) -> dict[int, float]:
-    """What each rollout of a group earned, as far as it counts: the mean of its samples."""
-    rollouts = {rollout for _, own, rollout, out in samples if own == group and not out}
-    return {
-        rollout: statistics.fmean(r for r, own, other, out in samples if (own, other, out) == (group, rollout, False))
-        for rollout in rollouts
-    }
+def compared(samples, group: int, population: str) -> dict[int, list[float]]:
+    """By rollout, what each of its samples that count is compared by: its own reward, or the mean of the rollout."""
+    own: dict[int, list[float]] = {}
+    for reward, other, rollout, out in samples:
+        if other == group and not out:
+            own.setdefault(rollout, []).append(reward)
+    differ = any(len(set(rewards)) > 1 for rewards in own.values())
+    if population == "samples" or (population == "auto" and differ):
+        return own
+    return {rollout: [statistics.fmean(rewards)] for rollout, rewards in own.items()}
 
 
-@given(SAMPLES, st.booleans())
-def test_normalised_by_rollouts_not_by_counting_samples(samples, divide: bool) -> None:
+@given(SAMPLES, st.booleans(), st.sampled_from(POPULATIONS))
+def test_a_reward_is_normalised_by_the_population_it_belongs_to(samples, divide: bool, population: str) -> None:
     rewards, groups, rollouts, excluded = ([s[k] for s in samples] for k in range(4))
-    got = normalize_group_rewards(rewards, groups, rollouts, divide_by_std=divide, excluded=excluded)
-    for i, (reward, group, _, out) in enumerate(samples):
-        members = list(earned(samples, group).values())
-        expected = 0.0 if out else reward - statistics.fmean(members)
-        if divide and not out and len(members) > 1:
-            expected /= statistics.stdev(members) + 1e-6
+    got = normalize_group_rewards(
+        rewards, groups, rollouts, population=population, divide_by_std=divide, excluded=excluded
+    )
+    for i, (reward, group, rollout, out) in enumerate(samples):
+        members = compared(samples, group, population)
+        values = [value for own in members.values() for value in own]
+        expected = 0.0
+        if not out:
+            expected = (reward if reward in members[rollout] else members[rollout][0]) - statistics.fmean(values)
+        if divide and not out and len(values) > 1:
+            expected /= statistics.stdev(values) + 1e-6
         assert got[i] == pytest.approx(expected, abs=1e-6, rel=1e-6)
 
 
-@given(SAMPLES)
-def test_leave_one_rollout_out(samples) -> None:
+REWARDS = st.one_of(st.sampled_from([0.0, 0.1, 0.8, 1.0]), st.floats(-1e9, 1e9))
+
+
+@settings(max_examples=int(os.environ.get("SLIME_EXAMPLES", "200")))
+@given(
+    st.lists(st.tuples(REWARDS, st.integers(0, 2), st.integers(0, 4), st.booleans()), min_size=1, max_size=24),
+    st.sampled_from(POPULATIONS),
+)
+def test_no_advantage_exceeds_the_root_of_the_samples_of_its_group(samples, population: str) -> None:
     rewards, groups, rollouts, excluded = ([s[k] for s in samples] for k in range(4))
-    got = leave_one_out_rewards(rewards, groups, rollouts, excluded=excluded)
+    got = normalize_group_rewards(rewards, groups, rollouts, population=population, excluded=excluded)
+    for value, group in zip(got, groups, strict=True):
+        assert abs(value) <= math.sqrt(groups.count(group)) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("population", "rewards", "expected"),
+    [
+        ("auto", [0, 0.8, 0.8, 0, 0, 0.8, 0.8, 0, 0, 0], [-0.774595] + [1.161892] * 2 + [-0.774595] * 2),
+        ("rollouts", [0, 0.8, 0.8, 0, 0, 0.8, 0.8, 0, 0, 0], [0.0] * 5),
+        ("auto", [1, 1, 1, 0, 0], [1.154699] * 3 + [-0.577349] * 2),
+        ("samples", [1, 1, 1, 0, 0], [0.730295] * 3 + [-1.095443] * 2),
+    ],
+)
+def test_split_rollouts_by_each_population(population: str, rewards: list[float], expected: list[float]) -> None:
+    """Two rollouts of five samples whose means are equal; three rollouts, of which the first is three samples."""
+    rollouts = [0] * 5 + [1] * 5 if len(rewards) == 10 else [0, 0, 0, 1, 2]
+    got = normalize_group_rewards(rewards, [0] * len(rewards), rollouts, population=population)
+    assert got[:5] == pytest.approx(expected, abs=3e-6)
+
+
+@given(SAMPLES, st.sampled_from(POPULATIONS))
+def test_leave_one_rollout_out(samples, population: str) -> None:
+    rewards, groups, rollouts, excluded = ([s[k] for s in samples] for k in range(4))
+    got = leave_one_out_rewards(rewards, groups, rollouts, population=population, excluded=excluded)
     for i, (reward, group, rollout, out) in enumerate(samples):
-        others = [mean for other, mean in earned(samples, group).items() if other != rollout]
-        expected = 0.0 if out or not others else reward - statistics.fmean(others)
+        members = compared(samples, group, population)
+        others = [value for other, own in members.items() if other != rollout for value in own]
+        expected = 0.0
+        if not out and others:
+            expected = (reward if reward in members[rollout] else members[rollout][0]) - statistics.fmean(others)
         assert got[i] == pytest.approx(expected, abs=1e-9)
 
 

@@ -66,6 +66,8 @@ def test_rejection_looks_where_the_weights_do_unless_told() -> None:
         ({"use_rs": True, "use_rollout_logprobs": True}, "takes as none: keep one"),
         ({"advantage_estimator": "gspo", "calculate_per_token_loss": True}, "has one ratio a sequence"),
         ({"calculate_per_token_loss": True, "loss_aggregation": "constant"}, "contradicts --loss-aggregation constant"),
+        ({"advantage_estimator": "ppo", "advantage_population": "samples"}, "compared within their group"),
+        ({"disable_rewards_normalization": True, "advantage_population": "rollouts"}, "compared within their group"),
         ({"advantage_estimator": "rloo", "n_samples_per_prompt": 1}, "must be 2 or more"),
         ({"advantage_estimator": "cispo", "eps_clip_c": 3.0}, "cispo does not have"),
         ({"kl_loss_coef": 0.1}, "needs --use-kl-loss"),

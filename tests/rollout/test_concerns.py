@@ -86,6 +86,29 @@ def test_a_concern_is_told_at_first_and_then_at_powers_of_two() -> None:
     assert concerns.about(16, [sample(0), sample(1)], 1.0) == []
 
 
+def test_advantages_beyond_what_normalisation_gives_are_told() -> None:
+    concerns, differ = Concerns(Config(hf_checkpoint="x"), lambda: SPECIALS), [sample(0), sample(1)]
+    assert concerns.about(0, differ, 1.0, 30.0) == []
+    (said,) = concerns.about(1, differ, 1.0, 320000.0)
+    assert said.startswith("rollout 1: the largest advantage is 3.2e+05, and usual ones are below 10")
+
+
+@pytest.mark.parametrize(
+    ("norms", "told"),
+    [
+        ([2e4], [True]),
+        ([1.0, 1.0, 1.0, 90.0, 110.0], [False, False, False, False, True]),
+        ([1.0, 1.0, 110.0], [False, False, False]),  # two rollouts are no usual value
+        ([0.01, 0.0, 0.01, 0.01, 0.0, 5.0], [False] * 6),
+    ],
+)
+def test_a_gradient_norm_orders_of_magnitude_above_the_usual_is_told(norms: list[float], told: list[bool]) -> None:
+    concerns = Concerns(Config(hf_checkpoint="x", loss_type="sft_loss"), lambda: SPECIALS)
+    said = [concerns.about(number, [sample(0), sample(1)], norm, None) for number, norm in enumerate(norms)]
+    assert [bool(one) for one in said] == told
+    assert all("the gradient norm is" in sentence for one in said for sentence in one)
+
+
 def test_what_is_quoted_is_short_and_on_one_line() -> None:
     shown = quoted(Sample(response="\x1b[31m\n" + "a" * 1000, label=["b"] * 100))
     assert shown.startswith(r"one response is '\x1b[31m\naaa")

@@ -283,6 +283,8 @@ def test_hooks_change_what_they_say(model_folder: Folder, tmp_path: Path) -> Non
         custom_tis_function_path=f"{HOOKS}.half_weights",
     )["metrics"][0]  # fmt: skip
     assert halved["train/pg_loss"] == pytest.approx(0.5 * plain, rel=1e-5)
+    trained_on = [abs(sample.reward) for sample in flatten_samples(groups) if any(sample.loss_mask or [1])]
+    assert halved["train/advantages_abs_max"] == pytest.approx(max(trained_on))
     assert abs(halved["train/my_gap"]) < 0.1
     by_constant = loss(
         disable_rewards_normalization=True, custom_pg_loss_reducer_function_path=f"{HOOKS}.constant_reducer"

@@ -45,6 +45,12 @@ class AlgorithmFlags:
     gamma: float = flag(1.0, "discount of later rewards (reinforce_plus_plus, ppo)", check=at_least(0))
     disable_grpo_std_normalization: bool = flag(False, "only subtract the group mean", derived="on with dr_grpo")
     disable_rewards_normalization: bool = flag(False, "use raw rewards as advantages")
+    advantage_population: str = flag(
+        "auto",
+        "what the statistics of a group count where a rollout became several samples: rollouts, each with the mean of "
+        "its samples; samples; or (auto) samples where those of one rollout differ in reward, else rollouts",
+        choices=("auto", "rollouts", "samples"),
+    )
     normalize_advantages: bool = flag(False, "whiten advantages over the whole batch")
     calculate_per_token_loss: bool = flag(
         False, "average the loss over tokens instead of over rollouts", derived="on with dapo"

@@ -6,7 +6,8 @@ while it lasts, when it has appeared 2, 4, 8, ... times.
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 
 from slime.config import Config
@@ -18,7 +19,16 @@ from slime.rollout.metrics import has_number
 MOST_TRUNCATED = 0.9
 QUOTED_CHARS = 60
 
+LARGE_ADVANTAGE = 100.0
+"""Normalised rewards of a group of n are at most sqrt(n)."""
+LARGE_GRAD_NORM = 1e4
+GRAD_NORM_JUMP, FIRST_JUMP_NORM = 100.0, 10.0
+"""How many times its usual value a gradient norm may be, where it is above the second."""
+USUAL_ROLLOUTS, FEWEST_ROLLOUTS = 20, 3
+"""The usual gradient norm is the median over so many earlier rollouts; with fewer there is none."""
+
 EQUAL, TRUNCATED, NO_GRADIENT, SPECIAL = "equal rewards", "truncated", "no gradient", "special tokens"
+ADVANTAGES, GRADIENT = "large advantages", "large gradient"
 
 
 class Concerns:
@@ -28,11 +38,18 @@ class Concerns:
         self._config = config
         self._special_tokens = special_tokens
         self._seen: Counter[str] = Counter()
+        self._grad_norms: deque[float] = deque(maxlen=USUAL_ROLLOUTS)
 
-    def about(self, rollout_id: int, samples: Sequence[Sample], grad_norm: float | None) -> list[str]:
-        """What is to be said after this rollout was trained on; `grad_norm` is the largest of its steps."""
+    def about(
+        self, rollout_id: int, samples: Sequence[Sample], grad_norm: float | None, advantage: float | None = None
+    ) -> list[str]:
+        """What is to be said after this rollout was trained on; gradient norm and advantage are its largest."""
         said = []
-        for kind, sentence in concerns_of(self._config, samples, grad_norm, self._special_tokens).items():
+        found = concerns_of(self._config, samples, grad_norm, self._special_tokens)
+        found |= _large(advantage, grad_norm, self._grad_norms)
+        if grad_norm:
+            self._grad_norms.append(grad_norm)
+        for kind, sentence in found.items():
             self._seen[kind] += 1
             count = self._seen[kind]
             if count & (count - 1) == 0:
@@ -62,6 +79,28 @@ def concerns_of(
     cut = [sample for sample in usable if sample.status is Sample.Status.TRUNCATED]
     if len(cut) >= MOST_TRUNCATED * len(usable):
         found[TRUNCATED] = _truncated(config, cut, len(usable))
+    return found
+
+
+def _large(advantage: float | None, grad_norm: float | None, earlier: Sequence[float]) -> dict[str, str]:
+    """Advantages and gradient norms that are orders of magnitude outside the usual."""
+    found: dict[str, str] = {}
+    if advantage is not None and advantage > LARGE_ADVANTAGE:
+        found[ADVANTAGES] = (
+            f"the largest advantage is {advantage:.3g}, and usual ones are below 10: look at the samples' rewards and "
+            "at what normalises them (--advantage-estimator, --custom-reward-post-process-path), or add "
+            "--normalize-advantages"
+        )
+    if grad_norm is None:
+        return found
+    usual = statistics.median(earlier) if len(earlier) >= FEWEST_ROLLOUTS else None
+    jumped = usual is not None and grad_norm > max(GRAD_NORM_JUMP * usual, FIRST_JUMP_NORM)
+    if jumped or grad_norm > LARGE_GRAD_NORM:
+        compared = "" if usual is None else f", and the median of earlier rollouts is {usual:.3g}"
+        found[GRADIENT] = (
+            f"the gradient norm is {grad_norm:.3g}{compared}: look at train/advantages_abs_max, train/ppo_kl and the "
+            "rewards, lower --lr, or check that --clip-grad bounds the step"
+        )
     return found
 
 

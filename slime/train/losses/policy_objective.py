@@ -31,6 +31,7 @@ from slime.train.samples.micro_batch import MicroBatch
 from slime.train.topology import Summing
 
 ABS_DIFF = "train_rollout_logprob_abs_diff"
+ADVANTAGE_MAX = "advantages_abs_max"
 Metrics = dict[str, Tensor]
 
 
@@ -240,8 +241,12 @@ def largest_gap(objective: PolicyObjective, micro: MicroBatch, log_probs: Tensor
     """Largest |train - rollout| log-prob difference over the unmasked tokens."""
     if "rollout_log_probs" not in micro.columns:
         return None
-    gap = (objective.own_log_probs(micro, log_probs) - micro.columns["rollout_log_probs"]).abs()
-    return torch.where(micro.weights != 0, gap, torch.zeros_like(gap)).max()
+    return largest(micro, (objective.own_log_probs(micro, log_probs) - micro.columns["rollout_log_probs"]).abs())
+
+
+def largest(micro: MicroBatch, values: Tensor) -> Tensor:
+    """The largest of values that are not negative, over the unmasked tokens."""
+    return torch.where(micro.weights != 0, values, torch.zeros_like(values)).max()
 
 
 def _plugin(path: str | None, flag: str, params: tuple[str, ...] | None) -> Callable[..., Any] | None:

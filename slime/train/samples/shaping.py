@@ -1,7 +1,7 @@
 """From the rewards of samples to those that advantages are made of.
 
-Invariant: groups go by `group_index` and count rollouts, whatever their sizes; a sample that is excluded gets zero and
-has no say; every reward that leaves here is a finite number.
+Invariant: groups go by `group_index` and count what `--advantage-population` says, whatever their sizes; a sample that
+is excluded gets zero and has no say; every reward that leaves here is a finite number.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ def shape_rewards(
         rewards = _less_overlong(config, samples, rewards)
     if config.disable_rewards_normalization:
         return raw, rewards
-    estimator = config.advantage_estimator
+    estimator, population = config.advantage_estimator, config.advantage_population
     if estimator == "rloo":
-        return raw, leave_one_out_rewards(rewards, groups, rollout_ids, excluded=excluded)
+        return raw, leave_one_out_rewards(rewards, groups, rollout_ids, population=population, excluded=excluded)
     if estimator not in GROUP_CENTRED:
         return raw, rewards
     by_std = estimator in SCALED_BY_STD and not config.disable_grpo_std_normalization
-    return raw, normalize_group_rewards(rewards, groups, rollout_ids, divide_by_std=by_std, excluded=excluded)
+    return raw, normalize_group_rewards(
+        rewards, groups, rollout_ids, population=population, divide_by_std=by_std, excluded=excluded
+    )
 
 
 def placed_turn_rewards(
