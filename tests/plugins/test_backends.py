@@ -207,9 +207,15 @@ def test_means_of_samples() -> None:
     masks = [torch.tensor([1, 0, 1]), torch.tensor([0]), torch.tensor([1, 1])]
     values = torch.tensor([1.0, float("nan"), 4.0, 7.0, 3.0, 5.0])
     assert get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks)(values).item() == pytest.approx(2.5 + 0 + 4)
+    assert get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks, None, True)(values).item() == pytest.approx(5 + 8)
     assert get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks, True)(values).item() == pytest.approx(5 + 8)
-    shared = get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks, rollout_mask_sums=torch.tensor([4.0, 4.0, 2.0]))
-    assert shared(values).item() == pytest.approx(5 / 4 + 4)
+    denoms = torch.tensor([4.0, 4.0, 2.0])  # of the rollouts that the samples belong to
+    for shared in (denoms, list(denoms)):
+        assert get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks, shared)(values).item() == pytest.approx(5 / 4 + 4)
+        by_token = get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks, shared, True)
+        assert by_token(values).item() == pytest.approx(5 + 8)
+    with pytest.raises(UserError, match="2 sample_denoms for 3 samples"):
+        get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks, denoms[:2])
 
 
 def test_batches_of_a_ranks_data() -> None:

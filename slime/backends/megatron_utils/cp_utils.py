@@ -34,21 +34,25 @@ def get_sum_of_sample_mean(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
     loss_masks: Sequence[Tensor],
+    sample_denoms: Sequence[Tensor] | Tensor | bool | None = None,
     calculate_per_token_loss: bool = False,
     qkv_format: str = "thd",
     max_seq_lens: Sequence[int] | None = None,
-    *,
-    rollout_mask_sums: Sequence[Tensor] | Tensor | None = None,
 ) -> Callable[[Tensor], Tensor]:
     """A function of one value for each response token: the sum over samples of masked means, or the masked sum.
 
-    `rollout_mask_sums` (a batch has them) are the denominators where the samples of one rollout share theirs.
+    `sample_denoms` (a batch's `rollout_mask_sums`) are the denominators where the samples of one rollout share theirs.
+    A bool in their place is `calculate_per_token_loss`, which stood there in upstream's releases before fan-out.
     """
     _packed(qkv_format)
+    if isinstance(sample_denoms, bool):
+        sample_denoms, calculate_per_token_loss = None, sample_denoms
+    if sample_denoms is not None and len(sample_denoms) != len(loss_masks):
+        raise UserError(f"get_sum_of_sample_mean: {len(sample_denoms)} sample_denoms for {len(loss_masks)} samples")
     if calculate_per_token_loss:
         weights = torch.cat([mask.float() for mask in loss_masks])
     else:
-        weights = sample_mean_weights(loss_masks, rollout_mask_sums)
+        weights = sample_mean_weights(loss_masks, sample_denoms)
     return lambda values: weighted_sum(values, weights)
 
 
