@@ -20,6 +20,7 @@ from slime.config.batch import copy_size, num_trainers
 from slime.config.eval_datasets import evaluates
 from slime.config.gpus import nvidia_gpu_memory
 from slime.config.groups.asynchronous import ONE_STEP
+from slime.config.groups.reward import compares_with_label
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN, SFT_ROLLOUT_FUNCTION
 from slime.config.layout import uses_megatron
 from slime.config.lora import uses_lora
@@ -27,7 +28,7 @@ from slime.config.no_effect import flag_list, flags_without_effect, unused_by_la
 from slime.config.parser import flags_of_custom_file, near_flags_of_custom_file
 from slime.config.planned_cluster import PlannedCluster
 from slime.config.start import reference_in_words, start_in_words, start_notes
-from slime.config.train_datasets import all_datasets
+from slime.config.train_datasets import all_datasets, train_datasets
 from slime.engine.fleet.backend import EMBEDDED, EXTERNAL, SGLANG_SERVER, choose_backend
 from slime.engine.fleet.engines import check_engines, count_engines, refuse_quantised
 from slime.engine.fleet.external import ExternalEngines
@@ -422,6 +423,7 @@ def _notes(config: Config, backend: str) -> list[str]:
             f"--n-samples-per-prompt 1 with --advantage-estimator {config.advantage_estimator}: a group of one always "
             f"has advantage 0, so nothing is learned{unless}; sample 4 or more, or use ppo or reinforce_plus_plus"
         )
+    notes += _unlabelled_notes(config)
     notes += _nucleus_notes(config)
     notes += flags_without_effect(config)
     sglang = [name for name in config.carried if name.startswith(("sglang_", "router_"))]
@@ -431,6 +433,19 @@ def _notes(config: Config, backend: str) -> list[str]:
         those = "the embedded engine" if backend == "embedded" else "engines that run already"
         notes.append(f"SGLang flags without effect on {those}: {flag_list(sglang)}")
     return notes
+
+
+def _unlabelled_notes(config: Config) -> list[str]:
+    """Distillation goes on without rewards where a verifier has nothing to compare with."""
+    rm_type, labels = config.rm_type, [one.label_key for one in train_datasets(config)] or [config.label_key]
+    if rm_type is None or config.custom_rm_path is not None or not compares_with_label(rm_type, {}):
+        return []
+    if not config.use_opd or all(labels):
+        return []
+    return [
+        f"--rm-type {rm_type} compares with a label and there is no --label-key: responses without a label get no "
+        "reward, so that only the teacher of --use-opd teaches; name the column with --label-key, or drop --rm-type"
+    ]
 
 
 def _idle_notes(config: Config) -> list[str]:

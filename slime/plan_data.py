@@ -15,7 +15,7 @@ from slime.config import Config
 from slime.config.eval_datasets import EvalDataset, eval_datasets
 from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.config.groups.data import DEFAULT_DATA_SOURCE
-from slime.config.groups.reward import LABEL_FREE_RM_TYPES, RM_TYPES, known_rm_type
+from slime.config.groups.reward import RM_TYPES, compares_with_label, known_rm_type
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
 from slime.config.train_datasets import TrainDataset, prompt_files, reading_flags, train_datasets
 from slime.data.first_rows import count_rows, read_first_rows
@@ -48,6 +48,8 @@ class PromptFile:
     templated: bool = False
     """Conversations become texts when they are read."""
     rewardless: bool = False
+    taught: bool = False
+    """A teacher's log-probs teach, with or without a reward (on-policy distillation)."""
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Entries that go over those of the rows."""
     share: str = ""
@@ -127,6 +129,7 @@ def _train_file(config: Config, dataset: TrainDataset, by_function: bool, by_plu
         supervised=config.rollout_function_path == SFT_ROLLOUT_FUNCTION,
         templated=dataset.apply_chat_template,
         rewardless=(config.use_opd and config.rm_type is None and not own) or config.num_rollout == 0,
+        taught=config.use_opd,
         metadata=_metadata(dataset),
     )
 
@@ -160,6 +163,7 @@ def _eval_file(config: Config, dataset: EvalDataset, by_function: bool, by_plugi
         dataset.custom_rm_path is not None or (by_function and not own),
         by_plugin or dataset.custom_generate_function_path is not None,
         rewardless=config.use_opd and config.rm_type is None and not own,
+        taught=config.use_opd,
         metadata=_metadata(dataset),
     )
 
@@ -186,8 +190,10 @@ def _check_row(file: PromptFile, located: Located, sample: Sample) -> None:
     complaint = known_rm_type(rm_type)
     if complaint is not None:
         raise UserError(f"{located.where}: rm_type {rm_type!r} in its metadata {complaint}")
-    if rm_type.removeprefix("boxed_") in LABEL_FREE_RM_TYPES or sample.label is not None:
+    if sample.label is not None or not compares_with_label(rm_type, {**sample.metadata, **file.metadata}):
         return
+    if file.builder.label_key is None and file.taught:
+        return  # `plan` has a note of it
     if file.builder.label_key is not None:
         raise UserError(
             f"{located.where}: {file.builder.label_key!r} is null, but --rm-type {rm_type} compares with it: fill it in"

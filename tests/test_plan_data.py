@@ -82,6 +82,17 @@ def test_whoever_can_give_a_reward_is_let_do_it(flags: dict[str, Any], tmp_path:
     plan_text(bare, rollout_function_path=f"{plugin}:rollout")
     plan_text(bare, use_opd=True, opd_type="trainer", opd_teacher_load=flags["hf_checkpoint"])
     plan_text(flags, rm_type="random", label_key=None)
+    lettered = tmp_path / "lettered.jsonl"
+    lettered.write_text('{"input": "1", "metadata": {"correct_letter": "A"}}\n')
+    plan_text(flags, rm_type="gpqa", label_key=None, prompt_data=str(lettered))
+
+
+def test_distillation_goes_on_without_labels_and_says_so(flags: dict[str, Any]) -> None:
+    taught = flags | {"use_opd": True, "opd_type": "trainer", "opd_teacher_load": flags["hf_checkpoint"]}
+    note = "--rm-type math compares with a label and there is no --label-key: responses without a label get no reward"
+    assert note in plan_text(taught, label_key=None)
+    for labelled in ({}, {"rm_type": "random", "label_key": None}, {"rm_type": None, "label_key": None}):
+        assert "compares with a label" not in plan_text(taught, **labelled)
 
 
 def test_a_verifier_without_a_label(flags: dict[str, Any], write: Write) -> None:

@@ -51,8 +51,9 @@ class GenerateState:
     """One per runtime. `aborted` makes samples that have not started return as ABORTED; `reset` starts a rollout.
 
     `gate` keeps requests of held groups back between two rollouts; `held` are those groups, until the next rollout
-    takes them over. `teacher` scores finished samples for distillation; `rewardless` says that distillation is all
-    there is, so that samples without a verifier of their own get the reward 0. `dispatch` makes the groups.
+    takes them over. `teacher` scores finished samples for distillation; `rewardless` says that distillation alone may
+    teach, so that samples without a verifier, or without the label it needs, get the reward 0. `dispatch` makes the
+    groups.
     """
 
     processor = None  # text only
@@ -84,7 +85,7 @@ class GenerateState:
         """Told of each version that all engines have got, from whatever thread publishes it."""
         self._dp_users: Counter[int] = Counter()
         self.teacher: Teacher | None = None
-        self.rewardless = args.use_opd and args.rm_type is None and args.custom_rm_path is None
+        self.rewardless = args.use_opd and args.custom_rm_path is None
         self.gate = Gate(semaphore)
         self.held: list[UnderWay] = []
         self.continuous: Any = None

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from slime.config import Config
+from slime.config.groups.reward import compares_with_label
 from slime.data.bad_sample import keep_bad_sample
 from slime.data.journal import JournalFailed
 from slime.data.sample import Sample
@@ -432,8 +433,12 @@ def _giver(args: Config, sample: Sample) -> str:
 
 
 def _needs_none(runtime: RolloutRuntime, sample: Sample) -> bool:
-    """Distillation without a verifier: the teacher is the only signal."""
-    return runtime.state.rewardless and sample.custom_rm_path is None and not sample.metadata.get("rm_type")
+    """Distillation without a verifier, or without the labels it compares with: the teacher is the only signal."""
+    if not runtime.state.rewardless or sample.custom_rm_path is not None:
+        return False
+    args, rm_type = runtime.state.args, sample.metadata.get("rm_type") or runtime.state.args.rm_type
+    unlabelled = sample.label is None and args.label_key is None
+    return not rm_type or (unlabelled and compares_with_label(rm_type, sample.metadata))
 
 
 def _wants_reward(sample: Sample) -> bool:

@@ -64,6 +64,15 @@ def test_a_named_reward_is_still_asked_for(taught, prompts):
     assert [sample.reward for sample in leaves(output.samples)] == [1.0, 0.0]
 
 
+def test_a_verifier_without_labels_leaves_teaching_to_the_teacher(taught, prompts):
+    runtime, _, _ = taught(scores, rm_type="f1")
+    output = generate_rollout(runtime.args, 0, prompts(["a", "b"], n=1, labels=[None, "7"]))
+    assert [sample.reward for sample in leaves(output.samples)] == [0.0, 1.0]
+    runtime, _, _ = taught(scores, rm_type="math", label_key="label")
+    with pytest.raises(UserError, match="--rm-type math compares with a label and this sample has none"):
+        generate_rollout(runtime.args, 0, prompts(["a"], n=1, labels=[None]))
+
+
 def test_a_teacher_that_scores_other_tokens_fails_the_samples(taught, prompts):
     runtime, _, _ = taught(lambda body: scores(body, shift=1))
     with pytest.raises(

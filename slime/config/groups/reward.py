@@ -1,12 +1,20 @@
 """How a response is scored."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from slime.config.flag import above, at_least, flag
 
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")
 LABEL_FREE_RM_TYPES = ("ifbench", "remote_rm", "random")
 """Those that judge without a label."""
+
+
+def compares_with_label(rm_type: str, metadata: Mapping[str, Any]) -> bool:
+    """Whether this verifier needs the sample's label; gpqa also takes the letter that a row's metadata names."""
+    kind = rm_type.removeprefix("boxed_")
+    return kind not in LABEL_FREE_RM_TYPES and not (kind == "gpqa" and metadata.get("correct_letter"))
 
 
 def known_rm_type(value: str) -> str | None:

@@ -28,7 +28,7 @@ from threading import Lock
 from typing import Any
 
 from slime.config import Config
-from slime.config.groups.reward import LABEL_FREE_RM_TYPES, RM_TYPES
+from slime.config.groups.reward import RM_TYPES, compares_with_label
 from slime.config.plugin_args import plugin_args
 from slime.data.labels import BY_RM_TYPE
 from slime.data.sample import Reward, Sample
@@ -268,8 +268,7 @@ class RewardHub:
             raise _unknown_rm_type(rm_type)
         if rm_type.startswith(BOXED_PREFIX):
             response = last_boxed(response) or ""
-        has_letter = kind == "gpqa" and sample.metadata.get("correct_letter")
-        if sample.label is None and kind not in LABEL_FREE_RM_TYPES and not has_letter:
+        if sample.label is None and compares_with_label(rm_type, sample.metadata):
             raise UserError(f"--rm-type {rm_type} compares with a label and this sample has none; set --label-key")
         match kind:
             case "math":
