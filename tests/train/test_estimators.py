@@ -266,6 +266,23 @@ def test_importance_weights_that_nobody_asked_for_need_no_log_probs(
         train_once(folder, tmp_path, groups, **flags, use_tis=True)
 
 
+def test_off_policy_sequences_are_masked_with_one_update_per_rollout(model_folder: Folder, tmp_path: Path) -> None:
+    """The engine found them more likely than the trainer does: stale samples, or an engine that computes otherwise."""
+    folder = model_folder("qwen3")
+    groups = close_to_policy(make_samples(3, 3), folder)
+    flags = {"use_opsm": True, "opsm_delta": 0.5, "num_steps_per_rollout": 1}
+    assert train_once(folder, tmp_path, groups, **flags)["metrics"][0]["train/opsm_clipfrac"] == 0.0
+    for sample in flatten_samples(groups):
+        sample.rollout_log_probs = [value + 1.0 for value in sample.rollout_log_probs or ()]
+    batch = make_train_batch(config_for(folder, tmp_path, **flags), flatten_samples(groups))
+    below = [reward < 0 and mask.any() for reward, mask in zip(batch.rewards, batch.loss_masks, strict=True)]
+    masked = train_once(folder, tmp_path, groups, **flags)["metrics"][0]["train/opsm_clipfrac"]
+    assert masked == pytest.approx(sum(below) / len(below))
+    flatten_samples(groups)[0].rollout_log_probs = None
+    with pytest.raises(UserError, match="--use-opsm: a sample has no rollout log-probs; its generate function must"):
+        train_once(folder, tmp_path, groups, **flags)
+
+
 def test_hooks_change_what_they_say(model_folder: Folder, tmp_path: Path) -> None:
     folder = model_folder("llama")
     groups = close_to_policy(make_samples(3, 3), folder)

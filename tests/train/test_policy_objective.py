@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kl_clamped": {"use_kl_loss": True, "kl_loss_coef": 0.7, "kl_loss_type": "low_var_kl"},
     "gspo": {"advantage_estimator": "gspo", "eps_clip": 0.05},
     "gspo_opsm": {"advantage_estimator": "gspo", "use_opsm": True, "opsm_delta": 0.05},
+    "opsm": {"use_opsm": True, "opsm_delta": 0.05},
     "cispo": {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.3},
     "rollout_log_probs": {"use_rollout_logprobs": True},
     "tis": {"use_tis": True, "tis_clip": 1.2, "tis_clip_low": 0.8},
@@ -84,7 +85,8 @@ def reference(config: Config, rows: Sequences, weights: Sequences) -> torch.Tens
                 loss = torch.maximum(-ratio * adv[t], -torch.clamp(ratio, low, high) * adv[t])
                 if config.eps_clip_c is not None and adv[t] < 0:
                     loss = torch.minimum(loss, -config.eps_clip_c * adv[t])
-            if config.use_opsm and adv[t] < 0 and -mean_ratio.item() > config.opsm_delta:
+            drift = sum(float(rollout[i] - lp[i]) for i in used) / count
+            if config.use_opsm and adv[t] < 0 and drift > config.opsm_delta:
                 loss = loss * 0.0
             gaps = [float(old[i] - rollout[i]) for i in used]
             loss = loss * importance(config, gaps, used.index(t))

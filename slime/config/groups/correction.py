@@ -41,8 +41,12 @@ class CorrectionFlags:
         "-> (pg_loss, masks, metrics)",
     )
     get_mismatch_metrics: bool = flag(False, "report what the correction sees without applying it")
-    use_opsm: bool = flag(False, "mask sequences of negative advantage that have drifted from the old policy")
-    opsm_delta: float = flag(1e-4, "mean log-ratio above which a sequence has drifted", check=at_least(0))
+    use_opsm: bool = flag(
+        False, "mask sequences of negative advantage that have become less likely than when the engine sampled them"
+    )
+    opsm_delta: float = flag(
+        1e-4, "mean of engine's less trainer's log-probs above which --use-opsm masks a sequence", check=at_least(0)
+    )
     use_routing_replay: bool = flag(
         False,
         "R2: in the updates of a rollout routers repeat which experts they chose in the log-prob pass before them",

@@ -58,8 +58,10 @@ class PolicyObjective:
         token_loss, was_clipped = self._surrogate(micro, log_probs, log_ratio)
         metrics: Metrics = {}
         if s.opsm_delta is not None:
+            sampled_with = _rollout_log_probs(micro, "--use-opsm")
+            advantages = micro.columns["advantages"]
             keep = off_policy_sequence_mask(
-                log_probs.detach(), old, micro.columns["advantages"], micro.mask, micro.lengths, delta=s.opsm_delta
+                log_probs.detach(), sampled_with, advantages, micro.mask, micro.lengths, delta=s.opsm_delta
             )
             token_loss = token_loss * keep
             metrics["opsm_clipfrac"] = weighted_sum(1.0 - keep, micro.weights)
@@ -96,11 +98,7 @@ class PolicyObjective:
         """Those of the old policy in the ratio: the engine's, or the trainer's own."""
         if not self.settings.rollout_is_old:
             return self.own_log_probs(micro, log_probs)
-        if "rollout_log_probs" not in micro.columns:
-            raise UserError(
-                "--use-rollout-logprobs: a sample has no rollout log-probs; its generate function must set them"
-            )
-        return micro.columns["rollout_log_probs"]
+        return _rollout_log_probs(micro, "--use-rollout-logprobs")
 
     def _surrogate(self, micro: MicroBatch, log_probs: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
         s, advantages = self.settings, micro.columns["advantages"]
@@ -223,12 +221,18 @@ def _has_rollout_log_probs(correction: Correction, micro: MicroBatch) -> bool:
 
     Where they were asked for, none is an error.
     """
-    if "rollout_log_probs" in micro.columns:
-        return True
-    if correction.optional:
+    if correction.optional and "rollout_log_probs" not in micro.columns:
         return False
     flag = "--use-tis" if correction.weigh else "--use-rs" if correction.reject else "--get-mismatch-metrics"
-    raise UserError(f"{flag}: a sample has no rollout log-probs; its generate function must set them")
+    _rollout_log_probs(micro, flag)
+    return True
+
+
+def _rollout_log_probs(micro: MicroBatch, flag: str) -> Tensor:
+    """The engine's log-probs, which a flag needs."""
+    if "rollout_log_probs" not in micro.columns:
+        raise UserError(f"{flag}: a sample has no rollout log-probs; its generate function must set them")
+    return micro.columns["rollout_log_probs"]
 
 
 def _weights(c: Correction, micro: MicroBatch, train: Tensor, rollout: Tensor) -> ImportanceWeights:
