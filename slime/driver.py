@@ -339,6 +339,8 @@ class Run:
             self.parts.trained(rollout_id + 1)
         steps = trained.metrics
         self._largest = _largest(steps, "train/grad_norm"), _largest(steps, "train/advantages_abs_max")
+        for warning in trained.warnings:
+            self.progress.warn(warning)
         for metrics, step_key in trained.logged:
             self.log_for_plugin(metrics, step_key)
         self.trained = rollout_id

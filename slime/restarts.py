@@ -19,12 +19,13 @@ from slime.engine.fleet.processes import EngineDied, EngineStartTimeout
 from slime.engine.fleet.supervisor import EnginesGivenUp
 from slime.engine.http.errors import EngineFailed, EngineTimeout, EngineUnreachable
 from slime.engine.sglang.router import RouterDied
+from slime.train.group import GradientsNotFinite
 from slime.train.processes import TrainerDied, TrainerTimeout
 from slime.waits import waiting
 
 LOST = (
     TrainerDied, TrainerTimeout, NodeLost, EngineDied, EngineStartTimeout, EnginesGivenUp, EngineUnreachable,
-    EngineTimeout, EngineFailed, RouterDied,
+    EngineTimeout, EngineFailed, RouterDied, GradientsNotFinite,
 )  # fmt: skip
 """What may go well the next time, with other processes or on other nodes."""
 ON_RAY = 3

@@ -19,7 +19,6 @@ from slime.config.algorithm import needs_reference
 from slime.config.asynchronous import versions_behind
 from slime.config.lora import uses_lora
 from slime.config.start import Start, base_of, find_reference, find_start
-from slime.errors import UserError
 from slime.train.backends.protocol import POLICY, Builder, Outcome
 from slime.train.checkpoints.draft import Draft
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
@@ -34,11 +33,11 @@ from slime.train.losses.policy_objective import (
 )
 from slime.train.old_policy import OldPolicy, token_versions, versions_in
 from slime.train.rates import RateSchedule
-from slime.train.samples.finite import blame_one
+from slime.train.samples.finite import blamed
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.rollout_data import RolloutData, collect
 from slime.train.samples.routing import mismatch
-from slime.train.step import NotFinite, train_step
+from slime.train.step import SKIPPED, NotFinite, train_step
 from slime.train.timers import Timers
 
 OTHER_MODELS = ("ref", "teacher")
@@ -150,9 +149,15 @@ class Actor:
     # the updates
 
     def train(
-        self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch], *, step_id: int = 0
+        self,
+        rollout_id: int,
+        data: RolloutData,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        step_id: int = 0,
+        warnings: list[str],
     ) -> dict[str, float]:
-        """One optimizer step, the `step_id`-th of the rollout."""
+        """One optimizer step, the `step_id`-th of the rollout; one without an update adds its reason to `warnings`."""
         if self._objective is not None:
             set_importance_scale(self._objective.settings.correction, micro_batches, self.topology.data)
         rates = self.rates.at(self.state.updates)
@@ -167,15 +172,18 @@ class Actor:
                 entropy=self._objective is not None,
             )
         except NotFinite as found:
-            raise UserError(self._explain(found, rollout_id, data, micro_batches)) from found
+            names = self._blamed(rollout_id, data, micro_batches)
+            warnings.append(found.sentence(f"rollout {rollout_id}, step {step_id}", names, "--lr"))
+            return self.idle_step(skipped=True)
         self.state.updates += 1
         named = {f"train/{name}": value for name, value in metrics.items()} | self._routing_mismatch(micro_batches)
         return named | {"train/lr-pg_0": rates.learning_rate} | self.idle_step()
 
-    def idle_step(self) -> dict[str, float]:
-        """Count a step, also one that only the critic made; the learning rate does not move by those."""
+    def idle_step(self, *, skipped: bool = False) -> dict[str, float]:
+        """Count a step, also one without an update of the policy; the learning rate does not move by those."""
         self.state.step += 1
-        return {"train/step": float(self.state.step - 1)}
+        counted = {"train/step": float(self.state.step - 1)}
+        return counted | {f"train/{SKIPPED}": 1.0} if skipped else counted
 
     def _measure(self, data: RolloutData, micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Outcome:
         if self._custom is not None:
@@ -197,18 +205,11 @@ class Actor:
         compared, differing = self.topology.world.sum(mismatch(routings, self.topology.device)).tolist()
         return {"train/routing_mismatch": differing / compared} if compared else {}
 
-    def _explain(
-        self, found: NotFinite, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]
-    ) -> str:
-        """Which sample it was, from the same forward once more; all ranks take part."""
-        what = f"log-probs that make the loss {found.loss} (gradient norm {found.grad_norm})"
+    def _blamed(self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> list[str]:
+        """Which samples it was, from the same forward once more; all ranks take part."""
         scores = self.backend.forward(micro_batches)
         parts = [part for micro, one in zip(micro_batches, scores, strict=True) for part in micro.give(one.values)]
-        blamed = blame_one(data, parts, what, rollout_id=rollout_id, run_dir=self.config.output_dir or ".")
-        return blamed or (
-            f"the loss of rollout {rollout_id} is {found.loss} and its gradient norm {found.grad_norm}; nothing was "
-            "updated: lower --lr, or look for extreme log-probs and rewards in the samples"
-        )
+        return blamed(data, parts, "log-probs", self.topology.world, rollout_id, self.config.output_dir or ".")
 
     # after the updates
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -12,16 +11,15 @@ from slime.config import Config
 from slime.config.lora import uses_lora
 from slime.config.roles import critic_flags
 from slime.config.start import base_of, find_critic_start
-from slime.errors import UserError
 from slime.train.backends.protocol import Builder, Outcome
 from slime.train.checkpoints.draft import Draft
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
 from slime.train.losses.objectives import value_loss
 from slime.train.rates import RateSchedule
-from slime.train.samples.finite import blame_one
+from slime.train.samples.finite import blamed
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.rollout_data import RolloutData
-from slime.train.step import NotFinite, train_step
+from slime.train.step import SKIPPED, NotFinite, train_step
 
 
 class Critic:
@@ -43,10 +41,10 @@ class Critic:
         return [part for micro, found in zip(micro_batches, scores, strict=True) for part in micro.give(found.values)]
 
     def train(
-        self, rollout_id: int, data: RolloutData, steps: Sequence[Sequence[MicroBatch]]
+        self, rollout_id: int, data: RolloutData, steps: Sequence[Sequence[MicroBatch]], *, warnings: list[str]
     ) -> list[dict[str, float]]:
         """One update for each step; metrics under the names that a critic's have."""
-        return [self._step(rollout_id, data, step, step_id) for step_id, step in enumerate(steps)]
+        return [self._step(rollout_id, data, step, step_id, warnings) for step_id, step in enumerate(steps)]
 
     def draft(self, rollout_id: int, folder: Path) -> Draft:
         """A checkpoint that is not written yet."""
@@ -54,19 +52,26 @@ class Critic:
         return CheckpointFolder.draft(folder, rollout_id, self.backend, self.state, self.config)
 
     def _step(
-        self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch], step_id: int
+        self,
+        rollout_id: int,
+        data: RolloutData,
+        micro_batches: Sequence[MicroBatch],
+        step_id: int,
+        warnings: list[str],
     ) -> dict[str, float]:
         rates = self.rates.at(self.state.updates)
         self.backend.begin_step(rollout_id, step_id, rates)
+        self.state.step += 1
         try:
-            metrics: dict[str, Any] = train_step(self.backend, micro_batches, self._objective, rates)
+            metrics = train_step(self.backend, micro_batches, self._objective, rates)
         except NotFinite as found:
             values = self.values(micro_batches)  # the same forward once more; all ranks take part
-            what = f"values that make the critic's loss {found.loss} (gradient norm {found.grad_norm})"
-            run_dir = self.config.output_dir or "."
-            sentence = blame_one(data, values, what, rollout_id=rollout_id, run_dir=run_dir)
-            raise UserError(sentence or _unexplained(found, rollout_id)) from found
-        self.state.step += 1
+            names = blamed(
+                data, values, "values", self.backend.topology.world, rollout_id, self.config.output_dir or "."
+            )
+            where = f"the critic, rollout {rollout_id}, step {step_id}"
+            warnings.append(found.sentence(where, names, "--critic-lr"))
+            return {f"train/critic-{SKIPPED}": 1.0}
         self.state.updates += 1
         named = {f"train/critic-{name}": value for name, value in metrics.items()}
         return named | {"train/critic-lr-pg_0": rates.learning_rate}
@@ -74,10 +79,3 @@ class Critic:
     def _objective(self, micro: MicroBatch, values: Tensor, _entropy: Tensor) -> Outcome:
         loss, sums = value_loss(micro, values, value_clip=self.config.value_clip)
         return Outcome(loss, sums)
-
-
-def _unexplained(found: NotFinite, rollout_id: int) -> str:
-    return (
-        f"the critic's loss of rollout {rollout_id} is {found.loss} and its gradient norm {found.grad_norm}; nothing "
-        "was updated: lower --critic-lr, or look for extreme rewards in the samples"
-    )

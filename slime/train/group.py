@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +26,7 @@ from slime.config.algorithm import weighs_what_it_can
 from slime.config.batch import tokens_per_row
 from slime.config.sharing import shares_prompts
 from slime.data.sample import Sample
+from slime.errors import RunFailed
 from slime.train.checkpoints.not_written import NotWritten
 from slime.train.checkpoints.under_way import let_end
 from slime.train.files import config_on, names_here
@@ -45,11 +46,17 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class TrainResult:
     """`metrics`: one dict per optimizer step (none when no step was filled); `rollout_metrics`: means and timings;
-    `logged`: metrics that plugins logged by themselves on rank 0, with the names of their steps."""
+    `logged`: metrics that plugins logged by themselves on rank 0, with the names of their steps; `warnings`: a sentence
+    for each step without an update."""
 
     metrics: list[dict[str, float]]
     rollout_metrics: dict[str, float]
     logged: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+class GradientsNotFinite(RunFailed):
+    """So many optimizer steps in a row had no update that the run is not worth going on with."""
 
 
 class TrainerGroup:
@@ -68,6 +75,7 @@ class TrainerGroup:
         self._told = False
         self._mentioned = False
         self._saving: Path | None = None
+        self._skipped_in_a_row = 0
 
     def start(self) -> int:
         """Start all ranks, load the model and what waited for training; the first rollout id to train on."""
@@ -136,13 +144,24 @@ class TrainerGroup:
                 own = [shares[data_rank] for data_rank in self._data_ranks]
                 given = stack.enter_context(self._hand_over.given(own, self._here))
             answers = self._call("train", [{"rollout_id": rollout_id, "data": data} for data in given])
+        self._count_skipped(answers[0]["metrics"], answers[0]["warnings"])
         rollout_metrics |= answers[0]["rollout_metrics"]
         if self.config.save_debug_train_data is not None:
             one_each = {rank: answer["dump"] for rank, answer in zip(self._data_ranks, answers, strict=True)}
             write_train_dump(self.config.save_debug_train_data, rollout_id, list(one_each.values()))
         rollout_metrics["perf/data_preprocess_time"] += prepared
         rollout_metrics["perf/train_time"] += prepared
-        return TrainResult(answers[0]["metrics"], rollout_metrics, logged=answers[0]["logged"])
+        return TrainResult(answers[0]["metrics"], rollout_metrics, answers[0]["logged"], answers[0]["warnings"])
+
+    def _count_skipped(self, steps: Sequence[Mapping[str, float]], warnings: Sequence[str]) -> None:
+        for step in steps:
+            skipped = step.get("train/skipped_steps") or step.get("train/critic-skipped_steps")
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+            if self._skipped_in_a_row >= self.config.max_skipped_steps:
+                raise GradientsNotFinite(
+                    f"--max-skipped-steps: {self._skipped_in_a_row} optimizer steps in a row had no update; the last "
+                    f"one: {warnings[-1]}"
+                )
 
     def _mention_missing_log_probs(self, rollout_id: int, batch: TrainBatch) -> None:
         """Once: importance weights that nobody asked for are left out, for a whole rollout, rather than end the run."""

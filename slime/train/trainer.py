@@ -119,15 +119,18 @@ class Trainer:
             if self.sleeper is not None:
                 self.sleeper.bring_rest()  # with the samples on the device
             flat = [micro for step in steps for micro in step]
-            if self.config.loss_type != "sft_loss":
-                self._prepare(rollout_id, columns, steps)
-            metrics = self._optimize(rollout_id, columns, steps, [plan["num_rollouts"] for plan in data["steps"]])
+            warnings = [] if self.config.loss_type == "sft_loss" else self._prepare(rollout_id, columns, steps)
+            counts = [plan["num_rollouts"] for plan in data["steps"]]
+            if warnings:
+                metrics = [self.actor.idle_step(skipped=True) for _ in steps]
+            else:
+                metrics = self._optimize(rollout_id, columns, steps, counts, warnings)
             rollout_metrics = self._rollout_metrics(columns, flat)
         self.actor.finish_rollout(rollout_id)
         if self.sleeper is not None:
             self.sleeper.begin()
         rollout_metrics |= self.timers.metrics(data["num_tokens"])
-        answer = {"metrics": metrics, "rollout_metrics": rollout_metrics, "logged": logged}
+        answer = {"metrics": metrics, "rollout_metrics": rollout_metrics, "logged": logged, "warnings": warnings}
         if self.config.save_debug_train_data is not None:
             answer["dump"] = dump_rows(columns, rank=self.ranks.rank)
         return answer
@@ -292,14 +295,19 @@ class Trainer:
             )
         return steps
 
-    def _prepare(self, rollout_id: int, data: RolloutData, steps: list[list[MicroBatch]]) -> None:
-        """Everything that is known before the first update: log-probs, values, advantages."""
+    def _prepare(self, rollout_id: int, data: RolloutData, steps: list[list[MicroBatch]]) -> list[str]:
+        """Everything that is known before the first update: log-probs, values, advantages.
+
+        Returns why the rollout cannot be trained on, where the models' numbers for it are not finite.
+        """
         config, flat = self.config, [micro for step in steps for micro in step]
         self.actor.score(data, flat, num_steps=len(steps), timers=self.timers)
         if self.critic is not None:
             with self.timers.measure("values", brings=True):
                 collect(data, "values", self.critic.values(flat))
-        check_columns_finite(data, self.ranks, rollout_id=rollout_id, run_dir=config.output_dir or ".")
+        run_dir = config.output_dir or "."
+        if names := check_columns_finite(data, self.ranks, rollout_id=rollout_id, run_dir=run_dir):
+            return [f"rollout {rollout_id}: no update: {'; '.join(names)}; look at the tokens, or lower --lr"]
         if not config.disable_compute_advantages_and_returns:
             set_advantages(config, data, self.topology.data)
         path = config.rollout_data_postprocess_path
@@ -307,22 +315,32 @@ class Trainer:
             load_function(path, what=POSTPROCESS, params=("args", "rollout_id", "rollout_data"))(
                 plugin_args(config), rollout_id, data
             )
-        check_columns_finite(data, self.ranks, rollout_id=rollout_id, run_dir=config.output_dir or ".")
+        if names := check_columns_finite(data, self.ranks, rollout_id=rollout_id, run_dir=run_dir):
+            raise UserError(
+                f"rollout {rollout_id}: {'; '.join(names)}; nothing was updated: look at the rewards and at the "
+                "functions that change advantages"
+            )
         distribute(data, flat)
+        return []
 
     def _optimize(
-        self, rollout_id: int, data: RolloutData, steps: list[list[MicroBatch]], num_rollouts: list[int]
+        self,
+        rollout_id: int,
+        data: RolloutData,
+        steps: list[list[MicroBatch]],
+        num_rollouts: list[int],
+        warnings: list[str],
     ) -> list[dict[str, float]]:
         merged: list[dict[str, float]] = [{} for _ in steps]
         if self.critic is not None:
             with self.timers.measure("critic_train"):
-                merged = self.critic.train(rollout_id, data, steps)
+                merged = self.critic.train(rollout_id, data, steps, warnings=warnings)
         if self.critic is None or rollout_id >= self.config.num_critic_only_steps:
             if self.config.reset_optimizer_states:
                 self.actor.backend.forget_optimizer_state()
             with self.timers.measure("actor_train"):
                 for step_id, (metrics, step) in enumerate(zip(merged, steps, strict=True)):
-                    metrics |= self.actor.train(rollout_id, data, step, step_id=step_id)
+                    metrics |= self.actor.train(rollout_id, data, step, step_id=step_id, warnings=warnings)
         else:
             merged = [metrics | self.actor.idle_step() for metrics in merged]
         return [

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from tests.family_models import FAMILY_MODELS
 from tests.megatron.ranks import RankGroup
-from tests.megatron.trainings import COMMON, ROLLOUTS, Numbers, folder_shapes, run_layout, samples_for
+from tests.megatron.trainings import (
+    COMMON,
+    ROLLOUTS,
+    Numbers,
+    folder_shapes,
+    run_layout,
+    run_with_skipped_step,
+    samples_for,
+)
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import CONFIGS
 
@@ -169,6 +177,19 @@ def test_every_layout_gives_the_numbers_of_one_fsdp_process(
     assert weights.keys() == expected_weights.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, expected_weights[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("flags", [PP, TP | {"use_distributed_optimizer": False}, EP], ids=["pp2", "tp2", "ep2"])
+def test_a_step_with_an_infinite_gradient_is_skipped_by_all_ranks(
+    flags: dict[str, Any], ranks: Callable[[int], RankGroup], model_folder: Folder, tmp_path: Path
+) -> None:
+    folder = model_folder("qwen3_moe" if flags is EP else "llama")
+    for skipped, passed, without in ranks(2).run(run_with_skipped_step, folder, tmp_path, flags):
+        assert skipped == [0.0, 1.0, 0.0]
+        assert passed.weights.keys() == without.weights.keys()
+        for name, pieces in passed.weights.items():
+            for (_, piece), (_, wanted) in zip(pieces, without.weights[name], strict=True):
+                assert torch.equal(piece, wanted), name
 
 
 @pytest.mark.parametrize("training", TRAININGS)

@@ -60,10 +60,37 @@ def train(ranks: Ranks, config: Config) -> Numbers:
     return Numbers(metrics, own_pieces(backend))
 
 
-def train_rollout(trainer: Trainer, config: Config, rollout_id: int) -> list[dict[str, float]]:
+def run_with_skipped_step(folder: Path, out: Path, flags: dict[str, Any]) -> tuple[list[float], Numbers, Numbers]:
+    """A training whose second step has an infinite gradient, and one without this step; which steps were skipped."""
+    assert dist.group.WORLD is not None
+    ranks, found, skipped = Ranks.of(dist.group.WORLD, torch.device("cpu")), [], []
+    changes = {**COMMON, "train_backend": "megatron", "actor_num_gpus_per_node": ranks.size, **flags}
+    config = config_for(folder, out, disable_rewards_normalization=True, **changes)
+    for spoils in (True, False):
+        try:
+            trainer, metrics = Trainer(config, "cpu"), []
+            trainer.init(ranks)
+            for rollout_id in range(ROLLOUTS):
+                reward = 1e30 if rollout_id == 1 else None
+                if spoils or reward is None:
+                    metrics += train_rollout(trainer, config, rollout_id, reward)[:1]
+            backend = trainer.actor.backend
+            assert isinstance(backend, MegatronBackend)
+            found.append(Numbers(metrics, own_pieces(backend)))
+            skipped += [one["train/skipped_steps"] for one in metrics if spoils]
+        finally:
+            parallel_state.destroy_model_parallel()
+    return skipped, found[0], found[1]
+
+
+def train_rollout(
+    trainer: Trainer, config: Config, rollout_id: int, first_reward: float | None = None
+) -> list[dict[str, float]]:
     """The metrics of every step of a rollout, and those of the whole."""
-    data = trainer.topology.data
-    batch = make_train_batch(config, flatten_samples(samples_for(config, rollout_id)))
+    data, samples = trainer.topology.data, flatten_samples(samples_for(config, rollout_id))
+    if first_reward is not None:
+        samples[0].reward = first_reward
+    batch = make_train_batch(config, samples)
     count = len(set(batch.rollout_ids))
     schedule = build_schedule(
         batch.total_lengths,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.restarts import LOST
 from slime.train.group import TrainerGroup
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from tests.test_docs import documented_metrics
@@ -342,22 +344,47 @@ def test_a_custom_loss_sees_train_metadata_and_is_scaled_like_ours(model_folder:
     )
 
 
-def test_an_infinite_log_prob_stops_the_step_and_leaves_the_sample_for_inspection(
-    model_folder: Folder, tmp_path: Path
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_step_that_is_not_finite_is_skipped_and_its_samples_are_kept(
+    steps: int, model_folder: Folder, tmp_path: Path
 ) -> None:
-    run = InProcess(config_for(model_folder("llama"), tmp_path))
+    """With several updates a rollout the log-probs before them show it: none is made."""
+    run = InProcess(config_for(model_folder("llama"), tmp_path, num_steps_per_rollout=steps))
+    groups, healthy = make_samples(3, 3), InProcess(config_for(model_folder("llama"), tmp_path / "healthy"))
     before = run.weights
+    head = run.trainer.actor.backend.module.model.lm_head.weight.to_local()
+    column = head[:, 0].clone()
     with torch.no_grad():
-        run.trainer.actor.backend.module.model.lm_head.weight.to_local()[:, 0] = float("inf")
-    broken = {name: tensor for name, tensor in run.weights.items() if name != "lm_head.weight"}
-    with pytest.raises(UserError, match=r"sample \d+ of rollout 5 has log-probs") as caught:
-        run.train(5, make_samples(3, 3))
-    assert all(torch.equal(before[name], tensor) for name, tensor in broken.items())
-    (dump,) = (tmp_path / "not_finite").iterdir()
-    assert str(dump) in str(caught.value)
-    facts = json.loads(dump.read_text())
+        head[:, 0] = float("inf")
+    answer = run.train(5, groups)
+    with torch.no_grad():
+        head[:, 0] = column
+    assert [step["train/skipped_steps"] for step in answer["metrics"]] == [1.0] * steps
+    assert not any(math.isnan(value) for step in answer["metrics"] for value in step.values())
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.weights.items())
+    (warning,) = answer["warnings"]
+    dumps = sorted((tmp_path / "not_finite").iterdir())
+    assert len(dumps) == 4
+    assert all(str(dump) in warning for dump in dumps)
+    assert re.search(r"sample \d has log[-_]probs that are not finite", warning)
+    assert "and 5 more" in warning
+    facts = json.loads(dumps[0].read_text())
     assert facts["rollout_id"] == 5
-    assert len(facts["advantages"]) == facts["response_lengths"]
+    if steps == 1:
+        assert len(facts["advantages"]) == facts["response_lengths"]
+        goes_on, fresh = run.train(6, groups)["metrics"][0], healthy.train(6, groups)["metrics"][0]
+        assert goes_on | {"train/step": 0.0} == fresh  # moments and schedule are as they were
+
+
+def test_after_so_many_skipped_steps_in_a_row_the_run_ends(model_folder: Folder, tmp_path: Path) -> None:
+    group = TrainerGroup(
+        config_for(model_folder("llama"), tmp_path, max_skipped_steps=3), device="cpu", run_dir=tmp_path
+    )
+    skipped, done = {"train/skipped_steps": 1.0}, {"train/skipped_steps": 0.0}
+    group._count_skipped([skipped, skipped, done, skipped], ["a"])
+    group._count_skipped([{"train/critic-skipped_steps": 1.0}], ["b"])
+    with pytest.raises(LOST, match="--max-skipped-steps: 3 optimizer steps in a row had no update; the last one: c"):
+        group._count_skipped([skipped], ["c"])
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])

@@ -54,11 +54,11 @@ def test_columns_of_tensors_are_looked_at_once_and_masked_tokens_do_not_count(mo
     looks: list[int] = []
     isfinite = torch.isfinite
     monkeypatch.setattr(torch, "isfinite", lambda values: looks.append(values.numel()) or isfinite(values))
-    assert finite.first_not_finite(column, masks) is None
+    assert finite.not_finite(column, masks) == []
     assert looks == [10]
     column[2][4] = float("nan")
     masks[2][4] = 0
-    assert finite.first_not_finite(column, masks) is None
+    assert finite.not_finite(column, masks) == []
     column[3][0] = float("inf")
-    assert finite.first_not_finite(column, masks) == 3
-    assert finite.first_not_finite([], []) is None
+    assert finite.not_finite(column, masks) == [3]
+    assert finite.not_finite([], []) == []

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from slime.data.sample import Sample
-from slime.errors import UserError
+from slime.train.backends.protocol import Totals
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.shares import rank_shares
 from slime.train.schedule import build_schedule
+from slime.train.step import NotFinite, train_step
+from slime.train.topology import Ranks, Topology
+from tests.peers import together
 from tests.train import hooks
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
@@ -72,14 +77,46 @@ def test_a_custom_loss_can_be_computed_again_instead_of_kept(
     assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
 
 
-def test_a_critics_loss_that_is_no_number_is_a_sentence(model_folder: Folder, tmp_path: Path) -> None:
+def test_a_critics_step_that_is_not_finite_is_skipped_and_training_goes_on(
+    model_folder: Folder, tmp_path: Path
+) -> None:
     run = InProcess(config_for(model_folder("qwen3"), tmp_path, advantage_estimator="ppo"))
     groups = make_samples(3, 3)
     groups[1][0].reward = 1e30  # its square is not in float32
     before = {name: tensor.clone() for name, tensor in run.trainer.critic.backend.full_parameters()}
-    with pytest.raises(UserError, match=r"the critic's loss of rollout 3 is inf .* nothing was updated"):
-        run.train(3, groups)
+    answer = run.train(3, groups)
+    assert answer["metrics"][0]["train/critic-skipped_steps"] == 1.0
+    assert re.match(
+        r"the critic, rollout 3, step 0: no update, the loss is inf .* sample 3 has the largest advantage, 1e\+30",
+        answer["warnings"][0],
+    )
     assert all(torch.equal(before[name], tensor) for name, tensor in run.trainer.critic.backend.full_parameters())
+    answer = run.train(4, make_samples(3, 3))
+    assert (answer["warnings"], answer["metrics"][0]["train/critic-skipped_steps"]) == ([], 0.0)
+    assert any(not torch.equal(before[name], tensor) for name, tensor in run.trainer.critic.backend.full_parameters())
+
+
+def step_with_norm_of_rank(ranks: Ranks, norms: list[float]) -> str:
+    """A step on one of several ranks, whose parts of the model have gradients of these norms."""
+    done: list[str] = []
+    alone = Ranks(0, 1, ranks.device)
+    backend = SimpleNamespace(
+        topology=Topology(ranks, ranks, alone, alone),
+        forward_backward=lambda *_, **__: Totals({"loss": torch.tensor(0.5)}),
+        clip_gradients=lambda: torch.tensor(norms[ranks.rank]),
+        drop_gradients=lambda: done.append("dropped"),
+        update=lambda _: done.append("updated"),
+    )
+    try:
+        train_step(backend, [], None, None)
+    except NotFinite:
+        done.append("skipped")
+    return " ".join(done)
+
+
+@pytest.mark.parametrize(("second", "wanted"), [(1.0, "updated"), (float("nan"), "dropped skipped")])
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(second: float, wanted: str, tmp_path: Path) -> None:
+    assert together(2, step_with_norm_of_rank, [1.0, second], folder=tmp_path) == [wanted] * 2
 
 
 @pytest.mark.parametrize("flags", [{}, {"advantage_estimator": "ppo", "normalize_advantages": True}])

@@ -68,3 +68,9 @@ class OptimizerFlags:
     adam_beta2: float = flag(0.95, "decay of the second moment", check=between(0, 1, high_open=True))
     adam_eps: float = flag(1e-8, "added to the denominator", check=above(0))
     clip_grad: float = flag(1.0, "largest global gradient norm; 0: no clipping", check=at_least(0))
+    max_skipped_steps: int = flag(
+        3,
+        "optimizer steps in a row without an update, whose loss or gradient is not finite, after which the run ends; "
+        "--max-restarts starts it again",
+        check=at_least(1),
+    )
