@@ -45,14 +45,15 @@ def get_sum_of_sample_mean(
     A bool in their place is `calculate_per_token_loss`, which stood there in upstream's releases before fan-out.
     """
     _packed(qkv_format)
+    denoms = None if isinstance(sample_denoms, bool) else sample_denoms
     if isinstance(sample_denoms, bool):
-        sample_denoms, calculate_per_token_loss = None, sample_denoms
-    if sample_denoms is not None and len(sample_denoms) != len(loss_masks):
-        raise UserError(f"get_sum_of_sample_mean: {len(sample_denoms)} sample_denoms for {len(loss_masks)} samples")
+        calculate_per_token_loss = sample_denoms
+    if denoms is not None and len(denoms) != len(loss_masks):
+        raise UserError(f"get_sum_of_sample_mean: {len(denoms)} sample_denoms for {len(loss_masks)} samples")
     if calculate_per_token_loss:
         weights = torch.cat([mask.float() for mask in loss_masks])
     else:
-        weights = sample_mean_weights(loss_masks, sample_denoms)
+        weights = sample_mean_weights(loss_masks, denoms)
     return lambda values: weighted_sum(values, weights)
 
 
