@@ -32,7 +32,6 @@ from slime.engine.fleet.processes import EngineFleet
 from slime.engine.fleet.states import EngineStates, Load, ask_load
 from slime.engine.fleet.supervisor import Supervisor, Watch
 from slime.engine.http.errors import EngineError, EngineProtocolError
-from slime.engine.http.key import made_key
 from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed, UserError
 from slime.models.shape import count_parameters
@@ -144,7 +143,6 @@ class Parts:
             model_path=config.opd_teacher_load,
             name="teacher",
             slots=slots[:1],
-            key=made_key(slot.node.address for slot in slots[:1]),
             spare=spare,
         )
         stack.callback(teacher.stop)

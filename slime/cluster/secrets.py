@@ -1,4 +1,5 @@
-"""Which of the driver's environment its children get: all of it, but for what looks like a secret.
+"""Which of the driver's environment its children get: all of it, but for what looks like a secret; and the keys of
+engines on this machine, which its user's programs find in files.
 
 Engines and trainers run the code of models and of the user's losses, and their logs and crashes are shown around; none
 of them needs the keys to other services, which the driver keeps for trackers, rewards and tools.
@@ -6,8 +7,10 @@ of them needs the keys to other services, which the driver keeps for trackers, r
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 _SECRET = re.compile(
     r"(^|_)(TOKENS?|(API|ACCESS|PRIVATE|SIGNING|ENCRYPTION)?_?KEYS?|PAT|PWD|CREDENTIALS?|AUTH_SOCK)$"
@@ -15,7 +18,9 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 ENGINE_KEY_VARIABLE = "SLIME_ENGINE_API_KEY"
-"""The key of engines: what a run shows to them, and what an engine asks for that has none on its command line."""
+"""The key of engines: what a run shows to them, and what all routes of an engine ask for that has it."""
+CONTROL_KEY_VARIABLE = "SLIME_ENGINE_ADMIN_API_KEY"
+"""The key that an engine's control routes alone ask for."""
 _NO_SECRETS = frozenset({"PWD", "OLDPWD"})
 
 
@@ -27,3 +32,32 @@ def is_secret(name: str) -> bool:
 def without_secrets(environment: Mapping[str, str], *, passed: Collection[str] = ()) -> dict[str, str]:
     """The environment without what looks like a secret, but with the names in `passed`."""
     return {name: value for name, value in environment.items() if name in passed or not is_secret(name)}
+
+
+def keep_key(port: int, key: str) -> Path:
+    """Write down the key of an engine on a port of this machine's loopback, for this user alone; returns the file."""
+    path = _key_file(port)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(0o700)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(key + "\n")
+    return path
+
+
+def forget_key(port: int, key: str) -> None:
+    """Delete that file, unless another engine has written its own key there since."""
+    if kept_key(port) == key:
+        _key_file(port).unlink(missing_ok=True)
+
+
+def kept_key(port: int) -> str | None:
+    """The key that was written down for a port of this machine; None where there is none."""
+    try:
+        return _key_file(port).read_text().strip() or None
+    except (OSError, UnicodeError):
+        return None
+
+
+def _key_file(port: int) -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / "engine_keys" / str(port)

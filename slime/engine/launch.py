@@ -11,7 +11,7 @@ from slime.cluster.devices import split_cores, threads_per_process
 from slime.cluster.node import Command, Node, Slot
 from slime.cluster.precision import resolve_rollout_dtype
 from slime.config import Config
-from slime.engine.http.key import KEY_VARIABLE
+from slime.engine.http.key import key_variable
 from slime.models.shape import count_parameters
 from slime.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 
@@ -103,7 +103,7 @@ def embedded_launch(
     device: str,
     model_path: str,
     launcher: Sequence[str] = (),
-    key: str | None = None,
+    key: str,
 ) -> Launch:
     """An embedded engine on the first slot of its seat; `launcher` are words in the place of the engine's program. The
     key is in its environment: a command line can be read by others on its machine."""
@@ -113,7 +113,7 @@ def embedded_launch(
         name,
         (*launcher, *_embedded_words(config, node.address, port, device, dtype, node.path(model_path))),
         module=None if launcher else EMBEDDED_MODULE,
-        env=engine_env(device, seat[:1], seats=seats) | ({} if key is None else {KEY_VARIABLE: key}),
+        env=engine_env(device, seat[:1], seats=seats) | {key_variable(node.address): key},
         pass_env=tuple(config.pass_env or ()),
         dumps_stacks=not launcher,
         also=(engine_url(node.address, port),),

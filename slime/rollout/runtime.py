@@ -58,7 +58,8 @@ class RolloutRuntime:
     `args` is the config that rollout goes by: the given one plus `sglang_router_ip` and `sglang_router_port`, which
     point at `router_url` if the engines have a router, else at the only engine, or at a router of our own when
     there are several. With no engine (supervised training) those two are absent and `pool` refuses to be used.
-    `router_only` engines take no requests of their own. `model_urls` are the addresses of every model that is served:
+    `router_only` engines take no requests of their own; `is_open` ones generate for whoever is on this machine, without
+    their key (`api_key`). `model_urls` are the addresses of every model that is served:
     `sglang_model_routers` has one for each. `dispatch` is what makes a finished group of a dispatched one
     (`slime.rollout.trajectory.generate_and_rm_group`). `plugin_args` is what functions of the user are called with.
     """
@@ -74,6 +75,7 @@ class RolloutRuntime:
         router_only: bool = False,
         model_urls: Mapping[str, Sequence[str]] | None = None,
         api_key: str | None = None,
+        is_open: bool = False,
     ) -> None:
         if _registry.find(config.overlay.mark) is not None:
             config = with_own_overlay(config)
@@ -89,6 +91,7 @@ class RolloutRuntime:
         """Told of each dispatched sample once what it became is in the journal: what was kept of its way can go."""
         self._router_url, self._router_only = router_url, router_only
         self._key = engine_key(config) if api_key is None else api_key
+        self._is_open = is_open or self._key is None
         self._model_urls = dict(model_urls or {})
         self._pool = self._make_pool(engine_urls)
         if self._pool is not None:
@@ -198,6 +201,12 @@ class RolloutRuntime:
                 self._functions[key] = load_function(path, what=flag, params=params)
         return self._functions[key]
 
+    def key_of(self, url: str) -> str | None:
+        """What the engine of this run at a URL asks for; None for every other URL."""
+        address = urlsplit(url)
+        pools = [*([] if self._pool is None else [self._pool]), *self.frozen_pools.values()]
+        return next((key for pool in pools if (key := pool.key_of(f"http://{address.netloc}")) is not None), None)
+
     @property
     def router_address(self) -> tuple[str | None, bool, str | None]:
         """The router before the engines, if there is one; whether only it takes requests; and the engines' key."""
@@ -281,7 +290,7 @@ class RolloutRuntime:
     def _address(self, urls: Sequence[str], pool: EnginePool) -> tuple[str, int]:
         """The only URL, or a router of our own over the pool, which knows engines that join and their keys."""
         may_grow = self.config.fleet_address is not None and pool is self._pool and self._router_url is None
-        if len(urls) > 1 or self._key is not None or may_grow:
+        if len(urls) > 1 or not self._is_open or may_grow:
             router = Router(pool)
             self._routers.append(router)
             return self.run(router.start(), CLOSE_TIMEOUT_S)
@@ -384,6 +393,12 @@ def state_behind(url: str) -> GenerateState | None:
     serving = [runtime.state for runtime in _registry.newest_first() if runtime.state.serves(url)]
     own = (state for state in serving if ticket is not None and state.gate is ticket.gate)
     return next(own, serving[0] if serving else None)
+
+
+def key_behind(url: str) -> str | None:
+    """What the engine at this URL asks for, if it is one of a run in this process."""
+    found = (runtime.key_of(url) for runtime in _registry.newest_first())
+    return next((key for key in found if key is not None), None)
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

@@ -1,7 +1,7 @@
 """HTTP helpers for plugin code that talks to engines, tools or services by URL.
 
 Each request has a deadline; answers in the 4xx range are the caller's mistake and are not sent again. What is asked of
-this run's engines survives weight updates and, with `--partial-rollout`, the end of the rollout.
+this run's engines shows their key, survives weight updates and, with `--partial-rollout`, the end of the rollout.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import aiohttp
 from slime.cluster.ports import free_range, host_address, port_is_free
 from slime.config.plugin_args import num_engines
 from slime.engine.http.errors import EngineError, EngineFailed, EngineRejected, EngineTimeout, EngineUnreachable
+from slime.engine.http.key import authorization
 from slime.engine.http.protocol import error_message
 from slime.rollout.requests import answer_to, get_model_url
+from slime.rollout.runtime import key_behind
 
 __all__ = [
     "find_available_port",
@@ -87,6 +89,7 @@ async def _request(
     method: str, url: str, payload: Any, max_retries: int, headers: dict[str, str] | None, timeout_s: float
 ) -> Any:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
+    headers = {**authorization(key_behind(url)), **(headers or {})}
     async with aiohttp.ClientSession(timeout=timeout) as session:
         for attempt in range(1, max_retries + 1):
             try:

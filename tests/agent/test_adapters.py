@@ -158,6 +158,10 @@ def test_whose_request_it_is(serve: Any, spoken: list[Turn], kind: Any, headers:
     refused, body = post(handle.url + path, {**BODY, **more}, **headers)
     assert refused == (400 if kind is AnthropicAdapter else 401)
     assert "was not opened" in body["error"]["message"]
+    for more_headers, status in (({"Origin": "http://evil.example"}, 403), ({"Content-Type": "text/plain"}, 415)):
+        assert post(handle.url + path, {**BODY, **more}, **headers, **more_headers)[0] == status
+    rebound = post(handle.url + path, {**BODY, **more}, **headers, Host="evil.example")[1]["error"]["message"]
+    assert ("Host: 'evil.example' is not known here" in rebound) == (sid == "default")  # an id that everybody knows
     adapter.open_session(sid)
     with pytest.raises(ValueError, match="is known already"):
         adapter.open_session(sid)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 
 from slime.cluster.ports import free_port
+from slime.cluster.secrets import CONTROL_KEY_VARIABLE
 from tests.tiny_models import make_model_folder
 
 
@@ -32,15 +35,17 @@ def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class EngineProcess:
-    """`python -m slime.engine.embedded` on a free port, and plain HTTP calls to it."""
+    """`python -m slime.engine.embedded` on a free port, and plain HTTP calls to it that show its control key."""
 
     def __init__(self, folder: Path, log: Path, *options: str) -> None:
+        self.key = secrets.token_urlsafe(8)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self._file = log.open("w")
         command = [sys.executable, "-m", "slime.engine.embedded", "--model-path", str(folder), "--port", str(self.port)]
-        self.process = subprocess.Popen([*command, *options], stderr=self._file, stdout=self._file)
+        env = os.environ | ({} if "--api-key" in options else {CONTROL_KEY_VARIABLE: self.key})
+        self.process = subprocess.Popen([*command, *options], stderr=self._file, stdout=self._file, env=env)
         self._wait_healthy()
 
     def _wait_healthy(self) -> None:
@@ -56,6 +61,7 @@ class EngineProcess:
         raise AssertionError(self.log.read_text())
 
     def _open(self, request: urllib.request.Request) -> tuple[int, Any]:
+        request.add_header("Authorization", f"Bearer {self.key}")
         try:
             with urllib.request.urlopen(request, timeout=120) as response:
                 return response.status, json.load(response)

@@ -92,6 +92,7 @@ class Shot:
     body: bytes
     content_type: str
     way: str
+    shows_key: bool = True
 
 
 def shots(seed: int, folder: Path) -> Iterator[Shot]:
@@ -112,7 +113,7 @@ def shots(seed: int, folder: Path) -> Iterator[Shot]:
         way = rng.choices(ways, odds)[0]
         if path.startswith("/init_") and b'"world_size": 1,' not in data:
             way = "dropped"  # it may be waiting for the other members of a group, for minutes
-        yield Shot(method, path, data, kind, way)
+        yield Shot(method, path, data, kind, way, rng.random() < 0.95)
 
 
 def _json(body: Any) -> bytes:
@@ -177,7 +178,7 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
 
 
-async def bombard(port: int, aim: Iterator[Shot], count: int, *, at_once: int = 12) -> Outcome:
+async def bombard(port: int, key: str, aim: Iterator[Shot], count: int, *, at_once: int = 12) -> Outcome:
     """Send `count` requests, `at_once` at a time; each whole one is waited for."""
     outcome, left = Outcome(), iter(range(count))
 
@@ -186,12 +187,14 @@ async def bombard(port: int, aim: Iterator[Shot], count: int, *, at_once: int = 
             shot = next(aim)
             try:
                 async with asyncio.timeout(240):
-                    status, answer = await _fire(port, shot)
+                    status, answer = await _fire(port, key, shot)
                     if shot.path.startswith(("/pause", "/release")):  # or everybody would wait for ever
                         await _fire(
-                            port, _plain("/resume_memory_occupation", {"tags": ["weights", "kv_cache", "cuda_graph"]})
+                            port,
+                            key,
+                            _plain("/resume_memory_occupation", {"tags": ["weights", "kv_cache", "cuda_graph"]}),
                         )
-                        await _fire(port, _plain("/continue_generation", {}))
+                        await _fire(port, key, _plain("/continue_generation", {}))
             except TimeoutError:
                 status, answer = 0, b"no answer"
                 outcome.wrong.append(f"{shot}: no answer came")
@@ -209,13 +212,13 @@ def _plain(path: str, body: Any) -> Shot:
     return Shot("POST", path, json.dumps(body).encode(), "application/json", "whole")
 
 
-async def _fire(port: int, shot: Shot) -> tuple[int, bytes]:
+async def _fire(port: int, key: str, shot: Shot) -> tuple[int, bytes]:
     """Status and answer of one request; 0 when its way has no answer to wait for."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, and no port kept waiting
     try:
-        writer.write(_bytes(shot))
+        writer.write(_bytes(shot, key))
         await writer.drain()
         if shot.way in ("dropped", "half_head", "half_body", "long_length"):
             return 0, b""
@@ -231,13 +234,14 @@ async def _fire(port: int, shot: Shot) -> tuple[int, bytes]:
         writer.transport.abort()
 
 
-def _bytes(shot: Shot) -> bytes:
+def _bytes(shot: Shot, key: str) -> bytes:
     method, body, way = shot.method, shot.body, shot.way
     if way == "garbage":
         return body[:200] + b"\r\n\r\n" + bytes(range(256))
     if way == "other_method":
         method = {"GET": "DELETE", "POST": "PUT"}[method]
-    head = f"{method} {shot.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: {shot.content_type}\r\n".encode()
+    head = f"{method} {shot.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: {shot.content_type}\r\n".encode()
+    head += f"Authorization: Bearer {key}\r\n".encode() if shot.shows_key else b""
     if way in ("chunked", "bad_chunks"):
         size = b"%x" % len(body) if way == "chunked" else b"-zz"
         return head + b"Transfer-Encoding: chunked\r\n\r\n" + size + b"\r\n" + body + b"\r\n0\r\n\r\n"

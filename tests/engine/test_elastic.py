@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 
@@ -56,7 +57,7 @@ class Run:
         )  # fmt: skip
 
         async def make() -> EnginePool:
-            return EnginePool(own.urls, patience_s=240.0)
+            return EnginePool(own.urls, patience_s=240.0, api_key=own.key)
 
         self.pool = self.loop.run(make())
         self.publisher: WeightPublisher | None = None
@@ -282,6 +283,18 @@ def test_a_wrong_token_is_one_sentence(
     assert main([*command, run.door.address, "--join-token-file", str(wrong)]) == 2
     assert "has no token" in capsys.readouterr().err
     assert run.pool.urls == run.own.urls
+
+
+def test_a_page_in_a_browser_does_not_reach_the_door(run: Run) -> None:
+    async def knock(origin: str | None) -> int:
+        async with aiohttp.ClientSession() as session:
+            try:
+                async with session.ws_connect(f"http://{run.door.address}/fleet", origin=origin):
+                    return 101
+            except aiohttp.WSServerHandshakeError as refused:
+                return refused.status
+
+    assert [asyncio.run(knock(origin)) for origin in ("http://evil.example", "null", None)] == [403, 403, 101]
 
 
 def test_mistakes_of_who_joins_are_one_sentence_each(

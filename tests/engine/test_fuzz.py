@@ -32,7 +32,7 @@ def test_an_engine_under_fire(qwen3_folder: Path, tmp_path: Path) -> None:
     try:
         before = answers(engine)
         began = time.perf_counter()
-        outcome = asyncio.run(bombard(engine.port, shots(SEED, qwen3_folder), REQUESTS))
+        outcome = asyncio.run(bombard(engine.port, engine.key, shots(SEED, qwen3_folder), REQUESTS))
         print(f"{REQUESTS} requests in {time.perf_counter() - began:.0f} s: {dict(sorted(outcome.statuses.items()))}")
         assert engine.process.poll() is None, engine.log.read_text()[-3000:]
         assert outcome.wrong == []

@@ -212,7 +212,7 @@ def test_a_request_that_fails_in_a_stream_says_so(call: str) -> None:
         body = {"input_ids": [1]} if call == "/generate" else {"prompt": [1]}
         limit = {"sampling_params": {"max_new_tokens": 500}} if call == "/generate" else {"max_tokens": 500}
         data = json.dumps({**body, **limit, "stream": True}).encode()
-        async with client.open("POST", call, data=data) as response:
+        async with client.open("POST", call, data=data, headers={"Content-Type": "application/json"}) as response:
             assert response.status == 200
             return await response.read()
 

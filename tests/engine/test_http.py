@@ -24,6 +24,7 @@ from tests.tiny_models import make_model_folder
 
 LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos": True}
 TRIES = 5
+JSON = {"Content-Type": "application/json"}
 """To do something while the engine works on a request: it may be done with it before."""
 
 
@@ -72,7 +73,7 @@ def test_stream_ends_with_the_same_answer(engine: EngineProcess) -> None:
     }
     whole = engine.generate(**body)
     connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=240)
-    connection.request("POST", "/generate", json.dumps({**body, "stream": True}))
+    connection.request("POST", "/generate", json.dumps({**body, "stream": True}), JSON)
     events = connection.getresponse().read().decode().strip().split("\n\n")
     assert events[-1] == "data: [DONE]"
     chunks = [json.loads(e.removeprefix("data: ")) for e in events[:-1]]
@@ -88,9 +89,9 @@ def test_stream_ends_with_the_same_answer(engine: EngineProcess) -> None:
 
 
 def test_a_request_says_how_many_tokens_an_event_has(engine: EngineProcess) -> None:
-    params = {"max_new_tokens": 7, "ignore_eos": True, "stream_interval": 4}
+    body = {"input_ids": [11], "sampling_params": {"max_new_tokens": 7, "ignore_eos": True, "stream_interval": 4}}
     connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=240)
-    connection.request("POST", "/generate", json.dumps({"input_ids": [11], "sampling_params": params, "stream": True}))
+    connection.request("POST", "/generate", json.dumps({**body, "stream": True}), JSON)
     events = connection.getresponse().read().decode().strip().split("\n\n")[:-1]
     assert [len(json.loads(event.removeprefix("data: "))["output_ids"]) for event in events] == [4, 7]
 
@@ -377,7 +378,8 @@ def test_a_client_that_vanishes_is_aborted(engine: EngineProcess) -> None:
     for stream in (False, True):
         payload = body if not stream else body[:-1] + b', "stream": true}'
         with socket.create_connection(("127.0.0.1", engine.port)) as sock:
-            sock.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload)
+            head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(payload) + payload)
             engine.wait_running(1, lambda sock=sock: bool(select.select([sock], [], [], 0)[0]))
         deadline = time.monotonic() + 120
         while engine.get("/server_info")[1]["num_running_reqs"]:

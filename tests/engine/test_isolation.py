@@ -227,7 +227,7 @@ def test_dropped_control_calls_leave_the_engine_alive(engine: EngineProcess) -> 
     engine.wait_running(8, asked.done)
     while not asked.done():  # the engine is in a step when most of these come and go
         with socket.create_connection(("127.0.0.1", engine.port)) as sock:
-            sock.sendall(b"GET /server_info HTTP/1.1\r\nHost: x\r\n\r\n")
+            sock.sendall(b"GET /server_info HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert engine.generate(**bodies(1)[0])["output_ids"] == before
 
 

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
 from slime.config import Config, derive
-from slime.engine.embedded.__main__ import with_key
+from slime.engine.embedded.__main__ import control_key, with_keys
+from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.http.bridge import EngineBridge
+from slime.engine.embedded.http.server import EngineServer
 from slime.engine.embedded.options import parse_options
 from slime.engine.fleet.capabilities import probe
 from slime.engine.fleet.engines import Engines
 from slime.engine.fleet.external import ExternalEngines
 from slime.engine.fleet.states import Load, ask_load
 from slime.engine.http.errors import EngineRejected
-from slime.engine.http.key import KEY_VARIABLE, engine_key, made_key
+from slime.engine.http.key import CONTROL_KEY_VARIABLE, KEY_VARIABLE, engine_key, key_variable, made_key
 from slime.engine.http.pool import EnginePool
 from slime.errors import UserError
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.trajectory import generate_and_rm_group
+from slime.utils.http_utils import post
 from tests.engine.conftest import EngineProcess
 
 KEY = "open-sesame"
@@ -91,14 +98,98 @@ def test_the_key_of_the_environment_is_for_engines_of_others(config: Config, mon
     assert engine_key(config.replace(rollout_external_engine_addrs=None)) is None
 
 
-def test_engines_beyond_loopback_have_a_key_of_their_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_run_makes_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    assert made_key(["127.0.0.1", "127.0.0.2", "::1", "localhost"]) is None
-    for address in ("0.0.0.0", "::", "", "10.0.0.2", "fd00::1", "gpu1"):
-        made = [made_key(["127.0.0.1", address]) for _ in range(2)]
-        assert len({str(key) for key in made if key is not None and len(key) >= 32}) == 2
+    made = {made_key() for _ in range(2)}
+    assert len(made) == 2
+    assert all(len(key) >= 32 for key in made)
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    assert (made_key(["10.0.0.2"]), made_key(["127.0.0.1"])) == (KEY, None)
+    assert made_key() == KEY
+    for address in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
+        assert key_variable(address) == CONTROL_KEY_VARIABLE
+    for address in ("0.0.0.0", "::", "", "10.0.0.2", "fd00::1", "gpu1"):
+        assert key_variable(address) == KEY_VARIABLE
+
+
+def test_generation_on_loopback_is_open_to_programs_and_control_is_not(engine: EngineProcess) -> None:
+    def status(path: str, body: Any = None, **headers: str) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=60)
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        data = None if body is None else json.dumps(body)
+        connection.request("GET" if body is None else "POST", path, data, headers)
+        answered = connection.getresponse().status
+        connection.close()
+        return answered
+
+    app = EngineServer(EngineBridge(EngineCore(parse_options(["--model-path", "m"]), on_death=print))).app
+    control = {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None}
+    is_open = {path for method, path in control if method == "GET"} | {"/generate", "/v1/completions"}
+    is_open = (is_open | {"/v1/chat/completions", "/get_weight_version"}) - {"/flush_cache"}
+    json_type = {"Content_Type": "application/json"}
+    version = engine.get("/server_info")[1]["weight_version"]
+    for method, path in control:
+        body = None if method in ("GET", "HEAD") else {}
+        if path not in is_open:
+            assert status(path, body, **json_type) == 401, path
+            assert status(path, body, **json_type, Authorization="Bearer wrong") == 401, path
+        else:
+            assert status(path, body, **json_type) in (200, 400), path
+    assert len(control) - len(is_open) > 10
+    key = f"Bearer {engine.key}"
+    assert status("/flush_cache", {}, **json_type, Authorization=key) == 200
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+        assert status("/generate", ONE_TOKEN, Content_Type=kind) == 415
+        assert status("/flush_cache", {}, Content_Type=kind, Authorization=key) == 415
+    for host in (
+        "evil.example",
+        "evil.example:80",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "[",
+        "x@[::1",
+        "",
+    ):
+        assert status("/generate", ONE_TOKEN, Host=host, **json_type) == 403, host
+        assert status("/server_info", Host=host) == 403, host
+    for host in ("localhost:5", "LOCALHOST.", "127.0.0.1", "[::1]:7", "10.1.2.3", "a.localhost"):
+        assert status("/generate", ONE_TOKEN, Host=host, **json_type) == 200, host
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:1", f"http://127.0.0.1:{engine.port}.evil.example"):
+        assert status("/generate", ONE_TOKEN, Origin=origin, **json_type) == 403, origin
+    assert status("/generate", ONE_TOKEN, Origin=f"http://127.0.0.1:{engine.port}", **json_type) == 200
+    shown = {"Host": "gpu1.cluster", "Origin": "http://evil.example", "Authorization": key}
+    assert status("/generate", ONE_TOKEN, **shown, **json_type) == 200  # who has the key may come from anywhere
+    assert engine.get("/server_info")[1]["weight_version"] == version
+    assert engine.key not in json.dumps(engine.get("/server_info")[1])
+
+
+def test_a_served_engine_keeps_its_key_in_a_file_of_its_user_where_an_attached_run_finds_it(
+    qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in (KEY_VARIABLE, CONTROL_KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = with_keys(parse_options(["--model-path", "m"]))
+    settings = {"rollout_batch_size": 1, "num_rollout": 1}
+    attached = derive(
+        Config(
+            hf_checkpoint=str(qwen3_folder), rollout_external_engine_addrs=["127.0.0.1:7", "localhost:8"], **settings
+        )
+    )
+    assert engine_key(attached) is None
+    with control_key(options, 7) as keyed:
+        file = tmp_path / "slime" / "engine_keys" / "7"
+        assert keyed.admin_api_key is not None
+        assert keyed.api_key is None
+        assert file.read_text().strip() == keyed.admin_api_key == engine_key(attached)
+        assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+        elsewhere = attached.replace(rollout_external_engine_addrs=["10.0.0.1:7"])
+        assert engine_key(elsewhere) is None  # another machine's engine never sees it
+        with (
+            control_key(options, 8),
+            pytest.raises(UserError, match=r"127\.0\.0\.1:7 and localhost:8 have different keys: start all"),
+        ):
+            engine_key(attached)
+    assert not list(file.parent.iterdir())
 
 
 def test_a_run_asks_its_engines_beyond_loopback_with_its_key(
@@ -131,11 +222,23 @@ def test_a_run_asks_its_engines_beyond_loopback_with_its_key(
             assert runtime.router_address == (None, False, engines.key)
 
 
+def test_a_plugin_that_asks_for_an_abort_shows_the_key_of_its_run(engine: EngineProcess, qwen3_folder: Path) -> None:
+    config = derive(Config(hf_checkpoint=str(qwen3_folder), rollout_batch_size=1, num_rollout=1))
+    with pytest.raises(EngineRejected, match="401"):
+        asyncio.run(post(f"{engine.url}/abort_request", {"abort_all": True}))
+    shown = {"api_key": engine.key, "is_open": True}
+    with RolloutRuntime(config, [engine.url], dispatch=generate_and_rm_group, **shown) as runtime:
+        assert runtime.args.sglang_router_port == engine.port  # no hop for plugins that post on their own
+        assert runtime.run(post(f"{engine.url}/abort_request", {"abort_all": True}))["success"] is True
+        with pytest.raises(EngineRejected, match="401"):
+            runtime.run(post(f"http://localhost:{engine.port}/abort_request", {"abort_all": True}))
+
+
 def test_an_engine_that_others_can_reach_never_goes_without_a_key(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def key_of(*words: str) -> str | None:
-        return with_key(parse_options(["--model-path", "m", *words])).api_key
+        return with_keys(parse_options(["--model-path", "m", *words])).api_key
 
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     assert key_of() is None

@@ -259,6 +259,7 @@ def guarded(qwen3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def ask(engine: EngineProcess, path: str, body: Any = None, key: bytes | None = "sésame".encode()) -> tuple[int, Any]:
     request = urllib.request.Request(engine.url + path, data=None if body is None else json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
     if key is not None:
         request.add_header("Authorization", (b"Bearer " + key).decode("latin-1"))
     try:

@@ -22,6 +22,7 @@ from slime.engine.fleet.capabilities import Capabilities, probe, without_missing
 from slime.engine.fleet.engines import Engines, check_engines, count_engines
 from slime.engine.fleet.external import ExternalEngines
 from slime.engine.fleet.processes import EngineFleet
+from slime.engine.http.key import KEY_VARIABLE
 from slime.engine.http.plain_http import NoAnswer, ask
 from slime.engine.sglang.installed import SGLANG, find_installed, installed_version
 from slime.engine.sglang.router import RoutedPool, RouterDied
@@ -120,6 +121,7 @@ def test_the_command_line_of_a_server(model: str, tmp_path: Path) -> None:
     written = [options(one["argv"]) for one in told]
     assert [one.pop("port") for one in written] == ports
     assert len({one.pop("nccl-port") for one in written}) == 2
+    assert {one.pop("api-key") for one in written} == {fleet.key}
     assert [one.pop("random-seed") for one in written] == ["5", "6"]
     assert written[0] == written[1] == {
         "model-path": model, "host": "127.0.0.1", "device": "cpu", "dtype": "float32", "tp-size": "1", "base-gpu-id": "0",
@@ -226,16 +228,22 @@ def test_a_router_gets_its_flags_and_the_servers_as_workers(model: str, tmp_path
     assert engines.pids() == []
 
 
-def test_servers_and_routers_beyond_loopback_ask_for_the_key_of_the_run(model: str, tmp_path: Path) -> None:
-    with Engines(config_for(model, host="0.0.0.0"), device="cpu", run_dir=tmp_path) as engines:
-        assert engines.key is not None
-        assert options(report(tmp_path, "engine-0")["argv"])["api-key"] == engines.key
-        assert options(report(tmp_path, "router")["argv"])["api-key"] == engines.key
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_servers_and_routers_ask_for_the_key_of_the_run_which_no_command_line_has(
+    model: str, tmp_path: Path, host: str
+) -> None:
+    config = config_for(model, host=host)
+    with Engines(config, device="cpu", run_dir=tmp_path) as engines:
+        told = [report(tmp_path, name) for name in ("engine-0", "router")]
+        assert [options(one["argv"])["api-key"] for one in told] == [engines.key, engines.key]
+        assert KEY_VARIABLE not in told[0]["env"]  # what the server starts need not know it
         assert [one["api_key"] for one in ask("GET", f"{engines.router_url}/workers")[1]["workers"]] == [engines.key]
-    with Engines(config_for(model), device="cpu", run_dir=tmp_path / "alone") as engines:
-        assert engines.key is None
-        assert "api-key" not in options(report(tmp_path / "alone", "engine-0")["argv"])
-        assert "api_key" not in ask("GET", f"{engines.router_url}/workers")[1]["workers"][0]
+        words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in engines.pids()]
+        assert sum(b"launch_" in line for line in words) >= 2
+        assert not any(engines.key.encode() in line for line in words)
+        with RolloutRuntime(config, engines.urls, dispatch=generate_and_rm_group, **engines.addresses()) as runtime:
+            own = f"http://127.0.0.1:{runtime.args.sglang_router_port}"  # plugins need no key there
+            assert ask("GET", f"{own}/workers")[1] == {"workers": [{"id": "0", "url": engines.urls[0]}]}
 
 
 def test_a_restarted_server_comes_back_to_its_router_at_the_same_address(model: str, tmp_path: Path) -> None:
@@ -287,12 +295,11 @@ def test_a_frozen_model_has_its_own_servers_and_address(model: str, tmp_path: Pa
         assert options(report(tmp_path, "engine-0")["argv"])["context-length"] == "77"
         assert options(report(tmp_path, "judge-0")["argv"])["model-path"] == str(tmp_path / "judge")
         with RolloutRuntime(config, engines.urls, dispatch=generate_and_rm_group, **engines.addresses()) as runtime:
-            assert get_model_url(runtime.args, "actor") == f"{engines.urls[0]}/generate"
-            assert get_model_url(runtime.args, "nobody", "/v1/models") == f"{engines.urls[0]}/v1/models"
-            judge = get_model_url(runtime.args, "judge", "")
-            assert ask("GET", f"{judge}/workers")[1]["workers"] == [
-                {"id": str(number), "url": url} for number, url in enumerate(engines.model_urls["judge"])
-            ]
+            actor, judge = (get_model_url(runtime.args, name, "") for name in ("actor", "judge"))
+            assert get_model_url(runtime.args, "nobody", "/v1/models") == f"{actor}/v1/models"
+            for address, urls in ((actor, engines.urls), (judge, engines.model_urls["judge"])):
+                workers = [{"id": str(number), "url": url} for number, url in enumerate(urls)]
+                assert ask("GET", f"{address}/workers")[1]["workers"] == workers
     file.write_text(
         yaml.safe_dump({"sglang": [{"name": "a", "server_groups": [{"num_gpus": 3, "overrides": {"tpsize": 1}}]}]})
     )

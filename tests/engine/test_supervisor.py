@@ -49,7 +49,7 @@ def two_engines(
     with EngineFleet(config, device="cpu", run_dir=run_dir, model_path=folder) as fleet:
 
         async def make() -> EnginePool:
-            return EnginePool(fleet.urls, patience_s=240.0)
+            return EnginePool(fleet.urls, patience_s=240.0, api_key=fleet.key)
 
         pool = loop.run(make())
         supervisor = Supervisor(fleet, pool, loop.run, Watch(**settings), refresh=None)

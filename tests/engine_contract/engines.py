@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from slime.config import Config
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient
+from slime.engine.http.key import authorization
 from tests.e2e.runs import wait_until
 
 SGLANG_PYTHON = os.environ.get("SLIME_SGLANG_PYTHON")
@@ -59,7 +60,9 @@ class Engine:
         """What the coroutine of `use(client)` returns."""
 
         async def once() -> Any:
-            async with EngineClient(self.url, timeout_s=120.0, control_timeout_s=120.0) as client:
+            async with EngineClient(
+                self.url, timeout_s=120.0, control_timeout_s=120.0, api_key=self.fleet.key
+            ) as client:
                 return await use(client)
 
         return asyncio.run(once())
@@ -73,7 +76,8 @@ class Engine:
 
     def post(self, path: str, body: Any) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **authorization(self.fleet.key)}
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=120) as response:
                 return response.status, json.load(response)
@@ -81,7 +85,8 @@ class Engine:
             return refused.code, refused.read().decode()
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=120) as response:
+        request = urllib.request.Request(self.url + path, headers=authorization(self.fleet.key))
+        with urllib.request.urlopen(request, timeout=120) as response:
             return json.load(response)
 
     def in_background(self, function: Callable[[], T]) -> Future[T]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import slime
+from slime.cluster.secrets import kept_key
 from slime.engine.http.plain_http import ask
 from slime.errors import UserError
 from tests.e2e.runs import Running, started, wait_until
@@ -63,7 +64,9 @@ def test_a_run_attaches_and_leaves_the_engines_running(
     assert len(result.metrics) == 2
     assert not list((tmp_path / "out" / "logs").glob("engine-*"))
     for address in addresses:
-        assert ask("GET", f"http://{address}/model_info")[1]["weight_version"] == "2"
+        key = kept_key(int(address.rpartition(":")[2]))
+        assert ask("GET", f"http://{address}/model_info", api_key=key)[1]["weight_version"] == "2"
+        assert ask("POST", f"http://{address}/pause_generation", {})[0] == 401
         assert ask("GET", f"http://{address}/health")[0] == 200
 
 

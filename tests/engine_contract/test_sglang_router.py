@@ -14,7 +14,6 @@ import pytest
 
 from slime.config import Config
 from slime.engine.fleet.capabilities import PAUSE_MODES, UPDATE_ROUTES, probe
-from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.plain_http import NoAnswer, ask
 from slime.engine.http.protocol import generate_payload
 from slime.engine.sglang.router import RoutedPool, RouterDied, SglangRouter
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.parametrize("running", ["sglang"], indirect=True)
 @pytest.fixture
 def router(engine: Engine, first_model: Path, tmp_path: Path) -> Iterator[SglangRouter]:
     config = Config(hf_checkpoint=str(first_model), carried={"router_policy": "round_robin"}, **engine_flags("sglang"))
-    made = SglangRouter(config, run_dir=tmp_path)
+    made = SglangRouter(config, run_dir=tmp_path, key=engine.fleet.key)
     made.start(engine.fleet.launches)
     yield made
     made.stop()
@@ -37,7 +36,7 @@ def router(engine: Engine, first_model: Path, tmp_path: Path) -> Iterator[Sglang
 
 def through(router: SglangRouter, params: dict[str, Any], input_ids: list[int] = PROMPT) -> Any:
     body = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True}
-    status, answer = ask("POST", f"{router.url}/generate", body, timeout_s=60)
+    status, answer = ask("POST", f"{router.url}/generate", body, timeout_s=60, api_key=router.key)
     assert status == 200, answer
     return answer
 
@@ -61,7 +60,7 @@ def test_fields_that_the_router_drops_still_reach_the_engine(engine: Engine, rou
     assert through(router, params)["output_ids"] != [284, 284, 284]
 
     async def scenario() -> Any:
-        pool = RoutedPool([engine.url], router.url)
+        pool = RoutedPool([engine.url], router.url, api_key=router.key)
         result = await pool.generate_result(generate_payload(PROMPT, params))
         await pool.aclose()
         return result
@@ -71,7 +70,7 @@ def test_fields_that_the_router_drops_still_reach_the_engine(engine: Engine, rou
 
 def test_a_pool_generates_through_it_and_aborts_at_the_engine(engine: Engine, router: SglangRouter) -> None:
     async def scenario() -> Any:
-        pool = RoutedPool([engine.url], router.url)
+        pool = RoutedPool([engine.url], router.url, api_key=router.key)
         payload = {"input_ids": PROMPT, "sampling_params": LONG, "return_logprob": True}
         asked = asyncio.ensure_future(pool.generate_result(payload, 7))
         await asyncio.to_thread(after_first_tokens, engine)
@@ -89,8 +88,8 @@ def test_workers_come_and_go_and_a_dead_router_is_reported(engine: Engine, route
     assert [worker["url"] for worker in router.workers()] == [engine.url]
     router.remove_worker(engine.url)
     assert wait_for(lambda: router.workers() == [])
-    status, _ = ask("POST", f"{router.url}/generate", {"input_ids": PROMPT, "sampling_params": GREEDY})
-    assert status == 503
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    assert ask("POST", f"{router.url}/generate", body, api_key=router.key)[0] == 503
     router.add_worker(engine.url)
     assert wait_for(lambda: [worker["is_healthy"] for worker in router.workers()] == [True])
     assert len(through(router, GREEDY)["output_ids"]) == 16
@@ -101,30 +100,22 @@ def test_workers_come_and_go_and_a_dead_router_is_reported(engine: Engine, route
 
 
 def test_the_server_can_do_all_that_a_run_may_ask(engine: Engine, first_model: Path) -> None:
-    found = probe(engine.url)
+    found = probe(engine.url, api_key=engine.fleet.key)
     assert (found.kind, found.model_path) == ("sglang", str(first_model))
     assert found.pause_modes == set(PAUSE_MODES)
     assert found.transports == set(UPDATE_ROUTES)
     assert (found.releases_memory, found.echoes_weight_version, found.returns_log_probs) == (True, True, True)
 
 
-def test_it_shows_the_engines_their_key(engine: Engine, first_model: Path, tmp_path: Path) -> None:
-    flags = engine_flags("sglang") | {"rollout_backend": "embedded", "rollout_num_gpus": 1}
-    config = Config(hf_checkpoint=str(first_model), **flags)
+def test_servers_and_router_ask_for_the_key_which_no_command_line_shows(engine: Engine, router: SglangRouter) -> None:
     body = {"input_ids": PROMPT, "sampling_params": GREEDY}
-    with EngineFleet(config, device="cpu", run_dir=tmp_path, model_path=first_model, key="sesame") as locked:
-        assert ask("POST", f"{locked.urls[0]}/generate", body)[0] == 401
-        for host, without in (
-            ("127.0.0.1", 200),
-            ("0.0.0.0", 401),
-        ):  # where others reach it, it asks for the key itself
-            router = SglangRouter(config.replace(host=host), run_dir=tmp_path, key="sesame")
-            try:
-                router.start(locked.launches)
-                assert ask("POST", f"{router.url}/generate", body)[0] == without
-                assert ask("POST", f"{router.url}/generate", body, api_key="sesame")[0] == 200
-            finally:
-                router.stop()
+    for url in (engine.url, router.url):
+        assert ask("POST", f"{url}/generate", body)[0] == 401
+        assert ask("POST", f"{url}/generate", body, api_key=router.key)[0] == 200
+        assert ask("POST", f"{url}/flush_cache", {})[0] == 401
+    words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (*engine.fleet.pids(), *router.pids())]
+    assert words
+    assert not any(router.key.encode() in line for line in words)
 
 
 def wait_for(condition: Any) -> bool:

@@ -98,7 +98,8 @@ def make_partial(real_engine, folders, write_plugin):
             carried=carried,
             **flags,
         )
-        runtimes.append(RolloutRuntime(derive(config), [real_engine.url], dispatch=generate_and_rm_group))
+        shown = {"api_key": real_engine.key, "is_open": True}
+        runtimes.append(RolloutRuntime(derive(config), [real_engine.url], dispatch=generate_and_rm_group, **shown))
         return runtimes[-1]
 
     yield make

@@ -104,7 +104,7 @@ def make(config: Config, source: AdapterSource, clients: list[EngineClient], run
 def test_engines_have_the_merged_models_bytes(
     tmp_path: Path, folder: Path, fleet: EngineFleet, run_async: Loop, transport: str
 ) -> None:
-    source, clients = AdapterSource(folder), [EngineClient(url) for url in fleet.urls]
+    source, clients = AdapterSource(folder), [EngineClient(url, api_key=fleet.key) for url in fleet.urls]
     config = Config(
         hf_checkpoint=str(folder), update_weight_transport=transport, check_weight_update_equal=True, **LORA
     )
@@ -135,7 +135,7 @@ def test_engines_have_the_merged_models_bytes(
 def test_an_engine_that_was_started_again_needs_the_adapter_alone(
     tmp_path: Path, folder: Path, fleet: EngineFleet, run_async: Loop, transport: str
 ) -> None:
-    source, clients = AdapterSource(folder), [EngineClient(url) for url in fleet.urls]
+    source, clients = AdapterSource(folder), [EngineClient(url, api_key=fleet.key) for url in fleet.urls]
     config = Config(hf_checkpoint=str(folder), update_weight_transport=transport, **LORA)
     publisher = make(config, source, clients, tmp_path, run_async)
     publisher.publish(3)
@@ -160,7 +160,7 @@ def test_an_engine_that_was_started_again_needs_the_adapter_alone(
 def test_an_adapter_that_does_not_fit_leaves_the_version_before(
     tmp_path: Path, folder: Path, fleet: EngineFleet, run_async: Loop, transport: str
 ) -> None:
-    source, client = AdapterSource(folder), EngineClient(fleet.urls[0])
+    source, client = AdapterSource(folder), EngineClient(fleet.urls[0], api_key=fleet.key)
     config = Config(hf_checkpoint=str(folder), update_weight_transport=transport, **LORA)
     publisher = make(config, source, [client], tmp_path, run_async)
     publisher.publish(5)

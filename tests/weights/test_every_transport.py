@@ -125,7 +125,7 @@ def test_engines_have_the_trainers_bytes(
 ) -> None:
     folder, fleet = engines_of(kind)
     config = make_config(folder, **TRANSPORTS[transport])
-    clients = [EngineClient(url) for url in fleet.urls]
+    clients = [EngineClient(url, api_key=fleet.key) for url in fleet.urls]
     results, seen = [], []
     with TrainerGroup(config, device="cpu", run_dir=tmp_path) as trainers:
         trainers.start()

@@ -49,7 +49,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[En
 
 @pytest.fixture
 def clients(fleet: EngineFleet, run_async: Loop) -> Iterator[list[EngineClient]]:
-    made = [EngineClient(url) for url in fleet.urls]
+    made = [EngineClient(url, api_key=fleet.key) for url in fleet.urls]
     yield made
     for client in made:
         run_async(client.aclose())

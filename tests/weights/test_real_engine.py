@@ -85,7 +85,7 @@ def test_the_engine_scores_with_the_published_weights(
     tmp_path: Path, folder: Path, fleet: EngineFleet, run_async: Any, transport: str
 ) -> None:
     trainer = Trainer(folder)
-    client = EngineClient(fleet.urls[0])
+    client = EngineClient(fleet.urls[0], api_key=fleet.key)
     config = Config(hf_checkpoint=str(folder), update_weight_transport=transport, update_weight_pause_mode="abort")
     publisher = make_publisher(
         config, device="cpu", run_dir=tmp_path, source=trainer, clients=[client], run_async=run_async
@@ -150,7 +150,7 @@ def test_what_engines_cannot_open_goes_the_next_way(
     has_region: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    trainer, client = Sharing(folder, device, has_region=has_region), EngineClient(fleet.urls[0])
+    trainer, client = Sharing(folder, device, has_region=has_region), EngineClient(fleet.urls[0], api_key=fleet.key)
     config = Config(hf_checkpoint=str(folder), update_weight_transport="tensor", update_weight_pause_mode="abort")
     publisher = make_publisher(
         config, device="cuda", run_dir=tmp_path, source=trainer, clients=[client], run_async=run_async
@@ -200,7 +200,7 @@ class InParts(Trainer):
 def test_weights_that_do_not_fit_at_once_come_in_buckets(
     tmp_path: Path, folder: Path, fleet: EngineFleet, run_async: Any
 ) -> None:
-    trainer, client = InParts(folder), EngineClient(fleet.urls[0])
+    trainer, client = InParts(folder), EngineClient(fleet.urls[0], api_key=fleet.key)
     files = TensorPublisher(trainer, [client], run_async, root=tmp_path)
     publisher = SharedMemoryPublisher(
         trainer, [client], run_async, through_files=lambda: files, largest_bytes=1, ways=[HOST]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from slime.agent.adapters.common import Session
+from slime.agent.adapters.common import DEFAULT_SID, Session
 from slime.agent.sampling.model import ChatModel
 from slime.agent.server.answering import answer_stream, answer_whole, json_response
 from slime.agent.server.dialects import Asked, Dialect, Kind, Problem, dialect_of, models_body, refusal_problem
@@ -26,6 +26,7 @@ from slime.agent.server.settings import Opening
 from slime.agent.session.limits import SessionRefusal
 from slime.agent.session.rendering import TemplateRefused
 from slime.agent.session.tree import Turn
+from slime.cluster.http_checks import foreign, no_foreign_pages
 from slime.data.sample import Sample
 from slime.engine.http.answers import parse_json
 from slime.engine.http.pool import EnginePool
@@ -81,7 +82,7 @@ class BaseAdapter:
         self._sessions: Sessions | None = None
         self._held: dict[str, OpenSession] = {}
         self._idle: dict[str, asyncio.Event] = {}
-        self.app = web.Application(client_max_size=MOST_BODY_BYTES)
+        self.app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[no_foreign_pages])
         self.app.on_startup.append(self._start)
         self.app.on_cleanup.append(self._stop)
         self._register_routes()
@@ -165,6 +166,8 @@ class BaseAdapter:
         try:
             body = self._preprocess_body(await _object_of(request))
             sid = self._session_id(request, body)
+            if sid == DEFAULT_SID and (found := foreign(request.headers)) is not None:  # an id that everybody knows
+                raise Problem(Kind.NO_SESSION, found.message)
             held = self._session_of(sid)
             asked = self._translate(dialect, request, body)
             with _Answering(self, sid):

@@ -28,6 +28,7 @@ from slime.agent.server.dialects import (
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.session.limits import SessionRefusal
 from slime.agent.session.rendering import TemplateRefused
+from slime.cluster.http_checks import no_foreign_pages
 from slime.engine.http.answers import parse_json
 
 MOST_BODY_BYTES = 64 << 20
@@ -41,7 +42,7 @@ class AgentApp:
     def __init__(self, sessions: Sessions, tokenizer: Any, names: Sequence[str], door: Door | None = None) -> None:
         self._sessions, self._tokenizer, self._names = sessions, tokenizer, tuple(names)
         self._door = door
-        self.app = web.Application(client_max_size=MOST_BODY_BYTES)
+        self.app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[no_foreign_pages])
         for dialect in DIALECTS:
             for path in dialect.paths:
                 self.app.router.add_post(path, partial(self._post, dialect))

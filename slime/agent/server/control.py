@@ -5,7 +5,6 @@ Invariant: only who has the secret is heard. Bodies are the journal's bytes (`Co
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,8 +16,8 @@ from slime.agent.server.listeners import Listeners
 from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import Opening
 from slime.agent.session.records import BadRecord, message_record
+from slime.cluster.http_checks import shows_key
 from slime.data.journal.codec import Codec
-from slime.engine.http.key import authorization
 from slime.engine.http.pool import EnginePool
 
 MOST_BODY_BYTES = 1 << 30
@@ -33,7 +32,7 @@ class ControlApp:
         self, sessions: Sessions, pool: EnginePool, listeners: Listeners, secret: str, door: Door | None = None
     ) -> None:
         self._sessions, self._pool, self._listeners = sessions, pool, listeners
-        self._expected = authorization(secret)["Authorization"].encode()
+        self._secret = secret
         self._codec = Codec()
         self.app = web.Application(client_max_size=MOST_BODY_BYTES)
         calls: dict[str, Call] = {
@@ -53,8 +52,7 @@ class ControlApp:
 
     def _handler(self, call: Call) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(http: web.Request) -> web.Response:
-            given = http.headers.get("Authorization", "").encode(errors="surrogateescape")
-            if not hmac.compare_digest(given, self._expected):
+            if not shows_key(http.headers, self._secret):
                 raise web.HTTPUnauthorized
             try:
                 answer = await call(self._codec.unpack(await http.read()))

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from slime.cluster.http_checks import no_foreign_pages
 from slime.cluster.ports import host_address
 from slime.engine.elastic.joined import Joined, JoinedEngines, Request
 from slime.engine.elastic.shelf import FILES, Shelves, listed
@@ -142,7 +143,7 @@ class Door:
             self.across(coro)
 
     async def _serve(self) -> None:
-        app = web.Application()
+        app = web.Application(middlewares=[no_foreign_pages])
         app.router.add_get(PATH, self._knock)
         app.router.add_get(FILES, self.shelves.serve)
         self.shelves.put(MODEL_SHELF, self._model)

@@ -6,7 +6,6 @@ fetched has the names, sizes and checksums that were listed, or it is not there.
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import aiohttp
 import xxhash
 from aiohttp import web
 
+from slime.cluster.http_checks import shows_key
 from slime.engine.http.key import authorization
 from slime.errors import RunFailed
 
@@ -77,15 +77,14 @@ class Shelves:
 
     def admit(self, ticket: str) -> None:
         """Whoever shows this may fetch."""
-        self._tickets.add(authorization(ticket)["Authorization"])
+        self._tickets.add(ticket)
 
     def dismiss(self, ticket: str) -> None:
-        self._tickets.discard(authorization(ticket)["Authorization"])
+        self._tickets.discard(ticket)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """One file."""
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not any(hmac.compare_digest(given, ticket.encode()) for ticket in self._tickets):
+        if not any(shows_key(request.headers, ticket) for ticket in self._tickets):
             raise web.HTTPUnauthorized
         folder, name = self._folders.get(request.match_info["shelf"]), Path(request.match_info["name"])
         if folder is None or name.is_absolute() or any(part.startswith(".") for part in name.parts):

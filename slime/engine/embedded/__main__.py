@@ -14,14 +14,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from aiohttp import web
 
 from slime.cluster.ports import is_loopback
-from slime.cluster.secrets import ENGINE_KEY_VARIABLE
+from slime.cluster.secrets import CONTROL_KEY_VARIABLE, ENGINE_KEY_VARIABLE, forget_key, keep_key
 from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.http.bridge import EngineBridge, in_daemon_thread
 from slime.engine.embedded.http.requests import ModelFacts
@@ -39,7 +40,7 @@ BACKLOG = 2048  # connections that wait to be taken; the kernel's net.core.somax
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = with_key(parse_options(argv))
+    options = parse_options(argv)
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
@@ -50,17 +51,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def with_key(options: EngineOptions) -> EngineOptions:
-    """With the key that the environment has, if none was given; beyond loopback there always is one. What this process
-    starts need not know it."""
-    found = os.environ.pop(ENGINE_KEY_VARIABLE, None)
-    if options.api_key is not None:
-        return options
-    if not found and not is_loopback(options.host):
-        found = secrets.token_urlsafe(24)
-        shown = f"Authorization: Bearer {found}"
-        print(f"others can reach this engine: it asks for the key {found} ({shown}), see --api-key", flush=True)
-    return replace(options, api_key=found or None)
+def with_keys(options: EngineOptions) -> EngineOptions:
+    """With the keys that the environment has, where none was given. Control routes always have one, and beyond loopback
+    all do. What this process starts need not know them."""
+    everywhere, control = (os.environ.pop(name, None) or None for name in (ENGINE_KEY_VARIABLE, CONTROL_KEY_VARIABLE))
+    everywhere, control = options.api_key or everywhere, options.admin_api_key or control
+    if everywhere is None and not is_loopback(options.host):
+        everywhere = secrets.token_urlsafe(24)
+        shown = f"Authorization: Bearer {everywhere}"
+        print(f"others can reach this engine: it asks for the key {everywhere} ({shown}), see --api-key", flush=True)
+    return replace(options, api_key=everywhere, admin_api_key=control)
+
+
+@contextmanager
+def control_key(options: EngineOptions, port: int) -> Iterator[EngineOptions]:
+    """With a key for the control routes of an engine that nobody gave one; other programs of this user find it in a
+    file, as long as the engine runs."""
+    if options.api_key is not None or options.admin_api_key is not None:
+        yield options
+        return
+    key = secrets.token_urlsafe(32)
+    try:
+        log.info("control routes ask for the key in %s", keep_key(port, key))
+    except OSError as cause:
+        raise UserError(
+            f"the key of the control routes cannot be kept ({cause}): give one in {ENGINE_KEY_VARIABLE}, or a folder "
+            "in XDG_CACHE_HOME that can be written to"
+        ) from cause
+    try:
+        yield replace(options, admin_api_key=key)
+    finally:
+        forget_key(port, key)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -89,7 +110,13 @@ async def listen(app: web.Application, sock: socket.socket) -> web.AppRunner:
 
 
 async def serve(options: EngineOptions) -> int:
+    options = with_keys(options)
     sock = bind(options.host, options.port)
+    with control_key(options, sock.getsockname()[1]) as keyed:
+        return await _serve(keyed, sock)
+
+
+async def _serve(options: EngineOptions, sock: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[BaseException | None] = loop.create_future()
 

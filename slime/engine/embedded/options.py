@@ -31,6 +31,7 @@ class EngineOptions:
     trust_remote_code: bool
     log_level: str
     api_key: str | None
+    admin_api_key: str | None
     max_queued_requests: int
     max_samples_per_request: int
     max_body_mb: int
@@ -75,6 +76,9 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add("--api-key", help="every route but /health* asks for it: Authorization: Bearer KEY; "
         "default: SLIME_ENGINE_API_KEY of the environment; beyond loopback a random one, which is printed")  # fmt: skip
+    add("--admin-api-key", help="control routes (weights, memory, pause, abort, flush) ask for it, in the place of "
+        "--api-key; default: SLIME_ENGINE_ADMIN_API_KEY of the environment; without any key a random one, which is "
+        "kept in ~/.cache/slime/engine_keys/PORT for this user")  # fmt: skip
     add("--max-queued-requests", type=int, default=65536,
         help="samples that may wait or run at once; a request beyond them gets 429")  # fmt: skip
     add("--max-samples-per-request", type=int, default=4096,

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from slime.cluster.node import Slot
+from slime.cluster.ports import is_loopback
 from slime.config import Config
 from slime.engine.fleet.backend import (
     EMBEDDED,
@@ -56,8 +57,9 @@ class Engines:
         self._config = config
         self.backend, _ = choose_backend(config, device)
         self.models = served_models(config, self.backend)
-        self.key = self._choose_key(slots)
-        """What all of them ask for; None where they ask for none."""
+        self.key = engine_key(config) or made_key()
+        """What all of them ask for, unless they are somebody else's and ask for none."""
+        self._slots = slots
         self._fleets: dict[str, EngineFleet | ExternalEngines] = {}
         for number, model in enumerate(self.models):
             name = "engine" if number == 0 else model.name
@@ -116,8 +118,19 @@ class Engines:
             "router_url": self.router_url,
             "router_only": self.models[0].is_disaggregated,
             "api_key": self.key,
+            "is_open": self._is_open(),
             "model_urls": self.model_urls,
         }
+
+    def _is_open(self) -> bool:
+        """Whether what generates asks for no key. SGLang's router and servers of ours always do."""
+        router = self._routers.get(self.models[0].name)
+        if router is not None:
+            return not router.is_ours
+        if self.backend == EXTERNAL:
+            return engine_key(self._config) is None
+        addresses = [self._config.host] if self._slots is None else [slot.node.address for slot in self._slots]
+        return self.backend == EMBEDDED and all(is_loopback(address) for address in addresses)
 
     def without_missing(self, config: Config) -> Config:
         """The config without what the engines turned out to lack; each thing is said in one sentence."""
@@ -223,11 +236,6 @@ class Engines:
         except RunFailed:
             self._trained.check(within_s=_END_IS_SEEN_S)
             raise
-
-    def _choose_key(self, slots: Sequence[Slot] | None) -> str | None:
-        if self.backend == EXTERNAL:
-            return engine_key(self._config)
-        return made_key([self._config.host] if slots is None else {slot.node.address for slot in slots})
 
     def _go_on(self) -> None:
         if self._is_stopped:

@@ -23,6 +23,7 @@ from slime.cluster.ports import require_free_port
 from slime.cluster.process import ProcessSet
 from slime.config import Config
 from slime.engine.fleet.backend import EMBEDDED, choose_backend, installed_sglang
+from slime.engine.http.key import made_key
 from slime.engine.http.plain_http import NoAnswer, ask
 from slime.engine.launch import EMBEDDED_PARSERS, Launch, Ports, Seat, embedded_launch
 from slime.engine.sglang.installed import Installed
@@ -105,7 +106,7 @@ class EngineFleet:
         self._name = name
         self._launcher = tuple(launcher)
         self._slots = slots
-        self.key = key
+        self.key = key or made_key()
         self._processes = ProcessSet()
         self._spare = spare
         self._ports = Ports()

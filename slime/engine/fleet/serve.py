@@ -1,6 +1,7 @@
 """`slime serve` for several engines: a fleet and its router, alone, until it is told to stop.
 
-It takes the engine flags of `train`. What it prints last is the flag with which a run attaches to the engines.
+It takes the engine flags of `train`. What it prints last is the flag with which a run attaches to the engines. On
+loopback their key is kept in files of this user, where that run finds it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import os
 import signal
 import tempfile
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from slime.cluster.devices import resolve_device
+from slime.cluster.ports import is_loopback
 from slime.cluster.precision import choose_dtype, slow_dtype_note
+from slime.cluster.secrets import forget_key, keep_key
 from slime.config import Config
 from slime.config.parser import parse_flags
 from slime.engine.fleet.backend import choose_backend
@@ -21,6 +26,7 @@ from slime.engine.fleet.engines import Engines, check_engines
 from slime.engine.http.key import KEY_VARIABLE
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
+from slime.engine.launch import engine_url
 from slime.errors import UserError
 from slime.models.folder import read_config_json
 from slime.models.shape import count_parameters
@@ -65,18 +71,23 @@ async def _serve(engines: Engines, host: str) -> None:
         await asyncio.gather(starting, return_exceptions=True)
         return
     await starting
-    pool = EnginePool(engines.urls)
-    router = Router(pool) if engines.router_url is None and len(engines.urls) > 1 else None
+    url = engines.router_url
+    pool = EnginePool(engines.urls if url is None else [url], api_key=engines.key)
+    router = Router(pool, key=None if is_loopback(host) else engines.key)
+    served = [*engines.urls, *chain.from_iterable(engines.model_urls.values())]
+    ports = {urlsplit(one).port or 0 for one in served} if is_loopback(host) else set()
     try:
-        own = None if router is None else "http://{}:{}".format(*await router.start(host))
-        _announce(engines, engines.router_url or own)
+        for port in ports:
+            keep_key(port, engines.key)
+        _announce(engines, engine_url(*await router.start(host)))
         while not stop.is_set():
             engines.check()
             await asyncio.wait((stopping,), timeout=_CHECK_S)
     finally:
         stopping.cancel()
-        if router is not None:
-            await router.aclose()
+        for port in ports:
+            forget_key(port, engines.key)
+        await router.aclose()
         await pool.aclose()
 
 
@@ -91,15 +102,14 @@ def _say_precision(config: Config, device: str) -> None:
         print(f"note: {note}", flush=True)
 
 
-def _announce(engines: Engines, router_url: str | None) -> None:
+def _announce(engines: Engines, router_url: str) -> None:
     for number, url in enumerate(engines.urls):
         print(f"engine-{number}  {url}", flush=True)
     for name, urls in list(engines.model_urls.items())[1:]:
         print(f"{name}  {' '.join(urls)}", flush=True)
-    if router_url is not None:
-        print(f"router    {router_url}", flush=True)
+    print(f"router    {router_url}", flush=True)
     addresses = " ".join(url.removeprefix("http://") for url in engines.urls)
-    if engines.key is not None and not os.environ.get(KEY_VARIABLE):
+    if not os.environ.get(KEY_VARIABLE) and not all(is_loopback(urlsplit(url).hostname or "") for url in engines.urls):
         print(f"others can reach these engines, so they ask for a key: {KEY_VARIABLE}={engines.key}", flush=True)
     print(f"attach a run with: --rollout-external-engine-addrs {addresses}", flush=True)
 

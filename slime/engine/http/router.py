@@ -12,6 +12,7 @@ import asyncio
 import aiohttp
 from aiohttp import web
 
+from slime.cluster.http_checks import guard
 from slime.engine.http.errors import EngineError, EngineUnreachable
 from slime.engine.http.pool import EnginePool
 
@@ -37,12 +38,15 @@ _NOT_FORWARDED = frozenset(
 
 
 class Router:
-    """``POST /generate``, ``/v1/*`` forwarded over the pool; ``GET /workers`` and ``GET /health`` answered here."""
+    """``POST /generate``, ``/v1/*`` forwarded over the pool; ``GET /workers`` and ``GET /health`` answered here.
 
-    def __init__(self, pool: EnginePool) -> None:
+    It shows the engines their key, so requests must come from this machine, or show `key`.
+    """
+
+    def __init__(self, pool: EnginePool, *, key: str | None = None) -> None:
         self._pool = pool
         self._runner: web.AppRunner | None = None
-        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(key)])
         self.app.router.add_post("/generate", self._forward)
         self.app.router.add_route("*", "/v1/{rest:.*}", self._forward)
         self.app.router.add_get("/workers", self._workers)

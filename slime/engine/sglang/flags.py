@@ -7,11 +7,12 @@ run decides is refused, so that no two flags ever say different things.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.config import Config
 from slime.config.suggest import did_you_mean
+from slime.engine.http.key import KEY_VARIABLE
 from slime.engine.sglang.installed import Installed, Option
 from slime.errors import UserError
 
@@ -32,6 +33,7 @@ OF_THE_RUN: dict[str, str] = {
     "node-rank": "--rollout-num-gpus-per-engine",
     "dist-init-addr": "--rollout-num-gpus-per-engine",
     "api-key": "the environment variable SLIME_ENGINE_API_KEY",
+    "admin-api-key": "the environment variable SLIME_ENGINE_API_KEY",
     "random-seed": "--seed",
     "log-level": "--log-level",
     "trust-remote-code": "--trust-remote-code",
@@ -41,6 +43,7 @@ OF_THE_RUN: dict[str, str] = {
     "disaggregation-bootstrap-port": "--prefill-num-servers",
 }
 OF_THE_ROUTER: dict[str, str] = {
+    "api-key": "the environment variable SLIME_ENGINE_API_KEY",
     "host": "--host",
     "port": "--sglang-router-port",
     "worker-urls": "--rollout-external-engine-addrs",
@@ -109,3 +112,16 @@ def _word(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+_WITH_KEY = (
+    "import os, runpy, sys; "
+    f"sys.argv = [*sys.argv[1:], '--api-key', os.environ.pop('{KEY_VARIABLE}')]; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+
+
+def keyed_words(python: str, module: str, words: Sequence[str]) -> tuple[str, ...]:
+    """The command line that runs a module with the key in the environment as its `--api-key`. Modules of SGLang take a
+    key in no other way, and a process's real command line is read by everybody on its machine."""
+    return (python, "-c", _WITH_KEY, module, *words)

@@ -13,6 +13,7 @@ from typing import Any
 from slime.cluster.node import OWN_PYTHON, Command
 from slime.config import Config
 from slime.config.suggest import did_you_mean
+from slime.engine.http.key import KEY_VARIABLE
 from slime.engine.launch import (
     STREAM_INTERVAL,
     Launch,
@@ -24,7 +25,7 @@ from slime.engine.launch import (
     engine_url,
     rollout_dtype,
 )
-from slime.engine.sglang.flags import OF_THE_RUN, Flags, check_flags, server_flags, write_flags
+from slime.engine.sglang.flags import OF_THE_RUN, Flags, check_flags, keyed_words, server_flags, write_flags
 from slime.engine.sglang.installed import Installed
 from slime.engine.sglang.topology import ServedModel, ServerGroup
 from slime.errors import UserError
@@ -88,24 +89,25 @@ def sglang_launch(
     model: ServedModel,
     installed: Installed,
     http_port: int | None = None,
-    key: str | None = None,
+    key: str,
 ) -> Launch:
     """A server of a model, by its group and its first GPU among those of the rollout, or one on each node of its seat.
-    A key goes on their command line: SGLang takes it nowhere else."""
+    All of its routes ask for the key: with one for control routes alone, `/server_info` would tell it to everybody."""
     (group, first_gpu), node = place, seat[0].node
     http, rendezvous, bootstrap = ports.take(node, PORTS_PER_ENGINE)
     http = http if http_port is None else http_port
     own = _own_flags(config, device, group, installed) | _role_flags(group, bootstrap)
     if config.use_rollout_routing_replay and model.update_weights:
         own |= {ROUTED_EXPERTS: True}
-    own |= {"random-seed": config.seed + first_gpu} | ({} if key is None else {"api-key": key})
+    own |= {"random-seed": config.seed + first_gpu}
     starts = []
     for rank, (slots, where) in enumerate(_node_flags(by_node(seat), ports, http, rendezvous)):
         own |= where | {"model-path": slots[0].node.path(model.model_path)}
         defaults = ON_A_CPU if device == "cpu" else {}
         flags = defaults | own | server_flags(config) | dict(group.overrides)
         command = _command(config, name, rank, write_flags(flags, installed), installed)
-        env = engine_env(device, slots, seats=seats) | ({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {})
+        env = engine_env(device, slots, seats=seats) | {KEY_VARIABLE: key}
+        env |= {"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {}
         also = (engine_url(node.address, http),) if rank == 0 else ()
         starts.append(Start(slots[0].node, replace(command, env=env, also=also)))
     return Launch(
@@ -152,7 +154,7 @@ def _command(config: Config, name: str, rank: int, words: Sequence[str], install
     python = OWN_PYTHON if config.sglang_python is None else installed.python
     return Command(
         name if rank == 0 else f"{name}-node-{rank}",
-        (python, "-m", "sglang.launch_server", *words),
+        keyed_words(python, "sglang.launch_server", words),
         pass_env=tuple(config.pass_env or ()),
     )
 

@@ -16,16 +16,17 @@ from typing import Any
 
 import aiohttp
 
-from slime.cluster.ports import free_ports, is_loopback, require_free_port
+from slime.cluster.ports import free_ports, require_free_port
 from slime.cluster.process import ChildProcess
 from slime.config import Config
 from slime.engine.http.client import EngineClient, GenerateResult
 from slime.engine.http.errors import EngineError
+from slime.engine.http.key import KEY_VARIABLE
 from slime.engine.http.plain_http import NoAnswer, ask
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import ROUTING_KEY_HEADER
 from slime.engine.launch import Launch, engine_url
-from slime.engine.sglang.flags import OF_THE_ROUTER, Flags, check_flags, router_flags, write_flags
+from slime.engine.sglang.flags import OF_THE_ROUTER, Flags, check_flags, keyed_words, router_flags, write_flags
 from slime.engine.sglang.installed import ROUTER, Installed, find_installed
 from slime.errors import RunFailed, UserError
 
@@ -109,7 +110,7 @@ class RouterDied(RunFailed):
 
 
 class SglangRouter:
-    """The router of one model; it shows the engines their `key`, and asks for the same where others can reach it."""
+    """The router of one model; it shows the engines their `key`, and asks for the same: it takes workers as well."""
 
     def __init__(
         self,
@@ -119,10 +120,10 @@ class SglangRouter:
         name: str = "router",
         disaggregated: bool = False,
         is_first: bool = True,
-        key: str | None = None,
+        key: str,
     ) -> None:
         self._config = config
-        self._key = key
+        self.key = key
         self._name = name
         self._log_path = Path(run_dir) / "logs" / f"{name}.log"
         self._disaggregated = disaggregated
@@ -132,6 +133,7 @@ class SglangRouter:
         self._process: ChildProcess | None = None
         self._added: list[str] = []
         self.url = self._external or ""
+        self.is_ours = self._external is None
 
     def start(self, engines: Sequence[Launch]) -> str:
         """Start the router and give it the engines; returns its URL."""
@@ -154,8 +156,7 @@ class SglangRouter:
         body: dict[str, Any] = {"url": url, "worker_type": worker_type}
         if bootstrap_port is not None:
             body["bootstrap_port"] = bootstrap_port
-        if self._key is not None:
-            body["api_key"] = self._key
+        body["api_key"] = self.key
         self._command("POST", "/workers", body)
         self._added.append(url)
 
@@ -197,7 +198,6 @@ class SglangRouter:
         if asked is not None:
             port = require_free_port(int(asked), config.host, flag="--sglang-router-port")
         flags: Flags = {
-            "api-key": None if is_loopback(config.host) else self._key,
             "host": config.host,
             "port": port,
             "prometheus-host": config.host,
@@ -212,16 +212,18 @@ class SglangRouter:
             {name: value for name, value in flags.items() if name in installed.options} | router_flags(config),
             installed,
         )
-        argv = [installed.python, "-m", "sglang_router.launch_router", *words]
+        argv = keyed_words(installed.python, "sglang_router.launch_router", words)
         self.url = engine_url(config.host, port)
-        self._process = ChildProcess(self._name, argv, pass_env=config.pass_env or (), log_path=self._log_path).start()
+        self._process = ChildProcess(
+            self._name, argv, env={KEY_VARIABLE: self.key}, pass_env=config.pass_env or (), log_path=self._log_path
+        ).start()
 
     def _healthy(self) -> set[str]:
         return {worker["url"] for worker in self.workers() if worker["is_healthy"]}
 
     def _command(self, method: str, path: str, body: Any) -> Any:
         try:
-            status, answer = ask(method, self.url + path, body, api_key=self._key)
+            status, answer = ask(method, self.url + path, body, api_key=self.key)
         except NoAnswer as error:
             self.check()
             raise RunFailed(f"{self._name} at {self.url} did not answer {path}: {error}") from error

@@ -6,7 +6,6 @@ Invariant: malformed requests get 400 and a reason; the engine never dies of one
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 import slime
+from slime.cluster.http_checks import Refusal, foreign, not_json, shows_key
 from slime.engine.embedded.core import PAUSE_MODES
 from slime.engine.embedded.http.bodies import announced, group_name, memory_tags, rendezvous, shared_memory
 from slime.engine.embedded.http.bridge import EngineBridge, Finished, in_daemon_thread
@@ -33,9 +33,29 @@ from slime.engine.embedded.refusals import BadRequest
 log = logging.getLogger(__name__)
 
 _MAX_BLOB = 8 << 30  # weights that come as a body
+_BLOBS_AT, _BLOB = "/update_weights_from_tensor", "application/octet-stream"
 _PROBE_SECONDS = 20.0
 _LOOK_SECONDS = 0.02
 _COLUMNS_HEADER = "X-Slime-Columns"  # the tokens of an answer as columns, for slime's own client
+_OPEN = frozenset(
+    {
+        "/health",
+        "/readiness",
+        "/health_generate",
+        "/server_info",
+        "/get_server_info",
+        "/model_info",
+        "/get_model_info",
+        "/get_weight_version",
+        "/workers",
+        "/v1/loads",
+        "/v1/models",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/generate",
+    }
+)
+"""Routes that change nothing but what they answer. Every other one is a control route, which asks for the key."""
 _GENERATING = ("/generate", "/health_generate", "/v1/completions", "/v1/chat/completions")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -69,7 +89,7 @@ class EngineServer:
         router.add_post("/pause_generation", self.pause_generation)
         router.add_post("/continue_generation", self.continue_generation)
         router.add_post("/update_weights_from_disk", self.update_weights_from_disk)
-        router.add_post("/update_weights_from_tensor", self.update_weights_from_tensor)
+        router.add_post(_BLOBS_AT, self.update_weights_from_tensor)
         router.add_post("/init_weights_update_group", self.init_weights_update_group)
         router.add_post("/update_weights_from_distributed", self.update_weights_from_distributed)
         router.add_post("/destroy_weights_update_group", self.destroy_weights_update_group)
@@ -84,8 +104,8 @@ class EngineServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if not self._may_enter(request):
-                return error_answer(401, "give the API key of this engine: Authorization: Bearer KEY")
+            if (refused := self._refusal(request)) is not None:
+                return error_answer(refused.status, refused.message)
             if self._engine.facts is None and request.path not in ("/server_info", "/get_server_info"):
                 return error_answer(503, "the model is still loading")
             if self.core.stale is not None and request.path in _GENERATING:
@@ -103,13 +123,22 @@ class EngineServer:
             log.exception("%s %s failed", request.method, request.path)
             return error_answer(500, f"this request failed in the engine ({type(error).__name__}: {error})")
 
-    def _may_enter(self, request: web.Request) -> bool:
-        """Whether the request has the key, if there is one; health is everybody's business, as with SGLang."""
-        key = self.core.options.api_key
-        if key is None or request.path.startswith("/health"):
-            return True
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        return hmac.compare_digest(given, f"Bearer {key}".encode())
+    def _refusal(self, request: web.Request) -> Refusal | None:
+        """Why the request is not served, by its key, where it comes from, and the type of its body. Health is open to
+        everybody, as with SGLang, and the key of the control routes opens all."""
+        resource = request.match_info.route.resource
+        if request.path.startswith("/health"):
+            return None
+        options, is_open = self.core.options, resource is None or resource.canonical in _OPEN
+        control = options.admin_api_key or options.api_key
+        keys = (options.api_key, control) if is_open else (control,)
+        if not any(shows_key(request.headers, key) for key in keys):
+            if options.api_key is not None or not is_open:
+                return Refusal(401, "give the API key of this engine: Authorization: Bearer KEY")
+            if (elsewhere := foreign(request.headers, names=(options.host,))) is not None:
+                return elsewhere
+        takes_blobs = request.path == _BLOBS_AT and request.content_type == _BLOB
+        return None if takes_blobs else not_json(request)
 
     # generation
 
@@ -180,7 +209,7 @@ class EngineServer:
 
     async def server_info(self, request: web.Request) -> web.Response:
         info: dict[str, Any] = {"version": slime.__version__, "engine": "slime-embedded", **vars(self.core.options)}
-        del info["api_key"]
+        del info["api_key"], info["admin_api_key"]
         info["status"] = "loading" if self._engine.facts is None else "ready"
         if self._engine.facts is not None:
             info |= await self._engine.call(self.core.info, meets_steps=True)
@@ -252,7 +281,7 @@ class EngineServer:
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
         """JSON naming safetensors files of this machine (shared memory, say), or one safetensors blob as the body."""
-        if request.content_type == "application/octet-stream":
+        if request.content_type == _BLOB:
             blob = await request.clone(client_max_size=_MAX_BLOB).read()
             version = request.query.get("weight_version")
             flush = request.query.get("flush_cache", "true") == "true"
