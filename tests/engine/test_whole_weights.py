@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from tests.tiny_models import make_model_folder
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def loaded(folder: Path) -> EngineCore:
-    core = EngineCore(parse_options(["--model-path", str(folder)]), on_death=lambda error: None)
+def loaded(folder: Path, *options: str) -> EngineCore:
+    core = EngineCore(parse_options(["--model-path", str(folder), *options]), on_death=lambda error: None)
     core.load("cpu")
     return core
 
@@ -75,3 +76,57 @@ def test_files_with_a_part_do_not_make_stale_weights_good(qwen3_folder: Path, tm
     assert core.stale is not None
     core.update_from_files([str(qwen3_folder / "model.safetensors")], "2", flush=True)
     assert core.stale is None
+
+
+OWN_CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path({noted!r}).touch()
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_weights"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def with_code(folder: Path, noted: Path) -> Path:
+    """The folder, whose config names code in it that notes when it is run."""
+    (folder / "own.py").write_text(OWN_CODE.format(noted=str(noted)))
+    config = json.loads((folder / "config.json").read_text()) | {
+        "model_type": "own_weights",
+        "architectures": ["OwnForCausalLM"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def under_short_names(folder: Path) -> dict[str, torch.Tensor]:
+    """Rename a folder's tensors to names that only transformers' loader knows; they are returned under their own."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    short = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(short, path, metadata={"format": "pt"})
+    return tensors
+
+
+@pytest.mark.parametrize("home_has_code", [False, True])
+def test_code_comes_from_the_folder_that_the_engine_was_started_with(tmp_path: Path, home_has_code: bool) -> None:
+    own, foreign = tmp_path / "own_ran", tmp_path / "foreign_ran"
+    home = make_model_folder(tmp_path / "home", "llama")
+    core = loaded(with_code(home, own) if home_has_code else home, "--trust-remote-code")
+    assert own.exists() == home_has_code
+    other = with_code(make_model_folder(tmp_path / "other", "llama", seed=1), foreign)
+    tensors = under_short_names(other)
+    if home_has_code:  # which reads the other folder's weights
+        core.update_from_folder(str(other), "1", flush=True)
+        for name, tensor in weights(core).items():
+            assert torch.equal(tensor, tensors[name]), name
+    else:
+        with pytest.raises(BadRequest, match="pass --trust-remote-code"):
+            core.update_from_folder(str(other), "1", flush=True)
+        assert core.weight_version == "default"
+    assert not foreign.exists()

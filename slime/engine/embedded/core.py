@@ -277,9 +277,11 @@ class EngineCore(LoadedEngine):
             raise BadRequest(f"cannot read {shown(folder)}: {shown(str(cause))}", "model_path") from cause
         if index is not None:
             return self._update_from_delta(Path(folder), index, flush=flush)
-        trust = self.options.trust_remote_code
+        home, trust = self.options.model_path, self.options.trust_remote_code
         return self.update_weights(
-            lambda: loading.load_from_folder(self.views, folder, trust_remote_code=trust), version, flush=flush
+            lambda: loading.load_from_folder(self.views, folder, home=home, trust_remote_code=trust),
+            version,
+            flush=flush,
         )
 
     def _update_from_delta(self, folder: Path, index: DeltaIndex, *, flush: bool) -> int:

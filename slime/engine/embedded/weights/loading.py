@@ -22,6 +22,7 @@ from slime.engine.embedded.refusals import BadRequest, Conflict, HalfWritten, sh
 from slime.engine.embedded.weights.views import FolderViews
 from slime.errors import UserError
 from slime.models.delta.folder import BadDelta, DeltaIndex, OtherBase, delta_entries
+from slime.models.folder import read_config_json
 
 _DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 
@@ -41,7 +42,7 @@ def load_from_files(views: FolderViews, paths: Sequence[str], *, config_folder: 
         names = {name: path.name for path, tensors in files for name in tensors.keys()}  # noqa: SIM118
         targets = views.targets(names)
         if not names.keys() <= targets.keys() and fuses_weights(views.model, config_folder):
-            return _load_through_transformers(views, paths, names, config_folder)
+            return _load_through_transformers(views, paths, names, config_folder, trust_remote_code=False)
         for path, tensors in files:
             for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is no dict)
                 part = tensors.get_slice(name)
@@ -62,16 +63,19 @@ def fuses_weights(model: nn.Module, folder: str) -> bool:
 
 
 def _load_through_transformers(
-    views: FolderViews, paths: Sequence[str], names: dict[str, str], config_folder: str
+    views: FolderViews, paths: Sequence[str], names: dict[str, str], config_folder: str, *, trust_remote_code: bool
 ) -> int:
     """A model folder is laid around the files, loaded as any folder is, and copied over."""
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as place:
+        scratch = Path(place) / Path(config_folder).name  # transformers keeps a folder's code under this name
+        scratch.mkdir()
         for path in paths:
-            (Path(scratch) / Path(path).name).symlink_to(Path(path).resolve())
+            (scratch / Path(path).name).symlink_to(Path(path).resolve())
         index = {"metadata": {"total_size": 0}, "weight_map": names}
-        (Path(scratch) / "model.safetensors.index.json").write_text(json.dumps(index))
-        shutil.copy(Path(config_folder) / "config.json", scratch)
-        return load_from_folder(views, scratch, trust_remote_code=False)
+        (scratch / "model.safetensors.index.json").write_text(json.dumps(index))
+        for file in ("config.json", *(path.name for path in Path(config_folder).glob("*.py") if trust_remote_code)):
+            shutil.copy(Path(config_folder) / file, scratch)
+        return load_from_folder(views, str(scratch), home=str(scratch), trust_remote_code=trust_remote_code)
 
 
 @contextmanager
@@ -111,8 +115,12 @@ def check_shapes(views: FolderViews, shapes: Mapping[str, tuple[int, ...]], sour
         _check(targets, name, shape, source)
 
 
-def load_from_folder(views: FolderViews, folder: str, *, trust_remote_code: bool) -> int:
-    """A Hugging Face folder; one whose names differ from the model's own goes through transformers' loader."""
+def load_from_folder(views: FolderViews, folder: str, *, home: str, trust_remote_code: bool) -> int:
+    """A Hugging Face folder; one whose names differ from the model's own goes through transformers' loader.
+
+    With trust, and where the model came from (`home`) has code of its own, that code reads the weights. Code that lies
+    in any other folder is never run.
+    """
     paths = sorted(str(p) for p in Path(folder).glob("*.safetensors"))
     if not paths:
         raise BadRequest(f"{folder} has no *.safetensors files")
@@ -120,6 +128,11 @@ def load_from_folder(views: FolderViews, folder: str, *, trust_remote_code: bool
     if names <= views.targets(names).keys():
         require_whole(views, names, folder)
         return load_from_files(views, paths, config_folder=folder)
+    if trust_remote_code and Path(folder).resolve() != Path(home).resolve():
+        if "auto_map" in read_config_json(home):
+            files = _file_of_each(paths)
+            return _load_through_transformers(views, paths, files, home, trust_remote_code=True)
+        trust_remote_code = False
     from slime.models.loading import load_causal_lm  # transformers
 
     targets, dtype = views.model.state_dict(), next(views.model.parameters()).dtype
@@ -137,8 +150,13 @@ def load_from_folder(views: FolderViews, folder: str, *, trust_remote_code: bool
 
 def names_in(paths: Sequence[str]) -> set[str]:
     """The tensors of safetensors files."""
+    return set(_file_of_each(paths))
+
+
+def _file_of_each(paths: Sequence[str]) -> dict[str, str]:
+    """The name of the file that each tensor lies in."""
     with _readable(paths) as files:
-        return {name for _, tensors in files for name in tensors.keys()}  # noqa: SIM118
+        return {name: path.name for path, tensors in files for name in tensors.keys()}  # noqa: SIM118
 
 
 def require_whole(views: FolderViews, names: set[str], source: str) -> None:
