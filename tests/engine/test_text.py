@@ -97,6 +97,54 @@ def test_no_beginning_of_a_stop_string_leaks() -> None:
     assert streamed(letters("the ST"), ["STOP"])[1] == "the ST"  # held back to the end, and then told
 
 
+def test_all_text_is_told_but_what_may_begin_a_stop_string() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        stops = ["".join(rng.choices("ab", k=rng.randint(1, 7))) for _ in range(rng.randint(1, 4))]
+        words = ["".join(rng.choices("ab", k=rng.randint(1, 3))) for _ in range(40)]
+        stream = TextStream(Words(*words), stops, skip_special_tokens=False, streamed=True)
+        text = told = ""
+        for token, word in enumerate(words):
+            before, text = text, text + word
+            found = [(at, len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
+            matched = stream.push(token)
+            assert matched == (min(found)[2] if found else None), (stops, text)
+            if found:
+                assert stream.cut == min(found)[0]
+                assert not any(stop in before for stop in stops)
+                break
+            if rng.random() < 0.7:  # a client may be told after several tokens
+                told += stream.take()
+                held = [
+                    n for n in range(len(text) + 1) if any(stop.startswith(text[len(text) - n :]) for stop in stops)
+                ]
+                assert told == text[: len(text) - max(held)], (stops, text)
+
+
+def test_long_stop_strings_cost_time_linear_in_the_text() -> None:
+    compared = 0
+
+    class Counted(str):
+        def __getitem__(self, key: Any) -> str:
+            nonlocal compared
+            compared += 1
+            return super().__getitem__(key)
+
+        def startswith(self, *given: Any) -> bool:
+            nonlocal compared
+            compared += 1
+            return super().startswith(*given)
+
+    stops = [Counted(chr(99 + number) * 2 + "ab" * 500) for number in range(32)]
+    stops += [Counted("ab" * 500 + chr(99 + number)) for number in range(32)]
+    text = "ab" * 700 + "b" + "ab" * 300
+    stream = TextStream(Words("a", "b"), stops, skip_special_tokens=False, streamed=True)
+    for letter in text:
+        assert stream.push("ab".index(letter)) is None
+        stream.take()
+    assert compared <= 2 * len(text) * len(stops)
+
+
 @pytest.mark.parametrize("skip", [True, False])
 def test_special_tokens_are_found_by_their_text(skip: bool) -> None:
     tokens = [*ids("the answer"), IM_END, *ids(" more")]

@@ -67,6 +67,8 @@ class TextStream:
         self._whole = _Decoded(tokenizer, skip_special_tokens=False) if both else None
         self._streamed = streamed
         self._tail = ""  # the last `_reach` characters of the whole text
+        self._begun = [0] * len(self._stops)  # characters of each stop string that the text ended with at the last look
+        self._unseen = 0  # characters since then
         self._marks = deque([(0, 0)])  # lengths of the whole text and of the shown one, as they grew together
         self._untaken = ""
         self._taken = 0
@@ -83,12 +85,14 @@ class TextStream:
         length, shown_length = self._marks[-1]
         self._marks.append((length + len(whole), shown_length + len(shown)))
         text, start = self._tail + whole, length - len(self._tail)
-        hits = [(at, len(s), s) for s in self._stops if (at := text.find(s)) >= 0]
+        begin = len(self._tail) + 1  # a match ends in what is new
+        hits = [(at, len(s), s) for s in self._stops if (at := text.find(s, max(0, begin - len(s)))) >= 0]
         if hits:
             at, _, matched = min(hits)
             self.cut = self._shown_place(start + at)
             return matched
         self._tail = text[max(0, len(text) - self._reach) :]
+        self._unseen += len(whole)
         while len(self._marks) > 1 and self._marks[1][0] <= length + len(whole) - self._reach:
             self._marks.popleft()
         return None
@@ -105,21 +109,28 @@ class TextStream:
         return piece
 
     def _held(self) -> int:
-        """Characters at the end with which a stop string may have begun."""
-        for count in range(len(self._tail), 0, -1):
-            end = self._tail[-count:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return count
-        return 0
+        """Characters at the end with which a stop string may have begun.
+
+        Each string is compared once for every new character and once for every character that is given up again, so
+        the whole text takes time linear in its length.
+        """
+        tail = self._tail
+        for place, stop in enumerate(self._stops):
+            count = min(self._begun[place] + self._unseen, len(stop) - 1, len(tail))
+            while count and not tail.endswith(stop[:count]):
+                count -= 1
+            self._begun[place] = count
+        self._unseen = 0
+        return max(self._begun)
 
     def _shown_place(self, place: int) -> int:
         """The place in the shown text of one in the whole text."""
-        before, after = self._marks[0], self._marks[0]
-        for mark in self._marks:
-            if mark[0] > place:
-                after = mark
+        before, after = self._marks[0], self._marks[-1]
+        for mark in reversed(self._marks):  # most places are near the end
+            if mark[0] <= place:
+                before = mark
                 break
-            before = after = mark
+            after = mark
         return before[1] + min(place - before[0], after[1] - before[1])
 
 
