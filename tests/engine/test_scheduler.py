@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from slime.engine.embedded.cache import KVCache
+from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.sampling_params import SamplingParams
 from slime.engine.embedded.scheduler import GrowthEstimate, Scheduler, Turns
 from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.steps import Counters, Steps
 
 PROMPT, LIMIT = 64, 512
 FULL = Turns.mixed_tokens  # of an extend step that a crowd fills
@@ -27,7 +30,7 @@ class Engine:
         for prompt, length in zip(prompts, lengths, strict=True):
             seq = Sequence("rid", prompt, SamplingParams(), frozenset(), LIMIT, notify=lambda seq: None)
             self.lengths[seq] = length
-            self.scheduler.waiting.append(seq)
+            self.scheduler.add([seq])
 
     def run(self) -> None:
         s = self.scheduler
@@ -208,3 +211,57 @@ def test_who_found_no_room_is_not_tried_at_every_step() -> None:
     assert not turns.prompt_tokens(crowd, 20, mixes=True)
     turns.made_room()
     assert turns.prompt_tokens(crowd, 20, mixes=True)
+
+
+def test_many_aborts_look_at_those_that_they_abort() -> None:
+    compared = 0
+
+    class Watched(Sequence):
+        __hash__ = object.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return self is other
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    core = EngineCore(parse_options(["--model-path", "m"]), on_death=print)
+    core.scheduler = Scheduler(KVCache(64), max_running=8, context_len=8, chunk=8)
+    core.steps = Steps(core.scheduler, None, Counters(), version="1", fresh_cache=lambda: KVCache(64))  # type: ignore[arg-type]
+    told: list[Sequence] = []
+    count, of_each = 4096, 2
+    core._accept(
+        [
+            Watched(Name(f"{at // of_each}"), [5], SamplingParams(), frozenset(), 4, notify=told.append)
+            for at in range(count)
+        ]
+    )
+    aborted = [at for at in range(count // of_each) if at % 8 == 3]
+    assert [core.abort(Name(f"{at}")) for at in aborted] == [of_each] * len(aborted)
+    core.steps.settle()
+    assert sorted({int(seq.rid) for seq in told}) == aborted
+    assert [core.abort(f"{at}") for at in aborted[:3]] == [0, 0, 0]
+    assert [int(seq.rid) for seq in core.scheduler.all()[::of_each]] == [at for at in range(2048) if at % 8 != 3]
+    assert compared < 10 * len(aborted) * of_each
+    core.abort_all()
+    core.steps.settle()
+    assert (core.scheduler.idle, len(told), core.scheduler._by_rid) == (True, count, {})
+
+
+def test_a_sequence_that_starts_over_is_still_found_by_its_request() -> None:
+    scheduler = Scheduler(KVCache(64), max_running=8, context_len=8, chunk=8)
+    first, second = (Sequence(rid, [5, 6], SamplingParams(), frozenset(), 4, notify=print) for rid in "ab")
+    scheduler.add([first, second])
+    for extend in scheduler.next_extends("1"):
+        scheduler.prefilled(extend.sequence)
+    scheduler.retract(second)
+    assert scheduler.of_request("b") == list(scheduler.waiting) == [second]
+    scheduler.leave(second)
+    assert (scheduler.of_request("b"), scheduler.of_request("a")) == ([], [first])

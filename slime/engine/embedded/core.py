@@ -161,13 +161,13 @@ class EngineCore(LoadedEngine):
 
     def _accept(self, sequences: list[Sequence]) -> None:
         self.counters.requests += len(sequences)
-        self.scheduler.waiting.extend(sequences)
+        self.scheduler.add(sequences)
 
     # commands, run through `call`
 
     def abort(self, rid: str, reason: str = "aborted by request") -> int:
         """Abort the request whose id is `rid`, all of its samples; returns how many sequences that were."""
-        hit = [s for s in self.scheduler.all() if s.rid == rid]
+        hit = self.scheduler.of_request(rid)
         for seq in hit:
             self._abort(seq, reason)
         return len(hit)

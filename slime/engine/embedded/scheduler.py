@@ -10,8 +10,8 @@ run out all the same, the youngest running sequences give theirs back and start 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,6 +133,32 @@ class Turns:
         self._was_refused = False
 
 
+class WaitingQueue:
+    """Sequences in the order in which they begin; one that leaves takes constant time, wherever it stands."""
+
+    def __init__(self) -> None:
+        self._members: OrderedDict[Sequence, None] = OrderedDict()
+
+    def append(self, seq: Sequence) -> None:
+        self._members[seq] = None
+
+    def appendleft(self, seq: Sequence) -> None:
+        self._members[seq] = None
+        self._members.move_to_end(seq, last=False)
+
+    def popleft(self) -> Sequence:
+        return self._members.popitem(last=False)[0]
+
+    def discard(self, seq: Sequence) -> None:
+        self._members.pop(seq, None)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+
 class Scheduler:
     def __init__(
         self,
@@ -154,7 +180,8 @@ class Scheduler:
     def reset(self, cache: KVCache) -> None:
         """Nobody is here, and all slots of `cache` are free."""
         self.cache = cache
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
+        self._by_rid: dict[str, dict[Sequence, None]] = {}
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
         self._unshared: list[Sequence] = []  # they run, and others will share their prompts
@@ -166,6 +193,16 @@ class Scheduler:
 
     def all(self) -> list[Sequence]:
         return [*self.running, *self.prefilling, *self.waiting]
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Newcomers, behind all who wait."""
+        for seq in sequences:
+            self.waiting.append(seq)
+            self._by_rid.setdefault(seq.rid, {})[seq] = None
+
+    def of_request(self, rid: str) -> list[Sequence]:
+        """The sequences of a request that are here."""
+        return list(self._by_rid.get(rid, ()))
 
     @property
     def free_rows(self) -> int:
@@ -203,7 +240,8 @@ class Scheduler:
             self.prefilling.append(seq)
             room = room - wanted if room < float("inf") else self._expected_room()
             in_flight.setdefault(tuple(seq.prompt_ids[:_KEY]), []).append(seq.array)
-        self.waiting.extendleft(reversed(skipped))
+        for seq in reversed(skipped):
+            self.waiting.appendleft(seq)
         return extends
 
     def _in_flight_prompts(self) -> dict[tuple[int, ...], list[np.ndarray]]:
@@ -309,7 +347,7 @@ class Scheduler:
 
     def retract(self, seq: Sequence) -> None:
         """Take the slots away; the sequence starts over from its tokens when there is room."""
-        self.leave(seq)
+        self._leave_queues(seq)
         self._give_back(seq)
         self.waiting.appendleft(seq)
         self.retractions += 1
@@ -324,12 +362,17 @@ class Scheduler:
 
     def leave(self, seq: Sequence) -> None:
         """It is in no queue any more; its slots are still its own."""
-        if seq in self._unshared:
-            self._unshared.remove(seq)
-        for place in (self.running, self.prefilling, self.waiting):
+        self._leave_queues(seq)
+        same_request = self._by_rid.get(seq.rid, {})
+        same_request.pop(seq, None)
+        if not same_request:
+            self._by_rid.pop(seq.rid, None)
+
+    def _leave_queues(self, seq: Sequence) -> None:
+        self.waiting.discard(seq)
+        for place in (self._unshared, self.running, self.prefilling):
             if seq in place:
                 place.remove(seq)
-                return
 
     def _give_back(self, seq: Sequence) -> None:
         slots = self.slots_of(seq)
