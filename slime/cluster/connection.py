@@ -2,20 +2,21 @@
 
 Invariant: on a TCP listener nobody is heard before he has proven to know the token, and the token itself never travels:
 each side answers the other's random challenge with an HMAC of it. Whoever fails, stays silent or sends more than a
-proof is disconnected, and nobody else waits for him.
+proof is disconnected, and nobody else waits for him. However many come, they take one thread and bounded descriptors.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hmac
 import os
 import secrets
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout
 from slime.errors import UserError
@@ -29,6 +30,9 @@ _CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
 _NAME_BYTES = 64
 _PROOF_S = 10.0
+_MOST_STRANGERS = 256
+"""Connections beside the expected ones that may be about to prove themselves."""
+_ACCEPT_AGAIN_S = 0.1
 
 
 def add_channel_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,17 +85,38 @@ def connect(host: str, port: int, *, name: str, token: str, timeout_s: float = 6
         raise
 
 
+@dataclass
+class _Stranger:
+    """A connection whose proof has not come yet."""
+
+    sock: socket.socket
+    challenge: bytes
+    deadline: float
+    said: bytes = b""
+
+
 class Listener:
-    """Lets in processes that know the token, each once, by the name it was expected under."""
+    """Lets in processes that know the token, each once, by the name it was expected under.
+
+    One thread reads what all strangers send. Of more strangers than `_MOST_STRANGERS` the oldest are disconnected: a
+    proof takes one round trip.
+    """
 
     def __init__(self, address: str, token: str) -> None:
         self._token = token
         self._socket = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self._socket.setblocking(False)
         self.address, self.port = self._socket.getsockname()[:2]
         self._came: dict[str, Channel] = {}
         self._expected: set[str] = set()
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._accept, name="cluster-listener", daemon=True)
+        self._strangers: dict[socket.socket, _Stranger] = {}  # oldest first
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._waker, wakened = socket.socketpair()
+        self._selector.register(wakened, selectors.EVENT_READ)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._serve, args=(wakened,), name="cluster-listener", daemon=True)
         self._thread.start()
 
     def words_for(self, name: str) -> Sequence[str]:
@@ -113,52 +138,94 @@ class Listener:
 
     def close(self) -> None:
         """Let nobody else in. Safe to call again."""
-        with contextlib.suppress(OSError):  # closed already, or a system where a listener is never connected
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes up who accepts
-        self._socket.close()
+        self._is_closed = True
+        self._waker.close()
+        self._thread.join()
         with self._changed:
             nobody_waits_for, self._came = list(self._came.values()), {}
             self._expected.clear()
         for channel in nobody_waits_for:
             channel.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._admit, args=(sock,), name="cluster-handshake", daemon=True).start()
+    # the thread
 
-    def _admit(self, sock: socket.socket) -> None:
+    def _serve(self, wakened: socket.socket) -> None:
+        while not self._is_closed:
+            now = time.monotonic()
+            for stranger in [one for one in self._strangers.values() if one.deadline <= now]:
+                self._disconnect(stranger)
+            nearest = min((one.deadline for one in self._strangers.values()), default=None)
+            for key, _ in self._selector.select(None if nearest is None else nearest - now):
+                if key.fileobj is self._socket:
+                    self._accept()
+                elif isinstance(key.data, _Stranger):
+                    self._hear(key.data)
+        for stranger in list(self._strangers.values()):
+            self._disconnect(stranger)
+        self._selector.close()
+        self._socket.close()
+        wakened.close()
+
+    def _accept(self) -> None:
+        most = _MOST_STRANGERS + len(self._expected)
         try:
-            name = self._proven_name(sock, time.monotonic() + _PROOF_S)
-        except (OSError, ChannelClosed):  # a stranger: nothing of the run depends on him
-            sock.close()
+            sock, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionError):  # he is gone already
             return
+        except OSError:  # no descriptor is left
+            if not self._strangers:
+                time.sleep(_ACCEPT_AGAIN_S)
+            most = len(self._strangers) - 1
+        else:
+            sock.setblocking(False)
+            stranger = _Stranger(sock, secrets.token_bytes(_CHALLENGE_BYTES), time.monotonic() + _PROOF_S)
+            self._strangers[sock] = stranger
+            self._selector.register(sock, selectors.EVENT_READ, stranger)
+            try:
+                sock.sendall(stranger.challenge)
+            except OSError:
+                self._disconnect(stranger)
+        while self._strangers and len(self._strangers) > most:
+            self._disconnect(next(iter(self._strangers.values())))
+
+    def _hear(self, stranger: _Stranger) -> None:
+        if stranger.sock not in self._strangers:
+            return  # disconnected since he was heard of
+        try:
+            said = stranger.sock.recv(_PROOF_BYTES + _CHALLENGE_BYTES + _NAME_BYTES - len(stranger.said))
+            stranger.said += said
+            if not said:
+                self._disconnect(stranger)
+            elif len(stranger.said) == _PROOF_BYTES + _CHALLENGE_BYTES + _NAME_BYTES:
+                self._admit(stranger)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._disconnect(stranger)
+
+    def _admit(self, stranger: _Stranger) -> None:
+        """Let a stranger in who has proven to know the token, and show him that the driver does."""
+        proof, theirs = stranger.said[:_PROOF_BYTES], stranger.said[_PROOF_BYTES : _PROOF_BYTES + _CHALLENGE_BYTES]
+        name = stranger.said[_PROOF_BYTES + _CHALLENGE_BYTES :].rstrip(b"\0").decode(errors="replace")
         with self._changed:
-            if name not in self._expected:
-                sock.close()
+            knows = hmac.compare_digest(proof, _proof(self._token, b"client", stranger.challenge))
+            if not knows or name not in self._expected:
+                self._disconnect(stranger)
                 return
+            stranger.sock.sendall(_proof(self._token, b"driver", theirs))
+            self._forget(stranger)
+            stranger.sock.setblocking(True)
             self._expected.discard(name)
-            self._came[name] = _channel(sock)
+            self._came[name] = _channel(stranger.sock)
             self._changed.notify_all()
 
-    def _proven_name(self, sock: socket.socket, deadline: float) -> str:
-        """Who is there, once he has proven to know the token and was shown that the driver does."""
-        ours = secrets.token_bytes(_CHALLENGE_BYTES)
-        sock.settimeout(_PROOF_S)
-        sock.sendall(ours)
-        said = _exactly(sock, _PROOF_BYTES + _CHALLENGE_BYTES + _NAME_BYTES, deadline)
-        proof, theirs = said[:_PROOF_BYTES], said[_PROOF_BYTES : _PROOF_BYTES + _CHALLENGE_BYTES]
-        name = said[_PROOF_BYTES + _CHALLENGE_BYTES :].rstrip(b"\0").decode(errors="replace")
-        if not hmac.compare_digest(proof, _proof(self._token, b"client", ours)):
-            raise ChannelClosed("a wrong token")
-        with self._changed:
-            if name not in self._expected:
-                raise ChannelClosed(f"{name} is not expected")
-        sock.sendall(_proof(self._token, b"driver", theirs))
-        return name
+    def _forget(self, stranger: _Stranger) -> None:
+        if self._strangers.pop(stranger.sock, None) is not None:
+            self._selector.unregister(stranger.sock)
+
+    def _disconnect(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        stranger.sock.close()
 
 
 def _channel(sock: socket.socket) -> Channel:

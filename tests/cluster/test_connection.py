@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import resource
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -132,6 +134,38 @@ def stranger_at(listener: Listener) -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
         assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
         yield stranger
+
+
+def test_a_crowd_of_strangers_takes_no_thread_each_and_keeps_nobody_out(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_PROOF_S", 600.0)
+    monkeypatch.setattr(connection, "_MOST_STRANGERS", 8, raising=False)
+    threads = threading.active_count()
+    listener.words_for("trainer-0")
+    with contextlib.ExitStack() as crowd:
+        strangers = [crowd.enter_context(stranger_at(listener)) for _ in range(40)]
+        assert threading.active_count() == threads
+        assert all(closed_by_the_other_side(one) for one in strangers[:30])  # the oldest
+        connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
+        listener.wait_for("trainer-0", 120).close()
+        assert len(listener._strangers) <= 9
+
+
+def test_a_listener_that_runs_out_of_descriptors_disconnects_strangers_and_goes_on(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_PROOF_S", 600.0)
+    listener.words_for("trainer-0")
+    with stranger_at(listener) as stranger, socket.socket() as next_one:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.ExitStack() as until_now:
+            until_now.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (next_one.fileno() + 1, limits[1]))
+            next_one.connect(("127.0.0.1", listener.port))
+            assert closed_by_the_other_side(stranger)
+    connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
+    listener.wait_for("trainer-0", 120).close()
 
 
 def test_a_listener_without_the_token_is_not_believed() -> None:
