@@ -220,3 +220,43 @@ def test_a_request_that_fails_in_a_stream_says_so(call: str) -> None:
     assert events[-1] == b"data: [DONE]"
     error = json.loads(events[-2].removeprefix(b"data: "))["error"]
     assert (error["code"], error["type"], error["message"]) == (500, "server_error", "broken on purpose")
+
+
+class StuckCore(ScriptedCore):
+    """Keeps every sequence until it is aborted; one with the prompt [9] fails at once."""
+
+    def __init__(self, *options: str) -> None:
+        super().__init__(*options)
+        self.kept: set[Sequence] = set()
+        self.most = 0
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            if seq.prompt_ids == [9]:
+                seq.end({"type": "abort", "message": "broken on purpose", "status_code": 500})
+                seq.notify(seq)
+            else:
+                self.kept.add(seq)
+        self.most = max(self.most, len(self.kept))
+
+    def abort_sequences(self, sequences: list[Sequence], reason: str) -> None:
+        self.kept -= set(sequences)
+
+    def call(self, function: Callable[[], Any], *, meets_steps: bool = False) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function())
+        return done
+
+
+@pytest.mark.parametrize(("call", "prompts"), [("/generate", "input_ids"), ("/v1/completions", "prompt")])
+def test_a_batch_of_which_one_fails_leaves_nothing_running(call: str, prompts: str) -> None:
+    core = StuckCore("--max-queued-requests", "40")
+
+    async def use(client: EngineClient) -> None:
+        for _ in range(3):
+            with pytest.raises(EngineFailed, match=r"500.*broken on purpose"):
+                await client._json("POST", call, {prompts: [[5]] * 20 + [[9]] + [[5]] * 11}, deadline_s=120)
+            assert core.kept == set()
+
+    served(core, use)
+    assert 20 <= core.most <= 31

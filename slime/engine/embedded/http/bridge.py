@@ -95,6 +95,19 @@ class EngineBridge:
             _raise_failure(seq)
         return [Finished(request, seq, tokens) for seq, tokens in zip(sequences, written, strict=True)]
 
+    async def run_all(self, requests: SequenceOf[GenerateRequest], *, writes: bool = True) -> list[list[Finished]]:
+        """All samples of several requests. When one fails the others are aborted, and are out of the engine before the
+        failure is raised: nobody would read their answers."""
+        running = [asyncio.ensure_future(self.run(request, writes=writes)) for request in requests]
+        try:
+            return await asyncio.gather(*running)
+        except Exception:
+            for one in running:
+                one.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            await self.call(lambda: None, meets_steps=True)  # behind their aborts
+            raise
+
     async def answered(self, finished: SequenceOf[Finished], make: Callable[[list[str]], T]) -> T:
         """What `make`, in the thread that writes answers, says of the texts of finished sequences."""
         return await self.writer.make([final_text(each.sequence) for each in finished], make)

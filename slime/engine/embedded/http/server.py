@@ -151,7 +151,7 @@ class EngineServer:
                 return await self._stream(request, requests[0])
         writes = _COLUMNS_HEADER not in request.headers
         with self._engine.admitted(requests):
-            results = await asyncio.gather(*(self._engine.run(r, writes=writes) for r in requests))
+            results = await self._engine.run_all(requests, writes=writes)
         version, done = self.core.weight_version, [each for finished in results for each in finished]
         is_list = batched or requests[0].params.n > 1
 
