@@ -1,17 +1,19 @@
-"""A model folder has every tensor of the model, or it is none."""
+"""What is loaded into an engine: whole models, read with the engine's own code, while nothing runs that must not."""
 
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.core import PAUSE_MODES, EngineCore
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.refusals import BadRequest
+from slime.engine.embedded.weights.groups import Announced
 from tests.tiny_models import make_model_folder
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -130,3 +132,39 @@ def test_code_comes_from_the_folder_that_the_engine_was_started_with(tmp_path: P
             core.update_from_folder(str(other), "1", flush=True)
         assert core.weight_version == "default"
     assert not foreign.exists()
+
+
+def test_released_weights_are_not_read_for_a_checksum(qwen3_folder: Path) -> None:
+    core = loaded(qwen3_folder)
+    before = core.check_weights("checksum")
+    core.release_memory(["weights"])
+    with pytest.raises(BadRequest, match="the weights are released: call /resume_memory_occupation first"):
+        core.check_weights("checksum")
+    assert core.check_weights("shapes")["shapes"]["lm_head.weight"] == [320, 64]  # known without them
+    core.resume_memory(["weights"])
+    assert core.check_weights("checksum") == before
+
+
+@pytest.mark.parametrize("mode", PAUSE_MODES)
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_update_that_pauses_by_itself_leaves_an_engine_paused_that_another_client_paused(
+    qwen3_folder: Path, mode: str, fails: bool
+) -> None:
+    class Bucket:
+        bucket = Announced("g", [], [], [], 1, 1, None)
+
+        def load(self, views: object) -> int:
+            assert core.paused
+            if fails:
+                raise BadRequest("broken on purpose")
+            return 0
+
+    core = loaded(qwen3_folder)
+    for is_paused in (True, False):
+        if is_paused:
+            core.pause("in_place")
+        with pytest.raises(BadRequest) if fails else nullcontext():
+            core.update_from_shared(Bucket(), "7", flush=False, pause_mode=mode)  # type: ignore[arg-type]
+        assert core.paused == is_paused
+        assert core.weight_version == ("default" if fails else "7")
+        core.resume()

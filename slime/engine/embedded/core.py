@@ -233,8 +233,7 @@ class EngineCore(LoadedEngine):
         `bucket` names what was loaded of an update that goes on; `whole` weights make good whatever was wrong before.
         All but an adapter (`keeps_base`) overwrite the weights that adapters are merged into.
         """
-        if "weights" in self._released:
-            raise BadRequest("the weights are released: call /resume_memory_occupation first")
+        self._require_weights()
         try:
             copied = load()
         except HalfWritten as error:
@@ -254,6 +253,10 @@ class EngineCore(LoadedEngine):
         if bucket is None and version is not None:
             self.steps.version = version
         return copied
+
+    def _require_weights(self) -> None:
+        if "weights" in self._released:
+            raise BadRequest("the weights are released: call /resume_memory_occupation first")
 
     def update_from_files(self, paths: list[str], version: str | None, *, flush: bool) -> int:
         folder = self.options.model_path
@@ -318,14 +321,15 @@ class EngineCore(LoadedEngine):
         self, opened: OpenBucket, version: str | None, *, flush: bool, pause_mode: str | None
     ) -> int:
         """Copy such a bucket; the version is taken with the last. With a pause mode it is all of `pause`, update and
-        `resume`."""
+        `resume`; an engine that somebody else has paused stays so."""
+        was_paused = self.paused
         if pause_mode is not None:
             self.pause(pause_mode)
         try:
             left = opened.bucket.left_of(version)
             return self.update_weights(lambda: opened.load(self.views), version, flush=flush, bucket=left)
         finally:
-            if pause_mode is not None:
+            if pause_mode is not None and not was_paused:
                 self.resume()
 
     def _adapter_from_group(self, bucket: Announced, facts: AdapterFacts, version: str | None, *, flush: bool) -> int:
@@ -354,6 +358,7 @@ class EngineCore(LoadedEngine):
         """`checksum`: xxh3-128 of every tensor; `shapes`: what an update may name."""
         if action == "shapes":
             return {"shapes": {name: list(tensor.shape) for name, tensor in self.views.readable().items()}}
+        self._require_weights()
         from slime.models.delta.tensors import tensor_checksums  # zstandard, xxhash
 
         return {"checksums": tensor_checksums(self.views.readable().items())}
