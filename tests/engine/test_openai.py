@@ -300,3 +300,34 @@ def test_bodies_samples_and_the_queue_are_bounded(guarded: EngineProcess) -> Non
     ask(guarded, "/continue_generation", {})
     assert asked.result(240)[0] == 200
     assert ask(guarded, "/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 2})[0] == 200
+
+
+def test_log_probs_of_completions_have_the_shape_of_completions(engine: EngineProcess) -> None:
+    """Columns of tokens, as OpenAI's client types them; a chat has a list of objects."""
+    client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0)
+    asked: dict[str, Any] = {"model": "m", "prompt": [11, 12, 13], "max_tokens": 6, "temperature": 0}
+    params = {"max_new_tokens": 6, "temperature": 0}
+    told = engine.generate(input_ids=[11, 12, 13], sampling_params=params, return_logprob=True, top_logprobs_num=2)
+    sampled = [(entry[1], entry[0]) for entry in told["meta_info"]["output_token_logprobs"]]
+    words = [make_tokenizer().decode([token]) for token, _ in sampled]
+    for top in (0, 2):
+        found = client.completions.create(**asked, logprobs=top).choices[0].logprobs
+        pieces = [one.choices[0].logprobs for one in client.completions.create(**asked, logprobs=top, stream=True)]
+        assert found is not None
+        assert set(found.to_dict()) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+        assert found.tokens == words
+        assert found.token_logprobs == pytest.approx([logprob for _, logprob in sampled], abs=1e-5)
+        assert found.text_offset == [len("".join(words[:at])) for at in range(len(words))]
+        for name in ("tokens", "text_offset"):
+            assert [one for piece in pieces for one in getattr(piece, name)] == getattr(found, name)
+        if not top:
+            assert found.top_logprobs is None
+            continue
+        assert found.top_logprobs is not None
+        for word, logprob, best in zip(words, found.token_logprobs or [], found.top_logprobs, strict=True):
+            assert best[word] == logprob == max(best.values())
+            assert len(best) <= top
+    assert client.completions.create(**asked).choices[0].logprobs is None
+    said = client.chat.completions.create(model="m", messages=[USER], max_tokens=2, logprobs=True, top_logprobs=1)  # type: ignore[list-item]
+    assert said.choices[0].logprobs is not None
+    assert len(said.choices[0].logprobs.content or []) == 2

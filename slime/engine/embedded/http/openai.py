@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
 from collections.abc import Mapping
@@ -130,7 +131,7 @@ class OpenAIRoutes:
         with self._engine.admitted(requests):
             if requests[0].stream:
                 return await self._stream(http, body, requests, head, reading)
-            results = await asyncio.gather(*(self._engine.run(request) for request in requests))
+            results = await self._engine.run_all(requests)
         done = [each for finished in results for each in finished]
         rest = {"usage": _usage(results), "metadata": {"weight_version": self._engine.core.weight_version}}
 
@@ -147,15 +148,21 @@ class OpenAIRoutes:
         piece = whole(finished.sequence, text)
         reply = Reply(None) if reading is None else reading.reply()
         content = {"text": text} if reading is None else {"message": reply.message(text)}
-        return {**content, "finish_reason": _reason(piece, reply), "logprobs": self._logprobs(piece, finished.request)}
+        logprobs = self._logprobs(piece, finished.request, is_chat=reading is not None)
+        return {**content, "finish_reason": _reason(piece, reply), "logprobs": logprobs}
 
-    def _logprobs(self, piece: Piece, request: GenerateRequest) -> dict[str, Any] | None:
+    def _logprobs(
+        self, piece: Piece, request: GenerateRequest, *, is_chat: bool, offset: int = 0
+    ) -> dict[str, Any] | None:
+        """In the shape of chats or in that of completions, whose text the piece continues at `offset`."""
         if not request.return_logprob:
             return None
         tops = piece.top or [[] for _ in piece.ids]
         named = list({*piece.ids, *(i for best in tops for _, i in best)})
         texts = self._engine.loaded.tokenizer.batch_decode([[i] for i in named]) if named else []
         words = dict(zip(named, texts, strict=True))
+        if not is_chat:
+            return _columns(piece, tops if request.top_logprobs else None, words, offset)
         return {
             "content": [
                 {"token": words[t], "logprob": lp,
@@ -177,17 +184,36 @@ class OpenAIRoutes:
         [request] = requests
         with_usage = Fields(body.body.get("stream_options") or {}).flag("include_usage")
         kind = "text_completion" if reading is None else "chat.completion.chunk"
-        reply = Reply(None) if reading is None else reading.reply()
+        reply, offset = Reply(None) if reading is None else reading.reply(), 0
         async with event_stream(http) as response:
             async for seq, piece in self._engine.pieces(request):
                 said: dict[str, Any] = {"text": piece.text}
                 if reading is not None:
                     said = {"delta": reply.delta(piece.text, ends=piece.finish is not None)}
-                ends = {"finish_reason": _reason(piece, reply), "logprobs": self._logprobs(piece, request)}
+                logprobs = self._logprobs(piece, request, is_chat=reading is not None, offset=offset)
+                if logprobs is not None and reading is None:
+                    offset += sum(map(len, logprobs["tokens"]))
+                ends = {"finish_reason": _reason(piece, reply), "logprobs": logprobs}
                 await send_event(response, {**head, "object": kind, "choices": [{"index": 0, **said, **ends}]})
                 if piece.finish is not None and with_usage:
                     await send_event(response, {**head, "object": kind, "choices": [], "usage": _counted([[seq]])})
         return response
+
+
+def _columns(
+    piece: Piece, tops: list[list[tuple[float, int]]] | None, words: Mapping[int, str], offset: int
+) -> dict[str, Any]:
+    """Log-probs as OpenAI's completions have them. Of several tokens with one text the likeliest is named; the sampled
+    one always is."""
+    tokens = [words[token] for token in piece.ids]
+    top = None
+    if tops is not None:
+        top = [
+            {words[i]: p for p, i in reversed(best)} | {words[token]: logprob}
+            for token, logprob, best in zip(piece.ids, piece.logprobs, tops, strict=True)
+        ]
+    offsets = [offset + before for before in itertools.accumulate(map(len, tokens), initial=0)][: len(tokens)]
+    return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
 def _reason(piece: Piece, reply: Reply) -> str | None:
