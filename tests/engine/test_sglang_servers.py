@@ -241,6 +241,8 @@ def test_servers_and_routers_ask_for_the_key_of_the_run_which_no_command_line_ha
         words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in engines.pids()]
         assert sum(b"launch_" in line for line in words) >= 2
         assert not any(engines.key.encode() in line for line in words)
+        logs = list((tmp_path / "logs").iterdir())
+        assert {log.stat().st_mode & 0o777 for log in logs if engines.key in log.read_text()} == {0o600}
         with RolloutRuntime(config, engines.urls, dispatch=generate_and_rm_group, **engines.addresses()) as runtime:
             own = f"http://127.0.0.1:{runtime.args.sglang_router_port}"  # plugins need no key there
             assert ask("GET", f"{own}/workers")[1] == {"workers": [{"id": "0", "url": engines.urls[0]}]}

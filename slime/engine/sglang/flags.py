@@ -115,7 +115,8 @@ def _word(value: Any) -> str:
 
 
 _WITH_KEY = (
-    "import os, runpy, sys; "
+    "import os, runpy, stat, sys; "
+    "[os.fchmod(log, 0o600) for log in (1, 2) if stat.S_ISREG(os.fstat(log).st_mode)]; "
     f"sys.argv = [*sys.argv[1:], '--api-key', os.environ.pop('{KEY_VARIABLE}')]; "
     "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
@@ -123,5 +124,6 @@ _WITH_KEY = (
 
 def keyed_words(python: str, module: str, words: Sequence[str]) -> tuple[str, ...]:
     """The command line that runs a module with the key in the environment as its `--api-key`. Modules of SGLang take a
-    key in no other way, and a process's real command line is read by everybody on its machine."""
+    key in no other way, and a process's real command line is read by everybody on its machine. They also write their
+    options to their log, which is this user's alone therefore."""
     return (python, "-c", _WITH_KEY, module, *words)
