@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 
@@ -27,12 +27,10 @@ class SpecInfo:
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Add one engine call. A call without speculative decoding changes nothing."""
-        if not meta_info.get("spec_verify_ct"):
-            return
+        """Add one engine call with speculative decoding."""
         self.spec_accept_token_num += int(meta_info.get("spec_accept_token_num") or 0)
         self.spec_draft_token_num += int(meta_info.get("spec_draft_token_num") or 0)
-        self.spec_verify_ct += int(meta_info["spec_verify_ct"])
+        self.spec_verify_ct += int(meta_info.get("spec_verify_ct") or 0)
         self.completion_token_num += int(meta_info.get("completion_tokens") or 0)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> SpecInfo:
@@ -43,7 +41,8 @@ class SpecInfo:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, int]) -> SpecInfo:
-        return cls(**data)
+        """The counts under their names; those that are missing are 0, other names are left out."""
+        return cls(**{one.name: data[one.name] for one in fields(cls) if one.name in data})
 
 
 @dataclass
@@ -71,4 +70,5 @@ class PrefixCacheInfo:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, int]) -> PrefixCacheInfo:
-        return cls(**data)
+        """The counts under their names; those that are missing are 0, other names are left out."""
+        return cls(**{one.name: data[one.name] for one in fields(cls) if one.name in data})

@@ -132,7 +132,7 @@ class PrototypeBuilder:
             raise UserError(f"{where}: the chat template refuses this prompt ({error})") from error
 
     def _has_template(self) -> bool:
-        return self.tokenizer is not None and bool(self.tokenizer.chat_template)
+        return bool(getattr(self.tokenizer, "chat_template", None))  # one of a user's own making may know none
 
     def prompt_tokens(self, samples: Sequence[Sample], places: Sequence[str] | None = None) -> list[int | None]:
         """How many tokens each prompt has; None for those that are surely within the limit, or are no text here."""

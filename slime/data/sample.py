@@ -374,7 +374,8 @@ class Sample(HandsOutLists):
         return rows
 
     def _record_finished_call(self, meta_info: Mapping[str, Any]) -> None:
-        self.spec_info.add(meta_info)
+        if meta_info.get("spec_verify_ct"):  # else the call was made without speculative decoding
+            self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)
         if meta_info.get("weight_version") is not None:
             self.weight_versions.append(str(meta_info["weight_version"]))

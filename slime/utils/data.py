@@ -8,6 +8,7 @@ from typing import Any
 from slime.data.prompts import PromptDataset, short_enough
 from slime.data.rows import Row, open_rows
 from slime.data.sample import Sample
+from slime.utils.processing_utils import build_processor_kwargs
 
 __all__ = ["Dataset", "filter_long_prompt", "read_file"]
 
@@ -54,5 +55,18 @@ def read_file(path: str) -> Iterator[Row]:
 def filter_long_prompt(
     origin_samples: Sequence[Sample], tokenizer: Any, processor: Any, max_length: int | None
 ) -> list[Sample]:
-    """Those of at most `max_length` tokens, in their order; messages are measured as the template renders them."""
-    return short_enough(origin_samples, tokenizer, max_length)
+    """Those of at most `max_length` tokens, in their order.
+
+    Messages are measured as the template renders them, prompts with images as the processor reads them.
+    """
+    if max_length is None:
+        return list(origin_samples)
+    with_media = [processor is not None and any((one.multimodal_inputs or {}).values()) for one in origin_samples]
+    text_only = [one for one, has_media in zip(origin_samples, with_media, strict=True) if not has_media]
+    kept = {id(one) for one in short_enough(text_only, tokenizer, max_length)}
+    for one, has_media in zip(origin_samples, with_media, strict=True):
+        if has_media:
+            inputs = build_processor_kwargs(one.multimodal_inputs)
+            if len(processor(text=one.prompt, **inputs)["input_ids"][0]) <= max_length:
+                kept.add(id(one))
+    return [one for one in origin_samples if id(one) in kept]

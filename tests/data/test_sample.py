@@ -23,6 +23,22 @@ def test_plugins_import_the_same_class() -> None:
     assert [status.value for status in Sample.Status] == ["pending", "completed", "truncated", "aborted", "failed"]
 
 
+def test_counters_add_calls_and_read_what_other_versions_wrote() -> None:
+    counter = Sample.SpecInfo()
+    for answer in (
+        {"completion_tokens": 4},
+        {"spec_verify_ct": 2, "completion_tokens": 6, "spec_draft_token_num": None},
+    ):
+        counter.add(answer)
+    assert (counter.completion_token_num, counter.spec_verify_ct, counter.spec_accept_length) == (10, 2, 5.0)
+    assert Sample.SpecInfo.from_dict({"spec_verify_ct": 2, "of_later_versions": 1}) == Sample.SpecInfo(spec_verify_ct=2)
+    assert Sample.PrefixCacheInfo.from_dict({}) == Sample.PrefixCacheInfo()
+    sample = Sample(prompt="q", tokens=[10])
+    plain = {"finish_reason": {"type": "stop"}, "completion_tokens": 1}
+    sample.append_response_tokens(tokens=[1], log_probs=[-0.1], text="a", meta_info=plain)
+    assert sample.spec_info == Sample.SpecInfo(), "a call without speculative decoding counts nothing"
+
+
 def test_a_turn_with_a_tool_keeps_every_column_aligned() -> None:
     sample = Sample(prompt="q", tokens=[10, 11])
     sample.append_response_tokens(tokens=[1, 2, 3], log_probs=[-0.1, -0.2, -0.3], text="abc")

@@ -174,3 +174,18 @@ def test_rows_and_lengths_by_hand(write_jsonl: Callable[..., str], byte_tokenize
     samples = [Sample(prompt=text) for text in ("éééé", "é", "ééé")]
     assert filter_long_prompt(samples, byte_tokenizer, None, 6) == samples[1:]
     assert filter_long_prompt(samples, byte_tokenizer, None, None) == samples
+
+
+def test_lengths_with_a_tokenizer_and_a_processor_of_ones_own() -> None:
+    def tokenizer(texts: list[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        return {"input_ids": [text.split() for text in texts]}
+
+    def processor(text: str, images: list[str], **kwargs: Any) -> dict[str, Any]:
+        return {"input_ids": [[*text.split(), *images]]}
+
+    words, short = Sample(prompt="a b c"), Sample(prompt="a")
+    said = Sample(prompt=[{"role": "user", "content": "a b c"}])
+    assert filter_long_prompt([], tokenizer, None, 2) == []
+    assert filter_long_prompt([words, short, said], tokenizer, None, 2) == [short, said]
+    one, two = (Sample(prompt="a", multimodal_inputs={"images": ["x"] * count}) for count in (1, 2))
+    assert filter_long_prompt([two, words, one, short], tokenizer, processor, 2) == [one, short]

@@ -37,6 +37,10 @@ NAMES = {
     "slime.rollout.rm_hub.math_utils": "extract_answer extract_boxed_answer grade_answer_verl",
     "slime.rollout.rm_hub.math_dapo_utils": "compute_score",
     "slime.rollout.rm_hub.deepscaler": "get_deepscaler_rule_based_reward",
+    "slime.observability.trace_utils": "trace_span trace_event trace_function build_sglang_meta_trace_attrs",
+    "slime.observability.metric_utils": "compute_pass_rate compute_rollout_step dict_add_prefix",
+    "slime.observability.timer": "Timer timer inverse_timer",
+    "slime.observability.logging_utils": "configure_logger init_tracking",
     "slime.rollout.rm_hub.f1": "f1_score",
     "slime.rollout.rm_hub.gpqa": "compute_gpqa_reward",
 }
@@ -99,3 +103,31 @@ def test_processors(model_folder):
     assert made["images"] == ["i"]
     assert made["images_kwargs"] == {"size": 1, "return_tensors": "pt"}
     assert made["videos_kwargs"] == {"return_tensors": "pt"}
+
+
+@pytest.mark.parametrize(
+    ("given", "truth", "is_met"),
+    [
+        ("1/2", r"\frac12", True),
+        ("2/4", "1/2", False),
+        (r"\sqrt{4}", "2", False),
+        (r"2\sqrt{2}", r"\sqrt{8}", True),
+        ("3.0", "3", True),
+        ("1,234", "1234", True),
+        ("(x+1, 2)", "(1+x,2)", True),
+        ("[1,2]", "(1,2)", False),
+        ("1 and 2", "1,2", True),
+        ("2 million", "2*10^6", True),
+        ("10 cm", "10", True),
+        (r"\text{Red}", "red", True),
+        (7, "7", True),
+        ("", "", True),
+        ("", "1", False),
+        (None, "1", False),
+        ("1", None, False),
+    ],
+)
+def test_a_strict_grader_asks_for_the_form_of_the_label(given, truth, is_met):
+    from slime.rollout.rm_hub.math_utils import grade_answer_sympy
+
+    assert grade_answer_sympy(given, truth) is is_met

@@ -10,7 +10,7 @@ from slime.rollout.rewards.gpqa import gpqa_reward
 from slime.rollout.rewards.random import random_reward
 from slime.rollout.rm_hub.f1 import f1_score, normalize_answer
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
-from slime.rollout.rm_hub.math_dapo_utils import compute_score
+from slime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_answer
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,13 @@ def test_gpqa_is_as_lenient_as_upstream(response: Any, label: Any, metadata: Any
         ("Answer: $\\frac12$", "\\frac{1}{2}", "\\frac{1}{2}"),
         ("Answer: x = 90^\\circ", "90", "90"),
         ("Answer: -7", -7, "-7"),
+        ("Answer: 34<|im_end|>", "34", "34"),
+        ("Answer: 34<|endoftext|>", "34", "34"),
     ],
 )
 def test_dapo_accepts_what_minerva_accepts(response: str, label: Any, pred: str) -> None:
     assert compute_score(response, label) == {"score": 1.0, "acc": True, "pred": pred}
+    assert normalize_final_answer(label) == pred
 
 
 def test_dapo_goes_by_the_box_alone_when_it_is_strict() -> None:

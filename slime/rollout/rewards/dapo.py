@@ -42,9 +42,10 @@ _LEFT_OUT = (
     *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
     *("childrentickets", "multiples", "\\text{s}", "\\text{.}"),
     *("\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}"),
-    *("\\;", ",\\!", "{,}", '"', "\\dots"),
+    *("\\;", ",\\!", "{,}", '"', "\\dots", "<|im_end|>", "<|endoftext|>"),
 )
-"""What Minerva's evaluation takes out of answers, in its order (Lewkowycz et al. 2022, appendix D.1)."""
+"""What Minerva's evaluation takes out of answers, in its order (Lewkowycz et al. 2022, appendix D.1), and the ends of
+turns that a response may still have in its text."""
 
 
 def dapo_reward(
@@ -86,9 +87,9 @@ def _answered(tail: str, label: Any) -> tuple[bool, str]:
     return any(_same(prediction, normalized(one)) for one in labels), prediction
 
 
-def normalize_final_answer(final_answer: str) -> str:
-    """An answer in the normal form of Minerva's evaluation."""
-    text = final_answer.rpartition("=")[2]
+def normalize_final_answer(final_answer: Any) -> str:
+    """An answer, a text or a number, in the normal form of Minerva's evaluation."""
+    text = str(final_answer).rpartition("=")[2]
     for before, after in _REPLACED:
         text = text.replace(before, after)
     for words in _LEFT_OUT:

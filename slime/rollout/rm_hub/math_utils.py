@@ -1,11 +1,25 @@
 """Mathematical answers under the path that slime plugins import them from."""
 
-from slime.rollout.rewards.answers import last_boxed
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from slime.data.labels import label_text
+from slime.rollout.rewards.answers import last_boxed, plain_number
+from slime.rollout.rewards.blocking import answer_is
 from slime.rollout.rewards.blocking import answer_is as grade_answer_mathd
-from slime.rollout.rewards.blocking import answer_is as grade_answer_sympy
 from slime.rollout.rewards.blocking import boxed_answer_is as grade_answer_verl
 
 __all__ = ["extract_answer", "extract_boxed_answer", "grade_answer_mathd", "grade_answer_sympy", "grade_answer_verl"]
+
+_UNITS = re.compile(
+    r"(?:degree|centimeter|cm|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard)(?:es)?s?"
+    r" *(?:\^\d+)?"
+)
+_POWERS = {"million": "*10^6", "billion": "*10^9", "trillion": "*10^12"}
+_FRACTION = re.compile(r"-?\d+/0*[1-9]\d*")
+_ENDS = "()[]"
 
 
 def extract_answer(passage: str) -> str | None:
@@ -16,3 +30,60 @@ def extract_answer(passage: str) -> str | None:
 def extract_boxed_answer(solution: str) -> str | None:
     r"""The content of the last `\boxed{}`; None without one."""
     return last_boxed(solution)
+
+
+def grade_answer_sympy(given_answer: Any, ground_truth: Any) -> bool:
+    """Whether an answer is the ground truth in the form that is asked for.
+
+    A fraction must be in the terms of the ground truth's, a whole number is met by a whole number alone, and tuples and
+    intervals have the same ends. What is left is equal when math-verify says so.
+    """
+    if given_answer is None or ground_truth is None:
+        return False
+    given, truth = _bare(label_text(given_answer)), _bare(label_text(ground_truth))
+    if given == truth:
+        return True
+    given_parts, truth_parts = _parts(given), _parts(truth)
+    if not given or not truth or len(given_parts) != len(truth_parts):
+        return False
+    if len(truth_parts) > 1 and (given[0], given[-1]) != (truth[0], truth[-1]):
+        return False
+    return all(map(_meets, given_parts, truth_parts))
+
+
+def _bare(answer: str) -> str:
+    """An answer without units, currency, LaTeX around words and fractions, spaces and cases."""
+    text = re.sub(r"^\\text\{(.+?)\}$", r"\1", answer.strip())
+    text = re.sub(r"\\?[$%]|\^ *\{?\\circ\}?", "", text).replace(" or ", ",").replace(" and ", ",")
+    for word, power in _POWERS.items():
+        text = re.sub(rf"\b{word}\b", power, text)
+    text = _UNITS.sub("", text).strip()
+    text = re.sub(r"(\d) *\\[dt]?frac", r"\1+\\frac", text)
+    text = re.sub(r"\\[dt]?frac *(?:\{([^{}]*)\} *\{([^{}]*)\}|(\d) *(\d))", r"\1\3/\2\4", text)
+    text = re.sub(r"(\d) +(\d)", r"\1+\2", text).replace(" ", "").lower()
+    text = text[1:-1] if text.startswith("{") and text.endswith("}") else text
+    number = plain_number(text)
+    return text if number is None or number.denominator != 1 else str(number)
+
+
+def _parts(text: str) -> list[str]:
+    """The elements of a tuple or interval; anything else is one."""
+    inner = text[1:-1]
+    if len(text) > 2 and text[0] in _ENDS and text[-1] in _ENDS and not set(inner) & set(_ENDS):
+        return [str(_bare(one)) for one in inner.split(",")]
+    return [text]
+
+
+def _meets(given: str, truth: str) -> bool:
+    if given == truth:
+        return True
+    if _FRACTION.fullmatch(given) and _FRACTION.fullmatch(truth):
+        return False
+    if _is_whole(given) != _is_whole(truth):
+        return False
+    return answer_is(given, truth)
+
+
+def _is_whole(text: str) -> bool:
+    number = plain_number(text)
+    return number is not None and number.denominator == 1

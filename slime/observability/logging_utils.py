@@ -1,0 +1,5 @@
+"""Setting up Python's logging, and logging metrics: the names of `slime.utils.logging_utils`."""
+
+from slime.utils.logging_utils import configure_logger, finish_tracking, init_tracking, log
+
+__all__ = ["configure_logger", "finish_tracking", "init_tracking", "log"]
