@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,10 +20,13 @@ from slime.config.groups.reward import RM_TYPES, compares_with_label, known_rm_t
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
 from slime.config.train_datasets import TrainDataset, prompt_files, reading_flags, train_datasets
 from slime.data.first_rows import count_rows, read_first_rows
-from slime.data.prototype import Located, PrototypeBuilder
+from slime.data.messages import is_conversation
+from slime.data.prototype import USUAL_KEY, Located, PrototypeBuilder, takes_any_prompt
 from slime.data.sample import Sample
 from slime.data.template_preview import preview_template
 from slime.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 _LABEL_NAMES = ("label", "answer", "solution", "ground_truth", "target", "completion", "response", "output")
 _SHOWN_CHARACTERS = 100
@@ -52,6 +56,8 @@ class PromptFile:
     """A teacher's log-probs teach, with or without a reward (on-policy distillation)."""
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Entries that go over those of the rows."""
+    is_key_chosen: bool = False
+    """No flag names the column of the prompts, and it is not the usual one."""
     share: str = ""
     """Of the prompts, in words, where there are several datasets."""
 
@@ -59,6 +65,8 @@ class PromptFile:
 def check_data(config: Config, *, reward_given: bool) -> None:
     """Raise a `UserError` for the first row, of those at the beginning, that the run could not use."""
     for file in _files(config, reward_given):
+        if file.is_key_chosen:
+            logger.warning("%s: prompts are read from %r (no --input-key is given)", file.path, file.builder.input_key)
         for located in read_first_rows(file.path, columns=file.builder.columns):
             _check_row(file, located, file.builder.build(located))
 
@@ -73,7 +81,8 @@ def data_rows(config: Config) -> tuple[tuple[str, str], ...]:
             rows.append((f"eval {file.name}", f"{count} in {file.path}"))
             continue
         total += count
-        rows.append(("prompts", f"{count} in {file.path}, {file.share or _epoch_in_words(config, count)}"))
+        column = f" (column {file.builder.input_key})" if file.is_key_chosen else ""
+        rows.append(("prompts", f"{count} in {file.path}{column}, {file.share or _epoch_in_words(config, count)}"))
         first = file.builder.build(read_first_rows(file.path, columns=file.builder.columns, most_rows=1)[0])
         rows.append(("first prompt", _shown(_prompt_text(config, first, file.templated))))
         rows.append(("its label", "none" if first.label is None else _shown(first.label)))
@@ -118,10 +127,11 @@ def _files(config: Config, reward_given: bool) -> Iterator[PromptFile]:
 def _train_file(config: Config, dataset: TrainDataset, by_function: bool, by_plugin: bool) -> PromptFile:
     own = dataset.rm_type is not None or dataset.custom_rm_path is not None
     by_plugin = by_plugin or dataset.custom_generate_function_path is not None
+    builder = _builder(config, dataset)
     return PromptFile(
         None,
         dataset.path,
-        _builder(config, dataset),
+        builder,
         "--label-key",
         config.rm_type,
         dataset.custom_rm_path is not None or (by_function and not own),
@@ -131,11 +141,12 @@ def _train_file(config: Config, dataset: TrainDataset, by_function: bool, by_plu
         rewardless=(config.use_opd and config.rm_type is None and not own) or config.num_rollout == 0,
         taught=config.use_opd,
         metadata=_metadata(dataset),
+        is_key_chosen=dataset.input_key is None and builder.input_key != USUAL_KEY,
     )
 
 
 def _builder(config: Config, dataset: TrainDataset | EvalDataset) -> PrototypeBuilder:
-    return PrototypeBuilder(
+    builder = PrototypeBuilder(
         None,
         dataset.input_key,
         dataset.label_key,
@@ -143,8 +154,12 @@ def _builder(config: Config, dataset: TrainDataset | EvalDataset) -> PrototypeBu
         tool_key=dataset.tool_key,
         multimodal_keys=config.multimodal_keys or {},
         prompt_suffix=dataset.prompt_suffix,
-        number_prompts=bool(dataset.custom_generate_function_path or config.custom_generate_function_path),
+        any_prompt=bool(
+            dataset.custom_generate_function_path
+            or (takes_any_prompt(config) if isinstance(dataset, TrainDataset) else config.custom_generate_function_path)
+        ),
     )
+    return builder.with_prompt_key(read_first_rows(dataset.path, columns=builder.columns, most_rows=1)[0])
 
 
 def _metadata(dataset: TrainDataset | EvalDataset) -> dict[str, Any]:
@@ -154,10 +169,11 @@ def _metadata(dataset: TrainDataset | EvalDataset) -> dict[str, Any]:
 
 def _eval_file(config: Config, dataset: EvalDataset, by_function: bool, by_plugin: bool) -> PromptFile:
     own = dataset.rm_type is not None or dataset.custom_rm_path is not None
+    builder = _builder(config, dataset)
     return PromptFile(
         dataset.name,
         dataset.path,
-        _builder(config, dataset),
+        builder,
         "--eval-label-key",
         config.rm_type,
         dataset.custom_rm_path is not None or (by_function and not own),
@@ -165,6 +181,7 @@ def _eval_file(config: Config, dataset: EvalDataset, by_function: bool, by_plugi
         rewardless=config.use_opd and config.rm_type is None and not own,
         taught=config.use_opd,
         metadata=_metadata(dataset),
+        is_key_chosen=dataset.input_key is None and builder.input_key != USUAL_KEY,
     )
 
 
@@ -227,6 +244,8 @@ def _prompt_text(config: Config, sample: Sample, templated: bool) -> Any:
         if not templated:
             return messages
         messages = [{"role": "user", "content": messages}]
+    if not is_conversation(messages):
+        return messages
     options = config.apply_chat_template_kwargs
     rendered = preview_template(config.hf_checkpoint, messages, tools=sample.metadata.get("tools"), options=options)
     return messages if rendered is None else rendered

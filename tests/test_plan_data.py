@@ -224,3 +224,38 @@ def test_the_datasets_of_a_mixture_are_looked_at_and_counted(
     assert "all prompts 42, an epoch is 5 rollout steps of 8" in text
     assert f"40 in {good}, 75% of all as sums" in text
     assert f"2 in {bare}, 25% of all as bare" in text
+
+
+def test_the_column_of_the_prompts_is_found_and_named(
+    flags: dict[str, Any], write: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = write({"question": "1+1", "label": "2"})
+    text = " ".join(plan_text(flags, input_key=None, prompt_data=asked, dry_run=True).split())
+    assert f"1 in {asked} (column question)" in text
+    assert '"1+1' in text
+    assert f"{asked}: prompts are read from 'question' (no --input-key is given)" in caplog.messages
+    caplog.clear()
+    plan_text(flags, input_key="question", prompt_data=asked)
+    assert not caplog.messages
+    two = write({"question": "1+1", "problem": "1+1", "label": "2"})
+    assert "the prompt may be any of question, problem: name it with --input-key" in refused(flags, prompt_data=two)
+
+
+def test_functions_of_the_user_read_prompts_that_are_no_text(
+    flags: dict[str, Any], write: Write, tmp_path: Path
+) -> None:
+    tasks = {
+        "prompt_data": write({"index": 0}, {"index": 1}),
+        "input_key": "index",
+        "label_key": None,
+        "rm_type": "random",
+        "dry_run": True,
+    }
+    assert "must be a string or a list of messages, not int" in refused(flags, **tasks)
+    (tmp_path / "mine.py").write_text(
+        "async def generate(args, sample, sampling_params): return sample\n"
+        "def rollout(args, rollout_id, data_source, evaluation=False): return []\n"
+    )
+    for flag, name in (("custom_generate_function_path", "generate"), ("rollout_function_path", "rollout")):
+        text = " ".join(plan_text(flags, **tasks, **{flag: f"{tmp_path}/mine.py:{name}"}).split())
+        assert "first prompt 0 " in text

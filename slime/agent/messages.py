@@ -58,6 +58,8 @@ def messages_of(prompt: str | Sequence[Mapping[str, Any]]) -> list[Message]:
     """A sample's prompt as a conversation: messages in OpenAI's form, or a text, which is what the user says."""
     if isinstance(prompt, str):
         return [Message("user", prompt)]
+    if not isinstance(prompt, Sequence):
+        raise UserError(f"the prompt {prompt!r:.80} is neither text nor messages: make them of it first")
     return [_message_of(message, number) for number, message in enumerate(prompt)]
 
 

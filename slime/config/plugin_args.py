@@ -113,6 +113,8 @@ def upstream_view(config: Config) -> dict[str, Any]:
         "carried": config.carried,
     }
     fallbacks = {
+        "input_key": "input",
+        "eval_input_key": "input",
         "eval_max_context_len": config.rollout_max_context_len,
         "log_probs_max_tokens_per_gpu": config.max_tokens_per_gpu,
         "train_iters": _train_iters(config),

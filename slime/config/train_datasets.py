@@ -35,7 +35,8 @@ class TrainDataset:
     origin: str = "a plugin"
     """Where it was named, for error messages."""
     weight: float = 1.0
-    input_key: str = "input"
+    input_key: str | None = None
+    """None: `input`, else the only usual one that the file has."""
     label_key: str | None = None
     metadata_key: str = "metadata"
     tool_key: str = "tools"

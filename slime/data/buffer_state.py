@@ -120,7 +120,7 @@ def _prompt(sample: Sample) -> dict[str, Any]:
         for name, value in vars(sample).items()
         if name not in _OF_THE_RESPONSE and (name not in _BLANK or value != _BLANK[name])
     }
-    if not sample.prompt:  # the prompt is its tokens
+    if sample.prompt in ("", []):  # the prompt is its tokens
         values["tokens"] = sample.token_array()[: max(0, sample.prompt_length)].tolist()
     return {name: to_json(value, f"sample {sample.index}, {name}") for name, value in values.items()}
 

@@ -19,7 +19,7 @@ from slime.data.sample import Sample, SampleStatus
 
 _NONE = type(None)
 _TYPES: dict[str, tuple[type, ...]] = {
-    "prompt": (str, list),
+    "prompt": (str, list, dict, Real),
     "apply_chat_template_kwargs": (dict,),
     "response": (str,),
     "response_length": (Integral,),

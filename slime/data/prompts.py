@@ -42,7 +42,7 @@ class PromptDataset:
         path: str,
         *,
         tokenizer: Any = None,
-        input_key: str = "input",
+        input_key: str | None = None,
         label_key: str | None = None,
         label_use: LabelUse = "any",
         metadata_key: str | None = "metadata",
@@ -53,7 +53,7 @@ class PromptDataset:
         apply_chat_template_kwargs: dict[str, Any] | None = None,
         max_prompt_len: int | None = None,
         max_context: int | None = None,
-        number_prompts: bool = False,
+        any_prompt: bool = False,
         num_workers: int = 0,
         streaming: bool = False,
         seed: int = 42,
@@ -65,7 +65,7 @@ class PromptDataset:
         self.max_context = max_context
         self.streaming = streaming
         limits = [limit for limit in (max_prompt_len, max_context) if limit is not None]
-        self._builder = PrototypeBuilder(
+        builder = PrototypeBuilder(
             tokenizer=tokenizer,
             input_key=input_key,
             label_key=label_key,
@@ -77,9 +77,10 @@ class PromptDataset:
             apply_chat_template=apply_chat_template,
             apply_chat_template_kwargs=dict(apply_chat_template_kwargs or {}),
             shortest_limit=min(limits, default=None),
-            number_prompts=number_prompts,
+            any_prompt=any_prompt,
         )
-        self._rows = open_rows(path, columns=self._builder.columns)
+        self._rows = open_rows(path, columns=builder.columns)
+        self._builder = builder.with_prompt_key(Located(self._rows.where(0), self._rows[0]))
         self._position_of_row: np.ndarray | None = None
         self.origin_samples: Sequence[Sample]
         if streaming:

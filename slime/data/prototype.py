@@ -1,8 +1,9 @@
 """From a dataset row to a `Sample` prototype.
 
-Invariant: a prototype holds the prompt exactly as generation will see it (a string, or messages when no chat template
-was asked for), and a row that cannot give one is refused with its place in the file. The builder is a plain picklable
-value, so that worker processes make the same prototypes as the main one.
+Invariant: a prototype holds the prompt exactly as generation will see it (a string, messages when no chat template was
+asked for, or what the row holds where a function of the user reads it), and a row that cannot give one is refused with
+its place in the file. The builder is a plain picklable value, so that worker processes make the same prototypes as the
+main one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jinja2
@@ -24,6 +25,11 @@ from slime.errors import UserError
 # No tokenizer makes more tokens of an ASCII text than this many per character, plus a few at its edges.
 _MOST_TOKENS_PER_CHARACTER = 4
 _MOST_EDGE_TOKENS = 8
+
+USUAL_KEY = "input"
+_OUR_FUNCTIONS = "slime."
+PROMPT_KEYS = (USUAL_KEY, "prompt", "messages", "question", "problem")
+"""The columns that hold prompts in published files."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,8 @@ class PrototypeBuilder:
     """How rows are read: which keys, which template, which lengths matter."""
 
     tokenizer: Any
-    input_key: str
+    input_key: str | None
+    """None: see `with_prompt_key`."""
     label_key: str | None = None
     label_use: LabelUse = "any"
     metadata_key: str | None = None
@@ -59,8 +66,9 @@ class PrototypeBuilder:
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     shortest_limit: int | None = None
-    number_prompts: bool = False
-    """Whether the number of a task may stand for a prompt, which only a generate function of the user's can know."""
+    any_prompt: bool = False
+    """Whether a prompt may be something else than text and messages, such as the number of a task: functions of the
+    user read it."""
 
     def __post_init__(self) -> None:
         if self.apply_chat_template and not self._has_template():
@@ -70,8 +78,23 @@ class PrototypeBuilder:
     @property
     def columns(self) -> set[str]:
         """The keys a row is asked for."""
-        own = (self.input_key, self.label_key, self.metadata_key, self.tool_key)
-        return {key for key in (*own, *self.multimodal_keys.values()) if key}
+        prompts = PROMPT_KEYS if self.input_key is None else (self.input_key,)
+        own = (self.label_key, self.metadata_key, self.tool_key, *self.multimodal_keys.values())
+        return {key for key in (*prompts, *own) if key}
+
+    def with_prompt_key(self, first: Located) -> PrototypeBuilder:
+        """This builder if it was told the column of the prompts; else one with that of a file which begins so."""
+        if self.input_key is not None:
+            return self
+        found = [name for name in PROMPT_KEYS if name in first.row]
+        if USUAL_KEY in found or not found:
+            return replace(self, input_key=USUAL_KEY)
+        if len(found) > 1:
+            raise UserError(
+                f"{first.where}: no key {USUAL_KEY!r}, and the prompt may be any of {', '.join(found)}: name it with "
+                "--input-key"
+            )
+        return replace(self, input_key=found[0])
 
     def build_all(self, rows: Sequence[Located]) -> list[Built]:
         """Prototypes in the order of the rows, prompts counted together."""
@@ -90,14 +113,14 @@ class PrototypeBuilder:
                     f"{where}: {key!r} holds the {kind} of this prompt (--multimodal-keys), but prompts are text in "
                     "this version: leave such rows out"
                 )
-        given = _required(row, self.input_key, "--input-key", where)
-        if self.number_prompts and isinstance(given, int) and not isinstance(given, bool):
-            prompt: str | list[dict[str, Any]] = str(given)
-        else:
-            prompt = _followed(_checked_prompt(given, where), self.prompt_suffix, where)
+        assert self.input_key is not None, "with_prompt_key was not called"
+        prompt = _required(row, self.input_key, "--input-key", where)
+        is_readable = not (self.any_prompt and _is_for_a_function(prompt))
+        if is_readable:
+            prompt = _followed(_checked_prompt(prompt, where), self.prompt_suffix, where)
         label = self._label(row, where) if self.label_key else None
         metadata = self._metadata(row, where)
-        if self.apply_chat_template:
+        if self.apply_chat_template and is_readable:
             _refuse_several_turns(label, self.label_use, where)
             prompt = self._render(_as_messages(prompt), metadata.get("tools"), where)
         return Sample(
@@ -151,10 +174,25 @@ class PrototypeBuilder:
         return counts
 
     def _text(self, sample: Sample, where: str) -> str | None:
-        """What will be tokenised for this prompt; None for messages that no template can render here."""
+        """What will be tokenised for this prompt; None for what is no text, nor messages that can be rendered here."""
         if isinstance(sample.prompt, str):
             return sample.prompt
-        return self._render(sample.prompt, sample.metadata.get("tools"), where) if self._has_template() else None
+        if not is_conversation(sample.prompt) or not self._has_template():
+            return None
+        return self._render(sample.prompt, sample.metadata.get("tools"), where)
+
+
+def takes_any_prompt(args: Any) -> bool:
+    """Whether functions of the user read the prompts of a run, so that these need not be text or messages."""
+    paths = (args.rollout_function_path, args.data_source_path)
+    return bool(args.custom_generate_function_path) or not all(path.startswith(_OUR_FUNCTIONS) for path in paths)
+
+
+def _is_for_a_function(prompt: Any) -> bool:
+    """Whether a prompt is a value that no chat template and no tokenizer takes: a number, an object, a list of such."""
+    if isinstance(prompt, list):
+        return bool(prompt) and not any(isinstance(one, dict) and "role" in one for one in prompt)
+    return isinstance(prompt, int | float | dict) and not isinstance(prompt, bool)
 
 
 def _surely_shorter(text: str, limit: int) -> bool:

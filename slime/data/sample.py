@@ -82,7 +82,8 @@ class Sample(HandsOutLists):
     group_index: int | None = None
     index: int | None = None
     rollout_id: int | None = None
-    prompt: str | list[dict[str, Any]] = ""
+    prompt: Any = ""
+    """Text or chat messages; where a function of the user reads it, whatever the row holds."""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 
-def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+def prompt_text(prompt: Any) -> str:
     """A prompt as one text; of messages one after the other, each with its role."""
-    if isinstance(prompt, str):
-        return prompt
+    if not isinstance(prompt, list | tuple):
+        return value_text(prompt)
     return "\n".join(
         f"{message.get('role')}: {value_text(message.get('content'))}"
         if isinstance(message, Mapping)

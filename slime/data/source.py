@@ -18,6 +18,7 @@ from slime.data.jsonable import from_json, to_json
 from slime.data.labels import use_of_labels
 from slime.data.mixture import Mixture, Part, reading
 from slime.data.prompts import PromptDataset, PromptTooLong, log_dropped
+from slime.data.prototype import takes_any_prompt
 from slime.data.rows import split_slice
 from slime.data.sample import Sample
 from slime.data.source_args import changed, completed
@@ -416,7 +417,7 @@ def _open_dataset(args: Any) -> PromptDataset:
         apply_chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=max_prompt_len,
         max_context=model_context_length(args.hf_checkpoint),
-        number_prompts=args.custom_generate_function_path is not None,
+        any_prompt=takes_any_prompt(args),
         num_workers=args.num_data_workers,
         streaming=args.streaming_data,
         seed=args.rollout_seed,

@@ -14,7 +14,7 @@ DEFAULTS: dict[str, Any] = {
     "prompt_config": None,
     "hf_checkpoint": None,
     "trust_remote_code": False,
-    "input_key": "input",
+    "input_key": None,
     "label_key": None,
     "metadata_key": "metadata",
     "tool_key": "tools",
@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "custom_rm_path": None,
     "custom_generate_function_path": None,
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+    "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
 }
 
 

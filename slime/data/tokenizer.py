@@ -90,4 +90,9 @@ def prompt_text(tokenizer: Any, sample: Sample) -> str:
     """A sample's prompt as the text that is tokenised."""
     if isinstance(sample.prompt, str):
         return sample.prompt
+    if not isinstance(sample.prompt, list):
+        raise ValueError(
+            f"sample {sample.index}: its prompt {sample.prompt!r:.80} is neither text nor messages: a generate "
+            "function must make them of it"
+        )
     return render_messages(tokenizer, sample, sample.prompt, add_generation_prompt=True)

@@ -140,7 +140,7 @@ def _read(args: Config, dataset: EvalDataset, tokenizer: Any) -> PromptDataset:
         apply_chat_template_kwargs=dataset.apply_chat_template_kwargs,
         max_prompt_len=_max_prompt_len(args, dataset),
         max_context=model_context_length(args.hf_checkpoint),
-        number_prompts=bool(dataset.custom_generate_function_path or args.custom_generate_function_path),
+        any_prompt=bool(dataset.custom_generate_function_path or args.custom_generate_function_path),
         num_workers=args.num_data_workers,
         streaming=False,
     )

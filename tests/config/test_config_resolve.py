@@ -35,7 +35,7 @@ def test_derived_values(valid: dict[str, Any]) -> None:
     assert (config.global_batch_size, config.num_steps_per_rollout) == (256, 1)
     assert (config.rollout_num_gpus, config.colocate, config.offload_rollout) == (2, True, False)
     assert (config.eval_temperature, config.eval_top_p, config.eval_top_k) == (0.7, 1.0, -1)
-    assert (config.eval_input_key, config.eval_label_key, config.eval_tool_key) == ("input", "label", "tools")
+    assert (config.eval_input_key, config.eval_label_key, config.eval_tool_key) == (None, "label", "tools")
     assert (config.eval_max_response_len, config.eval_max_prompt_len) == (16, 99)
     assert config.rollout_max_prompt_len == 99
     assert config.eval_reward_key == "score"
@@ -133,7 +133,7 @@ def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[s
         ({"rollout_top_p": 0.0}, "--rollout-top-p must lie in (0, 1], not 0.0"),
         ({"rollout_top_k": 0}, "--rollout-top-k must be -1 or at least 1, not 0"),
         ({"lr": "fast"}, "--lr must be a number, not 'fast'"),
-        ({"input_key": None}, "--input-key must have a value"),
+        ({"metadata_key": None}, "--metadata-key must have a value"),
         ({"rm_type": "maths"}, "--rm-type must be one of math, dapo, deepscaler"),
         ({"rm_type": "remote_rm"}, "--rm-type remote_rm needs --rm-url"),
         ({"prompt_data": None}, "--prompt-data is missing"),

@@ -59,7 +59,10 @@ samples = st.builds(
     group_index=st.none() | st.integers(0, 2**40),
     index=st.none() | st.integers(0, 2**40),
     rollout_id=st.none() | st.integers(0, 9),
-    prompt=texts | st.lists(st.fixed_dictionaries({"role": texts, "content": texts}), max_size=2),
+    prompt=texts
+    | st.integers(0, 9)
+    | st.dictionaries(texts, st.integers(0, 9), max_size=2)
+    | st.lists(st.fixed_dictionaries({"role": texts, "content": texts}), max_size=2),
     tokens=token_ids | st.lists(st.integers(-(2**80), 2**80), min_size=14, max_size=20),
     response=texts,
     response_length=st.integers(0, 50),

@@ -12,7 +12,7 @@ import pytest
 
 from slime.data.prompts import PromptDataset, PromptTooLong
 from slime.data.rows import split_slice
-from slime.data.tokenizer import load_tokenizer, model_context_length
+from slime.data.tokenizer import load_tokenizer, model_context_length, prompt_text
 from slime.errors import UserError
 
 ROWS: list[dict[str, Any]] = [
@@ -103,14 +103,41 @@ def test_parquet_messages_lose_the_nulls_that_other_rows_brought(tmp_path: Path)
     ]
 
 
-def test_numbers_of_tasks_stand_for_prompts_where_a_function_knows_them(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
-    path.write_text('{"index": 0}\n{"index": 12}\n')
-    found = PromptDataset(str(path), input_key="index", number_prompts=True)
-    assert [sample.prompt for sample in found] == ["0", "12"]
-    path.write_text('{"index": true}\n')
-    with pytest.raises(UserError, match="a prompt must be a string or a list of messages, not bool"):
-        PromptDataset(str(path), input_key="index", number_prompts=True)
+def test_prompts_that_are_no_text_are_kept_where_a_function_reads_them(
+    write_jsonl: Callable[..., str], byte_tokenizer: Any
+) -> None:
+    prompts: list[Any] = [0, 12, 0.5, {"task": 3}, [1, 2], "text", [{"role": "user", "content": "hi"}]]
+    rows = [{"index": prompt} for prompt in prompts]
+    found = PromptDataset(write_jsonl(rows), input_key="index", any_prompt=True, prompt_suffix="!", max_prompt_len=4)
+    kept = [*prompts[:5], "text!", [{"role": "user", "content": "hi!"}]]
+    assert [sample.prompt for sample in found] == kept
+    assert [type(sample.prompt) for sample in found] == [type(prompt) for prompt in kept]
+    templated = PromptDataset(
+        write_jsonl(rows), tokenizer=byte_tokenizer, input_key="index", any_prompt=True, apply_chat_template=True
+    )
+    assert [sample.prompt for sample in templated][:5] == prompts[:5]
+    assert templated[6].prompt == "<user>hi<assistant>"
+    for prompt, said in ((True, "not bool"), (None, "not NoneType"), ([], "the prompt is empty")):
+        with pytest.raises(UserError, match=said):
+            PromptDataset(write_jsonl([{"index": prompt}]), input_key="index", any_prompt=True)
+    with pytest.raises(UserError, match="a prompt must be a string or a list of messages, not int"):
+        PromptDataset(write_jsonl(rows), input_key="index")
+    with pytest.raises(ValueError, match="sample None: its prompt 12 is neither text nor messages"):
+        prompt_text(byte_tokenizer, found[1])
+
+
+def test_the_column_of_the_prompts_is_the_only_usual_one_of_the_file(tmp_path: Path) -> None:
+    for key in ("input", "prompt", "messages", "question", "problem"):
+        path = write_parquet(tmp_path / f"{key}.parquet", [{key: "who?", "answer": "I"}])
+        assert PromptDataset(path)[0].prompt == "who?"
+    both = write_parquet(tmp_path / "both.parquet", [{"prompt": "a", "input": "b", "question": "c"}])
+    assert PromptDataset(both)[0].prompt == "b"
+    assert PromptDataset(both, input_key="question")[0].prompt == "c"
+    two = write_parquet(tmp_path / "two.parquet", [{"prompt": "a", "question": "c"}])
+    with pytest.raises(UserError, match="no key 'input', and the prompt may be any of prompt, question: name it with"):
+        PromptDataset(two)
+    with pytest.raises(UserError, match="no key 'input'; this row has"):
+        PromptDataset(two, input_key="input")
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -79,7 +79,7 @@ def test_every_prompt_says_how_to_answer(write_jsonl: Callable[..., str], byte_t
     ):
         PromptDataset(alone, prompt_suffix="!")
     numbered = write_jsonl([{"input": 7}], "number.jsonl")
-    assert PromptDataset(numbered, prompt_suffix="!", number_prompts=True)[0].prompt == "7"
+    assert PromptDataset(numbered, prompt_suffix="!", any_prompt=True)[0].prompt == 7
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,11 @@ class DataFlags:
     prompt_config: str | None = flag(
         None, "YAML, TOML or JSON file of prompt datasets with weights, rewards and limits of their own", metavar="FILE"
     )
-    input_key: str = flag("input", "column that holds the prompt (text or chat messages)")
+    input_key: str | None = flag(
+        None,
+        "column that holds the prompt: text, chat messages, or anything that a function of yours reads",
+        derived="input, else the only one of prompt, messages, question and problem",
+    )
     label_key: str | None = flag(None, "column that holds the reference answer; a.b is b inside the object a")
     prompt_suffix: str | None = flag(
         None, "text that follows every prompt, or what the user says last in it", metavar="TEXT"

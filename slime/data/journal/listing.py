@@ -142,8 +142,8 @@ def _shares(rest: int, prompt: int, response: int) -> tuple[int, int]:
 
 def _prompt(record: Recorded) -> str:
     prompt = record.sample.prompt
-    if isinstance(prompt, str):
-        return prompt
+    if not isinstance(prompt, list):
+        return prompt_text(prompt)
     asked = [message for message in prompt if isinstance(message, dict) and message.get("role") == "user"]
     return value_text(asked[-1].get("content")) if asked else prompt_text(prompt)
 

@@ -145,7 +145,7 @@ def _failure(row_id: int, columns: Sequence[Any], found: Sample, error: Exceptio
         index=index if isinstance(index, int) else None,
         group_index=found.group_index,
         rollout_id=found.rollout_id,
-        prompt=found.prompt or (prompt if isinstance(prompt, str) else ""),
+        prompt=prompt if found.prompt == "" and isinstance(prompt, str) else found.prompt,
         label=found.label,
         metadata=found.metadata,
         status=Sample.Status.FAILED,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.data.sample import Sample
+from slime.data.shown import prompt_text
 from slime.engine.http.client import EngineClient
 from slime.errors import UserError
 from slime.rollout.rewards.tournament.judging import JudgeFailed
@@ -54,8 +55,8 @@ def said_in_the_end(sample: Sample) -> str:
 
 def asked_for(sample: Sample) -> str:
     """The request: the prompt, of a conversation the last message that the user wrote."""
-    if isinstance(sample.prompt, str):
-        return sample.prompt
+    if not isinstance(sample.prompt, list):
+        return prompt_text(sample.prompt)
     return next((str(one["content"]) for one in reversed(sample.prompt) if one.get("role") == "user"), "")
 
 
