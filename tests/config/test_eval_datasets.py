@@ -93,7 +93,7 @@ def test_other_forms_of_the_file(write: Any) -> None:
         "short",
         "s.jsonl",
         2,
-        "input",
+        None,
     )
     assert (long.name, long.path, long.input_key) == ("long", "l.jsonl", "q")
     text = json.dumps({"datasets": [{"name": "a", "path": "a.jsonl"}]})

@@ -48,7 +48,7 @@ def test_one_file_has_what_is_trained_and_what_is_evaluated_on(write: Any) -> No
         "a.jsonl",
         2,
         "answer",
-        "input",
+        None,
         "t",
     )
     assert (b.path, b.weight, b.input_key, b.max_prompt_len) == ("b.jsonl@[0:2]", 1.0, "q", 7)
