@@ -3,23 +3,21 @@
     import slime
     result = slime.run(hf_checkpoint="model", prompt_data="prompts.jsonl", reward=my_reward, num_rollout=100, ...)
 
-takes the same names as the command line's flags.
+takes the same names as the command line's flags; help(slime.run) lists them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __version__ = "0.1.0"
-
-if TYPE_CHECKING:
-    from slime.result import TrainingResult
+__all__ = ["__version__", "run"]
 
 
-def run(*, reward: Callable[..., Any] | None = None, **flags: Any) -> TrainingResult:
-    """Train with the flags of the command line as keywords; `reward(args, sample)` may be given as a function."""
-    from slime.config.parser import config_of_keywords
-    from slime.driver import train
+def __getattr__(name: str) -> Any:
+    if name != "run":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from slime.keywords import run
 
-    return train(config_of_keywords(flags), reward=reward)
+    globals()["run"] = run  # its signature is made from the flags, whose import takes a while
+    return run

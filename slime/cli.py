@@ -28,7 +28,7 @@ usage: slime COMMAND ...
   models       list published models whose shape is known; slime models NAME prints a config.json to plan with, and
                makes a folder with random weights to try a run with (slime models --help)
   flags        list all flags of train, or those with all given words: slime flags batch size; --markdown makes the
-               table of the documentation
+               table of the documentation, --stub the signature of slime.run
   version      print the version
 """
 
@@ -173,6 +173,11 @@ def _flags(words: Sequence[str]) -> int:
         from slime.config.reference import format_markdown
 
         print(format_markdown(), end="")
+        return EXIT_OK
+    if list(words) == ["--stub"]:
+        from slime.keywords import format_stub
+
+        print(format_stub(), end="")
         return EXIT_OK
     if words:
         from slime.config.search import search_flags

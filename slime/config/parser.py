@@ -93,14 +93,27 @@ def config_of_settings(settings: Mapping[str, Any], origin: str, argv: Sequence[
 def config_of_keywords(keywords: Mapping[str, Any]) -> Config:
     """The config that these keywords mean, as `parse_flags` has it of a command line."""
     given = dict(keywords)
-    path = given.pop("custom_config_path", None)
-    config = Config.from_dict(given)
-    if path is None:
-        return config
+    files, custom_file = given.pop("config", None) or (), given.pop("custom_config_path", None)
     values: dict[str, Any] = {}
-    carried = dict(config.carried)
-    _take_custom_file(os.fspath(path), values, carried)
-    return config.replace(**values, carried=carried)
+    carried: dict[str, Any] = {}
+    for file in [files] if isinstance(files, str | os.PathLike) else files:
+        _take_file(os.fspath(file), values, carried, what="config")
+    carried |= given.pop("carried", None) or {}
+    named: dict[str, Any] = {}
+    for name, value in given.items():
+        flag = name.replace("_", "-")
+        if flag in _BY_FLAG:
+            named[_BY_FLAG[flag].name] = value
+        elif _is_carried(flag):
+            carried[name] = plain_value(value, name)
+        else:
+            named[name] = value
+    config = Config.from_dict({**values, **named, "carried": carried})
+    if custom_file is None:
+        return config
+    over: dict[str, Any] = {}
+    _take_custom_file(os.fspath(custom_file), over, carried)
+    return config.replace(**over, carried=carried)
 
 
 def scan(argv: Sequence[str]) -> list[Occurrence]:

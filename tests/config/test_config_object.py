@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 
+import slime
 from slime.config import Config, load_config, parse_args, resolve, save_config
 from slime.config.config import FLAG_SPECS
 from slime.config.parser import config_of_keywords, parse_flags
 from slime.config.reference import format_markdown
 from slime.errors import UserError
+from slime.keywords import format_stub
 
 RICH: dict[str, Any] = {
     "eval_prompt_data": [("a", "x.jsonl"), ("b", "y.jsonl@[0:3]")],
@@ -93,6 +96,34 @@ def test_every_flag_has_help_and_a_default_of_its_type() -> None:
 def test_flag_table_of_the_documentation_is_current() -> None:
     document = Path(__file__).parents[2] / "docs" / "flags.md"
     assert document.read_text() == format_markdown(), "run: slime flags --markdown > docs/flags.md"
+
+
+def test_signature_and_stub_of_run_have_every_flag() -> None:
+    stub = Path(slime.__file__).with_suffix(".pyi").read_text()
+    assert stub == format_stub(), "run: slime flags --stub > slime/__init__.pyi"
+    compile(stub, "__init__.pyi", "exec")
+    parameters = inspect.signature(slime.run).parameters
+    assert list(parameters) == ["reward", "config", "custom_config_path", *FLAG_SPECS, "others"]
+    assert parameters["rollout_batch_size"].default == FLAG_SPECS["rollout_batch_size"].default
+    assert "run" in dir(slime)
+    with pytest.raises(AttributeError, match="no attribute 'runs'"):
+        _ = slime.runs  # type: ignore[attr-defined]
+
+
+def test_keywords_are_taken_as_the_command_line_takes_them(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("lr = 0.5\nrollout_batch_size = 7\nsglang_mem_fraction_static = 0.5\n")
+    file = str(tmp_path / "run.toml")
+    words = f"--config {file} --lr 0.25 --sglang-attention-backend triton --router-policy random --num-layers 2".split()
+    own = {"sglang_attention_backend": "triton", "router_policy": "random", "num_layers": 2, "lr": 0.25}
+    config = config_of_keywords({"config": file, **own})
+    assert config == parse_flags(words)
+    assert (config.rollout_batch_size, config.carried["sglang_mem_fraction_static"]) == (7, 0.5)
+    assert config_of_keywords({"config": [tmp_path / "run.toml"], **own}) == config
+    assert config_of_keywords({"carried": {"sglang_x": 1}, "router_y": 2}).carried == {"sglang_x": 1, "router_y": 2}
+    with pytest.raises(UserError, match="unknown config key rollout_bach_size: did you mean rollout_batch_size"):
+        config_of_keywords({"rollout_bach_size": 1})
+    with pytest.raises(UserError, match="sglang_x has a value of type object"):
+        config_of_keywords({"sglang_x": object()})
 
 
 def test_keywords_take_a_custom_file_as_the_command_line_does(tmp_path: Path) -> None:
