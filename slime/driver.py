@@ -43,7 +43,7 @@ from slime.inputs import eval_prompts, open_data_source, rollouts_of_run
 from slime.models.folder import check_model
 from slime.observe.curves import Curves
 from slime.observe.display import make_progress
-from slime.observe.logs import configure_logging
+from slime.observe.logs import configure_logging, repeated_warnings
 from slime.observe.memory import MemorySampler
 from slime.observe.metrics import MetricsLog, read_metrics
 from slime.observe.patience import told_if_slow
@@ -53,7 +53,7 @@ from slime.observe.run_dir import RunDir
 from slime.observe.summary import show_summary
 from slime.parts import Parts
 from slime.plan import make_plan, needs_engines
-from slime.plugins import load_function
+from slime.plugins import check_given, load_function
 from slime.plugins.tracking import logged_to
 from slime.rescue import weights_rescued
 from slime.restarts import LOST, Lives
@@ -79,6 +79,8 @@ def train(args: Config | argparse.Namespace, *, reward: Callable[..., Any] | Non
 
     Flags, model config and prompts are read before the run folder is touched: a mistake in them leaves no trace.
     """
+    if reward is not None:
+        check_given(reward, "--custom-rm-path", "the given reward function")
     config = resolve(as_config(args))
     machines = find_machines(config)
     device = machines.device
@@ -166,6 +168,7 @@ class Run:
         stack.callback(self.curves.finish)  # also after Ctrl-C or a failure, when everything else has ended
         self.progress: Progress = stack.enter_context(make_progress(config, self.total))
         configure_logging(run_dir, "driver", config.log_level, console=self.progress.console)
+        stack.callback(lambda: [self.progress.warn(line) for line in repeated_warnings()])
         for note in () if again else notes:
             self.progress.message(f"note: {note}")
         self.parts = Parts(

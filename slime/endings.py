@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -13,25 +15,40 @@ from slime.config import Config
 from slime.config.start import continues_itself
 from slime.errors import RunFailed, UserError
 from slime.observe.progress import Progress
+from slime.waits import ending_signals
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def terminated_like_interrupt() -> Iterator[None]:
-    """SIGTERM ends the run the way Ctrl-C does: parts are stopped in order."""
+    """SIGTERM and SIGHUP end the run the way Ctrl-C does: parts are stopped in order."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_closed_terminal((1, 2))
+            logger.warning("SIGHUP (the terminal was closed): the run ends as on Ctrl-C; nohup or tmux keep it going")
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    numbers = set(ending_signals()) - {signal.SIGINT}
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def leave_closed_terminal(descriptors: Iterable[int]) -> None:
+    """Let descriptors of a terminal that is gone lead nowhere: whatever a run prints while it ends must not raise."""
+    for descriptor in descriptors:
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Every dialect translates its bodies to these and its answers from them; no sessi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -54,11 +54,11 @@ class TurnRequest:
     params: Mapping[str, Any] = field(default_factory=dict)
 
 
-def messages_of(prompt: str | Sequence[Mapping[str, Any]]) -> list[Message]:
+def messages_of(prompt: Any) -> list[Message]:
     """A sample's prompt as a conversation: messages in OpenAI's form, or a text, which is what the user says."""
     if isinstance(prompt, str):
         return [Message("user", prompt)]
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, list | tuple):
         raise UserError(f"the prompt {prompt!r:.80} is neither text nor messages: make them of it first")
     return [_message_of(message, number) for number, message in enumerate(prompt)]
 

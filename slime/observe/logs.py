@@ -1,4 +1,5 @@
-"""Logging of one process. The invariant: everything goes to the process's own log; the terminal sees only warnings.
+"""Logging of one process. The invariant: everything goes to the process's own log; the terminal sees only warnings,
+and each of them once.
 
 A child's stdout and stderr are its log file already, so it logs to stderr; the driver writes `logs/<name>.log` itself.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +20,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OURS = "slime-"
 ON_SCREEN = "on_screen"
 """Set on a record that the display shows in its own way: the terminal does not get it twice."""
+_MOST_KNOWN_TEXTS, _MOST_SHOWN = 10_000, 5
 _TALKATIVE = ("aiohttp.access", "asyncio", "matplotlib", "urllib3", "httpx", "filelock", "PIL")
 
 
@@ -72,12 +75,37 @@ class SentenceFormatter(logging.Formatter):
         return self.formatMessage(record) + (f" (traceback in {self._log_path})" if record.exc_info else "")
 
 
+class Once(logging.Filter):
+    """Lets each text through once, and counts how often it came again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again: Counter[str] = Counter()
+        self._known: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if text in self._known:
+            self.again[text] += 1
+            return False
+        if len(self._known) < _MOST_KNOWN_TEXTS:
+            self._known.add(text)
+        return True
+
+
+def repeated_warnings() -> list[str]:
+    """A line for each text that the terminal saw once of several times, since logging was set up; the log has all."""
+    filters = [one for handler in logging.getLogger().handlers for one in handler.filters if isinstance(one, Once)]
+    return [f"{count} more times: {text}" for once in filters for text, count in once.again.most_common(_MOST_SHOWN)]
+
+
 def _add(
     root: logging.Logger, handler: logging.Handler, name: str, layout: logging.Formatter, level: int = logging.NOTSET
 ) -> None:
     handler.set_name(_OURS + name)
     if name == "console":
         handler.addFilter(lambda record: not hasattr(record, ON_SCREEN))
+        handler.addFilter(Once())
     handler.setFormatter(layout)
     handler.setLevel(level)
     root.addHandler(handler)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from slime.errors import UserError
@@ -185,6 +185,17 @@ def takes_samples(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # a builtin without a signature
         return False
     return len(parameters) > 1 and parameters[1] == "samples"
+
+
+def check_given(found: Any, flag: str, what: str) -> None:
+    """The same for an object that takes the place of a flag's function."""
+    contract = contract_of(flag)
+    assert contract is not None, f"{flag} has no contract"
+    if not callable(found):
+        shown = f"{contract.field_name}={found!r}" if isinstance(found, str) else f"{flag} names one in a file"
+        raise UserError(f"{what} must be a function of {', '.join(contract.params)}, not {found!r:.80}: give {shown}")
+    name = getattr(found, "__qualname__", type(found).__name__)
+    check(found, replace(contract, flag=what), name)
 
 
 def check(found: Callable[..., Any], contract: Contract, path: str) -> None:

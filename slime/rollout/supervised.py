@@ -9,8 +9,12 @@ template finds the turns under every `--loss-mask-type`.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from slime.config import Config
 from slime.data.labels import label_text
@@ -22,6 +26,10 @@ from slime.errors import UserError
 from slime.rollout.metrics import sample_metrics, task_metrics
 from slime.rollout.runtime import runtime_for
 from slime.rollout.types import RolloutFnTrainOutput
+
+logger = logging.getLogger(__name__)
+
+_TOKENS_AT_AN_END = 2
 
 
 def generate_rollout(args: Config, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
@@ -39,6 +47,7 @@ def generate_rollout(args: Config, rollout_id: int, data_buffer: Any, evaluation
         for sample in group:
             fill_supervised(sample, tokenizer, max_context=args.rollout_max_context_len)
     samples = [sample for group in groups for sample in group]
+    _warn_of_missing_stop(samples, tokenizer)
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples).items()}
     metrics |= task_metrics(args, samples)
     return RolloutFnTrainOutput(groups, metrics | {"perf/rollout_time": time.monotonic() - started})
@@ -92,6 +101,23 @@ def _with_label(prompt: list[Message], sample: Sample) -> list[Message]:
     if prompt[-1]["role"] == ASSISTANT or (answered and sample.label in (None, "")):
         return prompt
     return [*prompt, {"role": ASSISTANT, "content": _label_text(sample)}]
+
+
+def _warn_of_missing_stop(samples: Sequence[Sample], tokenizer: Any) -> None:
+    """Say it when no answer ends with a special token: a model that is trained on them does not learn to stop."""
+    whole = [sample for sample in samples if sample.status is Sample.Status.COMPLETED and sample.loss_mask]
+    stops = set(tokenizer.all_special_ids)
+    if whole and not any(stops.intersection(_last_trained(sample)) for sample in whole):
+        logger.warning(
+            "no answer is trained on with a token that ends it: the model will not learn to stop; use a tokenizer with "
+            "an eos_token, or a chat template that ends the assistant's turns with it"
+        )
+
+
+def _last_trained(sample: Sample) -> list[int]:
+    """The last tokens that are trained on; behind the one that ends a turn a template may write a line break."""
+    trained = np.flatnonzero(np.asarray(sample.loss_mask))[-_TOKENS_AT_AN_END:]
+    return [int(token) for token in sample.token_array()[sample.prompt_length + trained]]
 
 
 def _cut(sample: Sample, max_context: int) -> None:

@@ -8,7 +8,7 @@ from slime.waits.background import Background, BackgroundDied, background, raise
 from slime.waits.board import Limit, Wait, acting_as, name_of, named, waiting
 from slime.waits.graph import describe
 from slime.waits.processes import KnownProcess, ProcessRegistry, forget_process, know_process, state_of
-from slime.waits.signals import WaitsShown, watch_signals
+from slime.waits.signals import WaitsShown, ending_signals, watch_signals
 from slime.waits.timeouts import WaitTimeout, expired, log_graph, wait_for
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "acting_as",
     "background",
     "describe",
+    "ending_signals",
     "expired",
     "forget_process",
     "know_process",

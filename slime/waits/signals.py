@@ -62,6 +62,12 @@ class _Watcher:
                     self.shown_before_end.set()
 
 
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """What ends a process in order: SIGINT, SIGTERM, and SIGHUP unless it was started to ignore that (`nohup`)."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *(() if is_ignored else (signal.SIGHUP,)))
+
+
 @contextmanager
 def watch_signals() -> Iterator[None]:
     """Answer SIGUSR1 and SIGQUIT while the body runs; in other threads than the main one nothing is watched."""

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from slime.errors import UserError
 from slime.observe import run_dir
-from slime.observe.logs import configure_logging
+from slime.observe.logs import configure_logging, repeated_warnings
 from slime.observe.progress import NoProgress, PlainProgress
 from slime.observe.run_dir import RunDir
 
@@ -181,6 +181,19 @@ def test_without_a_terminal_warnings_go_to_stderr(tmp_path: Path, capsys: pytest
     logging.getLogger("slime.x").debug("fine")
     logging.getLogger("slime.x").error("bad")
     assert capsys.readouterr().err == "ERROR: bad\n"
+
+
+@pytest.mark.usefixtures("quiet_root")
+def test_a_warning_is_shown_once_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = configure_logging(tmp_path, "driver", "info")
+    for number in (1, 1, 2, 1):
+        logging.getLogger("slime.x").warning("dropped %d", number)
+    assert capsys.readouterr().err == "WARNING: dropped 1\nWARNING: dropped 2\n"
+    assert path is not None
+    assert path.read_text().count("dropped 1") == 3
+    assert repeated_warnings() == ["2 more times: dropped 1"]
+    configure_logging(tmp_path, "driver", "info")
+    assert repeated_warnings() == []
 
 
 @pytest.mark.usefixtures("quiet_root")

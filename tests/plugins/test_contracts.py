@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import slime
 from slime.config import Config
 from slime.config.config import FLAG_SPECS
 from slime.config.plugin_checks import check_plugins
@@ -197,3 +198,18 @@ def test_a_file_alone_names_its_function(write: Write) -> None:
         found("several.py", helper + "def odd(args, sample): pass\n")
     with pytest.raises(UserError, match="has no empty: it defines no functions"):
         found("empty.py", "X = 1\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("mine.py:f", "must be a function of args, sample, not 'mine.py:f': give custom_rm_path='mine.py:f'"),
+        (3, "must be a function of args, sample, not 3"),
+        (lambda sample: 1.0, "is called with (args, sample), but its signature is (sample): change it"),
+    ],
+)
+def test_a_given_reward_is_checked_before_anything_starts(given: Any, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        slime.run(reward=given, hf_checkpoint="/nowhere")
+    assert sentence in str(caught.value)
+    assert "given reward function" in str(caught.value)

@@ -8,7 +8,7 @@ import pytest
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.rollout.report.concerns import EQUAL, NO_GRADIENT, SPECIAL, TRUNCATED, Concerns, concerns_of, quoted
+from slime.rollout.report.concerns import EQUAL, NO_GRADIENT, SPECIAL, TINY, TRUNCATED, Concerns, concerns_of, quoted
 
 SPECIALS = ("<eos>", "<pad>")
 
@@ -114,3 +114,17 @@ def test_what_is_quoted_is_short_and_on_one_line() -> None:
     assert shown.startswith(r"one response is '\x1b[31m\naaa")
     assert len(shown) < 200
     assert "\n" not in shown
+
+
+def test_many_passes_over_few_tokens_are_told_once() -> None:
+    samples = [sample(i % 2) for i in range(32)]
+    for one in samples:
+        one.tokens = list(range(40))
+    said = found(samples)
+    assert "training takes 32 passes over about 40 tokens each (--micro-batch-size 1)" in said[TINY]
+    assert "--use-dynamic-batch-size --max-tokens-per-gpu 8192" in said[TINY]
+    assert list(found(samples, loss_type="sft_loss")) == [TINY]
+    for enough in ({"use_dynamic_batch_size": True}, {"micro_batch_size": 4}, {"actor_num_gpus_per_node": 4}):
+        assert found(samples, **enough) == {}
+    concerns = Concerns(Config(hf_checkpoint="x"), lambda: SPECIALS)
+    assert [len(concerns.about(step, samples, 1.0)) for step in range(4)] == [1, 0, 0, 0]

@@ -4,7 +4,7 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.supervised import fill_supervised, generate_rollout
+from slime.rollout.supervised import _warn_of_missing_stop, fill_supervised, generate_rollout
 
 
 def filled(tokenizer, prompt, label=None, **options):
@@ -118,3 +118,18 @@ def test_numbers_and_truth_values_are_trained_as_the_file_has_them(tokenizer, la
 def test_an_answer_that_is_no_text_is_refused(tokenizer, label):
     with pytest.raises(UserError, match="a label must be a text, a number or chat messages here"):
         filled(tokenizer, "6*7=", label)
+
+
+def test_answers_without_a_token_that_ends_them_are_told(tokenizer, monkeypatch, caplog):
+    def told(*prompts):
+        caplog.clear()
+        samples = [filled(tokenizer, prompt, label)[0] for prompt, label in prompts]
+        _warn_of_missing_stop(samples, tokenizer)
+        return ["no answer is trained on with a token that ends it" in text for text in caplog.messages]
+
+    asked = turns(("user", "a"))
+    assert told(("6*7=", "42"), (asked, "b")) == []
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert told((asked, "b"), (asked, "c")) == [True]
+    assert told((asked, "b"), ("6*7=", "42")) == []
+    assert told() == []

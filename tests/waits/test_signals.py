@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slime.waits import watch_signals
+import pytest
+
+from slime.endings import leave_closed_terminal, terminated_like_interrupt
+from slime.waits import ending_signals, watch_signals
 
 WAITER = """\
 import logging, signal, sys, threading, time
@@ -151,3 +155,42 @@ def test_a_second_sigquit_ends_a_process_that_never_comes_back(tmp_path: Path) -
         assert_shown(process)
         process.send_signal(signal.SIGQUIT)
         assert process.wait(240) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_interrupts_the_run_and_a_closed_terminal_is_named(
+    number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), terminated_like_interrupt():
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+    assert ["SIGHUP (the terminal was closed)" in text for text in caplog.messages] == [True] * (
+        number == signal.SIGHUP
+    )
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with terminated_like_interrupt():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.SIGHUP not in ending_signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_what_is_printed_to_a_closed_terminal_goes_nowhere() -> None:
+    ours, terminal = os.openpty()
+    read, pipe = os.pipe()
+    os.close(ours)
+    try:
+        with pytest.raises(OSError, match="Input/output error"):
+            os.write(terminal, b"x")
+        leave_closed_terminal((terminal, pipe))
+        assert os.write(terminal, b"x") == 1
+        os.write(pipe, b"kept")
+        assert os.read(read, 4) == b"kept"
+    finally:
+        for descriptor in (terminal, read, pipe):
+            os.close(descriptor)

@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from slime.agent.session.journal import TurnJournal
 from slime.data.tokenizer import load_tokenizer, model_context_length
 from slime.errors import UserError
 from slime.parsers.formats import Formats
+from slime.waits import ending_signals
 
 DEFAULT_NAMES = ("slime-actor", "default")
 
@@ -93,7 +93,7 @@ async def _listen(agents: web.AppRunner, settings: ServerSettings, path: Path) -
 
 async def _told_to_end(over: asyncio.Future[Any]) -> None:
     loop, signalled = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         loop.add_signal_handler(number, signalled.set)
     waiting = asyncio.ensure_future(signalled.wait())
     await asyncio.wait({waiting, over}, return_when=asyncio.FIRST_COMPLETED)

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -41,6 +40,7 @@ from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.plain_http import NoAnswer, ask
 from slime.errors import RunFailed, UserError
 from slime.models.folder import read_config_json
+from slime.waits import ending_signals
 
 DEFAULT_PATIENCE_S = 600.0
 _AGAIN_S = 2.0
@@ -97,7 +97,7 @@ class Joiner:
     async def run(self) -> None:
         """Until told to stop, or the run is over."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             loop.add_signal_handler(number, self.stop.set)
         terms = await self.first_terms()
         config = self._engine_config(terms)

@@ -31,6 +31,7 @@ from slime.engine.embedded.loaded_model import ids_in
 from slime.engine.embedded.options import EngineOptions, parse_options
 from slime.engine.embedded.tokenizer import ChatTokenizer, plain_tokenizer
 from slime.errors import UserError
+from slime.waits import ending_signals
 
 log = logging.getLogger("slime.engine.embedded")
 
@@ -124,7 +125,7 @@ async def _serve(options: EngineOptions, sock: socket.socket) -> int:
         if not stop.done():
             stop.set_result(cause)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         loop.add_signal_handler(number, end, None)
     core = EngineCore(options, on_death=lambda error: loop.call_soon_threadsafe(end, error))
     core.phases["imports"] = process_age()

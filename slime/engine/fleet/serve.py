@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import tempfile
 from collections.abc import Sequence
 from itertools import chain
@@ -30,6 +29,7 @@ from slime.engine.launch import engine_url
 from slime.errors import UserError
 from slime.models.folder import read_config_json
 from slime.models.shape import count_parameters
+from slime.waits import ending_signals
 
 FLEET_FLAGS = ("--rollout-backend", "--rollout-num-gpus", "--sglang-config", "--prefill-num-servers")
 """One of these means a fleet; without any of them `slime serve` is a single embedded engine."""
@@ -61,7 +61,7 @@ def serve_fleet(words: Sequence[str]) -> int:
 
 async def _serve(engines: Engines, host: str) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         loop.add_signal_handler(number, stop.set)
     starting = asyncio.ensure_future(asyncio.to_thread(engines.start))
     stopping = asyncio.ensure_future(stop.wait())

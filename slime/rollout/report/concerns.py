@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from slime.config import Config
 from slime.config.algorithm import compares_siblings
+from slime.config.batch import num_trainers
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
 from slime.data.sample import Sample
 from slime.rollout.metrics import has_number
@@ -29,6 +30,9 @@ USUAL_ROLLOUTS, FEWEST_ROLLOUTS = 20, 3
 
 EQUAL, TRUNCATED, NO_GRADIENT, SPECIAL = "equal rewards", "truncated", "no gradient", "special tokens"
 ADVANTAGES, GRADIENT = "large advantages", "large gradient"
+TINY = "tiny micro-batches"
+TINY_TOKENS, MANY_PASSES, FULL_PASS = 1024, 32, 8192
+"""Passes over fewer tokens leave most of a device idle; with so many of them in a step it is worth a word."""
 
 
 class Concerns:
@@ -52,7 +56,7 @@ class Concerns:
         for kind, sentence in found.items():
             self._seen[kind] += 1
             count = self._seen[kind]
-            if count & (count - 1) == 0:
+            if count & (count - 1) == 0 and (count == 1 or kind != TINY):
                 so_far = "" if count == 1 else f" (so in {count} rollouts by now)"
                 said.append(f"rollout {rollout_id}: {sentence}{so_far}")
         return said
@@ -66,9 +70,9 @@ def concerns_of(
 ) -> dict[str, str]:
     """By kind, one sentence each; nothing when all is well."""
     usable = [sample for sample in samples if sample.status is not Sample.Status.FAILED]
+    found = _tiny_micro_batches(config, usable)
     if config.loss_type == "sft_loss" or not usable:
-        return {}
-    found: dict[str, str] = {}
+        return found
     scored = [sample for sample in usable if has_number(config, sample)]
     rewards = {float(sample.reward_number(config)) for sample in scored}
     no_gradient = grad_norm == 0
@@ -138,6 +142,21 @@ def _would_hit(sample: Sample, special_tokens: Collection[str]) -> bool:
     for token in special_tokens:
         plain = plain.replace(token, "")
     return plain != sample.response and plain.strip() == str(sample.label).strip()
+
+
+def _tiny_micro_batches(config: Config, usable: Sequence[Sample]) -> dict[str, str]:
+    """A step of many passes over few tokens each, which take many times as long as a few full ones."""
+    if config.use_dynamic_batch_size or not usable or config.debug_rollout_only:
+        return {}
+    tokens = sum(sample.total_length for sample in usable) / len(usable) * config.micro_batch_size
+    passes = len(usable) / (num_trainers(config) * config.micro_batch_size)
+    if not 0 < tokens < TINY_TOKENS or passes < MANY_PASSES:
+        return {}
+    return {
+        TINY: f"training takes {passes:.0f} passes over about {tokens:.0f} tokens each (--micro-batch-size "
+        f"{config.micro_batch_size}): --use-dynamic-batch-size --max-tokens-per-gpu {FULL_PASS} packs them into fewer, "
+        "which is many times faster"
+    }
 
 
 def _no_gradient(config: Config, usable: Sequence[Sample]) -> str:
