@@ -1,7 +1,7 @@
 """The flags that data sources read, for callers whose `args` do not have them all.
 
-Invariant: a config, or whatever else a run gives to its plugins, is used as it is. A plain namespace, as own drivers,
-notebooks and tests write it, has its own values, and the flags' defaults for what it leaves out.
+Invariant: a config, or whatever else a run gives to its plugins, is used as it is. Any other object, as own drivers,
+notebooks and tests make them, has its own values, and the flags' defaults for what it leaves out.
 """
 
 from __future__ import annotations
@@ -40,10 +40,14 @@ DEFAULTS: dict[str, Any] = {
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
 }
 
+_READS_NONE = "disable_rollout_global_dataset"
+"""A namespace may have the opposite, `rollout_global_dataset`, as parsers do; one that names no prompts reads none."""
+
 
 def completed(args: Any) -> Any:
-    """`args` with a value for every flag above."""
-    return CompletedNamespace(args) if type(args) is Namespace else args
+    """`args` if it has all flags above, as what a run gives has; else with a value for each that it lacks."""
+    is_whole = all(hasattr(args, name) for name in (*DEFAULTS, _READS_NONE))
+    return args if is_whole else CompletedNamespace(args)
 
 
 def changed(args: Any, changes: dict[str, Any]) -> Namespace:
@@ -54,15 +58,16 @@ def changed(args: Any, changes: dict[str, Any]) -> Namespace:
 class CompletedNamespace:
     """A namespace that is read and written through, with defaults behind it."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Any) -> None:
         object.__setattr__(self, "_args", args)
 
     def __getattr__(self, name: str) -> Any:
-        given = vars(self.__dict__["_args"])
-        if name in given:
-            return given[name]
-        if name == "disable_rollout_global_dataset":  # its name in parsers that store the opposite
-            return not given.get("rollout_global_dataset", True)
+        args = self.__dict__["_args"]
+        if hasattr(args, name):
+            return getattr(args, name)
+        if name == _READS_NONE:
+            names_none = getattr(args, "prompt_data", None) is None and getattr(args, "prompt_config", None) is None
+            return not getattr(args, "rollout_global_dataset", not names_none)
         if name in DEFAULTS:
             return DEFAULTS[name]
         raise AttributeError(f"the namespace has no {name}")

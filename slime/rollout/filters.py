@@ -26,7 +26,7 @@ from slime.errors import UserError
 from slime.rollout.failures import RolloutFailed
 from slime.rollout.metrics import Repetitions
 from slime.rollout.runtime import RolloutRuntime, find_runtime
-from slime.rollout.types import Group, leaves, sampled_tokens
+from slime.rollout.types import Group, Produced, leaves, sampled_tokens
 
 LEAST_STD = 1e-6
 MOST_DROPS_PER_GROUP = 100
@@ -103,9 +103,9 @@ def drop_metrics(reasons: Counter[str]) -> dict[str, float]:
     return {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in reasons.items()}
 
 
-def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Drop groups whose rewards are all the same; the reason is ``zero_std_<reward>``."""
-    rewards = [float(sample.reward_number(args)) for sample in samples if sample.reward is not None]
+def check_reward_nonzero_std(args: Any, samples: Sequence[Produced], **kwargs: Any) -> DynamicFilterOutput:
+    """Drop groups whose rewards, those of fan-outs too, are all the same; the reason is ``zero_std_<reward>``."""
+    rewards = [float(sample.reward_number(args)) for sample in leaves(samples) if sample.reward is not None]
     if not rewards:
         return DynamicFilterOutput(keep=False, reason="no_reward")
     std = np.std(np.asarray(rewards, dtype=np.float64), ddof=1) if len(rewards) > 1 else 0.0
@@ -114,7 +114,9 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **kwargs: Any
     return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
 
 
-def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(
+    args: Any, samples: Sequence[Produced], **kwargs: Any
+) -> DynamicFilterOutput:
     """The same, but such a group is kept when the batch could not be filled without asking for more prompts."""
     output = check_reward_nonzero_std(args, samples)
     output.keep_when_insufficient = True

@@ -1,5 +1,5 @@
 """Fully asynchronous generation under the path that flags and slime plugins name it by."""
 
-from slime.rollout.functions import generate_rollout_fully_async
+from slime.rollout.sglang_rollout import generate_rollout_fully_async
 
 __all__ = ["generate_rollout_fully_async"]

@@ -61,7 +61,8 @@ class RolloutRuntime:
     `router_only` engines take no requests of their own; `is_open` ones generate for whoever is on this machine, without
     their key (`api_key`). `model_urls` are the addresses of every model that is served:
     `sglang_model_routers` has one for each. `dispatch` is what makes a finished group of a dispatched one
-    (`slime.rollout.trajectory.generate_and_rm_group`). `plugin_args` is what functions of the user are called with.
+    (`slime.rollout.trajectory.generate_and_rm_group`). `plugin_args` is what functions of the user are called with. One
+    that is not `is_of_run` belongs to the namespace of a caller outside a run: it is not the rollout that is running.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class RolloutRuntime:
         model_urls: Mapping[str, Sequence[str]] | None = None,
         api_key: str | None = None,
         is_open: bool = False,
+        is_of_run: bool = True,
     ) -> None:
         if _registry.find(config.overlay.mark) is not None:
             config = with_own_overlay(config)
         self.config = config
         self._reward = reward
+        self.is_of_run = is_of_run
         self.loop_thread = LoopThread()
         self.failures = FailureLog()
         self.pulse, self.eval_pulse = Pulse(), Pulse()
@@ -378,7 +381,8 @@ def runtime_for(args: object) -> RolloutRuntime:
 def find_runtime(args: object) -> RolloutRuntime | None:
     """The same; None where no rollout is running."""
     mark = args.overlay.mark if isinstance(args, Config) else run_mark(args)
-    runtime = newest_runtime() if mark is None else _registry.find(mark)
+    running = (one for one in _registry.newest_first() if one.is_of_run)
+    runtime = next(running, None) if mark is None else _registry.find(mark)
     return None if runtime is None else runtime.seen_by(args)
 
 

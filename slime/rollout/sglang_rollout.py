@@ -1,22 +1,43 @@
-"""The default rollout function and its parts, under the path that flags and slime plugins name them by."""
+"""The default rollout functions, and their parts for rollout files that users made of them.
 
+`generate_rollout` is called from synchronous code; the work happens on the event loop of the runtime that belongs to
+`args`. The parts may be awaited on any event loop: the engines, the limit on samples under way and the journal are used
+on the runtime's own.
+
+Outside a run, as in a unit test of a plugin, the parts for samples call the functions that `args` name on the caller's
+event loop: what these return or raise is the caller's, neither checked nor recorded. They call each other by their
+names in this module, which a test may replace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from slime import plugins
+from slime.config import Config
+from slime.config.plugin_args import as_config
+from slime.data.sample import Sample
+from slime.plugins.args import RUN_MARK, run_mark
+from slime.rollout import requests, trajectory
+from slime.rollout.batch import generate_batch
+from slime.rollout.continuous import taken_from_continuous
+from slime.rollout.evaluate import evaluate, evaluate_dataset
+from slime.rollout.failures import mark_failed
 from slime.rollout.filters import MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output
-from slime.rollout.functions import (
-    GenerateState,
-    abort,
-    eval_rollout,
-    eval_rollout_single_dataset,
-    generate,
-    generate_and_rm,
-    generate_and_rm_group,
-    generate_rollout,
-    generate_rollout_async,
-    load_function,
-)
+from slime.rollout.flight import ABORT_AGAIN_S, abort_requests, result_of
+from slime.rollout.gate import as_evaluation
 from slime.rollout.requests import get_model_url
-from slime.rollout.rm_hub import async_rm, batched_async_rm
-from slime.rollout.sample_hooks import apply_rollout_sample_hooks
-from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.rewards.hub import async_rm, batched_async_rm
+from slime.rollout.runtime import RolloutRuntime, accepts, find_runtime, runtime_for
+from slime.rollout.staleness import prompts_of
+from slime.rollout.state import GenerateState as _GenerateState
+from slime.rollout.types import Group, Produced, RolloutFnEvalOutput, RolloutFnTrainOutput, leaves
+from slime.waits import waiting
 
 __all__ = [
     "GenerateState",
@@ -35,7 +56,224 @@ __all__ = [
     "generate_and_rm_group",
     "generate_rollout",
     "generate_rollout_async",
+    "generate_rollout_fully_async",
     "get_model_url",
     "load_function",
     "should_drop_dynamic_filter_output",
 ]
+
+_ALONE = "slime_outside_a_run"
+"""The attribute of a namespace outside a run for which responses were generated, and no state was asked for."""
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """One training rollout, or with `evaluation` one pass over the evaluation datasets."""
+    runtime = runtime_for(args)
+    if evaluation:
+        return runtime.run(evaluate(args, rollout_id), whom=f"evaluation {rollout_id}")
+    return runtime.run(generate_batch(args, rollout_id, data_source), whom=f"rollout {rollout_id}")
+
+
+def generate_rollout_fully_async(
+    args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """One training rollout of a generation that goes on until the run ends, through training and weight updates.
+
+    Named by ``--rollout-function-path`` itself it stands for ``--async-mode full``; this is for functions around it.
+    """
+    if evaluation:
+        return generate_rollout(args, rollout_id, data_buffer, evaluation=True)
+    runtime = runtime_for(args)
+    return runtime.run(taken_from_continuous(runtime, rollout_id, data_buffer), whom=f"rollout {rollout_id}")
+
+
+async def generate_rollout_async(
+    args: Any, rollout_id: int, data_source: Any
+) -> tuple[RolloutFnTrainOutput, list[Group]]:
+    """One training rollout, and the groups to put back into the data source.
+
+    `data_source` is a data source, which gets its groups back at once, or only its `get_samples` method.
+    """
+    runtime = runtime_for(args)
+    if not callable(data_source):
+        return await runtime.on_own_loop(generate_batch(args, rollout_id, data_source)), []
+    source = _GetSamples(data_source)
+    return await runtime.on_own_loop(generate_batch(args, rollout_id, source)), source.put_back
+
+
+async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:
+    """One pass over the evaluation datasets; nothing to put back."""
+    return await runtime_for(args).on_own_loop(evaluate(args, rollout_id)), []
+
+
+async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, Any]]:
+    """One evaluation dataset (of `args.eval_datasets`) under its name."""
+    return await runtime_for(args).on_own_loop(evaluate_dataset(args, rollout_id, dataset_cfg))
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Fill `sample` with a response, from where it stands."""
+    runtime = find_runtime(args)
+    if runtime is None:
+        runtime = _runtime_of_its_own(args)
+        setattr(args, _ALONE, True)
+    return await runtime.on_own_loop(requests.generate(args, sample, sampling_params))
+
+
+async def generate_and_rm(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Produced:
+    """Generate one sample, run the hooks, and score it (group rewards come later, from the group)."""
+    runtime = _runtime_of_run(args)
+    if runtime is None:
+        return await _generate_and_rm_alone(args, sample, sampling_params, evaluation)
+
+    async def generated() -> Produced:
+        with as_evaluation() if evaluation else nullcontext():
+            return await trajectory.generate_and_rm(args, sample, sampling_params, evaluation)
+
+    return await runtime.on_own_loop(generated())
+
+
+async def _generate_and_rm_alone(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Produced:
+    produced: Any = sample
+    if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+        path = sample.generate_function_path or getattr(args, "custom_generate_function_path", None)
+        if path is None:
+            produced = await generate(args, sample, sampling_params)
+        else:
+            function = load_function(path)
+            offered = {"evaluation": evaluation} if accepts(function, "evaluation") else {}
+            produced = function(args, sample, sampling_params, **offered)
+            produced = await produced if inspect.isawaitable(produced) else produced
+        produced = await apply_rollout_sample_hooks(args, produced, evaluation=evaluation)
+    samples = list(leaves(produced))
+    unscored = [one for one in samples if one.reward is None]
+    is_cut = any(one.status is Sample.Status.ABORTED for one in samples)
+    if not unscored or is_cut or getattr(args, "group_rm", False):
+        return produced
+    if produced is sample or isinstance(produced, Sample):
+        produced.reward = await async_rm(args, produced)
+    else:
+        for one, reward in zip(unscored, await batched_async_rm(args, unscored), strict=True):
+            one.reward = reward
+    return produced
+
+
+async def generate_and_rm_group(
+    args: Any, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Group:
+    """Generate and score all samples of one prompt; what becomes of each is in the journal when it has ended."""
+    runtime = _runtime_of_run(args)
+    if runtime is None:
+        made: Group = await trajectory.gather_or_cancel(
+            generate_and_rm(args, member, copy.deepcopy(sampling_params), evaluation=evaluation) for member in group
+        )
+        samples = list(leaves(made))
+        if getattr(args, "group_rm", False) and not any(one.status is Sample.Status.ABORTED for one in samples):
+            for one, reward in zip(samples, await batched_async_rm(args, samples), strict=True):
+                one.reward = reward
+        return made
+    work = trajectory.generate_and_rm_group(args, group, sampling_params, evaluation)
+    return await runtime.on_own_loop(work)
+
+
+async def apply_rollout_sample_hooks(
+    args: Any, sample: Produced, *, rollout_id: int | None = None, evaluation: bool = False
+) -> Produced:
+    """A sample, or each of a fan-out, after the functions of ``--rollout-sample-hook-path``."""
+    runtime = _runtime_of_run(args)
+    if runtime is None:
+        offered = {"rollout_id": rollout_id, "evaluation": evaluation}
+        hooks = [load_function(path) for path in getattr(args, "rollout_sample_hook_path", None) or ()]
+        is_one = isinstance(sample, Sample)
+        hooked = []
+        for one in leaves(sample):
+            for hook in hooks:
+                changed = hook(args, one, **{name: value for name, value in offered.items() if accepts(hook, name)})
+                changed = await changed if inspect.isawaitable(changed) else changed
+                one = one if changed is None else changed
+            hooked.append(one)
+        return hooked[0] if is_one else hooked
+    return await runtime.on_own_loop(trajectory.apply_hooks(args, sample, rollout_id, evaluation))
+
+
+async def abort(args: Any, rollout_id: int) -> list[Group]:
+    """Give up the tasks in `state.pendings`; the groups to put back into the data source.
+
+    With ``--partial-rollout`` they are as far as they have come. Without, what is finished is kept, and other prompts
+    start over: neither is lost, as long as the caller puts them back.
+    """
+    runtime = runtime_for(args)
+    state = runtime.state
+    state.aborted = True
+    ended: list[asyncio.Task[Group]] = []
+    while state.pendings:
+        await runtime.on_own_loop(abort_requests(runtime))
+        with waiting(f"{len(state.pendings)} groups under way", "to end after an abort", timeout_s=None):
+            done, state.pendings = await asyncio.wait(state.pendings, timeout=ABORT_AGAIN_S)
+        ended += done
+    return [_to_put_back(result_of(task), rollout_id, partial=runtime.args.partial_rollout) for task in ended]
+
+
+def _to_put_back(group: Group, rollout_id: int, *, partial: bool) -> Group:
+    if not any(sample.status is Sample.Status.ABORTED for sample in leaves(group)):
+        return group
+    fresh = None if partial else prompts_of(group)
+    if fresh is not None:
+        return fresh
+    for member in group:
+        for sample in leaves([member]):
+            if not isinstance(member, Sample) and sample.status is Sample.Status.ABORTED:
+                mark_failed([sample], "generate: it was cut off, and one of several samples cannot be continued alone")
+            elif sample.response_length:
+                sample.metadata.setdefault("start_rollout_id", rollout_id)
+    return group
+
+
+class _GetSamples:
+    """A data source of which only `get_samples` is known."""
+
+    def __init__(self, get_samples: Callable[[int], list[Group]]) -> None:
+        self.get_samples = get_samples
+        self.put_back: list[Group] = []
+
+    def add_samples(self, samples: list[Group]) -> None:
+        self.put_back += samples
+
+
+def GenerateState(args: Any) -> _GenerateState:
+    """The rollout state that belongs to `args`: the same object on every call.
+
+    Where no rollout is running, a namespace gets a state of its own, with the tokenizer of its `hf_checkpoint` and the
+    engines behind its `sglang_router_ip` and `sglang_router_port`, as far as it names them.
+    """
+    state = (find_runtime(args) or _runtime_of_its_own(args)).state
+    if getattr(args, _ALONE, False):
+        delattr(args, _ALONE)
+    return state
+
+
+def _runtime_of_run(args: Any) -> RolloutRuntime | None:
+    """The runtime of the run, or of the driver, that `args` belong to; None where only an engine was asked."""
+    return None if getattr(args, _ALONE, False) else find_runtime(args)
+
+
+def _runtime_of_its_own(args: Any) -> RolloutRuntime:
+    """What a namespace that belongs to no run generates with; no other one finds it."""
+    if args is None or run_mark(args) is not None or isinstance(args, Config):
+        return runtime_for(args)  # there was a run, and it is over
+    host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
+    urls = [] if host is None or port is None else [f"http://{host}:{port}"]
+    runtime = RolloutRuntime(as_config(args), urls, dispatch=trajectory.generate_and_rm_group, is_of_run=False)
+    setattr(args, RUN_MARK, runtime.config.overlay.mark)
+    return runtime_for(args)
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """The function at ``pkg.mod.fn``, ``file.py:fn`` or ``file.py``."""
+    return plugins.load_function(path, what="function path")

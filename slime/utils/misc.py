@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.cluster.ports import free_range
 from slime.cluster.ports import host_address as get_current_node_ip
-from slime.rollout.functions import load_function
+from slime.rollout.sglang_rollout import load_function
 
 __all__ = [
     "SingletonMeta",

@@ -16,8 +16,7 @@ import pytest
 from slime.config import Config, derive
 from slime.config.plugin_args import plugin_args, tell_plugins, upstream_view, with_own_overlay
 from slime.data.sample import Sample
-from slime.rollout.functions import GenerateState
-from slime.rollout.sglang_rollout import generate_and_rm
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 
 FLAGS = tomllib.loads((Path(__file__).parents[1] / "migration" / "flags.toml").read_text(encoding="utf-8"))["flag"]
 
