@@ -16,6 +16,8 @@ usage: slime COMMAND ...
 
   train        train a model; the same as python train.py (slime train --help lists the flags)
   train-async  the same, generating while it trains (--async-mode one-step or full); python train_async.py
+  eval         evaluate a model, or with --load a checkpoint, on --eval-prompt-data or --eval-config, and end; no
+               prompts to train on are needed, other flags are those of train
   stages       train in stages that one config file describes: slime stages FILE [FLAGS] (docs/stages.md)
   plan         say what a training run would do, and stop; the same as slime train --dry-run
   samples      list, filter and export the samples of a run (slime samples --help)
@@ -62,6 +64,7 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "train": _train,
         "train-async": _train_async,
+        "eval": _eval,
         "stages": _stages,
         "plan": _plan,
         "serve": _serve,
@@ -96,6 +99,19 @@ def _train_async(words: Sequence[str]) -> int:
     if config.async_mode is None:
         config = config.replace(async_mode=mode_of_train_async(config))
     return _run(resolve(config))
+
+
+def _eval(words: Sequence[str]) -> int:
+    from slime.config import resolve
+    from slime.config.eval_datasets import evaluates
+    from slime.config.parser import parse_flags
+
+    config = parse_flags(words)
+    if config.num_rollout:
+        raise UserError(f"slime eval trains nothing: drop --num-rollout {config.num_rollout}, or give slime train")
+    if not evaluates(config):
+        raise UserError("slime eval needs data: --eval-prompt-data NAME PATH, or --eval-config FILE")
+    return _run(resolve(config.replace(num_rollout=0)))
 
 
 def _run(config: Config) -> int:

@@ -408,7 +408,9 @@ def _notes(config: Config, backend: str) -> list[str]:
         notes.append(f"no --rollout-max-response-len: responses end after {limit}")
     if config.num_rollout is None and config.num_epoch is None and config.load_debug_rollout_data is None:
         notes.append("no --num-rollout and no --num-epoch: the run is one pass over the prompts")
-    if config.debug_rollout_only:
+    if config.debug_rollout_only and config.num_rollout == 0:
+        notes.append(f"evaluation alone: engines serve {config.hf_checkpoint}, no trainer is started")
+    elif config.debug_rollout_only:
         notes.append(f"--debug-rollout-only: engines serve {config.hf_checkpoint} throughout, nothing is trained")
     elif config.save is None and config.num_rollout != 0:
         kept = (

@@ -39,6 +39,25 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     assert _without_free_memory(capsys.readouterr().out) == _without_free_memory(printed)
 
 
+def test_evaluation_alone_needs_no_prompts_and_no_trainer(
+    command_line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*command_line[:2], "--device", "cpu", "--rm-type", "math", "--label-key", "answer", "--dry-run"]
+    data = ["--eval-prompt-data", "own", str(tmp_path / "prompts.jsonl")]
+    assert cli.main(["eval", *words, *data]) == 0
+    plan = capsys.readouterr().out
+    assert "evaluation alone: engines serve" in plan
+    assert "trainer" not in plan.split("Processes")[1].split("Batches")[0]
+    assert cli.main(["train", "--num-rollout", "0", *words, *data]) == 0
+    assert _without_free_memory(capsys.readouterr().out) == _without_free_memory(plan)
+    for wrong, sentence in (
+        (words, "slime eval needs data: --eval-prompt-data NAME PATH"),
+        ([*words, *data, "--num-rollout", "3"], "slime eval trains nothing: drop --num-rollout 3"),
+    ):
+        assert cli.main(["eval", *wrong]) == 2
+        assert sentence in capsys.readouterr().err
+
+
 def _without_free_memory(plan: str) -> list[str]:
     """Other processes change what is free between two calls."""
     return [line for line in plan.splitlines() if not line.startswith(("  available", "  each engine"))]
@@ -55,7 +74,7 @@ def _without_free_memory(plan: str) -> list[str]:
         (["tarin"], "error: unknown command tarin: did you mean train?"),
         (
             [],
-            "error: a command is missing: one of train, train-async, stages, plan, serve, fleet, samples, convert, models, flags, version",
+            "error: a command is missing: one of train, train-async, eval, stages, plan, serve, fleet, samples, convert, models, flags, version",
         ),
         (
             ["flags", "lerning", "rate"],

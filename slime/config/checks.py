@@ -51,7 +51,7 @@ def _is_missing(config: Config, spec: FlagSpec) -> bool:
 
 def _lacks_prompts(config: Config) -> bool:
     own_source = config.disable_rollout_global_dataset or config.data_source_path != DEFAULT_DATA_SOURCE
-    elsewhere = own_source or config.plan_cluster is not None
+    elsewhere = own_source or config.plan_cluster is not None or config.num_rollout == 0
     given = config.prompt_data is not None or config.prompt_config is not None
     return not given and not elsewhere and config.load_debug_rollout_data is None
 

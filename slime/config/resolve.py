@@ -15,6 +15,8 @@ from slime.config.asynchronous import derive_async, is_async
 from slime.config.batch import derive_batch_sizes, num_trainers
 from slime.config.checks import check_all_there, check_files, check_flags_fit, check_numbers_stay, check_trackers
 from slime.config.config import FLAG_SPECS, Config
+from slime.config.eval_datasets import evaluates
+from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
 from slime.config.layout import uses_megatron
 from slime.config.live import derive_live
@@ -54,6 +56,7 @@ def derive(config: Config) -> Config:
     """Fill in derived values only; nothing outside the config is looked at but the presence of a GPU."""
     for step in (
         _derive_modes,
+        _derive_evaluation_alone,
         derive_async,
         derive_algorithm,
         _derive_rollout_function,
@@ -101,6 +104,19 @@ def _derive_modes(config: Config) -> Config:
             folder / "rollout_{rollout_id}.jsonl"
         )
         changes["save_debug_train_data"] = config.save_debug_train_data or str(folder / "train_{rollout_id}.jsonl")
+    return config.replace(**changes)
+
+
+def _derive_evaluation_alone(config: Config) -> Config:
+    """Without steps no prompts are needed, and no trainer where engines read the same weights by themselves."""
+    if config.num_rollout != 0:
+        return config
+    changes: dict[str, Any] = {}
+    if config.prompt_data is None and config.prompt_config is None and config.data_source_path == DEFAULT_DATA_SOURCE:
+        changes["disable_rollout_global_dataset"] = True
+    made_by_a_trainer = config.load or config.ref_load or config.lora_load or config.check_weight_update_equal
+    if evaluates(config) and not made_by_a_trainer and not config.debug_train_only and config.async_mode is None:
+        changes["debug_rollout_only"] = True
     return config.replace(**changes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -190,9 +191,11 @@ def test_nothing_is_lost_when_long_responses_are_cut_off(place: Path) -> None:
 
 
 def test_evaluation_alone(place: Path) -> None:
-    flags = [*grpo_flags(), *eval_flags(), "--num-rollout", "0", "--skip-eval-before-train"]
-    done = run([*TRAIN, *flags, "--output-dir", "only_eval"], place)
+    keys = ["--input-key", "messages", "--label-key", "label", "--apply-chat-template"]
+    flags = ["--hf-checkpoint", "model", "--device", "cpu", "--rm-type", "math", *keys, *eval_flags()]
+    done = run([sys.executable, "-m", "slime.cli", "eval", *flags, "--output-dir", "only_eval"], place)
     assert (done.code, done.err) == (0, "")
+    assert sorted(path.name for path in (place / "only_eval/logs").iterdir()) == ["driver.log", "engine-0.log"]
     (record,) = records(place / "only_eval")
     assert (record["kind"], record["step"]) == ("eval", 0)
     assert {"eval/first", "eval/last"} <= set(record)
