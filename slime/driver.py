@@ -168,7 +168,7 @@ class Run:
         stack.callback(self.curves.finish)  # also after Ctrl-C or a failure, when everything else has ended
         self.progress: Progress = stack.enter_context(make_progress(config, self.total))
         configure_logging(run_dir, "driver", config.log_level, console=self.progress.console)
-        stack.callback(lambda: [self.progress.warn(line) for line in repeated_warnings()])
+        stack.callback(self._say_repeats)
         for note in () if again else notes:
             self.progress.message(f"note: {note}")
         self.parts = Parts(
@@ -206,6 +206,10 @@ class Run:
     @property
     def wandb_run_id(self) -> str | None:
         return self.metrics.wandb_run_id
+
+    def _say_repeats(self) -> None:
+        for line in repeated_warnings():
+            self.progress.warn(line)
 
     def _phase_memory(self, stack: ExitStack) -> PhaseMemory | None:
         """Where memory goes in each phase: on GPUs, and wherever somebody gives some back."""

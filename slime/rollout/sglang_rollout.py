@@ -170,9 +170,14 @@ async def generate_and_rm_group(
     """Generate and score all samples of one prompt; what becomes of each is in the journal when it has ended."""
     runtime = _runtime_of_run(args)
     if runtime is None:
-        made: Group = await trajectory.gather_or_cancel(
-            generate_and_rm(args, member, copy.deepcopy(sampling_params), evaluation=evaluation) for member in group
+        results = iter(
+            await trajectory.gather_or_cancel(
+                generate_and_rm(args, member, copy.deepcopy(sampling_params), evaluation=evaluation)
+                for member in group
+                if isinstance(member, Sample)
+            )
         )
+        made: Group = [next(results) if isinstance(member, Sample) else member for member in group]
         samples = list(leaves(made))
         if getattr(args, "group_rm", False) and not any(one.status is Sample.Status.ABORTED for one in samples):
             for one, reward in zip(samples, await batched_async_rm(args, samples), strict=True):
