@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,16 @@ import pytest
 import torch
 
 from slime.cluster.memory.cuda_driver import CudaRefused
+from slime.engine.embedded.__main__ import load
+from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.http.pieces import final_text
+from slime.engine.embedded.http.requests import parse_generate
 from slime.engine.embedded.loaded_engine import LoadedEngine
 from slime.engine.embedded.options import parse_options
+from slime.engine.embedded.refusals import BadRequest
+from slime.engine.embedded.text import FinalText
 from slime.errors import UserError
+from tests.tiny_models import make_model_folder
 
 LEAVES = """\
 import threading
@@ -39,3 +48,31 @@ def test_a_cache_that_does_not_fit_is_said_in_a_sentence(refusal: Exception, mon
     engine.runner = SimpleNamespace(allocate_kv=refuse, kv_bytes_per_token=lambda: 4096)  # type: ignore[assignment]
     with pytest.raises(UserError, match=r"of 1048576 tokens takes 4\.0 GiB, and 1\.0 are free .* --max-total-tokens"):
         engine._allocate_cache()
+
+
+def test_a_folder_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    for file in folder.glob("*token*"):
+        file.unlink()
+    words = ["--model-path", str(folder), "--device", "cpu"]
+    deaths: list[BaseException] = []
+    news: queue.Queue[Any] = queue.Queue()
+    with pytest.raises(UserError, match=r"has no tokenizer .* --skip-tokenizer-init serves token ids alone"):
+        load(EngineCore(parse_options(words), on_death=deaths.append))
+    core = EngineCore(parse_options([*words, "--skip-tokenizer-init"]), on_death=deaths.append)
+    facts = load(core)
+    core.start()
+    try:
+        params = {"max_new_tokens": 3, "ignore_eos": True}
+        for stream in (False, True):
+            [request], _ = parse_generate({"input_ids": [5, 6], "sampling_params": params, "stream": stream}, facts)
+            (sequence,) = request.sequences(facts, news.put)
+            core.submit([sequence])
+            while sequence.finish is None:
+                assert news.get(timeout=240) is sequence
+            assert (len(sequence.output_ids), FinalText.together(facts.tokenizer, [final_text(sequence)])) == (3, [""])
+        for body in ({"text": "a"}, {"input_ids": [5], "sampling_params": {"stop": ["x"]}}):
+            with pytest.raises(BadRequest, match="needs a tokenizer, and the engine has --skip-tokenizer-init: send"):
+                parse_generate(body, facts)
+    finally:
+        core.stop()

@@ -29,7 +29,7 @@ from slime.engine.embedded.http.requests import ModelFacts
 from slime.engine.embedded.http.server import EngineServer
 from slime.engine.embedded.loaded_model import ids_in
 from slime.engine.embedded.options import EngineOptions, parse_options
-from slime.engine.embedded.tokenizer import ChatTokenizer, plain_tokenizer
+from slime.engine.embedded.tokenizer import ChatTokenizer, NoTokenizer, plain_tokenizer
 from slime.errors import UserError
 from slime.waits import ending_signals
 
@@ -181,11 +181,17 @@ def load(core: EngineCore) -> ModelFacts:
 
     options = core.options
     chat = ChatTokenizer(options.model_path, trust_remote_code=options.trust_remote_code)
-    tokenizer = plain_tokenizer(options.model_path) or chat.get()
+    tokenizer: Any = NoTokenizer()
+    if not options.skip_tokenizer_init:
+        try:
+            tokenizer = plain_tokenizer(options.model_path) or chat.get()
+        except UserError as mistake:
+            raise UserError(f"{mistake}; --skip-tokenizer-init serves token ids alone") from mistake
     core.load(resolve_device(options.device))
     stops = core.model.eos_ids | ids_in(tokenizer.eos_token_id)
     has_experts = core.runner.experts.topk > 0
-    return ModelFacts(tokenizer, core.vocab_size, core.context_len, stops, has_experts, chat_tokenizer=chat.get)
+    for_chats = None if options.skip_tokenizer_init else chat.get
+    return ModelFacts(tokenizer, core.vocab_size, core.context_len, stops, has_experts, chat_tokenizer=for_chats)
 
 
 def end_process(code: int) -> NoReturn:

@@ -37,6 +37,7 @@ class EngineOptions:
     max_body_mb: int
     tool_call_parser: str | None
     reasoning_parser: str | None
+    skip_tokenizer_init: bool = False
 
     @property
     def formats(self) -> Formats:
@@ -73,6 +74,8 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
     add("--incremental-streaming-output", action="store_true",
         help="events of /generate carry what is new, not the whole answer so far")  # fmt: skip
     add("--trust-remote-code", action="store_true")
+    add("--skip-tokenizer-init", action="store_true",
+        help="serve a folder without a tokenizer: requests are input_ids, answers output_ids")  # fmt: skip
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add("--api-key", help="every route but /health* asks for it: Authorization: Bearer KEY; "
         "default: SLIME_ENGINE_API_KEY of the environment; beyond loopback a random one, which is printed")  # fmt: skip

@@ -18,6 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from slime.data.tokenizer import load_tokenizer
+from slime.engine.embedded.refusals import BadRequest
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,30 @@ class PlainTokenizer:
             if self.decode(ids, skip_special_tokens=True) != other.decode(ids, skip_special_tokens=True):
                 return False
         return bool(self.eos_token_id == other.eos_token_id)
+
+
+class NoTokenizer:
+    """In the place of a tokenizer with `--skip-tokenizer-init`: requests are token ids, and answers have no text."""
+
+    eos_token_id: int | None = None
+    chat_template: str | None = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise self.refusal("text")
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return ""
+
+    def batch_decode(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
+        return [""] * len(lists)
+
+    def get_vocab(self) -> dict[str, int]:
+        raise self.refusal("text")
+
+    @staticmethod
+    def refusal(field: str) -> BadRequest:
+        """What a request is told that cannot be served."""
+        return BadRequest(f"{field} needs a tokenizer, and the engine has --skip-tokenizer-init: send input_ids", field)
 
 
 class ChatTokenizer:

@@ -19,6 +19,7 @@ from slime.engine.embedded.refusals import BadRequest, LeftOut, is_neutral, show
 from slime.engine.embedded.sampling_params import SamplingParams, parse_sampling_params
 from slime.engine.embedded.sequence import Sequence
 from slime.engine.embedded.text import TextStream
+from slime.engine.embedded.tokenizer import NoTokenizer
 
 _KNOWN = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "rid",
           "stream", "return_text_in_logprobs", "return_routed_experts", "routed_experts_start_len"}  # fmt: skip
@@ -155,6 +156,8 @@ def _one(ids: Any, fields: Fields, facts: ModelFacts) -> GenerateRequest:
         wrong = low if low < 0 else high
         raise BadRequest(f"token id {wrong} is outside the vocabulary of {facts.vocab_size}", "input_ids")
     params = parse_sampling_params(fields.body["sampling_params"], vocab_size=facts.vocab_size, left_out=facts.left_out)
+    if params.stop and isinstance(facts.tokenizer, NoTokenizer):
+        raise facts.tokenizer.refusal("stop")
     if len(ids) >= facts.context_len and (params.max_new_tokens > 0 or len(ids) > facts.context_len):
         raise BadRequest(f"the prompt has {len(ids)} tokens, the context holds {facts.context_len}", "input_ids")
     return_logprob = fields.flag("return_logprob")
