@@ -1,16 +1,18 @@
 """An event loop in a thread of its own, so that synchronous code can drive asynchronous rollout, and threads for plain
-functions that may hang: rewards, and whatever is given to `asyncio.to_thread`.
+functions that may hang: functions of the user, and whatever is given to `asyncio.to_thread`.
 
 Invariant: after `close` no task of the loop is left and its thread has ended. Whoever waits for a coroutine here is on
 the board of waits, and the coroutine's own waits are named after it. No thread for a plain function keeps the loop or
 the process from ending, and a function that hangs takes nobody's place: a thread that has been busy with one call for
-longer than `SLOW_S` no longer counts against the limit, and one whose call was abandoned ends when that call does.
+longer than `SLOW_S` no longer counts against the limit, and one whose call was cancelled ends when that call does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import contextvars
 import logging
 import os
 import threading
@@ -140,12 +142,28 @@ async def _acting(coro: Coroutine[Any, Any, T], name: str) -> T:
 class Job:
     """One call: its future, and when a thread took it up."""
 
-    def __init__(self, function: Callable[[], Any], on_begin: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, function: Callable[[], Any], threads: DaemonThreads, on_begin: Callable[[], None] | None
+    ) -> None:
         self.function = function
         self.on_begin = on_begin
-        self.future: Future[Any] = Future()
+        self.future = JobFuture(self, threads)
         self.began: float | None = None
         self.is_abandoned = False
+
+
+class JobFuture(Future[Any]):
+    """The result of a call. Cancelled, it drops a call that has not begun; the thread of a running one is given up."""
+
+    def __init__(self, job: Job, threads: DaemonThreads) -> None:
+        super().__init__()
+        self._job = job
+        self._threads = threads
+
+    def cancel(self) -> bool:
+        is_cancelled = super().cancel()
+        self._threads.give_up(self._job)
+        return is_cancelled
 
 
 class DaemonThreads:
@@ -156,34 +174,49 @@ class DaemonThreads:
         self._limit = limit
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
+        self._closing = threading.Condition(self._lock)
         self._queue: deque[Job] = deque()
         self._running: set[Job] = set()
         self._idle = 0
-        self._is_closed = False
+        self._is_closed = self._is_watched = False
 
     def submit(self, function: Callable[[], Any], *, on_begin: Callable[[], None] | None = None) -> Job:
         """Have a thread call `function`, now or when one is free; `on_begin` is called there first."""
-        job = Job(function, on_begin)
+        job = Job(function, self, on_begin)
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"{self._name}: the threads were closed")
             self._queue.append(job)
             self._work.notify()
             self._grow()
+            if len(self._queue) > self._idle and not self._is_watched:
+                self._is_watched = True
+                threading.Thread(target=self._watch, name=f"{self._name}-queue", daemon=True).start()
         return job
 
-    def grow(self) -> None:
-        """Start threads for calls that wait behind slow ones."""
-        with self._lock:
-            self._grow()
+    async def begin(self, function: Callable[[], Any], who: str) -> asyncio.Future[Any]:
+        """Wait until a thread takes up `function`, in this context; the future of its result.
 
-    def abandon(self, job: Job) -> None:
-        """Nobody wants the answer any more: a call not yet begun is dropped, a running one ends on its own."""
+        Whoever cancels that future leaves the call behind: it ends on its own, and nobody hears of it.
+        """
+        begun = asyncio.get_running_loop().create_future()
+        job = self.submit(partial(contextvars.copy_context().run, function), on_begin=partial(_set_from_thread, begun))
+        future = asyncio.wrap_future(job.future)
+        future.add_done_callback(_see_error)
+        try:
+            with waiting(who, "to be called, behind others", timeout_s=None):
+                await asyncio.wait((begun, future), return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            future.cancel()
+            raise
+        return future
+
+    def give_up(self, job: Job) -> None:
+        """Nobody wants the result any more: a call not yet begun is dropped, a running one ends on its own."""
         with self._lock:
             job.is_abandoned = True
             if job in self._queue:
                 self._queue.remove(job)
-                job.future.cancel()
             self._running.discard(job)
             self._grow()
 
@@ -192,6 +225,7 @@ class DaemonThreads:
         with self._lock:
             self._is_closed = True
             self._work.notify_all()
+            self._closing.notify_all()
 
     def _grow(self) -> None:
         now = time.monotonic()
@@ -199,7 +233,20 @@ class DaemonThreads:
         most = min(self._limit - busy, MOST_THREADS - len(self._running))
         for _ in range(min(len(self._queue) - self._idle, most - self._idle)):
             self._idle += 1
-            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+            except RuntimeError as error:  # the system has no more threads; `_watch` tries again
+                self._idle -= 1
+                logger.warning("%s: %s: %d calls wait", self._name, error, len(self._queue))
+                return
+
+    def _watch(self) -> None:
+        """Start threads for calls that wait behind slow ones, until none waits."""
+        with self._lock:
+            while len(self._queue) > self._idle and not self._is_closed:
+                self._closing.wait(_LOOK_UP_S)
+                self._grow()
+            self._is_watched = False
 
     def _serve(self) -> None:
         """One thread; it is counted as idle from before its start until it takes up a call."""
@@ -240,6 +287,17 @@ class DaemonExecutor(ThreadPoolExecutor):
         """Threads that are busy end with their call; nobody waits for them."""
         self._threads_of_ours.close()
         super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
+def _see_error(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+def _set_from_thread(future: asyncio.Future[None]) -> None:
+    """Complete a future of an event loop from another thread; one whose loop was closed needs nothing."""
+    with contextlib.suppress(RuntimeError):
+        future.get_loop().call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
 
 
 def _call(job: Job) -> None:

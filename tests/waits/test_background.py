@@ -15,9 +15,8 @@ import pytest
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.flight import cancelled
-from slime.rollout.loop import DaemonThreads, LoopThread, LoopTimeout
+from slime.rollout.loop import _LIMIT, DaemonThreads, LoopThread, LoopTimeout
 from slime.waits import BackgroundDied, background, raise_failures, waiting
-from tests.e2e.runs import wait_until
 
 
 def fall() -> None:
@@ -183,10 +182,10 @@ def test_calls_that_hang_do_not_take_the_place_of_later_ones() -> None:
     queued = threads.submit(lambda: "served")
     with pytest.raises(TimeoutError):
         queued.future.result(0.1)
-    threads.abandon(hung[0])
+    hung[0].future.cancel()
     assert queued.future.result(120) == "served"
     dropped, last = threads.submit(lambda: "never"), threads.submit(lambda: "again")
-    threads.abandon(dropped)
+    dropped.future.cancel()
     assert last.future.result(120) == "again"
     release.set()
     assert hung[1].future.result(120) is True
@@ -203,17 +202,40 @@ def test_slow_calls_make_room_after_a_while_and_errors_come_back(monkeypatch: py
     with pytest.raises(TimeoutError):
         queued.future.result(0.2)
     monkeypatch.setattr("slime.rollout.loop.SLOW_S", 0.1)
-
-    def has_room() -> bool:
-        threads.grow()
-        return queued.future.done()
-
-    assert wait_until(has_room, 120)
     with pytest.raises(KeyError, match="left shoe"):
         queued.future.result(120)
     release.set()
     assert slow.future.result(120) is True
     threads.close()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_to_thread_serves_calls_behind_hung_ones(monkeypatch: pytest.MonkeyPatch, is_cancelled: bool) -> None:
+    """Nothing is submitted after them. Calls whose waiters gave up take no place, however many threads there may be."""
+    monkeypatch.setattr("slime.rollout.loop.SLOW_S", 0.1)
+    monkeypatch.setattr("slime.rollout.loop.MOST_THREADS", _LIMIT + 1)
+    release = threading.Event()
+
+    async def behind_hung_calls() -> str:
+        begun = asyncio.Semaphore(0)
+        loop = asyncio.get_running_loop()
+
+        def hang() -> None:
+            loop.call_soon_threadsafe(begun.release)
+            release.wait(240)
+
+        for _ in range(3 if is_cancelled else 1):
+            hung = [asyncio.create_task(asyncio.to_thread(hang)) for _ in range(_LIMIT)]
+            for _ in hung:
+                await begun.acquire()
+            for task in hung if is_cancelled else ():
+                task.cancel()
+        return await asyncio.to_thread(lambda: "served")
+
+    loop = LoopThread("test")
+    assert loop.run(behind_hung_calls(), 120) == "served"
+    release.set()
+    loop.close()
 
 
 HANGS_AT_EXIT = """\

@@ -25,6 +25,7 @@ from slime.agent.session.journal import TurnJournal
 from slime.data.tokenizer import load_tokenizer, model_context_length
 from slime.errors import UserError
 from slime.parsers.formats import Formats
+from slime.rollout.loop import DaemonExecutor
 from slime.waits import ending_signals
 
 DEFAULT_NAMES = ("slime-actor", "default")
@@ -37,6 +38,7 @@ async def serve(
 ) -> None:
     """Serve until a signal comes or `over()` is done; `ready` is told the addresses once everybody may come."""
     os.umask(0o077)
+    asyncio.get_running_loop().set_default_executor(DaemonExecutor())  # a live filter that hangs blocks no other call
     tokenizer = load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
     formats = Formats(settings.tool_call_parser, settings.reasoning_parser)
     model = ChatModel(tokenizer, context=model_context_length(settings.model), formats=formats)

@@ -15,8 +15,6 @@ take one sample, or a list of them when their second parameter is called `sample
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
 import difflib
 import inspect
 import math
@@ -37,7 +35,7 @@ from slime.plugins import load_plugin, takes_samples
 from slime.plugins.args import run_mark
 from slime.rollout.adapters import as_reward
 from slime.rollout.failures import contained
-from slime.rollout.loop import DaemonThreads, Job
+from slime.rollout.loop import DaemonThreads
 from slime.rollout.rewards.answers import last_boxed
 from slime.rollout.rewards.dapo import dapo_reward
 from slime.rollout.rewards.deepscaler import deepscaler_reward
@@ -48,7 +46,7 @@ from slime.rollout.rewards.ifbench import ifbench_reward
 from slime.rollout.rewards.math import JUDGED_WITHIN_S, MathVerifier, default_workers
 from slime.rollout.rewards.random import random_reward
 from slime.rollout.rewards.remote import RemoteReward
-from slime.waits import Wait, log_graph, wait_for, waiting
+from slime.waits import Wait, wait_for, waiting
 
 BOXED_PREFIX = "boxed_"
 GIVEN = "the given reward function"
@@ -56,7 +54,6 @@ FLAG = "--custom-rm-path"
 TIMEOUT_FLAG = "--reward-timeout"
 _JUDGED_BY_WORKERS = ("math", "deepscaler")
 _KEPT_HUBS = 8
-_LOOK_UP_S = 1.0
 
 
 class RewardTimeout(RewardError):
@@ -207,14 +204,8 @@ class RewardHub:
         return await contained(partial(self._call_plain, who, partial(function, args, subject)), who)
 
     async def _call_plain(self, who: str, verdict: Callable[[], Any]) -> Any:
-        begun = asyncio.get_running_loop().create_future()
-        call = partial(contextvars.copy_context().run, verdict)
-        job = self._threads.submit(call, on_begin=partial(_set_from_thread, begun))
-        try:
-            result = await self._answer(job, begun, who)
-        except BaseException:
-            self._threads.abandon(job)
-            raise
+        """What a plain function returns; its time begins when a thread takes it up."""
+        result = await self._within_deadline(await self._threads.begin(verdict, who), who)
         return (
             await self._within_deadline(contained(lambda: result, who), who) if inspect.isawaitable(result) else result
         )
@@ -226,22 +217,6 @@ class RewardHub:
         limit_s = self.settings.reward_timeout
         late = partial(_too_late, who)
         return await wait_for(verdict, who, "to answer", timeout_s=limit_s, flag=TIMEOUT_FLAG, failure=late)
-
-    async def _answer(self, job: Job, begun: asyncio.Future[None], who: str) -> Any:
-        """What a plain function returns; its time begins when a thread takes it up."""
-        future = asyncio.wrap_future(job.future)
-        future.add_done_callback(_see_error)  # a call that was abandoned may still raise
-        with waiting(who, "to be called, behind others", timeout_s=None):
-            while not begun.done() and not future.done():
-                await asyncio.wait((begun, future), timeout=_LOOK_UP_S, return_when=asyncio.FIRST_COMPLETED)
-                self._threads.grow()
-        with waiting(who, "to answer", timeout_s=self.settings.reward_timeout, flag=TIMEOUT_FLAG) as wait:
-            await asyncio.wait((future,), timeout=wait.remaining())
-            if future.done():
-                return future.result()
-            error = _too_late(who, wait)
-            await log_graph(wait, str(error))
-            raise error
 
     def _checked(self, reward: Any, who: str, sample: Sample, wrong: type[Exception] = UserError) -> Reward:
         """The reward as a float, or as the dict it is, whose entries that flags name are numbers."""
@@ -334,17 +309,6 @@ async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
 def _for_plugins(args: Any) -> Any:
     """What functions are called with: the writable view of a config, any other object as it is."""
     return plugin_args(args) if isinstance(args, Config) else args
-
-
-def _see_error(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()
-
-
-def _set_from_thread(future: asyncio.Future[None]) -> None:
-    """Tell whoever awaits the future on its event loop; one that is gone meanwhile needs no telling."""
-    with contextlib.suppress(RuntimeError):  # the loop was closed
-        future.get_loop().call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
 
 
 def _too_late(who: str, wait: Wait) -> RewardTimeout:
