@@ -7,6 +7,7 @@ from slime.plugins.contracts import (
     check_given,
     constructor_values,
     contract_of,
+    is_async,
     takes_nothing,
     takes_samples,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "computed_with",
     "constructor_values",
     "contract_of",
+    "is_async",
     "load_function",
     "load_plugin",
     "takes_nothing",

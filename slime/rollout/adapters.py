@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from slime.data.sample import Sample
 from slime.data.tokenizer import encode, prompt_token_ids
-from slime.plugins import constructor_values, takes_samples
+from slime.plugins import constructor_values, is_async, takes_samples
 
 
 def as_generate(function: Callable[..., Any], tokenizer: Callable[[], Any]) -> Callable[..., Any]:
     """A generate function of one sample. `tokenizer()` is asked only for samples that come back without tokens."""
-    return ListGenerate(function, tokenizer) if takes_samples(function) else function
+    if not takes_samples(function):
+        return function
+    made = ListGenerate(function, tokenizer)
+    return made.awaited if is_async(function) else made
 
 
 class ListGenerate:
@@ -34,12 +37,24 @@ class ListGenerate:
         self._tokenizer = tokenizer
         self._named = set(inspect.signature(function).parameters)
 
-    async def __call__(
+    def __call__(self, args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+        result = self._call(args, sample, sampling_params, evaluation)
+        return self._awaited(result, sample) if inspect.isawaitable(result) else self._made(result, sample)
+
+    async def awaited(
         self, args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
     ) -> Any:
+        """The same, of an async function."""
+        return await self._awaited(self._call(args, sample, sampling_params, evaluation), sample)
+
+    def _call(self, args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:
         offered = {"sampling_params": sampling_params, "evaluation": evaluation}
-        result = self._function(args, [sample], **{k: v for k, v in offered.items() if k in self._named})
-        result = await result if inspect.isawaitable(result) else result
+        return self._function(args, [sample], **{k: v for k, v in offered.items() if k in self._named})
+
+    async def _awaited(self, result: Awaitable[Any], sample: Sample) -> Any:
+        return self._made(await result, sample)
+
+    def _made(self, result: Any, sample: Sample) -> Any:
         if result is None:
             result = [sample]
         if not isinstance(result, list) or not all(isinstance(item, Sample) for item in result):

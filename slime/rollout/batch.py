@@ -52,11 +52,12 @@ async def _collected(
     landed = await flight.land()
     surplus += landed.finished
     if surplus or landed.unfinished:
-        data_source.add_samples(sorted(surplus, key=group_order) + sorted(landed.unfinished, key=group_order))
+        returned = sorted(surplus, key=group_order) + sorted(landed.unfinished, key=group_order)
+        await runtime.off_loop(data_source.add_samples, "the data source", returned)
     groups.sort(key=group_order)
     samples = list(leaves(groups))
     refuse_all_failed(samples, f"rollout {rollout_id}")
-    call_plugins(runtime, groups, sorted([*groups, *judge.dropped], key=group_order), data_source)
+    await call_plugins(runtime, groups, sorted([*groups, *judge.dropped], key=group_order), data_source)
     metrics = rollout_metrics(args, samples, time.monotonic() - started, judge.repetitions)
     metrics["perf/rollout_tail_time"] = tail
     over_samples = args.over_sampling_batch_size > args.rollout_batch_size
@@ -87,7 +88,7 @@ async def _filled(
     surplus: list[Group] = []
     while len(groups) < target:
         while state.remaining_batch_size < target:
-            prompts = data_source.get_samples(args.over_sampling_batch_size)
+            prompts = await runtime.off_loop(data_source.get_samples, "the data source", args.over_sampling_batch_size)
             if not prompts:
                 break
             flight.take_off([fit for group in prompts if (fit := stale.fit(group, state.rollout_id)) is not None])
@@ -103,7 +104,8 @@ async def _filled(
                 flight.take_off([] if fresh is None else [fresh])
                 continue
             refuse_bad_rewards(runtime.args, list(leaves(group)))
-            if judge.keeps(group, insufficient=state.remaining_batch_size <= target):
+            verdict = await judge.verdict(group)
+            if judge.keeps(group, verdict, insufficient=state.remaining_batch_size <= target):
                 groups.append(group)
                 arrivals.append(time.monotonic())
             else:

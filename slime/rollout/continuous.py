@@ -22,7 +22,7 @@ from slime.config import Config
 from slime.config.asynchronous import DEFAULT_STALENESS, versions_behind
 from slime.data.sample import Sample
 from slime.rollout.failures import refuse_all_failed
-from slime.rollout.filters import GroupJudge, call_plugins
+from slime.rollout.filters import DynamicFilterOutput, GroupJudge, call_plugins
 from slime.rollout.flight import cancelled, result_of
 from slime.rollout.metrics import rollout_metrics, tail_seconds
 from slime.rollout.runtime import RolloutRuntime
@@ -92,10 +92,11 @@ class ContinuousRollout:
         groups = sorted((one.group for one in taken), key=group_order)
         judge, self._judge = self._judge, GroupJudge(self._runtime, f"rollout {rollout_id + 1}", self._source)
         self._judge.repetitions = judge.repetitions.only(leaves([one.group for one in self._ready]))
+        self._next = rollout_id + 1
         samples = list(leaves(groups))
         refuse_all_failed(samples, f"rollout {rollout_id}")
         everything = sorted([*groups, *judge.dropped], key=group_order)
-        call_plugins(self._runtime, groups, everything, self._source)
+        await call_plugins(self._runtime, groups, everything, self._source)
         metrics = rollout_metrics(self._args, samples, time.monotonic() - self._since, judge.repetitions)
         metrics["perf/rollout_tail_time"] = tail
         metrics |= judge.metrics() | self._stale.counted()
@@ -103,7 +104,6 @@ class ContinuousRollout:
             "rollout/under_way_groups": float(len(self._under_way)),
             "rollout/ready_groups": float(len(self._ready)),
         }
-        self._next = rollout_id + 1
         self._since = time.monotonic()
         self._count_anew()
         self._changed.set()
@@ -133,22 +133,22 @@ class ContinuousRollout:
         try:
             while True:
                 self._changed.clear()
-                self._top_up()
+                await self._top_up()
                 await self._changed.wait()
                 while self._ended:
-                    self._land(self._ended.popleft())
+                    await self._land(self._ended.popleft())
                 self._news.set()
         finally:
             asyncio.get_running_loop().call_soon(self._news.set)  # whoever waits finds out what ended it
 
-    def _top_up(self) -> None:
+    async def _top_up(self) -> None:
         last = min(self._version + self._staleness + 1, self._total)
         room = (last - self._next) * self._args.rollout_batch_size - len(self._under_way) - len(self._ready)
         while room > 0:
             groups = [self._again.popleft() for _ in range(min(room, len(self._again)))]
             if not groups:
                 tell_rollout_id(self._source, self._next)
-                groups = self._source.get_samples(room)
+                groups = await self._runtime.off_loop(self._source.get_samples, "the data source", room)
                 self._exhausted = not groups
             if not groups:
                 break
@@ -173,20 +173,24 @@ class ContinuousRollout:
 
     # collecting
 
-    def _land(self, task: asyncio.Task[Group]) -> None:
+    async def _land(self, task: asyncio.Task[Group]) -> None:
+        """A group counts as under way until its verdict is there."""
+        group, verdict = result_of(task), None
+        if not any(sample.status is Sample.Status.ABORTED for sample in leaves(group)):
+            refuse_bad_rewards(self._args, list(leaves(group)))
+            verdict = await self._judge.verdict(group)
         dispatched = self._under_way.pop(task)
         self._versions[dispatched.version] -= 1
         if not self._versions[dispatched.version]:
             del self._versions[dispatched.version]
-        self._arrived(dispatched, result_of(task))
-
-    def _arrived(self, dispatched: _Dispatched, group: Group) -> None:
-        if any(sample.status is Sample.Status.ABORTED for sample in leaves(group)):
+        if verdict is None:
             self._again.append(group if all(isinstance(member, Sample) for member in group) else dispatched.prompts)
-            return
-        refuse_bad_rewards(self._args, list(leaves(group)))
+        else:
+            self._arrived(dispatched, group, verdict)
+
+    def _arrived(self, dispatched: _Dispatched, group: Group, verdict: DynamicFilterOutput) -> None:
         outstanding = len(self._under_way) + len(self._ready) + len(self._again)
-        if not self._judge.keeps(group, insufficient=outstanding < self._args.rollout_batch_size):
+        if not self._judge.keeps(group, verdict, insufficient=outstanding < self._args.rollout_batch_size):
             return
         version = group_version(group)
         arrived = _Dispatched(group, dispatched.prompts, dispatched.version if version is None else version)

@@ -7,6 +7,7 @@ of group statistics and gradients. Only when every sample of a rollout failed do
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import logging
 import threading
@@ -71,6 +72,13 @@ class FailureLog:
         if new:
             logger.error("a sample failed (%s); further failures of this kind are only counted", cause, exc_info=error)
         return cause
+
+
+def out_of_reach(sample: Sample) -> Sample:
+    """The sample as an object of its own: a function that was left behind in its thread writes into the other one."""
+    twin = copy.copy(sample)
+    twin.metadata = dict(sample.metadata)
+    return twin
 
 
 def mark_failed(samples: Sequence[Sample], cause: str) -> None:

@@ -149,9 +149,18 @@ class GroupJudge:
         self.reasons: Counter[str] = Counter()
         self.repetitions = Repetitions()
 
-    def keeps(self, group: Group, *, insufficient: bool) -> bool:
+    async def verdict(self, group: Group) -> DynamicFilterOutput:
+        """What the filter, which may block, says about a group."""
+        alive = [sample for sample in leaves(group) if sample.status is not Sample.Status.FAILED]
+        if self._filter is None:
+            return DynamicFilterOutput(keep=True)
+        if not alive:
+            return DynamicFilterOutput(keep=False, reason="failed")
+        who = f"--dynamic-sampling-filter-path {self._args.dynamic_sampling_filter_path}"
+        return await self._runtime.off_loop(verdict_of, who, self._filter, self._runtime.plugin_args, alive)
+
+    def keeps(self, group: Group, verdict: DynamicFilterOutput, *, insufficient: bool) -> bool:
         """Whether to train on a group; `insufficient` says that without it more prompts would be needed."""
-        verdict = self._verdict(list(leaves(group)))
         if verdict.keep or (verdict.keep_when_insufficient and insufficient):
             self._kept += 1
             self._dropped_in_a_row = 0
@@ -191,12 +200,6 @@ class GroupJudge:
         """Dropped groups by reason, and their tokens."""
         return drop_metrics(self.reasons) | {"rollout/dropped_tokens": float(self.dropped_tokens)}
 
-    def _verdict(self, samples: list[Sample]) -> DynamicFilterOutput:
-        alive = [sample for sample in samples if sample.status is not Sample.Status.FAILED]
-        if self._filter is not None and not alive:
-            return DynamicFilterOutput(keep=False, reason="failed")
-        return verdict_of(self._filter, self._runtime.plugin_args, alive)
-
     def _refuse_endless_dropping(self) -> None:
         batch = self._args.rollout_batch_size
         if self._kept == 0 and self.dropped_groups >= batch and not self._has_succeeded:
@@ -213,18 +216,20 @@ class GroupJudge:
         )
 
 
-def call_plugins(runtime: RolloutRuntime, groups: list[Group], everything: list[Group], data_source: Any) -> None:
-    """Filters over the batch, and whatever wants to see every finished group."""
+async def call_plugins(runtime: RolloutRuntime, groups: list[Group], everything: list[Group], data_source: Any) -> None:
+    """Filters over the batch, and whatever wants to see every finished group; they may block."""
     args = runtime.args
     if args.rollout_sample_filter_path is not None:
         sample_filter = runtime.function(
             args.rollout_sample_filter_path, flag="--rollout-sample-filter-path", params=("args", "groups")
         )
-        sample_filter(runtime.plugin_args, groups)
+        who = f"--rollout-sample-filter-path {args.rollout_sample_filter_path}"
+        await runtime.off_loop(sample_filter, who, runtime.plugin_args, groups)
     if args.rollout_all_samples_process_path is not None:
         process = runtime.function(
             args.rollout_all_samples_process_path,
             flag="--rollout-all-samples-process-path",
             params=("args", "all_groups", "data_source"),
         )
-        process(runtime.plugin_args, everything, data_source)
+        who = f"--rollout-all-samples-process-path {args.rollout_all_samples_process_path}"
+        await runtime.off_loop(process, who, runtime.plugin_args, everything, data_source)

@@ -14,7 +14,7 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
@@ -32,15 +32,16 @@ from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
 from slime.engine.sglang.router import RoutedPool
 from slime.errors import UserError
-from slime.plugins import load_function, load_plugin
+from slime.plugins import is_async, load_function, load_plugin
 from slime.plugins.args import run_mark
 from slime.rollout.adapters import as_generate
-from slime.rollout.failures import FailureLog
-from slime.rollout.gate import Seats, evaluating, ticket_here
-from slime.rollout.loop import LoopThread
+from slime.rollout.failures import FailureLog, contained
+from slime.rollout.gate import Seats, clock_stopped, evaluating, ticket_here
+from slime.rollout.loop import MOST_THREADS, STALL_S, DaemonThreads, LoopThread
 from slime.rollout.report.pulse import Pulse
 from slime.rollout.rewards.hub import RewardHub, RewardSettings
 from slime.rollout.state import Dispatch, GenerateState
+from slime.waits import wait_for
 
 T = TypeVar("T")
 
@@ -85,6 +86,8 @@ class RolloutRuntime:
         self._reward = reward
         self.is_of_run = is_of_run
         self.loop_thread = LoopThread()
+        self.threads = DaemonThreads("plugin", MOST_THREADS)
+        """For plain functions of the user; the seats limit how many generate functions run."""
         self.failures = FailureLog()
         self.pulse, self.eval_pulse = Pulse(), Pulse()
         self.journal: Any = None
@@ -210,6 +213,29 @@ class RolloutRuntime:
         pools = [*([] if self._pool is None else [self._pool]), *self.frozen_pools.values()]
         return next((key for pool in pools if (key := pool.key_of(f"http://{address.netloc}")) is not None), None)
 
+    async def call_function(self, function: Callable[..., Any], who: str, *args: Any, **kwargs: Any) -> Any:
+        """What a function of the user gives for a sample: an async one is awaited here, a plain one runs in a thread.
+
+        An exit or a cancellation of its own is an error like others. The clock of the sample stands still while a
+        plain function waits for a thread.
+        """
+        call = partial(function, *args, **kwargs)
+        if is_async(function):
+            return await contained(call, who)
+        return await contained(partial(self._result_of, call, who), who)
+
+    async def _result_of(self, call: Callable[[], Any], who: str) -> Any:
+        with clock_stopped():
+            future = await self.threads.begin(call, who)
+        result = await future
+        return await result if inspect.isawaitable(result) else result
+
+    async def off_loop(self, function: Callable[..., T], who: str, *args: Any, **kwargs: Any) -> T:
+        """What a plain function over several samples returns, called in a thread, within `STALL_S`."""
+        future = await self.threads.begin(partial(function, *args, **kwargs), who)
+        result: T = await wait_for(future, who, "to return", timeout_s=STALL_S)
+        return result
+
     @property
     def router_address(self) -> tuple[str | None, bool, str | None]:
         """The router before the engines, if there is one; whether only it takes requests; and the engines' key."""
@@ -275,6 +301,7 @@ class RolloutRuntime:
             await _closed("reward workers", hub.aclose())
         if self._pool is not None:
             await _closed("connections to the engines", self._pool.aclose())
+        self.threads.close()
 
     def _router_addresses(self) -> dict[str, Any]:
         if self._pool is None:

@@ -13,7 +13,6 @@ import math
 import uuid
 from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 from slime.config import Config
@@ -26,8 +25,8 @@ from slime.engine.http.client import EngineError
 from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
 from slime.rollout.asking import MOST_RESUMES, AbortedTooOften
-from slime.rollout.failures import GivenUp, contained, mark_failed, start_over
-from slime.rollout.gate import SampleClock, as_evaluation, ticket_here
+from slime.rollout.failures import GivenUp, mark_failed, out_of_reach, start_over
+from slime.rollout.gate import SampleClock, SampleTimeout, as_evaluation, ticket_here
 from slime.rollout.landing import Origin
 from slime.rollout.metrics import has_number
 from slime.rollout.requests import draw_with, generate
@@ -237,6 +236,7 @@ async def _generated(
         sample.status = Sample.Status.ABORTED
         return sample
     except Exception as error:  # noqa: BLE001 - whatever a generate function raises is this sample's outcome
+        sample = out_of_reach(sample) if isinstance(error, SampleTimeout) else sample
         origin.forget_response(sample)
         mark_failed([sample], runtime.failures.record("generate", error))
         return sample
@@ -251,7 +251,7 @@ async def _call_generate(
         path, flag="--custom-generate-function-path", params=("args", "sample", "sampling_params")
     )
     extra = {"evaluation": evaluation} if accepts(custom, "evaluation") else {}
-    return await contained(lambda: custom(runtime.plugin_args, sample, sampling_params, **extra), path)
+    return await runtime.call_function(custom, path, runtime.plugin_args, sample, sampling_params, **extra)
 
 
 def _is_landing(runtime: RolloutRuntime) -> bool:
@@ -302,7 +302,7 @@ async def _hook_one(runtime: RolloutRuntime, clock: SampleClock, sample: Sample,
             hook = runtime.function(path, flag="--rollout-sample-hook-path", params=("args", "sample"))
             wanted = {name: value for name, value in offered.items() if accepts(hook, name)}
             async with clock.running(path):
-                result = await contained(partial(hook, runtime.plugin_args, sample, **wanted), path)
+                result = await runtime.call_function(hook, path, runtime.plugin_args, sample, **wanted)
             if result is not None and not isinstance(result, Sample):
                 raise TypeError(f"a sample hook must return a Sample or None, not {type(result).__name__}")
             sample = sample if result is None else result
@@ -312,6 +312,7 @@ async def _hook_one(runtime: RolloutRuntime, clock: SampleClock, sample: Sample,
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a hook raises is this sample's outcome
+        sample = out_of_reach(sample) if isinstance(error, SampleTimeout) else sample
         mark_failed([sample], runtime.failures.record("hook", error))
     origin.settle(sample, "hook", runtime.failures, runtime.bounds)
     return sample

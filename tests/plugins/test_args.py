@@ -163,7 +163,8 @@ def test_what_generate_writes_reward_filter_and_log_read(
     group = [Sample(index=0, group_index=0, prompt="a", tokens=[4])]
     made = runtime.run(generate_and_rm_group(runtime.args, group, {"max_new_tokens": 4}))
     assert [sample.reward for sample in made] == [1.0]
-    assert GroupJudge(runtime, "rollout 0").keeps(made, insufficient=False)
+    judge = GroupJudge(runtime, "rollout 0")
+    assert judge.keeps(made, runtime.run(judge.verdict(made)), insufficient=False)
     assert runtime.plugin_args.filtered is True
     assert not caplog.records
 

@@ -168,6 +168,130 @@ def test_hooks_count_against_the_deadline_of_their_sample(engine, make_runtime, 
     raise AssertionError(failures)
 
 
+BLOCKING = """
+import threading
+together, late, written = threading.Barrier(4), threading.Event(), threading.Event()
+
+def sampled(sample):
+    sample.tokens = [5]
+    sample.append_response_tokens(tokens=[7], log_probs=[-1.0], text="7")
+    sample.status = sample.Status.COMPLETED
+
+def meet(args, sample):
+    together.wait(args.carried["seconds"])
+
+def hang(args, sample):
+    if sample.index == 1:
+        late.wait(240)
+        sample.status, sample.remove_sample, sample.reward = sample.Status.COMPLETED, False, 1.0
+        written.set()
+
+async def plain(args, sample, sampling_params):
+    sampled(sample)
+    return sample
+
+def generate_meet(args, sample, sampling_params):
+    meet(args, sample)
+    sampled(sample)
+    return sample
+
+def list_meet(args, samples):
+    meet(args, samples[0])
+    sampled(samples[0])
+
+def generate_hang(args, sample, sampling_params):
+    hang(args, sample)
+    sampled(sample)
+    return sample
+
+def reward(args, sample):
+    return 0.5
+
+def reward_meet(args, sample):
+    meet(args, sample)
+    sample.metadata["judged"] = sample.train_metadata = {"by": "reward_meet"}
+    return 0.5
+
+def reward_hang(args, sample):
+    hang(args, sample)
+    return 0.5
+"""
+
+
+def blocking(write_plugin, stage, kind):
+    """Flags for a rollout in which the functions of one stage block, and the path of that function."""
+    file = write_plugin(BLOCKING, f"blocking_{stage}_{kind}").removesuffix(":f")
+    own = {"generate": f"{file}:generate_{kind}", "list": f"{file}:list_{kind}", "reward": f"{file}:reward_{kind}"}
+    path = own.get(stage, f"{file}:{kind}")
+    flags = {
+        "custom_generate_function_path": path if stage in ("generate", "list") else f"{file}:plain",
+        "rollout_sample_hook_path": [path] if stage == "hook" else [],
+        "custom_rm_path": path if stage == "reward" else f"{file}:reward",
+    }
+    return path, flags
+
+
+@pytest.mark.parametrize("stage", ["generate", "list", "hook", "reward"])
+def test_plain_functions_of_several_samples_run_at_the_same_time(engine, make_runtime, prompts, write_plugin, stage):
+    _, flags = blocking(write_plugin, stage, "meet")
+    runtime = make_runtime([engine.url], carried={"seconds": 120.0}, **flags)
+    samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples))
+    assert [(sample.failure, sample.reward) for sample in samples] == [(None, 0.5)] * 4
+    if stage == "reward":
+        assert all(sample.metadata["judged"] == sample.train_metadata == {"by": "reward_meet"} for sample in samples)
+
+
+@pytest.mark.parametrize("stage", ["generate", "hook", "reward"])
+def test_a_plain_function_that_hangs_fails_its_sample_and_cannot_write_into_it_later(
+    engine, make_runtime, prompts, write_plugin, stage
+):
+    path, flags = blocking(write_plugin, stage, "hang")
+    for seconds in (1.0, 10.0, 60.0):  # longer, if the others did not end by then
+        limits = {"rollout_sample_timeout": seconds, "reward_timeout": seconds}
+        runtime = make_runtime([engine.url], **flags, **limits)
+        samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples))
+        if [sample.failure is None for sample in samples] == [True, False, True, True]:
+            break
+    assert path in samples[1].failure
+    assert f"within {seconds:g} s" in samples[1].failure
+    plugin = runtime.function(path.rpartition(":")[0] + ":hang", flag="--rollout-sample-hook-path", params=("a", "b"))
+    plugin.__globals__["late"].set()
+    assert plugin.__globals__["written"].wait(120)
+    assert (samples[1].status, samples[1].remove_sample, samples[1].reward) == (STATUS.FAILED, True, None)
+
+
+def test_filters_and_data_sources_that_block_hold_up_no_sample(engine, make_runtime, prompts, write_plugin):
+    """The first filter call, and the source, return only after a sample has been generated meanwhile."""
+    plugin = (
+        "import threading\nfrom slime.rollout.sglang_rollout import generate\n"
+        "judging, generated = threading.Event(), threading.Event()\n"
+        "async def f(args, sample, sampling_params):\n"
+        "    while sample.group_index == 1 and not judging.is_set():\n        await asyncio.sleep(0.005)\n"
+        "    sample = await generate(args, sample, sampling_params)\n"
+        "    if sample.group_index == 1:\n        generated.set()\n"
+        "    return sample\n"
+        "def keep(args, samples):\n    judging.set()\n    return generated.wait(120)\n"
+        "def see(args, groups, source=None):\n    assert threading.current_thread().name == 'plugin'\n"
+        "import asyncio\n"
+    )
+    path = write_plugin(plugin)
+    file = path.removesuffix(":f")
+    source = prompts(["a", "b"], n=2)
+    threads = []
+    get_samples = source.get_samples
+    source.get_samples = lambda count: threads.append(threading.current_thread().name) or get_samples(count)
+    runtime = make_runtime(
+        [engine.url],
+        rm_type="random",
+        custom_generate_function_path=path,
+        dynamic_sampling_filter_path=f"{file}:keep",
+        rollout_sample_filter_path=f"{file}:see",
+        rollout_all_samples_process_path=f"{file}:see",
+    )
+    assert len(list(leaves(generate_rollout(runtime.args, 0, source).samples))) == 4
+    assert set(threads) == {"plugin"}
+
+
 def test_a_waiter_that_was_cancelled_at_the_gate_leaves_the_deadline(make_runtime):
     async def main():
         gate = Gate(asyncio.Semaphore(2))

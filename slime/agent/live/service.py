@@ -27,7 +27,6 @@ from slime.agent.session.session import Session
 from slime.agent.talk import chat_model
 from slime.data.journal.reader import Choice, reading
 from slime.data.sample import Sample
-from slime.rollout.failures import contained
 from slime.rollout.gate import clock_stopped
 from slime.rollout.requests import generate as generate_answer
 from slime.rollout.rewards.teacher import Teacher
@@ -96,7 +95,7 @@ class LiveService:
             return None
         path = str(self._runtime.args.live_judge_path)
         try:
-            given = await contained(lambda: self._judge(self._runtime.plugin_args, exchange), path)
+            given = await self._runtime.call_function(self._judge, path, self._runtime.plugin_args, exchange)
             verdict = Verdict.of(given, f"{JUDGE_FLAG} {path}")
         except Exception as error:  # noqa: BLE001 - whatever a judge raises leaves this exchange without a verdict
             self._runtime.failures.record("judge", error)

@@ -31,7 +31,7 @@ from slime.config.plugin_args import plugin_args
 from slime.data.labels import BY_RM_TYPE
 from slime.data.sample import Reward, Sample
 from slime.errors import UserError
-from slime.plugins import load_plugin, takes_samples
+from slime.plugins import is_async, load_plugin, takes_samples
 from slime.plugins.args import run_mark
 from slime.rollout.adapters import as_reward
 from slime.rollout.failures import contained
@@ -197,11 +197,21 @@ class RewardHub:
         return [self._checked(reward, who, sample) for reward, sample in zip(rewards, samples, strict=True)]
 
     async def _call(self, path: str, function: Callable[..., Any], args: Any, subject: Sample | list[Sample]) -> Any:
-        """Await an async function; run a plain one in a thread, where it may take its time."""
+        """Await an async function; run a plain one in a thread, where it may take its time.
+
+        What a plain function writes into samples is taken over when it has answered: after the deadline nothing is.
+        """
         who = self._who(path)
-        if inspect.iscoroutinefunction(function):
+        if is_async(function):
             return await self._within_deadline(contained(partial(function, args, subject), who), who)
-        return await contained(partial(self._call_plain, who, partial(function, args, subject)), who)
+        samples = [subject] if isinstance(subject, Sample) else subject
+        twins = [_twin(sample) for sample in samples]
+        before = [dict(vars(twin)) for twin in twins]
+        given = twins[0] if isinstance(subject, Sample) else twins
+        result = await contained(partial(self._call_plain, who, partial(function, args, given)), who)
+        for sample, twin, known in zip(samples, twins, before, strict=True):
+            vars(sample).update({k: v for k, v in vars(twin).items() if known.get(k, known) is not v})
+        return result
 
     async def _call_plain(self, who: str, verdict: Callable[[], Any]) -> Any:
         """What a plain function returns; its time begins when a thread takes it up."""
@@ -309,6 +319,13 @@ async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
 def _for_plugins(args: Any) -> Any:
     """What functions are called with: the writable view of a config, any other object as it is."""
     return plugin_args(args) if isinstance(args, Config) else args
+
+
+def _twin(sample: Sample) -> Sample:
+    """The same sample as another object, with the same values."""
+    twin = object.__new__(type(sample))
+    vars(twin).update(vars(sample))
+    return twin
 
 
 def _too_late(who: str, wait: Wait) -> RewardTimeout:
