@@ -7,10 +7,11 @@ whole; made again after a crash it is the same one.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from slime.rollout.types import RolloutFnTrainOutput, call_rollout_fn, leaves
 from slime.waits import acting_as, background, raise_failures, waiting
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 LogFunction = Callable[..., Any]
 
@@ -125,6 +128,20 @@ class RolloutMaker:
                 f"lists of them, not {groups!r:.200}"
             )
         samples = list(leaves(groups))
+        times = Counter(map(id, samples))
+        if len(times) < len(samples):
+            again = next(sample for sample in samples if times[id(sample)] > 1)
+            logger.warning(
+                "rollout %d: --rollout-function-path %s returned %d samples, of which only %d are different objects "
+                "(sample %s of group %s comes %d times): each is trained on as often as it comes",
+                rollout_id,
+                self._args.rollout_function_path,
+                len(samples),
+                len(times),
+                again.index,
+                again.group_index,
+                times[id(again)],
+            )
         for sample in samples:
             if not is_settled(sample, self._bounds):
                 Origin(sample).settle(sample, "rollout", self._failures, self._bounds)

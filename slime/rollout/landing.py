@@ -2,19 +2,22 @@
 
 Invariants: whose sample it is (group, index, rollout, session, row of the journal) is given by whoever dispatched it
 and never read from what comes back: a new `Sample`, or a list of them, takes the place of the one that was handed out.
-All samples that one dispatched sample became share a rollout id. One whose fields do not fit together is a failure with
-its cause: it is never journaled as data, so no restart can stumble over it.
+All samples that one dispatched sample became share a rollout id, and no object comes of two dispatched samples
+(`Claims`). One whose fields do not fit together is a failure with its cause: it is never journaled as data, so no
+restart can stumble over it.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from slime.data.check import BadSample, Bounds, check_sample, mend
 from slime.data.sample import Sample
 from slime.rollout.failures import FailureLog, forget_response, mark_failed, prompt_tokens
+from slime.rollout.gate import evaluating
 from slime.rollout.types import Produced, leaves
 
 _GIVEN = ("group_index", "index", "rollout_id", "session_id", "journal_id")
@@ -35,11 +38,40 @@ _STATUSES = {status.value for status in Sample.Status}
 _ENDED_WELL = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
+class SampleTaken(ValueError):
+    """A function returned a sample that belongs to another dispatched sample."""
+
+
+class Claims:
+    """Which dispatched sample each living `Sample` object belongs to: one, for as long as the object lives."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[weakref.ref[Sample], tuple[Any, ...]]] = {}
+
+    def owner(self, sample: Sample) -> tuple[Any, ...] | None:
+        """The key of the dispatched sample that the object belongs to."""
+        known = self._owners.get(id(sample))
+        return None if known is None else known[1]
+
+    def take(self, sample: Sample, owner: tuple[Any, ...]) -> None:
+        """The object belongs to this dispatched sample from here on."""
+        place = id(sample)
+
+        def forget(ref: weakref.ref[Sample]) -> None:
+            if place in self._owners and self._owners[place][0] is ref:
+                del self._owners[place]
+
+        self._owners[place] = weakref.ref(sample, forget), owner
+
+
 class Origin:
     """A sample as it was dispatched: what everything that comes of it belongs to."""
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: Sample, claims: Claims | None = None) -> None:
         self._sample = sample
+        self._claims = Claims() if claims is None else claims
+        self._key = (evaluating.get(), sample.session_id, sample.group_index, sample.index)
+        self._claims.take(sample, self._key)
         self._given = {name: getattr(sample, name) for name in _GIVEN}
         self._inherited = {name: getattr(sample, name) for name in _INHERITED}
         self._prompt = _prompt_of(sample)
@@ -47,7 +79,7 @@ class Origin:
     def claimed(self, result: Any, who: str) -> Produced:
         """What `who` returned, if it may: a sample, or several; all of them belong to this origin from here on."""
         if isinstance(result, Sample):
-            self.claim(result)
+            self.claim(result, who)
             return result
         if not isinstance(result, list) or not result or not all(isinstance(item, Sample) for item in result):
             raise TypeError(f"{who} must return a Sample or a list of them, not {result!r:.200}")
@@ -55,11 +87,18 @@ class Origin:
             self._given["rollout_id"] = self._given["index"]
         siblings = _distinct(result)
         for sibling in siblings:
-            self.claim(sibling)
+            self._refuse_taken(sibling, who)
+        for sibling in siblings:
+            self.claim(sibling, who)
         return siblings
 
-    def claim(self, sample: Sample) -> None:
-        """Make a sample one that came of this origin; a status that was written as its value becomes a status."""
+    def claim(self, sample: Sample, who: str) -> None:
+        """Make a sample one that came of this origin; a status that was written as its value becomes a status.
+
+        A `SampleTaken` leaves a sample of another origin as it is.
+        """
+        self._refuse_taken(sample, who)
+        self._claims.take(sample, self._key)
         if isinstance(sample.status, str) and sample.status in _STATUSES:
             sample.status = Sample.Status(sample.status)
         for name, value in self._given.items():
@@ -69,6 +108,14 @@ class Origin:
         for name, value in self._inherited.items():
             if not getattr(sample, name):
                 setattr(sample, name, copy.deepcopy(value))
+
+    def _refuse_taken(self, sample: Sample, who: str) -> None:
+        owner = self._claims.owner(sample)
+        if owner is not None and owner != self._key:
+            raise SampleTaken(
+                f"{who} returned for sample {self._given['index']} an object that is already sample {owner[-1]} of "
+                f"group {owner[-2]}: return the sample it was given, or a copy.deepcopy of a result that it keeps"
+            )
 
     def again(self, given_up: Sample) -> Sample:
         """What to call the function with once more: what it gave up, or the dispatched sample, from its prompt.

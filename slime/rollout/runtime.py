@@ -37,6 +37,7 @@ from slime.plugins.args import run_mark
 from slime.rollout.adapters import as_generate
 from slime.rollout.failures import FailureLog, contained
 from slime.rollout.gate import Seats, clock_stopped, evaluating, ticket_here
+from slime.rollout.landing import Claims
 from slime.rollout.loop import MOST_THREADS, STALL_S, DaemonThreads, LoopThread
 from slime.rollout.report.pulse import Pulse
 from slime.rollout.rewards.hub import RewardHub, RewardSettings
@@ -89,6 +90,7 @@ class RolloutRuntime:
         self.threads = DaemonThreads("plugin", MOST_THREADS)
         """For plain functions of the user; the seats limit how many generate functions run."""
         self.failures = FailureLog()
+        self.claims = Claims()
         self.pulse, self.eval_pulse = Pulse(), Pulse()
         self.journal: Any = None
         self.keep: Keep | None = None

@@ -117,7 +117,7 @@ async def _generate_and_rm(
     runtime: RolloutRuntime, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Produced:
     config = runtime.args
-    origin, clock = Origin(sample), SampleClock(config.rollout_sample_timeout)
+    origin, clock = Origin(sample, runtime.claims), SampleClock(config.rollout_sample_timeout)
     produced: Produced = sample
     if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
         if sample.status is Sample.Status.FAILED:
@@ -216,7 +216,7 @@ async def _generated(
         async with clock.running(path or "generate"):
             for attempt in range(MOST_RESUMES):
                 result = await _call_generate(runtime, path, sample, sampling_params, evaluation)
-                produced = origin.claimed(result, "a generate function")
+                produced = origin.claimed(result, path or "generate")
                 origin.settle(produced, "generate", runtime.failures, runtime.bounds)
                 if not isinstance(produced, Sample):
                     return _whole(runtime, produced)
@@ -296,7 +296,7 @@ async def _hooked(
 async def _hook_one(runtime: RolloutRuntime, clock: SampleClock, sample: Sample, offered: dict[str, Any]) -> Sample:
     if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
         return sample
-    origin = Origin(sample)
+    origin = Origin(sample, runtime.claims)
     try:
         for path in runtime.args.rollout_sample_hook_path:
             hook = runtime.function(path, flag="--rollout-sample-hook-path", params=("args", "sample"))
@@ -305,8 +305,8 @@ async def _hook_one(runtime: RolloutRuntime, clock: SampleClock, sample: Sample,
                 result = await runtime.call_function(hook, path, runtime.plugin_args, sample, **wanted)
             if result is not None and not isinstance(result, Sample):
                 raise TypeError(f"a sample hook must return a Sample or None, not {type(result).__name__}")
+            origin.claim(sample if result is None else result, path)
             sample = sample if result is None else result
-            origin.claim(sample)
             if sample.status is Sample.Status.ABORTED:
                 raise ValueError("a sample hook must not abort a sample: raise, or make it FAILED, to give it up")
     except UserError:

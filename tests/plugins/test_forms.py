@@ -155,7 +155,7 @@ def test_what_a_generate_function_of_a_list_may_return(engine, make_runtime, wri
     assert one.rollout_id == two.rollout_id == 5
     [failed] = group("returns_text")
     assert failed.failure == (
-        "generate: TypeError: a generate function must return a Sample or a list of them, not 'abc'"
+        f"generate: TypeError: {path}:returns_text must return a Sample or a list of them, not 'abc'"
     )
 
 

@@ -117,6 +117,61 @@ def test_one_sample_handed_back_twice_is_two(make_runtime, prompts, write_plugin
         assert first.status is Sample.Status.COMPLETED
 
 
+CACHES = """
+from slime.utils.types import Sample
+kept = []
+
+def made(sample):
+    if not kept:
+        kept.append(Sample(tokens=[5, 6], response_length=1, response="7", rollout_log_probs=[-0.5],
+                           status=Sample.Status.COMPLETED))
+    return kept[0]
+
+async def generate(args, sample, sampling_params):
+    return made(sample)
+
+async def fan_out(args, sample, sampling_params):
+    return [Sample(tokens=[5, 6], response_length=1, response="7", rollout_log_probs=[-0.5],
+                   status=Sample.Status.COMPLETED), made(sample)]
+
+async def plain(args, sample, sampling_params):
+    sample.tokens = [5]
+    sample.append_response_tokens(tokens=[7], log_probs=[-1.0], text="7")
+    sample.status = sample.Status.COMPLETED
+    return sample
+
+def hook(args, sample):
+    kept.append(sample)
+    return kept[0]
+"""
+
+
+@pytest.mark.parametrize("kind", ["generate", "fan_out", "hook"])
+def test_an_object_that_is_returned_for_several_samples_is_that_of_the_first(
+    make_runtime, prompts, write_plugin, engine, kind
+):
+    """The others fail by name, and change nothing of it; the next rollout cannot have it either."""
+    file = write_plugin(CACHES, f"caches_{kind}").removesuffix(":f")
+    path = f"{file}:{kind}"
+    generate, hooks = (f"{file}:plain", [path]) if kind == "hook" else (path, [])
+    runtime = make_runtime(
+        [engine.url], rm_type="random", custom_generate_function_path=generate, rollout_sample_hook_path=hooks
+    )
+    groups = generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples
+    samples = [next(leaves([member])) for group in groups for member in group]
+    assert [(sample.group_index, sample.index) for sample in samples] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert len({id(sample) for sample in samples}) == 4
+    assert samples[0].status is Sample.Status.COMPLETED
+    stage = "hook" if kind == "hook" else "generate"
+    for sample in samples[1:]:
+        assert sample.status is Sample.Status.FAILED
+        assert sample.failure.startswith(f"{stage}: SampleTaken: {path} returned for sample {sample.index} an object ")
+        assert "is already sample 0 of group 0" in sample.failure
+    if kind == "generate":
+        with pytest.raises(RolloutFailed, match="is already sample 0 of group 0"):
+            generate_rollout(runtime.args, 1, prompts(["c", "d"], n=2))
+
+
 BROKEN = """
 from slime.rollout.sglang_rollout import generate
 BREAK = {
