@@ -57,9 +57,10 @@ async def _collected(
     groups.sort(key=group_order)
     samples = list(leaves(groups))
     refuse_all_failed(samples, f"rollout {rollout_id}")
-    await call_plugins(runtime, groups, sorted([*groups, *judge.dropped], key=group_order), data_source)
+    await call_plugins(runtime, groups, judge, data_source)
+    samples = list(leaves(groups))
     metrics = rollout_metrics(args, samples, time.monotonic() - started, judge.repetitions)
-    metrics["perf/rollout_tail_time"] = tail
+    metrics |= {"perf/rollout_tail_time": tail} | judge.removed()
     over_samples = args.over_sampling_batch_size > args.rollout_batch_size
     if over_samples or args.partial_rollout or args.dynamic_sampling_filter_path is not None:
         metrics |= judge.metrics() | _left_over(surplus, landed)

@@ -95,11 +95,11 @@ class ContinuousRollout:
         self._next = rollout_id + 1
         samples = list(leaves(groups))
         refuse_all_failed(samples, f"rollout {rollout_id}")
-        everything = sorted([*groups, *judge.dropped], key=group_order)
-        await call_plugins(self._runtime, groups, everything, self._source)
+        await call_plugins(self._runtime, groups, judge, self._source)
+        samples = list(leaves(groups))
         metrics = rollout_metrics(self._args, samples, time.monotonic() - self._since, judge.repetitions)
         metrics["perf/rollout_tail_time"] = tail
-        metrics |= judge.metrics() | self._stale.counted()
+        metrics |= judge.metrics() | judge.removed() | self._stale.counted()
         metrics |= {
             "rollout/under_way_groups": float(len(self._under_way)),
             "rollout/ready_groups": float(len(self._ready)),

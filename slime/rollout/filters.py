@@ -26,7 +26,7 @@ from slime.errors import UserError
 from slime.rollout.failures import RolloutFailed
 from slime.rollout.metrics import Repetitions
 from slime.rollout.runtime import RolloutRuntime, find_runtime
-from slime.rollout.types import Group, Produced, leaves, sampled_tokens
+from slime.rollout.types import Group, Produced, group_order, leaves, sampled_tokens
 
 LEAST_STD = 1e-6
 MOST_DROPS_PER_GROUP = 100
@@ -144,6 +144,7 @@ class GroupJudge:
         self._first_failure: str | None = None
         self._has_succeeded = False
         self._dropped_samples = self.dropped_groups = self.dropped_tokens = 0
+        self.removed_groups = 0
         self.dropped: list[Group] = []
         """Empty unless somebody wants to see them."""
         self.reasons: Counter[str] = Counter()
@@ -170,6 +171,17 @@ class GroupJudge:
         self._drop(group)
         self._refuse_endless_dropping()
         return False
+
+    def note_removed(self, before: Sequence[Group], groups: list[Group], who: str) -> None:
+        """Count the groups of a batch that a filter took out of it: no restart trains on them either."""
+        groups[:] = [group for group in groups if any(True for _ in leaves(group))]
+        left = {id(sample) for sample in leaves(groups)}
+        removed = [group for group in before if left.isdisjoint(id(sample) for sample in leaves(group))]
+        if not groups:
+            raise RolloutFailed(f"{self._what}: {who} removed all {len(before)} groups: keep some to train on")
+        self.removed_groups += len(removed)
+        for group in removed if self._journal is not None else ():
+            self._journal.drop([group])
 
     def _make_ready(self, group: Group) -> None:
         """Put what will be trained on where trainers read it, and look at it, while others are still sampled."""
@@ -200,6 +212,12 @@ class GroupJudge:
         """Dropped groups by reason, and their tokens."""
         return drop_metrics(self.reasons) | {"rollout/dropped_tokens": float(self.dropped_tokens)}
 
+    def removed(self) -> dict[str, float]:
+        """Groups that `--rollout-sample-filter-path` took out of the batch, where it is given."""
+        if self._args.rollout_sample_filter_path is None:
+            return {}
+        return {"rollout/removed_groups": float(self.removed_groups)}
+
     def _refuse_endless_dropping(self) -> None:
         batch = self._args.rollout_batch_size
         if self._kept == 0 and self.dropped_groups >= batch and not self._has_succeeded:
@@ -216,15 +234,18 @@ class GroupJudge:
         )
 
 
-async def call_plugins(runtime: RolloutRuntime, groups: list[Group], everything: list[Group], data_source: Any) -> None:
+async def call_plugins(runtime: RolloutRuntime, groups: list[Group], judge: GroupJudge, data_source: Any) -> None:
     """Filters over the batch, and whatever wants to see every finished group; they may block."""
     args = runtime.args
+    everything = sorted([*groups, *judge.dropped], key=group_order)
+    before = [list(group) for group in groups]
     if args.rollout_sample_filter_path is not None:
         sample_filter = runtime.function(
             args.rollout_sample_filter_path, flag="--rollout-sample-filter-path", params=("args", "groups")
         )
         who = f"--rollout-sample-filter-path {args.rollout_sample_filter_path}"
         await runtime.off_loop(sample_filter, who, runtime.plugin_args, groups)
+        judge.note_removed(before, groups, who)
     if args.rollout_all_samples_process_path is not None:
         process = runtime.function(
             args.rollout_all_samples_process_path,

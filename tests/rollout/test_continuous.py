@@ -82,13 +82,15 @@ class Generation:
         self.settle()
 
     def settle(self) -> None:
-        """Let the dispatcher see what has changed."""
+        """Let the dispatcher see what has changed, and what threads answered it."""
+        threads = self.runtime.threads
 
-        async def turn() -> None:
-            for _ in range(5):
+        async def turn() -> bool:
+            for _ in range(10):
                 await asyncio.sleep(0)
+            return not (threads._queue or threads._running)
 
-        self.runtime.run(turn())
+        assert wait_until(lambda: self.runtime.run(turn()) and self.runtime.run(turn()), 120)
 
     def close(self) -> None:
         self.runtime.run(self.continuous.aclose())

@@ -172,6 +172,31 @@ def test_an_object_that_is_returned_for_several_samples_is_that_of_the_first(
             generate_rollout(runtime.args, 1, prompts(["c", "d"], n=2))
 
 
+@pytest.mark.parametrize("how", ["del groups[0]", "groups[0].clear()"])
+def test_groups_that_a_sample_filter_removes_are_not_trained_on_after_a_restart(
+    make_runtime, prompts, write_plugin, engine, tmp_path, how
+):
+    path = write_plugin(f"def f(args, groups):\n    {how}\n    groups[-1].pop()\n")
+    runtime = make_runtime([engine.url], rm_type="random", rollout_sample_filter_path=path)
+    runtime.journal = open_journal(tmp_path)
+    source = JournaledSource(prompts(["a", "b"], n=2), runtime.journal)
+    output = generate_rollout(runtime.args, 0, source)
+    assert [sample.index for sample in leaves(output.samples)] == [2]
+    assert output.metrics["rollout/removed_groups"] == 1.0
+    runtime.journal.assign(0, output.samples, {})
+    recovered = runtime.journal.recover(0)
+    assert (recovered.batches, recovered.groups) == ([0], [])
+    assert [sample.index for sample in leaves(runtime.journal.batch(0)[0])] == [2]
+    runtime.journal.close()
+
+
+def test_a_sample_filter_that_removes_everything_ends_the_rollout(make_runtime, prompts, write_plugin, engine):
+    path = write_plugin("def f(args, groups):\n    groups.clear()\n")
+    runtime = make_runtime([engine.url], rm_type="random", rollout_sample_filter_path=path)
+    with pytest.raises(RolloutFailed, match=r"--rollout-sample-filter-path .*:f removed all 2 groups"):
+        generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2))
+
+
 BROKEN = """
 from slime.rollout.sglang_rollout import generate
 BREAK = {
