@@ -25,6 +25,7 @@ from slime.config.plugin_args import with_own_overlay
 from slime.config.plugin_checks import check_plugins
 from slime.config.roles import critic_flags, role_overrides
 from slime.config.shape_flags import check_has_routers, check_shape_flags
+from slime.config.start import from_its_folder
 from slime.config.values import coerce
 from slime.errors import UserError
 
@@ -38,7 +39,7 @@ def resolve(config: Config) -> Config:
     """The config a run works with; raises UserError when the flags do not make a run."""
     check_all_there(config)
     config = with_own_overlay(_checked_values(config))
-    config = take_from_adapter(config.replace(**role_overrides(config, "actor")))
+    config = take_from_adapter(from_its_folder(config.replace(**role_overrides(config, "actor"))))
     config = derive(config)
     check_flags_fit(config)
     check_trackers(config)

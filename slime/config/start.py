@@ -46,6 +46,18 @@ class Start:
         return self.checkpoint is not None and self.flag != "--ref-load"
 
 
+def from_its_folder(config: Config) -> Config:
+    """A run that loads one `iter_<n>` of a folder of checkpoints loads that folder with `--ckpt-step <n>`.
+
+    The data position, the rollouts that wait for training and the critic's checkpoints lie beside the iteration.
+    """
+    one = None if config.load is None or config.ckpt_step is not None else Path(config.load)
+    number = None if one is None else re.fullmatch(r"iter_(\d+)", one.name)
+    if one is None or number is None or not (one / _META).is_file() or read_latest(one.parent) is None:
+        return config
+    return config.replace(load=str(one.parent), ckpt_step=int(number[1]))
+
+
 def find_start(config: Config, flag: str = "--load") -> Start:
     """Where the policy starts: from what lies at `--load`, and if that is nothing yet as its reference does."""
     if config.load is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ import pytest
 
 from slime.config import Config, resolve
 from slime.config.megatron_folder import LATEST
-from slime.config.start import find_critic_start, find_reference, find_start, model_folders
+from slime.config.start import find_critic_start, find_reference, find_start, model_folders, resumes_at
+from slime.data.sample import Sample
+from slime.data.source import RolloutDataSource
 from slime.errors import UserError
 from slime.plan import Plan, make_plan
+from slime.train.samples.batch import flatten_samples, make_train_batch
+from slime.train.samples.carry import load_carried, save_carried
 from tests.config.conftest import TINY_QWEN3
 from tests.model_files import add_weights, write_safetensors
 
@@ -207,6 +212,30 @@ def test_a_reference_alone_may_have_another_shape_but_not_another_vocabulary(
     resolve(Config(**valid, **flags))
     (other / "config.json").write_text(json.dumps({**TINY_QWEN3, "vocab_size": 130}))
     assert refused(valid, **flags).startswith(f"--ref-load {other} has vocab_size 130, but ")
+
+
+def test_one_iteration_of_a_folder_goes_on_at_its_data_position(valid: dict[str, Any], tmp_path: Path) -> None:
+    """With what lies beside it: rollouts that wait for training, and the critic's checkpoint of the same rollout."""
+    saved = checkpoint(checkpoint(tmp_path / "saved", 3), 5)
+    checkpoint(checkpoint(saved / "critic", 3), 5)
+    for rollout_id, offset in ((3, 2), (5, 6)):
+        source = RolloutDataSource(Config(**valid, save=str(saved), disable_rollout_global_dataset=True))
+        source.sample_group_index = offset
+        source.save(rollout_id)
+    waiting = Sample(tokens=[1, 2, 3], response_length=1, reward=1.0, status=Sample.Status.COMPLETED)
+    save_carried(saved, 3, make_train_batch(Config(**valid), flatten_samples([[waiting]])))
+    flags = {"load": str(saved / "iter_0000003"), "advantage_estimator": "ppo"}
+    config = resolve(Config(**valid, **flags))
+    assert find_start(config).checkpoint == saved / "iter_0000003"
+    assert find_critic_start(config).checkpoint == saved / "critic" / "iter_0000003"
+    start = resumes_at(config)
+    source = RolloutDataSource(config.replace(disable_rollout_global_dataset=True))
+    source.load(start - 1)
+    assert (start, source.sample_group_index) == (4, 2)
+    assert len(load_carried(config.load, start - 1) or ()) == 1
+    assert resolve(config) == config
+    alone = Path(shutil.copytree(saved / "iter_0000003", tmp_path / "alone" / "iter_0000003"))
+    assert find_start(resolve(Config(**valid, load=str(alone)))).checkpoint == alone
 
 
 def test_steps_pick_a_checkpoint(valid: dict[str, Any], other: Path, tmp_path: Path) -> None:
