@@ -65,6 +65,7 @@ def run(
     rollout_temperature: float | None = ...,
     rollout_top_p: float | None = ...,
     rollout_top_k: int | None = ...,
+    allow_biased_sampling: bool | None = ...,
     rollout_max_response_len: int | None = ...,
     rollout_stop: Sequence[str] | str | None = ...,
     rollout_stop_token_ids: Sequence[int] | int | None = ...,

@@ -15,7 +15,7 @@ from pathlib import Path
 from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dtype_note
 from slime.cluster.remote.bundles import NodeFacts
 from slime.config import Config
-from slime.config.algorithm import compares_siblings, has_critic, needs_reference, serves_teacher
+from slime.config.algorithm import compares_siblings, cut_sampling, has_critic, needs_reference, serves_teacher
 from slime.config.batch import copy_size, num_trainers
 from slime.config.eval_datasets import evaluates
 from slime.config.gpus import nvidia_gpu_memory
@@ -476,12 +476,11 @@ def _custom_file_notes(config: Config) -> list[str]:
 
 def _nucleus_notes(config: Config) -> list[str]:
     """Engines cut the distribution they sample from; the loss is computed over the whole vocabulary."""
-    cuts = (("--rollout-top-p", config.rollout_top_p, 1.0), ("--rollout-top-k", config.rollout_top_k, -1))
-    given = [f"{flag} {value:g}" for flag, value, off in cuts if value != off]
-    if not given or config.loss_type == "sft_loss" or config.debug_rollout_only or not needs_engines(config):
+    cut = cut_sampling(config)
+    if cut is None:
         return []
     return [
-        f"{' and '.join(given)}: tokens are sampled from a part of the vocabulary, but training takes their "
+        f"{cut}: tokens are sampled from a part of the vocabulary, but training takes their "
         "log-probs over all of it, so the gradient is biased; leave it out to train on-policy"
     ]
 

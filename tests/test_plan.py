@@ -370,8 +370,11 @@ def test_one_sample_a_prompt_is_a_mistake_where_siblings_are_compared(
     ("changes", "said"),
     [
         ({}, None),
-        ({"rollout_top_p": 0.9}, "--rollout-top-p 0.9"),
-        ({"rollout_top_p": 0.9, "rollout_top_k": 20}, "--rollout-top-p 0.9 and --rollout-top-k 20"),
+        ({"rollout_top_p": 0.9, "allow_biased_sampling": True}, "--rollout-top-p 0.9"),
+        (
+            {"rollout_top_p": 0.9, "rollout_top_k": 20, "allow_biased_sampling": True},
+            "--rollout-top-p 0.9 and --rollout-top-k 20",
+        ),
         ({"rollout_top_p": 0.9, "debug_rollout_only": True}, None),
     ],
 )

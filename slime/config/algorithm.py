@@ -24,6 +24,16 @@ GROUP_CENTRED = ("grpo", "gspo", "cispo", "dr_grpo", "dapo", "reinforce_plus_plu
 _log = logging.getLogger(__name__)
 
 
+def cut_sampling(config: Config) -> str | None:
+    """The flags with which a policy is trained on tokens from a part of the vocabulary, or None.
+
+    The loss takes log-probs over the whole vocabulary, which is not what such tokens were drawn from.
+    """
+    cuts = (("--rollout-top-p", config.rollout_top_p, 1.0), ("--rollout-top-k", config.rollout_top_k, -1))
+    given = " and ".join(f"{flag} {value:g}" for flag, value, off in cuts if value != off)
+    return given if given and config.loss_type != "sft_loss" and not config.debug_rollout_only else None
+
+
 def needs_reference(config: Config) -> bool:
     """A frozen reference model takes part: its KL is in the loss or in the rewards."""
     return config.use_kl_loss or config.kl_coef != 0

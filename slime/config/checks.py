@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slime.config.algorithm import algorithm_contradictions
+from slime.config.algorithm import algorithm_contradictions, cut_sampling
 from slime.config.asynchronous import async_contradictions
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.eval_datasets import eval_datasets
@@ -138,6 +138,12 @@ def _door(config: Config, has_engines: bool) -> Iterator[str]:
 
 def _algorithm(config: Config) -> Iterator[str]:
     yield from algorithm_contradictions(config)
+    cut = cut_sampling(config)
+    if cut is not None and not config.allow_biased_sampling:
+        yield (
+            f"{cut}: tokens are sampled from a part of the vocabulary, but training takes their log-probs over all of "
+            "it, which biases the gradient: leave it out, or accept that with --allow-biased-sampling"
+        )
     if config.rm_type is not None and config.rm_type.removeprefix("boxed_") == "remote_rm" and config.rm_url is None:
         yield "--rm-type remote_rm needs --rm-url, the address of the reward service"
     if config.freeze_params_name_list and config.only_train_params_name_list:

@@ -143,10 +143,22 @@ class RolloutMaker:
                 times[id(again)],
             )
         for sample in samples:
+            self._refuse_cut(sample)
             if not is_settled(sample, self._bounds):
                 Origin(sample).settle(sample, "rollout", self._failures, self._bounds)
         refuse_all_failed(samples, f"rollout {rollout_id}")
         return samples
+
+    def _refuse_cut(self, sample: Sample) -> None:
+        """Training takes log-probs over the whole vocabulary, not over the part that a sample was drawn from."""
+        kept = sample.column_array("rollout_top_p_token_ids")
+        if kept is None or not len(kept) or self._args.allow_biased_sampling or self._args.loss_type == "sft_loss":
+            return
+        raise UserError(
+            f"sample {sample.index} has rollout_top_p_token_ids: its tokens were drawn from a part of the vocabulary, "
+            "but training takes log-probs over all of it, which biases the gradient: sample without top-p, or accept "
+            "that with --allow-biased-sampling"
+        )
 
     def _finished(self, rollout_id: int, groups: list[Any], metrics: dict[str, Any], seconds: float) -> Generated:
         save_rollout(self._args, rollout_id, groups)

@@ -132,6 +132,8 @@ def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[s
         ({"rollout_temperature": 0}, "--rollout-temperature must be greater than 0, not 0"),
         ({"rollout_top_p": 0.0}, "--rollout-top-p must lie in (0, 1], not 0.0"),
         ({"rollout_top_k": 0}, "--rollout-top-k must be -1 or at least 1, not 0"),
+        ({"rollout_top_p": 0.9}, "--rollout-top-p 0.9: tokens are sampled from a part of the vocabulary"),
+        ({"rollout_top_k": 20}, "or accept that with --allow-biased-sampling"),
         ({"lr": "fast"}, "--lr must be a number, not 'fast'"),
         ({"metadata_key": None}, "--metadata-key must have a value"),
         ({"rm_type": "maths"}, "--rm-type must be one of math, dapo, deepscaler"),

@@ -342,6 +342,26 @@ def test_samples_of_a_rollout_function_are_looked_at_before_they_are_recorded(ma
     journal.close()
 
 
+def test_rollouts_of_a_function_that_cannot_be_trained_as_they_are_say_so(make_runtime, caplog):
+    """A sample from a part of the vocabulary ends the run; an object that comes twice is named."""
+
+    def made(args, rollout_id, data_source, evaluation=False):
+        sample = Sample(index=7, group_index=3, tokens=[1, 2], response_length=1, reward=1.0)
+        sample.rollout_top_p_token_ids = [2, 5] if rollout_id == 1 else []
+        sample.rollout_top_p_token_offsets = [0, len(sample.rollout_top_p_token_ids)]
+        return [[sample, sample]]
+
+    def maker(**flags):
+        args = make_runtime([], **flags).args
+        return RolloutMaker(args, made, None, journal=None, log=lambda *_: False, at_work=nullcontext)
+
+    maker().make(0)
+    assert "2 samples, of which only 1 are different objects (sample 7 of group 3 comes 2 times)" in caplog.text
+    with pytest.raises(UserError, match=r"sample 7 has rollout_top_p_token_ids: .* --allow-biased-sampling"):
+        maker().make(1)
+    assert len(maker(allow_biased_sampling=True).make(1).samples) == 1
+
+
 def test_prompts_of_token_ids_survive_a_failure(make_runtime, prompts, write_plugin, engine):
     flaky = (
         "from slime.rollout.sglang_rollout import generate\nCALLS = []\n"

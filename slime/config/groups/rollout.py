@@ -28,6 +28,11 @@ class RolloutFlags:
     rollout_temperature: float = flag(1.0, "sampling temperature; also divides the logits in training", check=above(0))
     rollout_top_p: float = flag(1.0, "nucleus sampling", check=between(0, 1, low_open=True))
     rollout_top_k: int = flag(-1, "sample from the k likeliest tokens; -1: all", check=minus_one_or_at_least(1))
+    allow_biased_sampling: bool = flag(
+        False,
+        "train on tokens that were drawn from a part of the vocabulary (--rollout-top-p, --rollout-top-k): log-probs "
+        "are taken over all of it, so the gradient is biased",
+    )
     rollout_max_response_len: int | None = flag(
         None, "most new tokens of one response", check=at_least(1), derived=f"{DEFAULT_RESPONSE_LEN}, as in SGLang"
     )
