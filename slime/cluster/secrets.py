@@ -12,6 +12,8 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from slime.errors import UserError
+
 _SECRET = re.compile(
     r"(^|_)(TOKENS?|(API|ACCESS|PRIVATE|SIGNING|ENCRYPTION)?_?KEYS?|PAT|PWD|CREDENTIALS?|AUTH_SOCK)$"
     r"|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|^AWS_",
@@ -37,11 +39,17 @@ def without_secrets(environment: Mapping[str, str], *, passed: Collection[str] =
 def keep_key(port: int, key: str) -> Path:
     """Write down the key of an engine on a port of this machine's loopback, for this user alone; returns the file."""
     path = _key_file(port)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.parent.chmod(0o700)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(key + "\n")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.chmod(0o700)
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(key + "\n")
+    except OSError as cause:
+        raise UserError(
+            f"the key of an engine's control routes cannot be kept in {path} ({cause.strerror}): name a folder that "
+            f"can be written to in XDG_CACHE_HOME, or give a key in {ENGINE_KEY_VARIABLE}"
+        ) from cause
     return path
 
 

@@ -190,6 +190,13 @@ def test_a_served_engine_keeps_its_key_in_a_file_of_its_user_where_an_attached_r
         ):
             engine_key(attached)
     assert not list(file.parent.iterdir())
+    (tmp_path / "no_folder").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no_folder"))
+    with (
+        pytest.raises(UserError, match=r"cannot be kept in .*/7 \(Not a directory\): name a folder"),
+        control_key(options, 7),
+    ):
+        raise AssertionError("an engine without a key would be open")
 
 
 def test_a_run_asks_its_engines_beyond_loopback_with_its_key(
