@@ -80,18 +80,22 @@ def perform(function: dict) -> str:
         return f"error: {error}"
 
 
+def lines_of(path: str) -> list:
+    """The lines as Python and git count them; everything else that a file may hold stays in them."""
+    with open(path, newline="\n") as file:
+        return file.read().removesuffix("\n").split("\n")
+
+
 def numbered(path: str) -> str:
-    with open(path) as file:
-        return "\n".join(f"{number} {line}" for number, line in enumerate(file.read().splitlines(), 1))[:MOST_BYTES]
+    return "\n".join(f"{number} {line}" for number, line in enumerate(lines_of(path), 1))[:MOST_BYTES]
 
 
 def edit(path: str, line: int, text: str) -> str:
-    with open(path) as file:
-        lines = file.read().splitlines()
+    lines = lines_of(path)
     if not 1 <= int(line) <= len(lines):
         return f"error: {path} has {len(lines)} lines"
     lines[int(line) - 1] = text
-    with open(path, "w") as file:
+    with open(path, "w", newline="\n") as file:
         file.write("\n".join(lines) + "\n")
     done = subprocess.run(TEST_COMMAND, capture_output=True, text=True, timeout=60, check=False)
     return (done.stdout.strip().splitlines() or ["error: the tests said nothing"])[-1]

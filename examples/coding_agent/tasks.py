@@ -89,7 +89,7 @@ def read_tasks(path: Path) -> Iterator[tuple[dict[str, Any], Task]]:
     """The rows of a file, and what they mean."""
     if not path.is_file():
         raise UserError(f"there is no file {path} of tasks: make one with repositories.py, or see README.md")
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"

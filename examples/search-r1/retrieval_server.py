@@ -74,7 +74,9 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
     args = parser.parse_args()
-    documents = [json.loads(line)["contents"] for line in args.corpus.read_text().splitlines()]
+    documents = [
+        json.loads(line)["contents"] for line in args.corpus.read_text(encoding="utf-8").split("\n") if line.strip()
+    ]
     asyncio.run(serve(make_app(Bm25(documents)), args.host, args.port))
 
 

@@ -88,7 +88,7 @@ def _read(file: Path) -> dict[str, Verdict]:
     if text and not text.endswith("\n"):  # a crash while it was written; the next line begins a new one
         with file.open("a", encoding="utf-8") as out:
             out.write("\n")
-    for line in text.splitlines():
+    for line in text.split("\n"):
         try:
             row = json.loads(line)
         except ValueError:

@@ -39,7 +39,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name] at [place]", "[name]"),
     ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Text\nP. S. more", "Text PS more"),
     ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "p.p.s. more", "P.S. more"),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n  - b\n**bold**", "* a"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n  - b\n**bold**", "* a\u2028* b"),
     ("detectable_format:constrained_response", {}, "Well. My answer is maybe.", "Maybe."),
     ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* and *b*", "*a* and * *"),
     (
@@ -49,7 +49,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
         "Part 1",
     ),
     ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "{a: 1}"),
-    ("detectable_format:title", {}, "<<A title>>\ntext", "<< >> text <title>"),
+    ("detectable_format:title", {}, "<<A\x0ctitle>>\ntext", "<< >> text <title>"),
     ("combination:two_responses", {}, "one ****** two", "one ****** one"),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say it"}, "say it: yes", "yes, say it"),
     ("startend:end_checker", {"end_phrase": "The end."}, 'It is the end."', "The end. Or not"),

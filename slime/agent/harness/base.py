@@ -17,7 +17,7 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from slime.agent.harness.packages import INSTALL_TIMEOUT_S, HostProgram, Package, provide
-from slime.agent.harness.result import KEPT_BYTES, HarnessResult, Outcome
+from slime.agent.harness.result import DIFF_BYTES, KEPT_BYTES, HarnessResult, Outcome
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, Sandbox, ensure_agent_user, exec_and_wait
 from slime.agent.sandbox.protocol import ReachingSandbox
 from slime.errors import UserError
@@ -157,6 +157,7 @@ class BaseHarness:
         exit_code = await self.launch_and_wait(sb, ctx, prompt, time_budget_sec)
         wall_s = time.monotonic() - began
         place = await self._place(sb)
+        diff, diff_truncated = await _diff(sb, ctx.workdir, base, f"{place.folder}/index")
         stdout, stderr = await _end_of(sb, f"{place.folder}/stdout"), await _end_of(sb, f"{place.folder}/stderr")
         outcome: Outcome = "timeout"
         reason = f"not done after {time_budget_sec} s"
@@ -171,7 +172,8 @@ class BaseHarness:
             wall_s=round(wall_s, 3),
             stdout=stdout[-KEPT_BYTES:],
             stderr=stderr[-KEPT_BYTES:],
-            diff=await _diff(sb, ctx.workdir, base, f"{place.folder}/index"),
+            diff=diff,
+            diff_truncated=diff_truncated,
         )
 
     async def version(self, sb: Sandbox) -> str:
@@ -262,14 +264,23 @@ async def _git_head(sb: Sandbox, workdir: str) -> str | None:
     return out.strip() if code == 0 else None
 
 
-async def _diff(sb: Sandbox, workdir: str, base: str | None, index: str) -> str:
-    """What has changed since `base`, committed or not, new files too; the repository's own index stays as it is.
+async def _diff(sb: Sandbox, workdir: str, base: str | None, index: str) -> tuple[str, bool]:
+    """What has changed since `base`, committed or not, new files too; the repository's own index stays as it is. And
+    whether it is not all of that.
 
     Where there is no repository, what the sandbox itself says.
     """
     if base is None:
-        return (await sb.diff()).patch[:KEPT_BYTES] if isinstance(sb, ReachingSandbox) else ""
-    git = f"GIT_INDEX_FILE={shlex.quote(index)} {_git(workdir)}"
-    command = f"{git} read-tree {base} && {git} add -A && {git} diff --cached {base} | head -c {KEPT_BYTES}"
-    _, out, _ = await sb.exec(command, user=AGENT)
-    return out
+        if not isinstance(sb, ReachingSandbox):
+            return "", False
+        changes = await sb.diff()
+        diff, is_cut = changes.patch, changes.truncated
+    else:
+        git = f"GIT_INDEX_FILE={shlex.quote(index)} {_git(workdir)}"
+        made = f"{git} read-tree {base} && {git} add -A && {git} diff --cached --binary {base}"
+        _, diff, _ = await sb.exec(f"{made} | head -c {DIFF_BYTES + 1}", user=AGENT)
+        is_cut = False
+    raw = diff.encode(errors="replace")
+    if len(raw) <= DIFF_BYTES:
+        return diff, is_cut
+    return raw[: raw.rfind(b"\n", 0, DIFF_BYTES) + 1].decode(errors="replace"), True

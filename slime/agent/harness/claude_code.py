@@ -73,7 +73,7 @@ class ClaudeCodeHarness(BaseHarness):
 
 
 def _result_event(stdout: str) -> dict[str, Any] | None:
-    for line in reversed(stdout.splitlines()):
+    for line in reversed(stdout.split("\n")):
         try:
             event = json.loads(line)
         except ValueError:

@@ -71,7 +71,7 @@ class CodexHarness(BaseHarness):
         return files
 
     def verdict(self, exit_code: int, stdout: str, stderr: str) -> tuple[Outcome, str]:
-        for line in reversed(stdout.splitlines()):
+        for line in reversed(stdout.split("\n")):
             try:
                 event = json.loads(line)
             except ValueError:

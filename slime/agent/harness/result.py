@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 KEPT_BYTES = 16384
-"""Of each of stdout, stderr and the diff."""
+"""Of each of stdout and stderr: the end."""
+DIFF_BYTES = 131072
+"""Of the diff: the beginning, in whole lines."""
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 Outcome = Literal["finished", "failed", "timeout"]
@@ -34,7 +36,7 @@ class CliTimedOut(HarnessFailed):
 
 @dataclass(frozen=True)
 class HarnessResult:
-    """One run of an agent program. `reason` is what it said about its end; `stdout` and the others are their last part.
+    """One run of an agent program. `reason` is what it said about its end; `stdout` and `stderr` are their last part.
 
     `finished`: it ended by itself and calls that a success. `failed`: it says, or its exit code says, that something
     went wrong, the end of the session included. `timeout`: its time was up.
@@ -49,6 +51,8 @@ class HarnessResult:
     stdout: str = ""
     stderr: str = ""
     diff: str = ""
+    diff_truncated: bool = False
+    """The diff does not hold every change: `git apply` may refuse it, and so may a verifier that counts on it."""
 
     def to_metadata(self) -> dict[str, Any]:
         """Plain values, for `sample.metadata["harness"]`."""

@@ -10,6 +10,7 @@ import tempfile
 from typing import Self
 
 from slime.agent.sandbox.box import Box
+from slime.agent.sandbox.inside import files
 from slime.agent.sandbox.machine import MachineSandbox
 from slime.errors import UserError
 
@@ -41,13 +42,13 @@ class SubprocessSandbox(MachineSandbox):
                 await asyncio.to_thread(shutil.copytree, self.files.path, self.workdir, symlinks=True)
             return await super().__aenter__()
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            files.remove_tree(folder)
             raise
 
     async def __aexit__(self, *exc: object) -> None:
         await super().__aexit__(*exc)
         if self._within is not None:  # the monitor has done it, unless it was killed
-            await asyncio.to_thread(shutil.rmtree, self._within, ignore_errors=True)
+            await asyncio.to_thread(files.remove_tree, self._within)
 
     def _make_box(self) -> Box:
         spec = {

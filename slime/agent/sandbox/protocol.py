@@ -84,9 +84,9 @@ class Changes:
     files: tuple[tuple[str, str], ...]
     """(added, modified or deleted; path below the folder), by path."""
     patch: str
-    """Of the text files, as `git apply` takes it."""
+    """What `git apply` takes; binary files are in it too."""
     truncated: bool
-    """There was more than fits: `files` is complete, `patch` is not."""
+    """`patch` does not hold all of it: it is too long, or a file is too large or no file (docs/sandboxes.md)."""
 
 
 class Process(Protocol):

@@ -145,7 +145,7 @@ def _postscript(response: str, arguments: Arguments) -> bool:
 
 
 def _bullets(response: str, arguments: Arguments) -> bool:
-    lines = [line.lstrip() for line in response.splitlines()]
+    lines = [line.lstrip() for line in response.split("\n")]
     stars = sum(1 for line in lines if line.startswith("*") and len(line) > 1 and line[1] != "*")
     return stars + sum(1 for line in lines if line.startswith("-")) == _number(arguments, "num_bullets")
 
@@ -171,7 +171,7 @@ def _is_json(response: str, arguments: Arguments) -> bool:
 
 
 def _title(response: str, arguments: Arguments) -> bool:
-    for line in response.splitlines():
+    for line in response.split("\n"):
         begin, end = line.find("<<"), line.rfind(">>")
         if 0 <= begin < end - 2 and line[begin:end].strip("<>").strip():
             return True

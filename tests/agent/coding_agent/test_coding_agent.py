@@ -110,9 +110,9 @@ def test_the_pupil_works_as_the_agent_program_does(tmp_path):
 def test_a_task_that_makes_no_sense_is_named_by_its_line(tmp_path, change, message):
     from tasks import read_tasks
 
-    row = {"instance_id": "a", "problem_statement": "p", "test_command": "true", "files": {"a.py": ""}}
+    row = {"instance_id": "a", "problem_statement": "p\u2028q", "test_command": "true", "files": {"a.py": ""}}
     path = tmp_path / "tasks.jsonl"
-    path.write_text(json.dumps(row) + "\n" + json.dumps({**row, **change}) + "\n")
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n" + json.dumps({**row, **change}) + "\n")
     with pytest.raises(UserError, match=r"tasks\.jsonl:2: " + message.replace("(", r"\(")):
         list(read_tasks(path))
 

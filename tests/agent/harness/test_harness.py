@@ -30,6 +30,7 @@ from slime.agent.harness import (
 from slime.agent.sandbox import Snapshot, make_sandbox
 from slime.errors import UserError
 
+GIT = "git -c user.name=a -c user.email=a@b -c safe.directory=*"
 URL, KEY = "http://127.0.0.1:9/s", "key-of-the-session"
 PROMPT = "Fix it: $(touch pwned) `touch pwned` \"'; touch pwned # {key}\n{url} é"
 CONTEXT = HarnessContext("/w", KEY, URL)
@@ -85,26 +86,32 @@ def test_a_command_is_told_where_its_model_is_and_no_shell_reads_the_prompt(tmp_
 
 
 def test_output_and_diff_are_kept_in_part(tmp_path):
-    code = "print('x' * 100_000 + 'the end'); open('a.txt', 'w').write('y' * 100_000)"
-    result, _ = work(python(code), tmp_path)
+    code = "print('x' * 100_000 + 'the end'); open('a.txt', 'w').write('y' * {})"
+    result, _ = work(python(code.format(100_000)), tmp_path)
     assert len(result.stdout) == 16384
     assert result.stdout.endswith("the end\n")
-    assert 0 < len(result.diff) <= 16384
+    assert f"+{'y' * 100_000}\n" in result.diff
+    assert not result.diff_truncated
+    for repository in (False, True):
+        if repository:
+            os.system(f"cd {tmp_path}/files && git init -q && git add . && {GIT} commit -qm first")
+        result, _ = work(python(code.format(200_000)), tmp_path)
+        assert result.diff.endswith("-one\n")
+        assert result.to_metadata()["diff_truncated"] is True
 
 
 def test_in_a_repository_the_diff_has_commits_and_new_files_and_leaves_the_index_alone(tmp_path):
-    git = "git -c user.name=a -c user.email=a@b -c safe.directory=*"
     code = f"""
 import subprocess
 run = lambda command: subprocess.run(command, shell=True, check=True)
-open("a.txt", "w").write("two\\n"); run("{git} commit -qam changed")
+open("a.txt", "w").write("two\\n"); run("{GIT} commit -qam changed")
 open("new.txt", "w").write("new\\n")
 """
     (tmp_path / "files").mkdir()
-    os.system(f"cd {tmp_path}/files && echo one > a.txt && git init -q && git add . && {git} commit -qm first")
+    os.system(f"cd {tmp_path}/files && echo one > a.txt && git init -q && git add . && {GIT} commit -qm first")
 
     async def status(sb):
-        return (await sb.exec(f"{git} status --porcelain"))[1]
+        return (await sb.exec(f"{GIT} status --porcelain"))[1]
 
     result, said = work(python(code), tmp_path, then=status)
     assert "-one\n+two\n" in result.diff
@@ -273,7 +280,8 @@ def test_chat_clients_are_told_the_limits_of_the_model():
     ],
 )  # fmt: skip
 def test_what_a_program_says_about_its_end_counts(harness, stdout, verdict):
-    text = json.dumps({"type": "other"}) + "\nno json\n" + json.dumps(stdout) + "\n"
+    stdout = {**stdout, "of the model": "\u2028\x85"}  # which JSON may hold as they are
+    text = json.dumps({"type": "other"}) + "\nno json\n" + json.dumps(stdout, ensure_ascii=False) + "\n"
     assert harness().verdict(0, text, "") == verdict
 
 

@@ -75,6 +75,7 @@ def contents(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("way", ALL)
 def test_what_was_changed_is_told_and_the_snapshot_is_as_it_was(way: str, how: str, task: Path) -> None:
     patches: list[str] = []
+    noises: list[bytes] = []
 
     async def use(sandbox: MachineSandbox) -> None:
         assert (await sandbox.diff()).files == ()
@@ -84,22 +85,114 @@ def test_what_was_changed_is_told_and_the_snapshot_is_as_it_was(way: str, how: s
         assert sorted(changes.files, key=lambda change: change[1]) == sorted(CHANGED, key=lambda change: change[1])
         assert "-    return a - b\n+    return a + b\n" in changes.patch
         assert "old mode 100644\nnew mode 100755\n" in changes.patch
-        assert "Binary files a/noise and b/noise differ" in changes.patch
+        assert not changes.truncated
         patches.append(changes.patch)
+        noises.append(await sandbox.read_bytes("noise"))
 
     inside(way, use, files=Snapshot(task, how=how))
     assert contents(task) == TASK
-    for patch in patches:
-        clean = patch.split("diff --git a/noise")[0] + "diff --git a/old" + patch.split("diff --git a/old", 1)[1]
-        done = subprocess.run(
-            ["git", "apply", "--verbose", "-"], input=clean, text=True, cwd=task, capture_output=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+    for patch, noise in zip(patches, noises, strict=True):
+        apply(patch, task)
+        assert (task / "noise").read_bytes() == noise
         assert (task / "src/main.py").read_text() == "def add(a, b):\n    return a + b\n"
         assert (task / "no newline").read_text() == "end and more"
         assert (task / "becomes/deep.txt").read_text() == "deep\n"
         assert os.readlink(task / "link") == "README.md"
         assert not (task / "old").exists()
+
+
+def apply(patch: str, folder: Path) -> None:
+    words = ["git", "apply", "--verbose", "-"]
+    done = subprocess.run(words, input=patch.encode(), cwd=folder, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+ODD = """
+import os, sys
+for name, (_, new) in eval(sys.stdin.read()).items():
+    if os.path.lexists(name):
+        os.unlink(name)
+    if isinstance(new, str):
+        os.symlink(new, name)
+    elif new is not None:
+        open(name, "wb").write(new)
+"""
+ODD_FILES: dict[bytes, tuple[bytes | None, bytes | str | None]] = {
+    b"form feed": (b"a\n\x0cb\nc\n", b"a\n\x0cb\x0cx\nc\n"),
+    b"separators": ("one\u2028two\u2029\x1c\x1d\x85three\n".encode(), "one\u2028TWO\u2029\x1c\x1d\x85three".encode()),
+    b"returns": (b"a\r\nb\rc\r\n", b"a\r\nb\rC\r\nd\r"),
+    b"latin": (b"caf\xe9\n", b"caf\xe9s\n"),
+    b"bytes": (bytes(range(256)) * 9, bytes(reversed(range(256))) * 7),
+    b"lost bytes": (b"\0gone", None),
+    b"new bytes": (None, b"\0new"),
+    b"emptied": (b"\0" * 9, b""),
+    b"empty": (None, b""),
+    b'na"me\\ with\ta\nbreak': (b"old\n", b"new\n"),
+    b"no text \xff\xfe": (None, b"x\n"),
+    "umlaut ü".encode(): (b"old\n", b"new\n"),
+    b"becomes a link": (b"text\n", "elsewhere"),
+}
+
+
+@pytest.mark.parametrize("way", ["unshare", "subprocess"])
+def test_git_applies_the_patch_of_odd_contents_and_names(way: str, tmp_path: Path) -> None:
+    task = tmp_path / "task"
+    task.mkdir()
+    for name, (old, _) in ODD_FILES.items():
+        if old is not None:
+            (task / os.fsdecode(name)).write_bytes(old)
+
+    async def use(sandbox: MachineSandbox) -> None:
+        await sandbox.write_file("/tmp/odd.py" if sandbox.boundary else "odd.py", ODD)
+        await sandbox.write_file("in", repr(ODD_FILES))
+        line = f"{sandbox.python} -I {'/tmp/' if sandbox.boundary else ''}odd.py < in && rm -f in odd.py"
+        assert await sandbox.exec(line) == (0, "", "")
+        changes = await sandbox.diff()
+        assert {os.fsencode(path) for _, path in changes.files} == set(ODD_FILES)
+        assert not changes.truncated
+        apply(changes.patch, task)
+        for name, (_, new) in ODD_FILES.items():
+            path = task / os.fsdecode(name)
+            found = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.exists() else None
+            assert found == new, name
+
+    inside(way, use, files=Snapshot(task))
+
+
+@pytest.mark.parametrize("way", ["unshare", "subprocess"])
+def test_folders_nested_beyond_any_path_are_compared_and_removed(way: str, tmp_path: Path) -> None:
+    task = tmp_path / "task"
+    task.mkdir()
+    (task / "led astray").symlink_to("..")
+    (tmp_path / "file").write_text("outside\n")
+    depth = 1100  # 6600 characters, and more than Python recurses
+    dig = f"""
+import os
+os.unlink("led astray"); os.mkdir("led astray"); open("led astray/file", "w").write("inside\\n")
+for part in range({depth}):
+    os.mkdir("inner"); os.chdir("inner")
+open("deep", "w").write("here\\n")
+os.mkdir("shut"); open("shut/file", "w").close(); os.chmod("shut", 0)
+"""
+    folders: list[str] = []
+
+    async def use(sandbox: MachineSandbox) -> None:
+        folders.append(sandbox.workdir)
+        assert await sandbox.exec([sandbox.python, "-I", "-c", dig]) == (0, "", "")
+        await sandbox.exec("mkfifo pipe; head -c 2000000 /dev/zero > large")
+        changes = await sandbox.diff()
+        deep = "inner/" * depth
+        found = {path: kind for kind, path in changes.files if path != f"{deep}shut/file"}  # which root may see
+        assert found == {
+            "led astray": "deleted", "led astray/file": "added", "pipe": "added", "large": "added", f"{deep}deep": "added"
+        }  # fmt: skip
+        assert changes.truncated  # no patch holds a pipe, nor a large file
+        assert "outside" not in changes.patch
+        assert "+inside\n" in changes.patch
+        assert "+here\n" in changes.patch
+
+    inside(way, use, files=Snapshot(task))
+    assert way != "subprocess" or not [folder for folder in folders if os.path.exists(folder)]
 
 
 @pytest.mark.parametrize("way", ALL)

@@ -5,6 +5,7 @@ Only plain files are opened, never a pipe or a device that would make the reader
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -69,3 +70,44 @@ def _plain(descriptor: int, path: str) -> os.stat_result:
         os.close(descriptor)
         raise OSError(22, f"{path} is no plain file")
     return status
+
+
+def remove_tree(path: str) -> None:
+    """Remove a folder and all below it, however deep and whatever its modes; what cannot be removed stays.
+
+    Folders are moved up and emptied one after the other, so neither a stack nor a path grows with the depth.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.suppress(OSError):
+        if not os.path.islink(path):
+            os.chmod(path, 0o700)
+        top = os.open(path, flags)
+        try:
+            stuck: set[str] = set()
+            while names := [name for name in os.listdir(top) if name not in stuck]:
+                for name in names:
+                    try:
+                        if _is_file_removed(name, top):
+                            continue
+                        folder = os.open(name, flags, dir_fd=top)
+                        try:
+                            for inner in os.listdir(folder):
+                                if not _is_file_removed(inner, folder):
+                                    os.rename(inner, f".{os.urandom(12).hex()}", src_dir_fd=folder, dst_dir_fd=top)
+                        finally:
+                            os.close(folder)
+                        os.rmdir(name, dir_fd=top)
+                    except OSError:
+                        stuck.add(name)
+        finally:
+            os.close(top)
+        os.rmdir(path)
+
+
+def _is_file_removed(name: str, folder: int) -> bool:
+    """Remove what is no folder; a folder is made one that can be emptied and moved."""
+    if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        os.unlink(name, dir_fd=folder)
+        return True
+    os.chmod(name, 0o700, dir_fd=folder)
+    return False

@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from . import cgroups, init, jail, kernel, relay, wire, worker
+from . import cgroups, files, init, jail, kernel, relay, wire, worker
 
 TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
 if TYPE_CHECKING:
@@ -154,9 +154,7 @@ class Monitor:
                 os.waitpid(-1, 0)
         self.groups.remove()
         if spec["remove"] is not None:
-            import shutil  # most sandboxes have no folder outside
-
-            shutil.rmtree(spec["remove"], ignore_errors=True)
+            files.remove_tree(spec["remove"])
 
 
 def main() -> None:
