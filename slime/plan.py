@@ -389,6 +389,11 @@ def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
 
 def _notes(config: Config, backend: str) -> list[str]:
     notes = [*start_notes(config), *_custom_file_notes(config), *_idle_notes(config)]
+    if config.sandbox == "subprocess":
+        notes.append(
+            "--sandbox subprocess is no boundary: what a model writes runs with the rights of this user, and can read "
+            "and change every file, process, secret and network that this user can"
+        )
     if config.plan_cluster is not None:
         notes.append(f"--plan-cluster: planned for {PlannedCluster.parse(config.plan_cluster)}, not for here")
     if (other := Path.cwd() / _OWN_PACKAGE.name).joinpath("__init__.py").is_file() and other.resolve() != _OWN_PACKAGE:

@@ -327,7 +327,7 @@ def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) ->
         "mine": 1,
     }
     del flags["save"]
-    flags |= {"n_samples_per_prompt": 1, "tensor_model_parallel_size": 2}
+    flags |= {"n_samples_per_prompt": 1, "tensor_model_parallel_size": 2, "sandbox": "subprocess"}
     config = resolve(Config(**flags, carried=carried, eval_prompt_data=[("a", flags["prompt_data"])]))
     notes = "\n".join(make_plan(config, device="cpu", gpu_count=0).notes)
     assert "Megatron flags without effect on the FSDP trainer: --tensor-model-parallel-size" in notes
@@ -336,6 +336,7 @@ def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) ->
     assert "without --eval-interval" in notes
     assert "no --save: the trained model is not kept" in notes
     assert "advantage 0" in notes
+    assert "--sandbox subprocess is no boundary" in notes
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -27,20 +28,73 @@ _CLEAN = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
 _BOOT = "import sys; sys.path.insert(0, {folder!r}); from inside.{module} import {entry}; {entry}()"
 
 
-def python_command(entry: str, folder: str, module: str = "monitor") -> list[str]:
-    """The words that start a program of `inside`, with nothing of the environment and of site packages."""
+def python_command(entry: str, folder: str, module: str = "monitor", *, site: bool = False) -> list[str]:
+    """The words that start a program of `inside`, with nothing of the environment and, without `site`, of packages."""
     code = _BOOT.format(folder=folder, module=module, entry=entry)
-    return [os.path.realpath(sys.executable), "-I", "-S", "-c", code]
+    return [os.path.realpath(sys.executable), "-I", *([] if site else ["-S"]), "-c", code]
+
+
+class ForkServer:
+    """A process that forks the monitors of sandboxes, which spares each the start of a Python.
+
+    It runs no code of anybody's and has compiled `program`, so that sandboxes run that by a fork too. It starts with
+    the first sandbox, again if it has died, and ends with `close` or this process; its sandboxes end with it.
+    """
+
+    def __init__(self, program: Path) -> None:
+        self._program = program
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+        self._starting = threading.Lock()
+
+    def fork(self, descriptors: Sequence[int]) -> None:
+        """Have a monitor forked: the ends of its life and control sockets, and where its errors go."""
+        with self._starting:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            assert self._requests is not None
+            wire.send(self._requests, {}, descriptors)
+
+    def _start(self) -> None:
+        self._let_go()
+        ours, theirs = socket.socketpair()
+        number = str(theirs.fileno())
+        with theirs:
+            self._process = subprocess.Popen(
+                [*python_command("main_server", str(HERE), site=True), number, str(os.getpid()), str(self._program)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=_CLEAN,
+                cwd="/",
+                start_new_session=True,
+            )
+        self._requests = ours
+
+    def close(self) -> None:
+        """End the process and every sandbox it has forked."""
+        with self._starting:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._requests is not None:
+            self._requests.close()
+        if self._process is not None:
+            self._process.wait()
+        self._requests = self._process = None
 
 
 class Box:
-    """One monitor, from its start to its end."""
+    """One monitor, from its start to its end. `server` forks it, else it is a program of its own."""
 
-    def __init__(self, spec: Mapping[str, Any], name: str) -> None:
+    def __init__(self, spec: Mapping[str, Any], name: str, server: ForkServer | None = None) -> None:
         self.spec = spec
         self.name = name
+        self.server = server
         self.told: dict[str, Any] = {}
         self.overlay = False
+        self.filtered = False
         self._life: socket.socket | None = None
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -73,10 +127,14 @@ class Box:
         if error := self.told.get("error") or ready.get("error"):
             await self.close()
             raise SandboxError(f"sandbox {self.name} did not start: {error}")
-        self.overlay = bool(ready["overlay"])
+        self.overlay, self.filtered = bool(ready["overlay"]), bool(ready["filtered"])
 
-    def _spawn(self, theirs: socket.socket, init_end: socket.socket) -> subprocess.Popen[bytes]:
+    def _spawn(self, theirs: socket.socket, init_end: socket.socket) -> subprocess.Popen[bytes] | None:
         numbers = (theirs.fileno(), init_end.fileno())
+        if self.server is not None:
+            assert self._errors is not None
+            self.server.fork([*numbers, self._errors.fileno()])
+            return None
         return subprocess.Popen(
             [*python_command("main", str(HERE)), *map(str, (*numbers, os.getpid()))],
             pass_fds=numbers,
@@ -132,7 +190,14 @@ class Box:
     @property
     def alive(self) -> bool:
         """Whether the monitor runs; it does as long as the sandbox does."""
-        return self._process is not None and self._process.poll() is None
+        if self._life is None:
+            return False
+        try:
+            return bool(self._life.recv(1, socket.MSG_PEEK))  # it says nothing after the start
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     async def close(self, *, keep_errors: bool = False) -> None:
         """End the sandbox; returns when nothing is left of it."""
@@ -149,7 +214,7 @@ class Box:
             life.close()
         if process is not None:
             await asyncio.to_thread(process.wait)
-            await asyncio.to_thread(cgroups.remove, self.told.get("folders", []))  # if the monitor was killed
+        await asyncio.to_thread(cgroups.remove, self.told.get("folders", []))  # if the monitor was killed
         if self._errors is not None and not keep_errors:
             self._errors.close()
 

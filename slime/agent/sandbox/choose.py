@@ -1,4 +1,4 @@
-"""Which kind of sandbox: by name, or the best this machine has."""
+"""Which kind of sandbox: by name. None without a boundary is made unless it is asked for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.agent.sandbox.box import ForkServer
 from slime.agent.sandbox.container import ContainerSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.limits import SandboxLimits
-from slime.agent.sandbox.local import LocalSandbox, refusal
+from slime.agent.sandbox.local import LocalSandbox
 from slime.agent.sandbox.machine import MachineSandbox
-from slime.agent.sandbox.plain import SubprocessSandbox
+from slime.agent.sandbox.plain import SubprocessSandbox, warn_without_boundary
 from slime.agent.sandbox.snapshot import Snapshot
 from slime.errors import UserError
 
@@ -28,20 +29,21 @@ def make_sandbox(
     visible: Sequence[str | Path] = (),
     devices: Sequence[str | Path] = (),
     image: str | None = None,
+    server: ForkServer | None = None,
 ) -> AnySandbox:
     """A sandbox that is not started yet.
 
     `files` is what it starts with; `env` what its commands find in their environment, besides the usual; `visible` are
     folders of this machine that are there under the same path, read-only; `devices` are device nodes that commands may
     use (`nvidia_devices()` of `slime.agent.sandbox.devices` names those of GPUs); `image` is what sandboxes start from
-    that are no part of this machine. UserError where there is no such kind.
+    that are no part of this machine; `server` forks those of this machine. "auto" is "local": without a boundary there
+    is none. UserError where there is no such kind.
     """
-    if kind == "auto":
-        kind = auto_kind()[0]
-    if kind == "local":
-        return LocalSandbox(limits=limits, files=files, env=env, visible=visible, devices=devices)
+    if kind in ("auto", "local"):
+        return LocalSandbox(limits=limits, files=files, env=env, visible=visible, devices=devices, server=server)
     if kind == "subprocess":
-        return SubprocessSandbox(limits=limits, files=files, env=env, visible=visible, devices=devices)
+        warn_without_boundary()
+        return SubprocessSandbox(limits=limits, files=files, env=env, visible=visible, devices=devices, server=server)
     if kind in ("docker", "podman"):
         _has_no_snapshot(kind, files)
         return ContainerSandbox(kind, image, limits=limits, env=env, visible=visible, devices=devices)
@@ -83,13 +85,3 @@ def _has_none_of_this_machine(kind: str, files: Snapshot | None, shown: Sequence
 def _has_no_snapshot(kind: str, files: Snapshot | None) -> None:
     if files is not None:
         raise UserError(f"--sandbox {kind} starts from an image, not from a folder: build one that holds {files.path}")
-
-
-def auto_kind() -> tuple[str, str]:
-    """The kind that `auto` means here, and why."""
-    why = refusal("bwrap")
-    if why is None:
-        return "local", "bubblewrap is installed"
-    if refusal("unshare") is None:
-        return "local", f"own namespaces; {why}"
-    return "subprocess", f"no boundary: {refusal('unshare')}"

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.agent.sandbox.box import HERE, Box, python_command
+from slime.agent.sandbox.box import HERE, Box, ForkServer, python_command
 from slime.agent.sandbox.inside import wire
 from slime.agent.sandbox.limits import SandboxLimits
 from slime.agent.sandbox.machine import MachineSandbox
@@ -32,6 +32,7 @@ INNER_UID = 1000
 """Of a sandbox whose user is in truth the one that started it."""
 _FIRST_UID = 1 << 30
 _PROBE_S = 20.0
+_CAP_SYS_ADMIN = 21
 _OLDEST_BUBBLEWRAP = (0, 8)
 _BUBBLEWRAP = (
     "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--disable-userns", "--die-with-parent",
@@ -62,9 +63,11 @@ class LocalSandbox(MachineSandbox):
         visible: Sequence[str | Path] = (),
         devices: Sequence[str | Path] = (),
         via: str = "auto",
+        server: ForkServer | None = None,
     ) -> None:
-        super().__init__(limits=limits, files=files, env=env, visible=visible, devices=devices)
+        super().__init__(limits=limits, files=files, env=env, visible=visible, devices=devices, server=server)
         self.workdir, self.home = WORKDIR, HOME
+        via = "unshare" if server is not None else via  # bubblewrap would execute another Python
         self.via = choose_via(via, root_file_system=files is not None and files.root)
 
     @property
@@ -78,18 +81,23 @@ class LocalSandbox(MachineSandbox):
         """The limits that hold for each process and not, as asked, for all of them together."""
         return tuple(limit for limit in self.limits.of_the_group() if limit not in self.held)
 
+    @property
+    def filtered(self) -> bool:
+        """Whether the kernel filters the system calls of what runs inside."""
+        return self.box.filtered
+
     def _make_box(self) -> Box:
         spec = jail_spec(self.limits, self.files, self.visible, self.via, self.devices)
         if self.files is not None and self.files.root:
             self._placed = [path.lstrip("/") for path in (*spec["jail"]["files"], *spec["jail"]["visible"])]
-        return Box(spec, self.sandbox_id)
+        return Box(spec, self.sandbox_id, self.server)
 
 
 def jail_spec(
     limits: SandboxLimits, files: Snapshot | None, visible: Sequence[str], via: str, devices: Sequence[str] = ()
 ) -> dict[str, Any]:
     """What the monitor is told to build."""
-    rootless = os.geteuid() != 0
+    rootless = not _is_privileged()
     uid = INNER_UID if rootless else throw_away_uid()
     whole = files is not None and files.root
     seen = [] if whole else [*interpreter_folders(), *([str(HERE / "inside")] if via == "bwrap" else [])]
@@ -121,6 +129,15 @@ def jail_spec(
             *python_command("main_inside", str(HERE)),
         ]
     return {"jail": walls, "groups": limits.of_the_group(), "remove": None, "lower": None}
+
+
+def _is_privileged() -> bool:
+    """Whether this is a root that may make namespaces; that of a container often is another user in this respect."""
+    if os.geteuid() != 0:
+        return False
+    with open("/proc/self/status") as lines:
+        effective = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
+    return bool(effective >> _CAP_SYS_ADMIN & 1)
 
 
 def throw_away_uid() -> int:
@@ -160,7 +177,8 @@ def choose_via(via: str, *, root_file_system: bool = False) -> str:
     why = refusal(via)
     if why is not None:
         raise UserError(
-            f"this machine has no local sandbox: {why}; use --sandbox docker or, without a boundary, subprocess"
+            f"this machine has no local sandbox: {why}; allow namespaces (docs/sandboxes.md says how), use --sandbox "
+            "docker, podman or e2b or, only for code that you trust, --sandbox subprocess, which is no boundary"
         )
     if via == "bwrap" and root_file_system:
         raise UserError("a root file system as a snapshot is entered by unshare: bubblewrap would need a Python in it")
@@ -173,7 +191,7 @@ def refusal(via: str) -> str | None:
     if not sys.platform.startswith("linux"):
         return f"namespaces are Linux's, and this is {sys.platform}"
     if via == "bwrap":
-        if os.geteuid() != 0:
+        if not _is_privileged():
             return "bubblewrap is used as root; other users enter the namespaces themselves"
         if (path := shutil.which("bwrap")) is None:
             return "bubblewrap is not installed"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from slime.agent.sandbox.box import Answer, Box
+from slime.agent.sandbox.box import Answer, Box, ForkServer
 from slime.agent.sandbox.causes import cause_of
 from slime.agent.sandbox.devices import checked_devices
 from slime.agent.sandbox.inside import cgroups
@@ -51,7 +51,9 @@ class MachineSandbox:
         env: Mapping[str, str] | None = None,
         visible: Sequence[str | Path] = (),
         devices: Sequence[str | Path] = (),
+        server: ForkServer | None = None,
     ) -> None:
+        self.server = server
         self.limits = limits or SandboxLimits()
         self.files = files
         self.visible = tuple(os.path.realpath(path) for path in visible)
@@ -249,7 +251,15 @@ class MachineSandbox:
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
     ) -> MachineProcess:
         """Start a program with pipes; it runs until it ends, is killed, or the sandbox ends."""
-        spec = self._command(list(argv), env, None, cwd)
+        return await self._with_pipes(self._command(list(argv), env, None, cwd))
+
+    async def popen_program(self, arguments: Sequence[str]) -> MachineProcess:
+        """The same with the program that the fork server of this sandbox has compiled: no Python is started."""
+        if self.server is None:
+            raise SandboxError(f"sandbox {self._id} has no fork server, which would hold a program")
+        return await self._with_pipes({**self._command(["-c", *arguments], None, None, None), "program": True})
+
+    async def _with_pipes(self, spec: Mapping[str, Any]) -> MachineProcess:
         pipes = [os.pipe() for _ in range(3)]
         inner = [pipes[0][0], pipes[1][1], pipes[2][1]]
         outer = [pipes[0][1], pipes[1][0], pipes[2][0]]

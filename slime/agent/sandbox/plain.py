@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import os
 import shutil
 import sys
@@ -13,6 +15,18 @@ from slime.agent.sandbox.box import Box
 from slime.agent.sandbox.inside import files
 from slime.agent.sandbox.machine import MachineSandbox
 from slime.errors import UserError
+
+logger = logging.getLogger(__name__)
+WITHOUT_BOUNDARY = (
+    "--sandbox subprocess is no boundary: what a model writes runs with the rights of this user, and can read and "
+    "change every file, process, secret and network that this user can; use it for code that you trust"
+)
+
+
+@functools.cache
+def warn_without_boundary() -> None:
+    """Say once what such a sandbox does not contain."""
+    logger.warning(WITHOUT_BOUNDARY)
 
 
 class SubprocessSandbox(MachineSandbox):
@@ -57,7 +71,7 @@ class SubprocessSandbox(MachineSandbox):
             "remove": self._within,
             "lower": None if self.files is None else str(self.files.path),
         }
-        return Box(spec, self.sandbox_id)
+        return Box(spec, self.sandbox_id, self.server)
 
 
 def _new_folder() -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from slime.agent.messages import ToolCall
 from slime.agent.tools.functions import FunctionTool, sample_here
+from slime.agent.tools.interpreter import PythonInterpreter
 from slime.agent.tools.outcomes import ToolCounts, ToolFailure, ToolOutcome, ToolResult, bounded
 from slime.agent.tools.tool import Tool, ToolProvider
 from slime.errors import UserError
@@ -55,6 +56,12 @@ class ToolEnvironment:
                         raise UserError(f"two tools have the name {tool.name!r}: give one of them another")
                     tools[tool.name] = tool
             yield ToolBox(tools, self._at_once, self._max_calls, self._fails_sample, sample)
+
+    def in_run(self, sandbox: str) -> None:
+        """Interpreters that were given no kind of sandbox take that of the run, `--sandbox`."""
+        for provider in self._providers:
+            if isinstance(provider, PythonInterpreter):
+                provider.follow(sandbox)
 
     async def aclose(self) -> None:
         """End what was started."""

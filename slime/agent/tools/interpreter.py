@@ -1,16 +1,15 @@
 """A Python interpreter as a tool: variables stay from call to call of one attempt and are gone with it.
 
-Invariant: every attempt has a process of its own, forked for it by a program that runs no code itself
-(`interpreter_worker`), in a sandbox that no other attempt is in at that time; programs are started ahead and used
-again, so that a call costs milliseconds. What a call may not take, time, memory or output, ends the call and never the
-attempt: after a time-out the variables are still there where the code could be interrupted, and where the process had
-to be ended the next call begins with a new one and says so.
+Invariant: every attempt has a sandbox of its own that no other attempt was or will be in: its files, processes, network
+and memory begin empty and are gone with it. A fork server makes them, some ahead, so that a call need not wait for one.
+What a call may not take, time, memory or output, ends the call and never the attempt: after a time-out the variables
+are still there where the code could be interrupted, and where the process had to be ended the next call begins with a
+new one and says so.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import logging
 import os
@@ -23,9 +22,10 @@ from typing import Any
 
 from slime.agent.sandbox import SandboxError
 from slime.agent.tools.outcomes import ToolFailure, ToolOutcome
-from slime.agent.tools.processes import Process, ProcessStarter, starter
+from slime.agent.tools.processes import KINDS, Process, ProcessStarter, SandboxStarter
 from slime.agent.tools.schemas import misfit
 from slime.agent.tools.tool import Tool, ToolLimits
+from slime.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ GRACE_S = 2.0
 """How long code may take to notice that its time is over, before its process is ended."""
 START_TIMEOUT_S = 30.0
 MOST_OUTPUT_CHARS = 1 << 20
-KEPT = 128
-"""Programs that wait for their next attempt, at most: some 10 MB each."""
+STARTS_AT_ONCE = 2 * (os.cpu_count() or 1)
+PROGRAM = Path(__file__).with_name("interpreter_worker.py")
 LINE_LIMIT = 8 * MOST_OUTPUT_CHARS
 """Bytes of one answer: each character of the output may take six in JSON."""
 DESCRIPTION = (
@@ -46,9 +46,10 @@ class PythonInterpreter:
     """The provider: give it to a `ToolEnvironment`.
 
     `timeout_s` and `memory_mb` bound each call and each process, `max_output_chars` what a call may print at all,
-    `max_result_chars` what the model gets to read of it. `spare` processes are kept ready. `sandbox` is a kind of
-    sandbox (docs/sandboxes.md), or "none" for plain child processes: no boundary, the code has your rights. The code
-    finds the standard library, and with `packages` what is installed beside slime.
+    `max_result_chars` what the model gets to read of it. `spare` sandboxes are kept ready. `sandbox` is a kind of
+    sandbox of this machine (docs/sandboxes.md); None: what `--sandbox` says, in a run, else "auto". With "subprocess"
+    there is no boundary: the code has your rights. It finds the standard library, and with `packages` what is installed
+    beside slime.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class PythonInterpreter:
         max_result_chars: int = 8192,
         concurrency: int = 16,
         spare: int = 4,
-        sandbox: str = "auto",
+        sandbox: str | None = None,
         packages: bool = False,
         start: ProcessStarter | None = None,
     ) -> None:
@@ -77,11 +78,23 @@ class PythonInterpreter:
         }
         function = {"name": name, "description": description, "parameters": parameters}
         self.schema: dict[str, Any] = {"type": "function", "function": function}
-        self._pool = _Pool(start or starter(sandbox, memory_mb=memory_mb, packages=packages), memory_mb, spare)
+        own = SandboxStarter(PROGRAM, sandbox or "auto", memory_mb=memory_mb, packages=packages)
+        self._follows = own if sandbox is None and start is None else None
+        if sandbox is not None:
+            own.check()
+        self._start = start or own
+        self._pool = _Pool(self._start, memory_mb, spare)
+
+    def follow(self, sandbox: str) -> None:
+        """In a run: take the kind of sandbox that `--sandbox` says, where this one was given none."""
+        if self._follows is not None:
+            self._follows.kind = sandbox if sandbox in KINDS else "auto"
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Sequence[Tool]]:
         """An interpreter that has run nothing yet; its process is taken with the first call."""
+        if self._follows is not None:
+            self._follows.check()
         attempt = _Attempt(self, self._pool)
         try:
             yield (attempt,)
@@ -89,8 +102,9 @@ class PythonInterpreter:
             attempt.leave()
 
     async def aclose(self) -> None:
-        """End the processes that nobody has taken."""
+        """End the sandboxes that nobody has taken, and what makes them."""
         await self._pool.aclose()
+        await self._start.aclose()
 
 
 class _Attempt:
@@ -177,28 +191,22 @@ class _Worker:
         self._process = process
         self._held = bytearray()
 
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
+
     async def begin(self) -> None:
-        """A new attempt: nothing of the one before is left."""
-        nonce = secrets.token_hex(8)
-        await self._send({"begin": nonce})
-        while (await self._line()).get("ready") != nonce:  # else something that the last attempt's code wrote
+        """Wait until it takes requests."""
+        while "ready" not in await self._line():
             pass
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         nonce = secrets.token_hex(8)
         await self._send(request | {"nonce": nonce})
         answer = await self._line()
-        if "over" in answer:
-            raise _Gone(_why(answer["over"]))
         if answer.get("nonce") != nonce:  # the code found the pipe
             raise _Gone(" (it answered what it was not asked)")
         return answer
-
-    async def finish(self) -> None:
-        """End the attempt; raises where the program cannot be used for another."""
-        await self._send({"end": True})
-        while "over" not in await self._line():
-            pass
 
     async def _send(self, message: dict[str, Any]) -> None:
         try:
@@ -231,84 +239,48 @@ class _Worker:
         await self._process.kill()
 
 
-def _why(status: object) -> str:
-    code = os.waitstatus_to_exitcode(status) if isinstance(status, int) else None
-    return "" if code is None else f" (exit code {code})"
-
-
 class _Pool:
-    """Programs that are ready: an attempt has begun in them and has run nothing."""
+    """Programs that are ready, each in a sandbox that nothing has run in."""
 
     def __init__(self, start: ProcessStarter, memory_mb: int, spare: int) -> None:
         self._start, self._memory_mb, self._spare = start, memory_mb, spare
         self._ready: deque[_Worker] = deque()
-        self._waiting: deque[asyncio.Future[_Worker | None]] = deque()
-        self._returning: set[_Worker] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._at_once = asyncio.Semaphore(STARTS_AT_ONCE)
 
     async def take(self) -> _Worker:
-        """One that is ready or about to be; a new one is started where there is none."""
-        worker = self._ready.popleft() if self._ready else None
-        if worker is None and len(self._waiting) < len(self._returning):
-            place: asyncio.Future[_Worker | None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(place)
-            worker = await place
-        if worker is None:
-            worker = await self._make()
-        for _ in range(self._spare - len(self._ready) - len(self._tasks)):
-            self._later(self._add())
+        """One that is ready, or a new one."""
+        ready = None
+        while self._ready and ready is None:
+            worker = self._ready.popleft()
+            if worker.alive:
+                ready = worker
+            else:
+                self.give_back(worker)
+        worker = ready or await self._make()
+        for _ in range(self._spare - len(self._ready) - len(self._starting)):
+            _keep(self._starting, self._add())
         return worker
 
     def give_back(self, worker: _Worker) -> None:
-        """After an attempt that ended well."""
-        self._returning.add(worker)
-        self._later(self._again(worker))
-
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _again(self, worker: _Worker) -> None:
-        fresh: _Worker | None = None
-        try:
-            async with asyncio.timeout(GRACE_S):
-                await worker.finish()
-                await worker.begin()
-            fresh = worker
-        except (TimeoutError, _Gone):
-            logger.debug("an interpreter could not be used again")
-        finally:
-            self._returning.discard(worker)
-            is_wanted = self._hand_out(fresh)
-            if not is_wanted:
-                await worker.end()
-
-    def _hand_out(self, worker: _Worker | None) -> bool:
-        """Give it to who waits first, or keep it; None: who waits starts one. Whether it is used."""
-        while self._waiting:
-            place = self._waiting.popleft()
-            if not place.done():  # else the deadline of its call came first
-                place.set_result(worker)
-                return worker is not None
-        if worker is None or len(self._ready) >= max(self._spare, KEPT):
-            return False
-        self._ready.append(worker)
-        return True
+        """After an attempt: it ends, while others go on."""
+        _keep(self._ending, worker.end())
 
     async def _add(self) -> None:
         try:
             self._ready.append(await self._make())
-        except ToolFailure as failure:  # whoever needs it tries again and hears why
+        except (ToolFailure, UserError) as failure:  # whoever needs it tries again and hears why
             logger.warning("a Python interpreter could not be started ahead: %s", failure)
 
     async def _make(self) -> _Worker:
         process: Process | None = None
         try:
-            process = await self._start(_program(), [str(self._memory_mb)])
-            worker = _Worker(process)
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await worker.begin()
+            async with self._at_once:
+                process = await self._start([str(self._memory_mb)])
+                worker = _Worker(process)
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await worker.begin()
         except (OSError, SandboxError, TimeoutError, _Gone) as error:
             if process is not None:
                 await process.kill()
@@ -321,16 +293,15 @@ class _Pool:
         return worker
 
     async def aclose(self) -> None:
-        for task in self._tasks:
+        for task in self._starting:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        left = [*self._ready, *self._returning]  # a task that is cancelled before it began ends nothing
-        self._ready.clear()
-        self._returning.clear()
-        for worker in left:
-            await worker.end()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        while self._ready:
+            self.give_back(self._ready.popleft())
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
 
-@functools.cache
-def _program() -> str:
-    return Path(__file__).with_name("interpreter_worker.py").read_text()
+def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)

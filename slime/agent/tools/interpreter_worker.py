@@ -1,12 +1,8 @@
 """The process inside which a model's code runs: one JSON line in, one JSON line out, variables kept between them.
 
-A program of its own, of the standard library alone; it is given to `python -I -c`, so that it needs no file where it
-runs. It is no boundary by itself; that is the sandbox around it. Its own limits are for code that means no harm: an
-alarm in every call after which the variables are still there, memory, processor time, and a bound on what is printed.
-
-The program itself runs no code. For each attempt (`{"begin": nonce}`) it forks, and the child does, in a folder of its
-own; after the attempt (`{"end": ...}`) nothing of the child is left, no process and no file in that folder, and the
-next attempt costs a fork. Where the kernel cannot give us the children of children it says so and is not used again.
+A program of its own, of the standard library alone, that serves one attempt and ends with it. It is no boundary by
+itself; that is the sandbox around it. Its own limits are for code that means no harm: an alarm in every call after
+which the variables are still there, memory, processor time, and a bound on what is printed.
 
 Whatever the code writes to its standard output goes to the answer: through `print`, or from a child through the
 descriptor. The lines of the protocol go over descriptors that the code is not told of; code that finds them can spoil
@@ -15,12 +11,10 @@ ends, in the middle of a call too.
 """
 
 import ast
-import ctypes
 import json
 import os
 import queue
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -183,8 +177,6 @@ def requests(source):
             held += piece
             *whole, held = held.split(b"\n")
             for line in whole:
-                if b'"end"' in line and "end" in json.loads(line):
-                    os._exit(0)
                 lines.put(line)
         os._exit(0)
 
@@ -203,43 +195,6 @@ def send(sink, message):
         line = line[os.write(sink, line) :]
 
 
-def serve_attempt(source, sink, nonce, memory_mb, folder):
-    """In the child: answer requests until the attempt ends."""
-    os.chdir(folder)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGALRM, out_of_time)
-    worker = Worker()
-    limit_memory(memory_mb)
-    send(sink, {"ready": nonce})
-    for request in requests(source):
-        send(sink, worker.answer(request))
-
-
-def adopt_orphans():
-    """Whether the children of our children become ours when their parents end; Linux does that."""
-    if not sys.platform.startswith("linux"):
-        return False
-    set_child_subreaper = 36
-    return ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0) == 0
-
-
-def end_all_children():
-    """End every process that descends from this one; none can hide, since orphans are handed to us."""
-    while True:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            children = [int(pid) for pid in file.read().split()]
-        if not children:
-            return
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def leave(signum, frame):
-    end_all_children()
-    os._exit(0)
-
-
 def main():
     memory_mb, *packages = sys.argv[1:]
     sys.path.extend(packages)
@@ -248,29 +203,12 @@ def main():
     for standard in (0, 1, 2):
         os.dup2(nothing, standard)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    is_reusable = adopt_orphans()
-    if is_reusable:
-        signal.signal(signal.SIGTERM, leave)
-    while True:
-        line = b""
-        while not line.endswith(b"\n"):
-            piece = os.read(source, 1 << 10)
-            if not piece:
-                return
-            line += piece
-        nonce = json.loads(line.splitlines()[-1]).get("begin")
-        if nonce is None:  # what was meant for a child that had ended
-            continue
-        folder = tempfile.mkdtemp(prefix="attempt-")
-        child = os.fork()
-        if not child:
-            serve_attempt(source, sink, nonce, int(memory_mb), folder)
-        _, status = os.waitpid(child, 0)
-        if not is_reusable:
-            return
-        end_all_children()
-        shutil.rmtree(folder, ignore_errors=True)
-        send(sink, {"over": status})
+    signal.signal(signal.SIGALRM, out_of_time)
+    worker = Worker()
+    limit_memory(int(memory_mb))
+    send(sink, {"ready": True})
+    for request in requests(source):
+        send(sink, worker.answer(request))
 
 
 if __name__ == "__main__":

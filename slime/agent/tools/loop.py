@@ -67,5 +67,9 @@ def note_tool_calls(samples: Sequence[Sample], box: ToolBox) -> None:
 
 
 def own_for_the_run(args: Any, environment: ToolEnvironment) -> None:
-    """Have the run that `args` belong to end what the environment starts; for loops other than `run_with_tools`."""
-    runtime_for(args).owned(f"tools {id(environment)}", lambda: environment, ToolEnvironment.aclose)
+    """Have the run that `args` belong to end what the environment starts, and say what its interpreters run in; for
+    loops other than `run_with_tools`.
+    """
+    runtime = runtime_for(args)
+    environment.in_run(runtime.args.sandbox)
+    runtime.owned(f"tools {id(environment)}", lambda: environment, ToolEnvironment.aclose)

@@ -31,8 +31,8 @@ class AgentFlags:
     )
     sandbox: str = flag(
         "auto",
-        "where agents and tools run commands; auto: local where this machine has namespaces, else subprocess, which is "
-        "no boundary",
+        "where agents and tools run what a model writes; auto: local, which needs namespaces; subprocess: no boundary, "
+        "code has the rights of your user",
         choices=("auto", "local", "subprocess", "docker", "podman", "e2b"),
     )
     sandbox_image: str | None = flag(None, "image that sandboxes of docker, podman and e2b start from", metavar="NAME")

@@ -5,13 +5,12 @@ import json
 import os
 
 from slime.agent.sandbox import SandboxLimits, Snapshot
-from slime.agent.sandbox.choose import auto_kind
 from slime.agent.sandbox.local import LocalSandbox, refusal
 
 
 async def main() -> None:
     if (why := refusal("unshare")) is not None:
-        print(json.dumps({"refusal": why, "auto": auto_kind()}))
+        print(json.dumps({"refusal": why}))
         return
     files = Snapshot(os.environ["SNAPSHOT"])
     limits = SandboxLimits(memory_mb=300, file_mb=4, grace_seconds=0.1)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from slime.agent.sandbox import CommandFailed, Sandbox, SandboxError, SandboxGone, SandboxLimits, Snapshot, make_sandbox
-from slime.agent.sandbox.choose import auto_kind
 from slime.agent.sandbox.machine import MachineSandbox, target_of
 from slime.errors import UserError
 from tests.agent.sandbox.boxes import ALL, alive, inside, wait_until
@@ -197,7 +196,6 @@ def test_what_a_sandbox_cannot_be_is_one_sentence(tmp_path: Path) -> None:
         Snapshot(tmp_path / "none")
     with pytest.raises(SandboxError, match="'ftp://x' is not reached from a sandbox"):
         target_of("ftp://x")
-    assert make_sandbox("auto").kind == auto_kind()[0]
 
 
 def test_a_unix_address_is_told_from_a_url() -> None:

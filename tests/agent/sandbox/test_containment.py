@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import os
+import re
 import signal
 import socket
+import struct
 from pathlib import Path
 
 import pytest
 
 from slime.agent.sandbox import SandboxError, SandboxGone, SandboxLimits
+from slime.agent.sandbox.inside import seccomp
 from slime.agent.sandbox.local import refusal
 from slime.agent.sandbox.machine import MachineSandbox
 from tests.agent.sandbox.boxes import ALL, LOCAL, alive, box, inside, wait_until
@@ -344,30 +349,130 @@ def test_a_start_that_is_cancelled_leaves_nothing(way: str, monkeypatch: pytest.
 NESTED = """
 import asyncio
 from slime.agent.sandbox import make_sandbox
-from slime.agent.sandbox.choose import auto_kind
+
+for kind in ("auto", "local"):
+    try:
+        make_sandbox(kind)
+    except Exception as error:
+        print(type(error).__name__, error)
 
 async def main():
-    async with make_sandbox("auto") as sandbox:
+    async with make_sandbox("subprocess") as sandbox:
         print(sandbox.kind, (await sandbox.exec("echo here")).out, end="")
 
-print(*auto_kind())
-try:
-    make_sandbox("local")
-except Exception as error:
-    print(type(error).__name__, error)
 asyncio.run(main())
 """
 
 
-def test_where_namespaces_are_forbidden_there_are_limits_only_and_it_says_so() -> None:
+def test_where_namespaces_are_forbidden_a_sandbox_is_refused_unless_none_is_asked_for() -> None:
     """Such as in a sandbox."""
     root = Path(__file__).parents[3]
 
     async def use(sandbox: MachineSandbox) -> None:
         inner = await sandbox.exec([sandbox.python, "-c", NESTED])
-        kind, refused, worked = inner.out.splitlines()
-        assert kind.startswith("subprocess no boundary: unshare: ")
-        assert refused.startswith("UserError this machine has no local sandbox: unshare: ")
+        auto, local, worked = inner.out.splitlines()
+        assert auto == local
+        assert auto.startswith("UserError this machine has no local sandbox: unshare: ")
+        assert auto.endswith("only for code that you trust, --sandbox subprocess, which is no boundary")
         assert worked == "subprocess here"
+        assert inner.err.startswith("--sandbox subprocess is no boundary: what a model writes runs with the rights of")
 
     inside("unshare", use, visible=[root / "slime"], env={"PYTHONPATH": str(root)})
+
+
+HAS_FILTERS = Path("/proc/sys/kernel/seccomp/actions_avail").exists()
+SYSTEM_CALLS = """
+import ctypes, errno, json, os, socket, sys
+libc = ctypes.CDLL(None, use_errno=True)
+said = {}
+for name, number in json.loads(sys.argv[1]).items():
+    ctypes.set_errno(0)
+    libc.syscall(ctypes.c_long(number), *[ctypes.c_long(-1)] * 6)
+    said[name] = errno.errorcode[ctypes.get_errno()]
+pid = libc.syscall(ctypes.c_long(int(sys.argv[2])), ctypes.c_long(0x10000000 | 17), 0, 0, 0, 0)
+if pid == 0:
+    os._exit(0)
+said["clone"] = errno.errorcode[ctypes.get_errno()] if pid < 0 else "a user namespace"
+for family in (1, 2, 10, 16, 17, 38, 40):
+    try:
+        socket.socket(family, socket.SOCK_RAW if family == 16 else socket.SOCK_STREAM).close()
+        said[family] = "ok"
+    except OSError as error:
+        said[family] = errno.errorcode[error.errno]
+said["thread"] = __import__("concurrent.futures").futures.ThreadPoolExecutor().submit(os.getpid).result() == os.getpid()
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.parametrize("way", LOCAL)
+def test_system_calls_that_no_agent_needs_are_not_there(way: str) -> None:
+    async def use(sandbox: MachineSandbox) -> None:
+        column = tuple(seccomp.ARCHITECTURES).index(os.uname().machine)
+        numbers = {name: both[column] for name, both in {**seccomp.NOT_THERE, **seccomp.FORBIDDEN}.items()}
+        words = [sandbox.python, "-I", "-c", SYSTEM_CALLS, json.dumps(numbers), str(seccomp.CLONE[column])]
+        outcome = await sandbox.exec(words)
+        assert outcome.code == 0, outcome.err
+        said = json.loads(outcome.out)
+        assert sandbox.filtered == HAS_FILTERS
+        if not HAS_FILTERS:
+            return
+        assert {said[name] for name in seccomp.NOT_THERE} == {"ENOSYS"}
+        assert {said[name] for name in seccomp.FORBIDDEN} == {"EPERM"}
+        assert said["clone"] == "EPERM"
+        assert [said[str(family)] for family in (1, 2, 10, 16)] == ["ok"] * 4
+        assert [said[str(family)] for family in (17, 38, 40)] == ["EAFNOSUPPORT"] * 3
+        assert said["thread"]
+
+    inside(way, use)
+
+
+def filtered(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+    """What the filter answers to a call: the program, interpreted."""
+    code = seccomp.program(machine)
+    data = struct.pack(
+        "=IIQ6Q", number, architecture or seccomp.ARCHITECTURES[machine], 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6]
+    )
+    at = value = 0
+    while True:
+        operation, yes, no, constant = struct.unpack_from("=HBBI", code, 8 * at)
+        at += 1
+        if operation == 0x20:
+            (value,) = struct.unpack_from("=I", data, constant)
+        elif operation == 0x06:
+            return int(constant)
+        else:
+            holds = {0x15: value == constant, 0x35: value >= constant, 0x45: bool(value & constant)}[operation]
+            at += yes if holds else no
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_of_each_machine_forbids_what_is_named_and_nothing_else(machine: str) -> None:
+    column = tuple(seccomp.ARCHITECTURES).index(machine)
+    allow, fail = 0x7FFF0000, 0x00050000
+    forbidden = {both[column] for both in seccomp.FORBIDDEN.values()}
+    not_there = {both[column] for both in seccomp.NOT_THERE.values()}
+    for number in range(500):
+        answer = fail | errno.EPERM if number in forbidden else fail | errno.ENOSYS if number in not_there else allow
+        assert filtered(machine, number, 1, 0x5401) == answer, number
+    assert filtered(machine, seccomp.SOCKET[column], 40) == fail | errno.EAFNOSUPPORT
+    assert filtered(machine, seccomp.SOCKETPAIR[column], 30) == fail | errno.EAFNOSUPPORT
+    assert filtered(machine, seccomp.CLONE[column], 0x10000011) == fail | errno.EPERM
+    assert filtered(machine, seccomp.CLONE[column], 0x3D0F00) == allow  # a thread
+    assert filtered(machine, seccomp.IOCTL[column], 0, 0x5412) == fail | errno.EPERM
+    assert filtered(machine, 0, architecture=0x40000003) == fail | errno.ENOSYS  # of 32 bits
+    assert filtered(machine, 0x40000000) == (fail | errno.ENOSYS if machine == "x86_64" else allow)
+
+
+def test_the_numbers_of_system_calls_are_those_of_the_headers() -> None:
+    """Of the machine's own headers; both files come with Linux's, on every machine."""
+    files = ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h")
+    named = {
+        **seccomp.NOT_THERE, **seccomp.FORBIDDEN, "socket": seccomp.SOCKET, "socketpair": seccomp.SOCKETPAIR,
+        "clone": seccomp.CLONE, "ioctl": seccomp.IOCTL,
+    }  # fmt: skip
+    for column, file in enumerate(files):
+        text = Path(file).read_text() if Path(file).exists() else ""
+        found = {name: int(number) for name, number in re.findall(r"__NR(?:3264)?_(\w+)[ \t]+(\d+)\b", text)}
+        assert {name: found.get(name, both[column]) for name, both in named.items()} == {
+            name: both[column] for name, both in named.items()
+        }

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime.agent.sandbox.choose import auto_kind
+from slime.agent.sandbox.local import refusal
+from slime.agent.sandbox.plain import warn_without_boundary
 from slime.agent.tools import PythonInterpreter, ToolBox, ToolEnvironment, ToolOutcome, ToolResult
-from slime.agent.tools.processes import plain_starter
+from slime.agent.tools.processes import SandboxStarter
+from slime.errors import UserError
+from tests.agent.sandbox.boxes import alive, wait_until
 
 PATIENCE_S = 60.0
 
@@ -24,7 +27,7 @@ def interpreter(**options: Any) -> PythonInterpreter:
 
 def in_box(work: Callable[[ToolBox], Awaitable[Any]], **options: Any) -> Any:
     async def main() -> Any:
-        environment = ToolEnvironment([interpreter(**{"spare": 0, "sandbox": "none", **options})])
+        environment = ToolEnvironment([interpreter(**{"spare": 0, "sandbox": "subprocess", **options})])
         try:
             async with environment.open() as box:
                 return await work(box)
@@ -173,7 +176,7 @@ def test_memory_is_bounded() -> None:
 
 def test_attempts_share_nothing_and_calls_of_one_turn_come_one_after_the_other() -> None:
     async def main() -> None:
-        environment = ToolEnvironment([interpreter(spare=1, sandbox="none")])
+        environment = ToolEnvironment([interpreter(spare=1, sandbox="subprocess")])
 
         async def attempt(n: int) -> list[str]:
             async with environment.open() as box:
@@ -200,39 +203,89 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(not os.path.exists("/proc"), reason="looks at /proc")
-def test_attempts_leave_nothing_behind_and_the_program_is_used_again() -> None:
+LEAVES = """
+import ctypes, os, socket, subprocess, threading
+import json as left_in_a_module; left_in_a_module.left = 1
+places = ["/tmp", "/var/tmp", "/dev/shm", "/run", os.path.expanduser("~"), os.getcwd()]
+seen = [name for place in places for name in os.listdir(place) if name.startswith("left")]
+seen += ["module"] if threading.__dict__.get("left") else []
+threading.left = 1
+for place in places:
+    try:
+        open(f"{place}/left", "w").close()
+    except OSError:
+        pass
+try:
+    socket.socket(socket.AF_UNIX).connect("\\0left")
+    seen.append("socket")
+except OSError:
+    pass
+try:
+    with open(f"/proc/{os.getppid()}/mem", "r+b"):
+        seen.append("the memory of its parent")
+except OSError:
+    pass
+libc = ctypes.CDLL(None)
+seen += ["shared memory"] if libc.shmget(77, 4096, 0o666) >= 0 else []
+libc.shmget(77, 4096, 0o1666)
+code = "import socket, time; s = socket.socket(socket.AF_UNIX); s.bind('\\\\0left'); s.listen(); print(flush=True); time.sleep(1000)"
+import sys
+left = subprocess.Popen([sys.executable, "-I", "-c", code, MARK], stdout=subprocess.PIPE, start_new_session=True)
+left.stdout.readline()
+full = False
+for part in "ab":  # one file may not have all the room
+    try:
+        with open(f"/dev/shm/left-{part}", "wb") as fill:
+            while True:
+                fill.write(bytes(1 << 20))
+    except OSError as error:
+        full = error.errno == 28
+(seen, full)
+"""
+
+
+def test_an_attempt_finds_nothing_of_those_before_it_and_leaves_nothing() -> None:
+    """Files, a full disk, modules, sockets, shared memory, processes, and the memory of what forked it."""
+    if (why := refusal("unshare")) is not None:
+        with pytest.raises(UserError, match="this machine has no local sandbox"):
+            interpreter(sandbox="local")
+        assert why
+        return
+    mark = f"interpreter-{os.urandom(8).hex()}"
+
     async def main() -> None:
-        programs: list[int] = []
-        start = plain_starter()
-
-        async def noting(program: str, arguments: Sequence[str]) -> Any:
-            process = await start(program, arguments)
-            programs.append(process._process.pid)
-            return process
-
-        used_again = interpreter(spare=0, start=noting)
-        environment = ToolEnvironment([used_again])
-        seen: list[int] = []
-        daemon = (
-            "import os, subprocess\nopen('left', 'w').close()\n"
-            "p = subprocess.Popen('(setsid sleep 1000 & echo $!)', shell=True, stdout=subprocess.PIPE)\n"
-            "print(os.getpid(), p.stdout.readline().decode(), os.getcwd())\nos.listdir()"
-        )
-        for _ in range(3):
+        provider = interpreter(spare=1, sandbox="local")
+        environment = ToolEnvironment([provider])
+        for _ in range(2):
             async with environment.open() as box:
-                own, sleeper, folder, listed = (await box.call("python", {"code": daemon})).text.split()
-                assert listed == "['left']"
-                assert is_running(int(sleeper))
-                seen.append(int(own))
-            await asyncio.gather(*used_again._pool._tasks)
-            assert not is_running(int(own))
-            assert not is_running(int(sleeper))
-            assert not os.path.exists(folder)  # noqa: ASYNC240
+                result = await box.call("python", {"code": f"MARK = {mark!r}\n{LEAVES}"})
+                assert result.text == "([], True)"
+                assert alive(mark)
+            await asyncio.gather(*provider._pool._ending)
+            assert not alive(mark)
+        server = provider._start._server._process
         await environment.aclose()
-        assert len(set(seen)) == 3
-        assert len(programs) == 1
-        assert not is_running(programs[0])
+        assert server.poll() is not None
+
+    asyncio.run(main())
+
+
+def test_a_fork_server_that_dies_costs_the_attempts_that_it_served() -> None:
+    async def main() -> None:
+        provider = interpreter(spare=2, sandbox="subprocess")
+        environment = ToolEnvironment([provider])
+        async with environment.open() as box:
+            assert (await box.call("python", {"code": "1"})).text == "1"
+            await asyncio.gather(*provider._pool._starting)
+            server = provider._start._server._process
+            server.kill()
+            await asyncio.to_thread(server.wait)
+            await asyncio.to_thread(wait_until, lambda: not any(worker.alive for worker in provider._pool._ready))
+            assert (await box.call("python", {"code": "1"})).outcome is ToolOutcome.CRASHED
+            assert (await box.call("python", {"code": "1"})).text.endswith("variables are gone)\n1")
+        async with environment.open() as box:
+            assert (await box.call("python", {"code": "2"})).text == "2"
+        await environment.aclose()
 
     asyncio.run(main())
 
@@ -252,21 +305,37 @@ def test_a_pool_that_is_closed_right_after_an_attempt_leaves_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_code_cannot_answer_for_the_next_attempt() -> None:
+def test_an_interpreter_runs_where_the_run_says_and_is_refused_without_a_boundary(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("slime.agent.sandbox.local.refusal", lambda via: "unshare: Operation not permitted")
+    warn_without_boundary.cache_clear()
+
     async def main() -> None:
-        environment = ToolEnvironment([interpreter(spare=0, sandbox="none")])
-        forged = 'for fd in range(3, 20):\n  try: os.write(fd, b\'{"over": 0}\\n{"ready": 1}\\n{"nonce": 1}\\n\')\n  except OSError: pass'
-        for _ in range(3):
-            async with environment.open() as box:
-                assert (await box.call("python", {"code": "import threading, os\n6 * 7"})).text == "42"
-                await box.call("python", {"code": f"import threading\ndef later():\n  {forged!r}\n" + forged})
+        environment = ToolEnvironment([interpreter(spare=0)])
+        with pytest.raises(
+            UserError, match="this machine has no local sandbox: unshare: Operation not permitted; allow"
+        ):
+            async with environment.open():
+                pass
+        assert "no boundary" not in caplog.text
+        environment.in_run("subprocess")
+        async with environment.open() as box:
+            assert (await box.call("python", {"code": "6 * 7"})).text == "42"
         await environment.aclose()
 
     asyncio.run(main())
+    assert caplog.text.count("--sandbox subprocess is no boundary") == 1
+    for sandbox in ("auto", "local"):
+        with pytest.raises(UserError, match="this machine has no local sandbox"):
+            interpreter(sandbox=sandbox)
+    with pytest.raises(UserError, match="there is no sandbox 'docker' for an interpreter"):
+        interpreter(sandbox="docker")
 
 
-@pytest.mark.skipif(auto_kind()[0] != "local", reason="needs namespaces")
 def test_in_a_sandbox_the_code_sees_nothing_of_the_host(tmp_path: Path) -> None:
+    if refusal("unshare") is not None:
+        return  # refused, as the tests of sandboxes see
     secret = tmp_path / "secret"
     secret.write_text("x")
     reach = "import socket; socket.create_connection(('127.0.0.1', 22))"
@@ -280,18 +349,21 @@ def test_in_a_sandbox_the_code_sees_nothing_of_the_host(tmp_path: Path) -> None:
 
 
 def test_packages_are_found_where_they_are_asked_for() -> None:
-    for sandbox in ("none", "auto"):
+    for sandbox in ("subprocess", "local") if refusal("unshare") is None else ("subprocess",):
         options: dict[str, Any] = {"sandbox": sandbox, "memory_mb": 2048}
         assert shown("import numpy; int(numpy.arange(4).sum())", packages=True, **options) == [("ok", "6")]
 
 
-def test_an_interpreter_that_cannot_be_started_is_an_outcome() -> None:
-    [(outcome, text)] = shown("1", start=plain_starter(python="/nowhere/python"))
+def test_an_interpreter_that_cannot_be_started_is_an_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("slime.agent.sandbox.box.sys.executable", "/nowhere/python")
+    [(outcome, text)] = shown("1")
     assert outcome == ToolOutcome.CRASHED
     assert text.startswith("Error: no interpreter could be started: [Errno 2] No such file or directory")
-    assert shown("1", start=plain_starter(python="/bin/true")) == [
-        ("crashed", "Error: no interpreter could be started (exit code 0)")
-    ]
+    monkeypatch.undo()
+    ends_at_once = tmp_path / "program.py"
+    ends_at_once.write_text("if __name__ == '__main__': raise SystemExit(5)")
+    start = SandboxStarter(ends_at_once, "subprocess", memory_mb=256, packages=False)
+    assert shown("1", start=start) == [("crashed", "Error: no interpreter could be started (exit code 5)")]
 
 
 def test_arguments_must_be_code() -> None:

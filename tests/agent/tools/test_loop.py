@@ -36,7 +36,7 @@ def test_calls_are_run_in_order_and_told_until_none_is_made(play, agent_tokenize
     ]
     engine, url = play(turns)
     runtime = agent_runtime(url, max_turns=5)
-    environment = ToolEnvironment([PythonInterpreter(spare=0, sandbox="none", timeout_s=60), add])
+    environment = ToolEnvironment([PythonInterpreter(spare=0, sandbox="subprocess", timeout_s=60), add])
     [sample] = runtime.run(run_with_tools(runtime.plugin_args, sample_of(), PARAMS, environment))
     prompts = [agent_tokenizer.decode(request.input_ids) for request in engine.requests]
     assert len(prompts) == 3
@@ -71,7 +71,7 @@ def test_an_outcome_that_fails_the_sample_is_not_told_to_the_model(play, agent_t
     engine, url = play(turns)
     runtime = agent_runtime(url, max_turns=2)
     environment = ToolEnvironment(
-        [PythonInterpreter(spare=0, sandbox="none", timeout_s=60)], fails_sample=[ToolOutcome.CRASHED]
+        [PythonInterpreter(spare=0, sandbox="subprocess", timeout_s=60)], fails_sample=[ToolOutcome.CRASHED]
     )
     with pytest.raises(ToolFailure, match=r"tool python: crashed: Error: the interpreter ended"):
         runtime.run(run_with_tools(runtime.plugin_args, sample_of(), PARAMS, environment))

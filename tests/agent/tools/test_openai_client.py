@@ -24,7 +24,7 @@ def call(code: str) -> str:
 
 def attempt(runtime: Any) -> Sample:
     run_as_client = load_function(f"{FILE}:run_as_client", what="run_as_client")
-    environment = ToolEnvironment([PythonInterpreter(spare=0, sandbox="none", timeout_s=60)])
+    environment = ToolEnvironment([PythonInterpreter(spare=0, sandbox="subprocess", timeout_s=60)])
     sample = Sample(prompt=[{"role": "user", "content": "6*7+1"}], index=3, group_index=1)
     [made] = runtime.run(run_as_client(runtime.plugin_args, sample, PARAMS, environment))
     return made

@@ -26,7 +26,7 @@ _FILE_WORK_S = 120
 
 def serve(control: socket.socket, built: jail.Built) -> None:
     """Say that the sandbox is ready, and take requests until the driver is gone."""
-    wire.send(control, {"ready": True, "overlay": built.upper is not None})
+    wire.send(control, {"ready": True, "overlay": built.upper is not None, "filtered": built.filtered})
     parent = os.getppid()
     wakeup, wakeup_write = os.pipe()
     os.set_blocking(wakeup, False)

@@ -45,6 +45,8 @@ class Built:
         self.lower = lower
         self.present = present
         self.upper = upper
+        self.filtered = False
+        """System calls are (`seccomp`)."""
 
 
 def isolate() -> None:

@@ -8,14 +8,16 @@ with the init everything else.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import select
 import selectors
 import signal
 import socket
 import sys
 from collections.abc import Mapping
 
-from . import cgroups, files, init, jail, kernel, relay, wire, worker
+from . import cgroups, files, init, jail, kernel, relay, seccomp, wire, worker
 
 TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ class Monitor:
             self._execute_bubblewrap(walls, jail.hand_back_old_root(), built)
         jail.enter(walls)
         jail.give_up_privileges(walls)
+        built.filtered = seccomp.install()
         return built
 
     def _execute_bubblewrap(self, walls: Mapping[str, Any], root: str, built: jail.Built) -> None:
@@ -148,7 +151,8 @@ class Monitor:
         if self.init_pid > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.init_pid, signal.SIGKILL)
-        worker.sweep(0, init.reap, own_processes=False)
+        if spec["jail"] is None or spec["jail"]["bwrap"]:  # else the kernel ends what is below the init
+            worker.sweep(0, init.reap, own_processes=False)
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
@@ -165,6 +169,44 @@ def main() -> None:
     Monitor(socket.socket(fileno=life), socket.socket(fileno=control), driver).run()
 
 
+def main_server() -> None:
+    """`REQUESTS_FD DRIVER_PID PROGRAM_FILE`: forks a monitor for each request, until the driver is gone."""
+    requests, driver = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    os.set_inheritable(requests.fileno(), False)
+    with open(sys.argv[3]) as file:
+        worker.PROGRAM = compile(file.read(), sys.argv[3], "exec")
+    exec(worker.PROGRAM, {"__name__": "imports only"})
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    own = os.getpid()
+    poller = select.poll()
+    poller.register(requests, select.POLLIN)
+    while os.getppid() == driver:
+        if not poller.poll(1000 * _PARENT_POLL_S):
+            continue
+        try:
+            received = wire.receive(requests)
+        except (wire.Broken, OSError):
+            return
+        if received is None:
+            return
+        life, control, errors = received[1]
+
+        def run(life: int = life, control: int = control, errors: int = errors) -> None:
+            requests.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            os.dup2(errors, 2)
+            os.close(errors)
+            Monitor(socket.socket(fileno=life), socket.socket(fileno=control), own).run()
+
+        with contextlib.suppress(OSError):  # the sockets that are closed say it
+            kernel.in_fork(run)
+        for descriptor in (life, control, errors):
+            os.close(descriptor)
+
+
 def main_inside() -> None:
     """`CONTROL_FD LOWER_FD PRESENT_FD UPPER_FD`: the init, executed by bubblewrap."""
     control, *folders = (int(word) for word in sys.argv[1:5])
@@ -173,4 +215,5 @@ def main_inside() -> None:
             os.set_inheritable(descriptor, False)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     built = jail.Built(*(None if folder < 0 else folder for folder in folders))
+    built.filtered = seccomp.install()
     init.serve(socket.socket(fileno=control), built)

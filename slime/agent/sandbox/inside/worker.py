@@ -7,6 +7,7 @@ command that ended in time left running goes to the init and lives on until the 
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import os
 import resource
@@ -15,14 +16,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from . import kernel, wire
 
 TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
 if TYPE_CHECKING:
+    from types import CodeType
     from typing import Any
 
+PROGRAM: CodeType | None = None
+"""What a fork server has compiled for its sandboxes."""
 NOT_ENDED_BY_ITSELF = -1
 CANNOT_START = 127
 _CHUNK = 1 << 16
@@ -137,6 +141,8 @@ class Command:
         os.umask(0o022)
         set_limits(self.spec["limits"])
         os.chdir(self.spec["cwd"])
+        if self.spec.get("program"):
+            run_program(self.spec["argv"], self.spec["env"])
         argv = self.spec["argv"] or [_shell(), "-c", self.spec["shell"]]
         os.execvpe(argv[0], argv, self.spec["env"])
 
@@ -215,6 +221,32 @@ class Command:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the asker is gone
             wire.send(self.result, answer)
             self.result.sendall(out + err)
+
+
+def run_program(argv: Sequence[str], env: Mapping[str, str]) -> None:
+    """Be the program that the fork server has compiled, as if Python had been started for it; does not return."""
+    assert PROGRAM is not None
+    os.closerange(3, 1 << 16)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1) if kernel.IS_LINUX else None
+    os.environ.clear()
+    os.environ.update(env)
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in [name for name in sys.modules if name.partition(".")[0] == __package__]:
+        del sys.modules[name]
+    sys.path.remove(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.argv = list(argv)
+    code = 1
+    try:
+        exec(PROGRAM, {"__name__": "__main__", "__builtins__": builtins})
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException as error:  # noqa: BLE001 (what it says goes to its own errors)
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(code)
 
 
 def sweep(group: int, reap: Callable[[], None], *, own_processes: bool) -> None:
