@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime.algorithms.estimators import estimators_that
 from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dtype_note
 from slime.cluster.remote.bundles import NodeFacts
 from slime.config import Config
@@ -428,7 +429,8 @@ def _notes(config: Config, backend: str) -> list[str]:
         unless = ", unless the generate function makes several" if config.custom_generate_function_path else ""
         notes.append(
             f"--n-samples-per-prompt 1 with --advantage-estimator {config.advantage_estimator}: a group of one always "
-            f"has advantage 0, so nothing is learned{unless}; sample 4 or more, or use ppo or reinforce_plus_plus"
+            f"has advantage 0, so nothing is learned{unless}; sample 4 or more, or use an estimator that compares "
+            f"no siblings ({estimators_that(lambda one: not one.group_relative)})"
         )
     notes += _unlabelled_notes(config)
     notes += _nucleus_notes(config)

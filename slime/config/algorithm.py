@@ -10,16 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slime.algorithms.estimators import CISPO, ESTIMATORS, GSPO, Estimator, estimators_that
 from slime.config.asynchronous import may_be_older
 from slime.config.config import Config
-
-NONZERO_STD_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-DAPO_EPS_CLIP_HIGH = 0.28
-
-KL_IN_REWARD = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
-WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-GROUP_CENTRED = ("grpo", "gspo", "cispo", "dr_grpo", "dapo", "reinforce_plus_plus_baseline")
-"""Estimators that take the group's mean off each reward; RLOO takes off that of the siblings."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,13 +52,18 @@ def weighs_what_it_can(config: Config) -> bool:
     return weighs_importance(config) and not asked
 
 
+def estimator_of(config: Config) -> Estimator:
+    """The entry of `--advantage-estimator` in the registry."""
+    return ESTIMATORS[config.advantage_estimator]
+
+
 def has_critic(config: Config) -> bool:
-    return config.advantage_estimator == "ppo" and config.loss_type == "policy_loss"
+    return estimator_of(config).has_critic and config.loss_type == "policy_loss"
 
 
 def normalizes_groups(config: Config) -> bool:
     """Rewards are compared with those of their group."""
-    relative = config.advantage_estimator in (*GROUP_CENTRED, "rloo") and not config.disable_rewards_normalization
+    relative = estimator_of(config).group_relative and not config.disable_rewards_normalization
     return config.loss_type != "sft_loss" and relative and config.custom_reward_post_process_path is None
 
 
@@ -77,35 +75,24 @@ def compares_siblings(config: Config) -> bool:
 
 def derive_algorithm(config: Config) -> Config:
     """Fill in what presets and other flags imply."""
-    estimator = config.advantage_estimator
-    changes: dict[str, Any] = {}
-    if estimator == "dr_grpo":
-        changes["disable_grpo_std_normalization"] = True
-    if estimator == "dapo":
-        changes |= _dapo(config)
-    per_token = bool(changes.get("calculate_per_token_loss", config.calculate_per_token_loss))
+    estimator = estimator_of(config)
+    presets = dict(estimator.presets)
+    if config.live_judge_path is not None:
+        presets.pop("dynamic_sampling_filter_path", None)  # a client's question has one answer: no group to judge
+    aggregation, clip_high = presets.pop("loss_aggregation", "rollout_mean"), presets.pop("eps_clip_high", 0.0)
+    changes: dict[str, Any] = {name: value for name, value in presets.items() if getattr(config, name) in (None, False)}
     if config.loss_aggregation is None:
-        constant = "constant" if estimator == "dr_grpo" else "rollout_mean"
-        changes["loss_aggregation"] = "token_mean" if per_token else constant
-    elif config.loss_aggregation == "token_mean":
+        changes["loss_aggregation"] = "token_mean" if config.calculate_per_token_loss else aggregation
+    if changes.get("loss_aggregation", config.loss_aggregation) == "token_mean":
         changes["calculate_per_token_loss"] = True
     if config.eps_clip_high is None:
-        changes.setdefault("eps_clip_high", config.eps_clip)
+        changes["eps_clip_high"] = max(clip_high, config.eps_clip)
+    if config.policy_loss is None:
+        changes["policy_loss"] = estimator.policy_loss
     changes |= _corrections(config) | _critic(config)
     if config.opd_type is not None:
         changes["opd_type"] = {"sglang": "engine", "megatron": "trainer"}.get(config.opd_type, config.opd_type)
     return config.replace(**changes)
-
-
-def _dapo(config: Config) -> dict[str, Any]:
-    changes: dict[str, Any] = {}
-    if config.loss_aggregation is None:
-        changes["calculate_per_token_loss"] = True
-    if config.eps_clip_high is None:
-        changes["eps_clip_high"] = max(DAPO_EPS_CLIP_HIGH, config.eps_clip)
-    if config.dynamic_sampling_filter_path is None:
-        changes["dynamic_sampling_filter_path"] = NONZERO_STD_FILTER
-    return changes
 
 
 def _corrections(config: Config) -> dict[str, Any]:
@@ -145,7 +132,7 @@ def _kl(config: Config) -> Iterator[str]:
             f"--kl-coef {config.kl_coef} and --kl-loss-coef {config.kl_loss_coef} would charge the KL twice, in the "
             "reward and in the loss: keep one"
         )
-    if config.kl_coef != 0 and estimator not in KL_IN_REWARD:
+    if config.kl_coef != 0 and not estimator_of(config).kl_in_reward:
         yield (
             f"--kl-coef {config.kl_coef} has no effect with --advantage-estimator {estimator}, which has one reward a "
             "response: use --use-kl-loss --kl-loss-coef"
@@ -159,28 +146,33 @@ def _kl(config: Config) -> Iterator[str]:
 
 
 def _estimator(config: Config) -> Iterator[str]:
-    estimator = config.advantage_estimator
+    estimator = estimator_of(config)
     if config.advantage_population != "auto" and not normalizes_groups(config):
         yield (
             f"--advantage-population {config.advantage_population} is about rewards that are compared within their "
             "group, and this run's are not: drop it"
         )
+    if config.loss_type == "sft_loss" and config.policy_loss != estimator.policy_loss:
+        yield f"--policy-loss {config.policy_loss} is not what --loss-type sft_loss minimises: drop it"
     if config.loss_type != "policy_loss":
         return
-    if estimator in WHITENED and not config.normalize_advantages:
-        yield f"--advantage-estimator {estimator} needs whitened advantages: add --normalize-advantages"
+    if estimator.needs_whitening and not config.normalize_advantages:
+        yield f"--advantage-estimator {estimator.name} needs whitened advantages: add --normalize-advantages"
     if config.calculate_per_token_loss and config.loss_aggregation != "token_mean":
         yield f"--calculate-per-token-loss contradicts --loss-aggregation {config.loss_aggregation}: keep one"
-    if estimator == "gspo" and config.loss_aggregation == "token_mean":
+    chosen = f"--policy-loss {config.policy_loss}"
+    if config.policy_loss == estimator.policy_loss:
+        chosen = f"--advantage-estimator {estimator.name}"
+    if config.policy_loss == GSPO and config.loss_aggregation == "token_mean":
+        yield f"{chosen} has one ratio a sequence, which a token mean would weigh by length: drop the token mean"
+    if estimator.needs_siblings and config.n_samples_per_prompt < 2 and normalizes_groups(config):
         yield (
-            "--advantage-estimator gspo has one ratio a sequence, which --calculate-per-token-loss would weigh by "
-            "length: drop it"
+            f"--advantage-estimator {estimator.name} compares a sample with its siblings: --n-samples-per-prompt must "
+            "be 2 or more"
         )
-    if estimator == "rloo" and config.n_samples_per_prompt < 2:
-        yield "--advantage-estimator rloo compares a sample with its siblings: --n-samples-per-prompt must be 2 or more"
-    if config.eps_clip_c is not None and estimator == "cispo":
+    if config.eps_clip_c is not None and config.policy_loss == CISPO:
         yield "--eps-clip-c bounds a loss that cispo does not have: drop it"
-    if estimator == "cispo" and config.eps_clip < 1:
+    if config.policy_loss == CISPO and config.eps_clip < 1:
         _log.warning("cispo with --eps-clip %s also clips ratios from below; its paper does not: 1.0", config.eps_clip)
     if config.overlong_buffer_len and config.rollout_max_response_len is None:
         yield f"--overlong-buffer-len {config.overlong_buffer_len} counts from --rollout-max-response-len: give it"
@@ -192,9 +184,10 @@ def _estimator(config: Config) -> Iterator[str]:
     if config.loss_aggregation == "constant" and config.rollout_max_response_len is None:
         yield "--loss-aggregation constant divides by --rollout-max-response-len: give it"
     if not has_critic(config):
+        critics = estimators_that(lambda one: one.has_critic)
         for name in ("critic_load", "critic_save", "critic_lr", "critic_config", "critic_hf_checkpoint"):
             if getattr(config, name) is not None:
-                yield f"--{name.replace('_', '-')} is for the critic of --advantage-estimator ppo: drop it"
+                yield f"--{name.replace('_', '-')} is for the critic of --advantage-estimator {critics}: drop it"
 
 
 def _off_policy(config: Config) -> Iterator[str]:

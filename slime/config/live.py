@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from slime.algorithms.estimators import NONZERO_STD_FILTER
+from slime.config.algorithm import estimator_of
 from slime.config.config import Config
 from slime.config.groups.asynchronous import FULL
 
 LIVE_GENERATE = "slime.agent.live.service.generate"
 TRAFFIC_BASELINE = "slime.agent.live.baseline.traffic_baseline"
-_RELATIVE = ("grpo", "dr_grpo", "gspo", "cispo")
 
 
 def derive_live(config: Config) -> Config:
@@ -20,7 +21,7 @@ def derive_live(config: Config) -> Config:
     changes: dict[str, Any] = {"disable_rollout_global_dataset": True}
     if config.custom_generate_function_path is None:
         changes["custom_generate_function_path"] = LIVE_GENERATE
-    if config.custom_reward_post_process_path is None and config.advantage_estimator in _RELATIVE:
+    if config.custom_reward_post_process_path is None and estimator_of(config).group_relative:
         changes["custom_reward_post_process_path"] = TRAFFIC_BASELINE
     return config.replace(**changes)
 
@@ -37,6 +38,11 @@ def live_contradictions(config: Config) -> Iterator[str]:
         yield (
             f"--n-samples-per-prompt {config.n_samples_per_prompt}: a client gets one answer to what it asks, so a "
             "live service has groups of 1"
+        )
+    if config.dynamic_sampling_filter_path == NONZERO_STD_FILTER:
+        yield (
+            f"--dynamic-sampling-filter-path {NONZERO_STD_FILTER} drops every group of a live service, whose groups "
+            "have one sample: drop the flag"
         )
     if config.prompt_data is not None:
         yield "--prompt-data is not read by a live service, whose prompts are what clients ask: drop it"

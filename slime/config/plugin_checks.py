@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slime.config.algorithm import NONZERO_STD_FILTER
+from slime.algorithms.estimators import NONZERO_STD_FILTER
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.config.groups.data import DEFAULT_DATA_SOURCE

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from slime.algorithms.estimators import NONZERO_STD_FILTER
 from slime.config import Config, derive
-from slime.config.algorithm import NONZERO_STD_FILTER, algorithm_contradictions
+from slime.config.algorithm import algorithm_contradictions
 from slime.config.roles import critic_flags, role_overrides
 from slime.errors import UserError
 
@@ -65,6 +66,9 @@ def test_rejection_looks_where_the_weights_do_unless_told() -> None:
         ({"use_tis": True, "use_rollout_logprobs": True}, "takes as none: keep one"),
         ({"use_rs": True, "use_rollout_logprobs": True}, "takes as none: keep one"),
         ({"advantage_estimator": "gspo", "calculate_per_token_loss": True}, "has one ratio a sequence"),
+        ({"policy_loss": "gspo", "calculate_per_token_loss": True}, "--policy-loss gspo has one ratio a sequence"),
+        ({"policy_loss": "cispo", "eps_clip_c": 3.0}, "cispo does not have"),
+        ({"policy_loss": "gspo", "loss_type": "sft_loss"}, "not what --loss-type sft_loss minimises"),
         ({"calculate_per_token_loss": True, "loss_aggregation": "constant"}, "contradicts --loss-aggregation constant"),
         ({"advantage_estimator": "ppo", "advantage_population": "samples"}, "compared within their group"),
         ({"disable_rewards_normalization": True, "advantage_population": "rollouts"}, "compared within their group"),

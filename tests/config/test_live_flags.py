@@ -2,7 +2,9 @@
 
 import pytest
 
+from slime.algorithms.estimators import ESTIMATORS, NONZERO_STD_FILTER
 from slime.config import Config, derive
+from slime.config.algorithm import algorithm_contradictions
 from slime.config.live import LIVE_GENERATE, TRAFFIC_BASELINE, live_contradictions
 
 LIVE = {"rollout_batch_size": 4, "num_rollout": 2, "live_judge_path": "judge.py:judge", "device": "cpu"}
@@ -26,6 +28,15 @@ def test_functions_that_were_named_stay():
     assert derived(advantage_estimator="reinforce_plus_plus").custom_reward_post_process_path is None
 
 
+@pytest.mark.parametrize("estimator", [name for name, one in ESTIMATORS.items() if one.group_relative])
+def test_every_group_relative_estimator_can_fill_a_batch_with_groups_of_one(estimator):
+    whitens = ESTIMATORS[estimator].needs_whitening
+    config = derived(advantage_estimator=estimator, normalize_advantages=whitens, rollout_max_response_len=8)
+    assert config.custom_reward_post_process_path == TRAFFIC_BASELINE
+    assert config.dynamic_sampling_filter_path is None
+    assert [*live_contradictions(config), *algorithm_contradictions(config)] == []
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -33,6 +44,7 @@ def test_functions_that_were_named_stay():
         ({"max_weight_staleness": 0}, "--async-mode full"),
         ({"n_samples_per_prompt": 2}, "groups of 1"),
         ({"prompt_data": "prompts.jsonl"}, "drop it"),
+        ({"dynamic_sampling_filter_path": NONZERO_STD_FILTER}, "drops every group"),
         ({"live_judge_path": None, "live_filter_path": "f.py"}, "--live-judge-path"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -13,11 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.algorithms.estimators import ESTIMATORS as REGISTRY
+from slime.algorithms.estimators import Estimator, RewardGroups, Scored
+from slime.config.algorithm import algorithm_contradictions, compares_siblings
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.restarts import LOST
 from slime.train.group import TrainerGroup
+from slime.train.losses.advantages import set_advantages
 from slime.train.samples.batch import flatten_samples, make_train_batch
+from slime.train.samples.rollout_data import make_rollout_data
+from slime.train.topology import ProcessRanks
 from tests.test_docs import documented_metrics
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import build_model, make_samples
@@ -40,6 +47,40 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"advantage_estimator": "dr_grpo"},
     "dapo": {"advantage_estimator": "dapo", "use_rs": True, "rs_lower_bound": 0.1, "rs_upper_bound": 9.0},
 }
+
+
+def test_an_estimator_is_one_entry_of_the_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it says of itself reaches flags, rewards and advantages; no other file lists estimators or asks for names."""
+
+    def best_alone(rewards: Any, groups: RewardGroups) -> list[float]:
+        return [reward if reward == max(rewards) else 0.0 for reward in rewards]
+
+    def halves(given: Scored) -> Any:
+        advantages = [0.5 * reward * mask for reward, mask in zip(given.rewards, given.masks, strict=True)]
+        return advantages, advantages
+
+    presets = {"loss_aggregation": "constant"}
+    toy = Estimator("toy", "response", halves, best_alone, policy_loss="cispo", needs_whitening=True, presets=presets)
+    monkeypatch.setitem(REGISTRY, "toy", toy)
+    config = config_for(tmp_path, tmp_path, advantage_estimator="toy")
+    assert (config.loss_aggregation, config.policy_loss, compares_siblings(config)) == ("constant", "cispo", True)
+    assert any("--advantage-estimator toy needs whitened" in sentence for sentence in algorithm_contradictions(config))
+    batch = make_train_batch(
+        config, [Sample(tokens=[1, 2], response_length=1, reward=r, group_index=0) for r in (1.0, 3.0)]
+    )
+    assert batch.rewards == [0.0, 3.0]
+    data = make_rollout_data(batch)
+    set_advantages(config, data, ProcessRanks())
+    assert [values.tolist() for values in data["advantages"]] == [[0.0], [1.5]]
+
+    for path in (Path(__file__).parents[2] / "slime").rglob("*.py"):
+        if path.name == "estimators.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            words = {one.value for one in ast.iter_child_nodes(node) if isinstance(one, ast.Constant)} & set(REGISTRY)
+            assert not isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict) or len(words) < 2, f"{path}: {words}"
+            asked = isinstance(node, ast.Compare | ast.Match) and "estimator" in ast.unparse(node).partition("\n")[0]
+            assert not (asked and words), f"{path}: {ast.unparse(node)}"
 
 
 SMOOTH = {"lr": 0.1, "adam_eps": 1.0}

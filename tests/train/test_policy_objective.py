@@ -37,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "kl_clamped": {"use_kl_loss": True, "kl_loss_coef": 0.7, "kl_loss_type": "low_var_kl"},
     "gspo": {"advantage_estimator": "gspo", "eps_clip": 0.05},
+    "gspo_of_rloo": {"advantage_estimator": "rloo", "policy_loss": "gspo", "eps_clip": 0.05},
+    "clip_of_cispo": {"advantage_estimator": "cispo", "policy_loss": "ppo"},
     "gspo_opsm": {"advantage_estimator": "gspo", "use_opsm": True, "opsm_delta": 0.05},
     "opsm": {"use_opsm": True, "opsm_delta": 0.05},
     "cispo": {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.3},
@@ -76,10 +78,10 @@ def reference(config: Config, rows: Sequences, weights: Sequences) -> torch.Tens
         count = max(len(used), 1)
         mean_ratio = sum((lp[t] - base[t] for t in used), torch.zeros((), dtype=torch.float64)) / count
         for t in used:
-            log_ratio = mean_ratio if config.advantage_estimator == "gspo" else lp[t] - base[t]
+            log_ratio = mean_ratio if config.policy_loss == "gspo" else lp[t] - base[t]
             ratio = torch.exp(log_ratio)
             low, high = 1 - config.eps_clip, 1 + config.eps_clip_high
-            if config.advantage_estimator == "cispo":
+            if config.policy_loss == "cispo":
                 loss = -torch.clamp(ratio.detach(), low, high) * adv[t] * lp[t]
             else:
                 loss = torch.maximum(-ratio * adv[t], -torch.clamp(ratio, low, high) * adv[t])

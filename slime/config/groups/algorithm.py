@@ -2,19 +2,8 @@
 
 from dataclasses import dataclass
 
+from slime.algorithms.estimators import ESTIMATORS, POLICY_LOSSES, TOKEN, estimators_that
 from slime.config.flag import above, at_least, between, flag, minus_one_or_at_least
-
-ESTIMATORS = (
-    "grpo",
-    "gspo",
-    "cispo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "ppo",
-    "rloo",
-    "dr_grpo",
-    "dapo",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +13,13 @@ class AlgorithmFlags:
     advantage_estimator: str = flag(
         "grpo",
         "how rewards become advantages; dr_grpo and dapo are grpo with other defaults (docs/algorithms.md)",
-        choices=ESTIMATORS,
+        choices=tuple(ESTIMATORS),
+    )
+    policy_loss: str = flag(
+        None,
+        "the surrogate: ppo clips each token's ratio, gspo each sequence's, cispo the weight of each token's gradient",
+        choices=POLICY_LOSSES,
+        derived="gspo and cispo with the estimators of these names, else ppo",
     )
     loss_type: str = flag("policy_loss", "what is minimised", choices=("policy_loss", "sft_loss", "custom_loss"))
     eps_clip: float = flag(0.2, "lower clip range of the policy ratio", check=at_least(0))
@@ -33,7 +28,9 @@ class AlgorithmFlags:
     )
     eps_clip_c: float | None = flag(None, "dual clip: bound on the loss of negative advantages", check=above(1))
     kl_coef: float = flag(
-        0.0, "weight of the KL to the reference in the token rewards (reinforce_plus_plus*, ppo)", check=at_least(0)
+        0.0,
+        f"weight of the KL to the reference in the rewards ({estimators_that(lambda one: one.kl_in_reward)})",
+        check=at_least(0),
     )
     use_kl_loss: bool = flag(False, "keep a frozen reference model and report (and weigh) the KL to it")
     kl_loss_coef: float = flag(0.0, "weight of the KL loss")
@@ -42,7 +39,9 @@ class AlgorithmFlags:
     )
     use_unbiased_kl: bool = flag(False, "weigh the KL loss by the policy ratio, which makes its gradient unbiased")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    gamma: float = flag(1.0, "discount of later rewards (reinforce_plus_plus, ppo)", check=at_least(0))
+    gamma: float = flag(
+        1.0, f"discount of later rewards ({estimators_that(lambda one: one.level == TOKEN)})", check=at_least(0)
+    )
     disable_grpo_std_normalization: bool = flag(False, "only subtract the group mean", derived="on with dr_grpo")
     disable_rewards_normalization: bool = flag(False, "use raw rewards as advantages")
     advantage_population: str = flag(

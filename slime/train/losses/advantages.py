@@ -9,15 +9,11 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.distillation import distilled, reverse_kl
-from slime.algorithms.gae import ppo_advantages
-from slime.algorithms.grpo import grpo_advantages
+from slime.algorithms.estimators import Scored
 from slime.algorithms.kl import approximate_kl
-from slime.algorithms.reinforce_plus_plus import (
-    reinforce_plus_plus_advantages,
-    reinforce_plus_plus_baseline_advantages,
-)
 from slime.algorithms.whitening import whiten, whitening_sums
 from slime.config import Config
+from slime.config.algorithm import estimator_of
 from slime.config.plugin_args import plugin_args
 from slime.errors import UserError
 from slime.plugins import load_function
@@ -44,30 +40,18 @@ def set_advantages(config: Config, data: RolloutData, ranks: Summing) -> None:
 
 
 def _estimate(config: Config, data: RolloutData) -> None:
-    rewards, masks, kl = data["rewards"], data["loss_masks"], data.get("kl")
-    placed = data.get("turn_rewards")
-    match config.advantage_estimator:
-        case "ppo":
-            data["advantages"], data["returns"] = ppo_advantages(
-                rewards,
-                data["values"],
-                kl,
-                masks,
-                kl_coef=config.kl_coef,
-                gamma=config.gamma,
-                lambd=config.lambd,
-                placed=placed,
-            )
-            return
-        case "reinforce_plus_plus":
-            advantages = reinforce_plus_plus_advantages(
-                rewards, kl, masks, kl_coef=config.kl_coef, gamma=config.gamma, placed=placed
-            )
-        case "reinforce_plus_plus_baseline":
-            advantages = reinforce_plus_plus_baseline_advantages(rewards, kl, masks, kl_coef=config.kl_coef)
-        case _:
-            advantages = grpo_advantages(rewards, data["response_lengths"])
-    data["advantages"], data["returns"] = advantages, list(advantages)
+    given = Scored(
+        rewards=data["rewards"],
+        masks=data["loss_masks"],
+        kl=data.get("kl"),
+        values=data.get("values"),
+        placed=data.get("turn_rewards"),
+        kl_coef=config.kl_coef,
+        gamma=config.gamma,
+        lambd=config.lambd,
+    )
+    advantages, returns = estimator_of(config).advantages(given)
+    data["advantages"], data["returns"] = list(advantages), list(returns)
 
 
 def _distil(config: Config, data: RolloutData) -> None:

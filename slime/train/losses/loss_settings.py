@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config import Config
-from slime.config.algorithm import weighs_importance, weighs_what_it_can
+from slime.config.algorithm import estimator_of, weighs_importance, weighs_what_it_can
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Correction:
 @dataclass(frozen=True)
 class LossSettings:
     loss_type: str
-    estimator: str
+    policy_loss: str
     eps_clip: float
     eps_clip_high: float
     eps_clip_c: float | None
@@ -67,7 +67,7 @@ class LossSettings:
     def from_config(cls, config: Config) -> LossSettings:
         return cls(
             loss_type=config.loss_type,
-            estimator=config.advantage_estimator,
+            policy_loss=config.policy_loss or estimator_of(config).policy_loss,
             eps_clip=config.eps_clip,
             eps_clip_high=config.eps_clip if config.eps_clip_high is None else config.eps_clip_high,
             eps_clip_c=config.eps_clip_c,

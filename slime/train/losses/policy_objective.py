@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.cispo import cispo_loss
+from slime.algorithms.estimators import CISPO, GSPO
 from slime.algorithms.gspo import sequence_log_ratio
 from slime.algorithms.importance import ImportanceWeights, importance_weights, unit_mean_scale, weight_sums
 from slime.algorithms.kl import approximate_kl
@@ -53,7 +54,7 @@ class PolicyObjective:
         s = self.settings
         old = self.old_log_probs(micro, log_probs)
         log_ratio = log_probs - old
-        if s.estimator == "gspo":
+        if s.policy_loss == GSPO:
             log_ratio = sequence_log_ratio(log_probs, old, micro.mask, micro.lengths)
         token_loss, was_clipped = self._surrogate(micro, log_probs, log_ratio)
         metrics: Metrics = {}
@@ -102,7 +103,7 @@ class PolicyObjective:
 
     def _surrogate(self, micro: MicroBatch, log_probs: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
         s, advantages = self.settings, micro.columns["advantages"]
-        if s.estimator == "cispo":
+        if s.policy_loss == CISPO:
             return cispo_loss(log_probs, log_ratio, advantages, eps_clip=s.eps_clip, eps_clip_high=s.eps_clip_high)
         return clipped_policy_loss(
             log_ratio, advantages, eps_clip=s.eps_clip, eps_clip_high=s.eps_clip_high, eps_clip_c=s.eps_clip_c

@@ -11,20 +11,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slime.algorithms.estimators import TOKEN, RewardGroups
 from slime.algorithms.overlong import overlong_penalties
-from slime.algorithms.rewards import normalize_group_rewards
-from slime.algorithms.rloo import leave_one_out_rewards
 from slime.config import Config
-from slime.config.algorithm import GROUP_CENTRED
+from slime.config.algorithm import estimator_of
 from slime.config.plugin_args import plugin_args
 from slime.data.bad_sample import keep_bad_sample
 from slime.data.check import BadSample, turn_rewards
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.plugins import load_function
-
-SCALED_BY_STD = ("grpo", "gspo", "cispo", "dapo")
-REWARDED_BY_TOKEN = ("ppo", "reinforce_plus_plus")
 
 
 def shape_rewards(
@@ -46,15 +42,17 @@ def shape_rewards(
         rewards = _less_overlong(config, samples, rewards)
     if config.disable_rewards_normalization:
         return raw, rewards
-    estimator, population = config.advantage_estimator, config.advantage_population
-    if estimator == "rloo":
-        return raw, leave_one_out_rewards(rewards, groups, rollout_ids, population=population, excluded=excluded)
-    if estimator not in GROUP_CENTRED:
+    estimator = estimator_of(config)
+    if estimator.baseline is None:
         return raw, rewards
-    by_std = estimator in SCALED_BY_STD and not config.disable_grpo_std_normalization
-    return raw, normalize_group_rewards(
-        rewards, groups, rollout_ids, population=population, divide_by_std=by_std, excluded=excluded
+    compared = RewardGroups(
+        groups,
+        rollout_ids,
+        excluded,
+        population=config.advantage_population,
+        divide_by_std=estimator.divides_by_std and not config.disable_grpo_std_normalization,
     )
+    return raw, estimator.baseline(rewards, compared)
 
 
 def placed_turn_rewards(
@@ -67,7 +65,7 @@ def placed_turn_rewards(
     reward, or a function of the user makes the rewards.
     """
     own_shaping = config.custom_reward_post_process_path is not None
-    if config.advantage_estimator not in REWARDED_BY_TOKEN or own_shaping:
+    if estimator_of(config).level != TOKEN or own_shaping:
         return None
     turns = [[] if skip else _turns_of(sample) for sample, skip in zip(samples, excluded, strict=True)]
     if not any(turns):
