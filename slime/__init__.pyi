@@ -127,6 +127,7 @@ def run(
     eval_max_context_len: int | None = ...,
     eval_min_new_tokens: int | None = ...,
     advantage_estimator: Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "rloo", "dr_grpo", "dapo"] | None = ...,
+    policy_loss: Literal["ppo", "gspo", "cispo"] | None = ...,
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] | None = ...,
     eps_clip: float | None = ...,
     eps_clip_high: float | None = ...,
