@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +18,12 @@ from safetensors.numpy import load_file
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.models.delta.apply import WrongResult, apply_on_device
+from slime.models.delta import apply as apply_module
+from slime.models.delta.apply import HalfApplied, WrongResult, _apply_on_host, apply_on_device
 from slime.models.delta.blob import BadBlob, Blob, Changes, changed_positions, checksum_function, encode
 from slime.models.delta.folder import BadDelta, DeltaIndex, DeltaPart, delta_entries, join_parts, read_index, write_part
 from slime.models.delta.sum64 import sum64_of_tensors
-from slime.models.delta.tensors import tensor_checksums
+from slime.models.delta.tensors import bytes_of, tensor_checksums
 from slime.train.sending.delta import Published
 from slime.weights.transport import with_delta_checksum
 
@@ -270,6 +273,49 @@ def test_tensors_are_changed_where_they_are_or_not_at_all(tmp_path: Path, encodi
     with pytest.raises(WrongResult, match="odd has checksum"):
         apply_on_device(targets, entries, index)
     assert all(torch.equal(targets[name], damaged[name]) for name in targets), "what does not fit is undone"
+
+
+@pytest.mark.parametrize("apply", [apply_on_device, _apply_on_host], ids=["device", "host"])
+@pytest.mark.parametrize("fails", ["before_second_write", "within_second_write", "checksum", "every_write_after"])
+def test_a_delta_that_fails_at_a_later_tensor_leaves_all_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apply: Any, fails: str
+) -> None:
+    """As a GPU that runs out of memory does; where even the old bytes cannot be put back, it says so."""
+    targets = {name: torch.arange(24.0).view(4, 6).T for name in ("a", "b", "c")}  # bytes travel through copies
+    before = {name: tensor.clone() for name, tensor in targets.items()}
+    trained = {name: tensor + 1 for name, tensor in targets.items()}
+    blobs = {n: encode(Changes.between(bytes_of(before[n]), bytes_of(trained[n])), "xor").data for n in targets}
+    write_part(tmp_path / "rank", blobs, tensor_checksums(trained.items()))
+    part = DeltaPart(path=str(tmp_path / "rank"), names=list(blobs))
+    join_parts(tmp_path, [part], version=1, base_version=0, encoding="xor", checksum="xxh3-128")
+    index = read_index(tmp_path)
+    assert index is not None
+    writes, lock = [0], threading.Lock()
+    name = "_put" if apply is apply_on_device else "put_bytes"
+    real = getattr(apply_module, name)
+
+    def write(target: torch.Tensor, *rest: Any) -> None:
+        with lock:
+            writes[0] += 1
+            count = writes[0]
+        if (fails == "before_second_write" and count == 2) or (fails == "every_write_after" and count > 1):
+            raise torch.OutOfMemoryError("on purpose")
+        real(target, *rest)
+        if fails == "within_second_write" and count == 2:
+            raise torch.OutOfMemoryError("on purpose")
+
+    def out_of_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("on purpose")
+
+    monkeypatch.setattr(apply_module, name, write)
+    if fails == "checksum":
+        monkeypatch.setattr(apply_module, "tensor_checksums", out_of_memory)
+        monkeypatch.setattr(apply_module, "checksum_function", lambda kind: out_of_memory)
+    expected = HalfApplied if fails == "every_write_after" else torch.OutOfMemoryError
+    with pytest.raises(expected, match="on purpose"):
+        apply(targets, list(delta_entries(tmp_path, index)), index)
+    if fails != "every_write_after":
+        assert all(torch.equal(targets[one], before[one]) for one in targets)
 
 
 def test_what_was_published_follows_what_is_taken() -> None:

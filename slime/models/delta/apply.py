@@ -1,15 +1,17 @@
 """A delta put to the weights it was made for: tensors in memory, or the files of a model folder.
 
-Invariant: a tensor has exactly the sender's bytes afterwards, which its checksum shows, or is what it was before. Of
-tensors on a GPU only what changes travels there; they come to the host for checksums that a GPU cannot compute.
+Invariant: all tensors have exactly the sender's bytes afterwards, which their checksums show, or are what they were
+before, whatever fails on the way; where not even the old bytes can be put back, that is `HalfApplied`. Of tensors on a
+GPU only what changes travels there; they come to the host for checksums that a GPU cannot compute.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,23 @@ class WrongResult(BadDelta):
     """A tensor has another checksum than the sender's: the weights here were not what the sender takes them for."""
 
 
+class HalfApplied(Exception):
+    """Some tensors were changed and could not be changed back."""
+
+
+@contextmanager
+def _undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
+    """The body changes all or, where it raises and `undo` works, nothing."""
+    try:
+        yield
+    except BaseException as cause:
+        try:
+            undo()
+        except Exception as worse:  # noqa: BLE001 - whatever it is, the old bytes are lost
+            raise HalfApplied(f"{cause}; and the old bytes could not be put back: {worse}") from cause
+        raise
+
+
 def apply_to_tensors(targets: Mapping[str, torch.Tensor], entries: list[Entry], index: DeltaIndex) -> int:
     """Change all these tensors or none; the bytes of the blobs. Each entry's name is in `targets`."""
     if any(targets[entry.name].is_cuda for entry in entries):
@@ -42,13 +61,21 @@ def apply_on_device(targets: Mapping[str, torch.Tensor], entries: list[Entry], i
     with ThreadPoolExecutor(min(_MAX_UNPACKERS, os.cpu_count() or 1)) as pool:
         unpacked = pool.map(lambda entry: _flips(entry, targets[entry.name].nbytes, index.encoding), entries)
         changes = [(targets[entry.name], flips) for entry, flips in zip(entries, unpacked, strict=True)]
-    undo = [_flip(target, flips) for target, flips in changes]
-    found = tensor_checksums(((entry.name, targets[entry.name]) for entry in entries), index.checksum)
-    for entry in entries:
-        if found[entry.name] != entry.checksum:
-            for (target, _), (positions, values) in zip(changes, undo, strict=True):
-                _put(target, positions, values)
-            raise _wrong(entry, found[entry.name])
+    undo: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def restore() -> None:
+        for target, positions, before in reversed(undo):  # tensors may share memory
+            _put(target, positions, before)
+
+    with _undone_on_failure(restore):
+        for target, flips in changes:
+            positions, before, after = _flipped(target, flips)
+            undo.append((target, positions, before))
+            _put(target, positions, after)
+        found = tensor_checksums(((entry.name, targets[entry.name]) for entry in entries), index.checksum)
+        for entry in entries:
+            if found[entry.name] != entry.checksum:
+                raise _wrong(entry, found[entry.name])
 
 
 def _flips(entry: Entry, size: int, encoding: str) -> Flips:
@@ -58,13 +85,12 @@ def _flips(entry: Entry, size: int, encoding: str) -> Flips:
         raise BadDelta(f"the blob of {entry.name} {cause}") from cause
 
 
-def _flip(target: torch.Tensor, flips: Flips) -> tuple[torch.Tensor, torch.Tensor]:
-    """Change bytes of a tensor; where, and what they were."""
+def _flipped(target: torch.Tensor, flips: Flips) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The bytes of a tensor that change: where, what they are, and what they become."""
     positions = torch.from_numpy(flips.positions).to(target.device)
     values = torch.from_numpy(flips.values.copy()).to(target.device)
     before = bytes_in_place(target)[positions]
-    _put(target, positions, before ^ values if flips.is_xor else values)
-    return positions, before
+    return positions, before, before ^ values if flips.is_xor else values
 
 
 def _put(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
@@ -81,8 +107,8 @@ def _apply_on_host(targets: Mapping[str, torch.Tensor], entries: list[Entry], in
         done = [(e, pool.submit(_apply_to_tensor, targets[e.name], e, index.encoding, checksum)) for e in entries]
     failures = [error for _, future in done if (error := future.exception()) is not None]
     if failures:
-        _undo(targets, done)
-        raise failures[0]
+        with _undone_on_failure(lambda: _undo(targets, done)):
+            raise next((one for one in failures if isinstance(one, HalfApplied)), failures[0])
 
 
 def apply_to_files(folder: Path, delta: Path, index: DeltaIndex) -> None:
@@ -105,9 +131,9 @@ def _apply_entry(target: ByteArray, entry: Entry, encoding: str, checksum: Calla
         undo = Blob(entry.read(), encoding).apply(target)
     except (OSError, BadDelta, BadBlob) as cause:
         raise BadDelta(f"the blob of {entry.name} {cause}") from cause
-    if (found := checksum(target)) != entry.checksum:
-        undo.apply(target)
-        raise _wrong(entry, found)
+    with _undone_on_failure(lambda: undo.apply(target)):
+        if (found := checksum(target)) != entry.checksum:
+            raise _wrong(entry, found)
     return undo
 
 
@@ -118,7 +144,13 @@ def _wrong(entry: Entry, found: str) -> WrongResult:
 def _apply_to_tensor(target: torch.Tensor, entry: Entry, encoding: str, checksum: Callable[[ByteArray], str]) -> Blob:
     data = bytes_of(target)
     undo = _apply_entry(data, entry, encoding, checksum)
-    put_bytes(target, data)
+
+    def restore() -> None:
+        undo.apply(data)
+        put_bytes(target, data)
+
+    with _undone_on_failure(restore):
+        put_bytes(target, data)
     return undo
 
 

@@ -89,19 +89,18 @@ def _readable(paths: Sequence[str]) -> Iterator[list[tuple[Path, safe_open]]]:
     yield opened
 
 
-def load_from_bytes(views: FolderViews, body: bytes) -> int:
-    """The same for one safetensors blob, as it came over HTTP."""
+def tensors_in(body: bytes) -> dict[str, torch.Tensor]:
+    """The tensors of one safetensors blob, as it came over HTTP."""
     try:
-        tensors = safetensors.torch.load(body)
+        return safetensors.torch.load(body)
     except SafetensorError as cause:
         raise BadRequest(f"the body is not a safetensors blob: {cause}") from cause
     except KeyError as cause:  # what safetensors says to a dtype that it has no torch type for
         raise BadRequest(f"the body has a tensor of dtype {cause}, which this engine cannot read") from cause
-    return load_tensors(views, tensors, "the request body")
 
 
 def load_tensors(views: FolderViews, tensors: Mapping[str, torch.Tensor], source: str) -> int:
-    """The same for tensors that are in memory already."""
+    """Copy tensors that are in memory already into the model; returns the bytes copied."""
     targets = views.targets(tensors.keys())
     for name, tensor in tensors.items():
         _check(targets, name, tuple(tensor.shape), source)
@@ -174,7 +173,7 @@ def is_whole(views: FolderViews, names: set[str]) -> bool:
 
 def load_from_delta(views: FolderViews, folder: Path, index: DeltaIndex, *, version: str) -> int:
     """Bring the model from `version` to the delta's; returns the bytes of its blobs."""
-    from slime.models.delta.apply import WrongResult, apply_to_tensors  # zstandard, xxhash
+    from slime.models.delta.apply import HalfApplied, WrongResult, apply_to_tensors  # zstandard, xxhash
 
     try:
         index.require_base(version, delta=folder, owner="this engine")
@@ -188,7 +187,9 @@ def load_from_delta(views: FolderViews, folder: Path, index: DeltaIndex, *, vers
         raise Conflict(str(cause)) from cause
     except WrongResult as cause:
         raise DifferentWeights(str(cause)) from cause
-    except (OSError, BadDelta) as cause:
+    except HalfApplied as cause:
+        raise HalfWritten(f"the delta was applied in part: {cause}") from cause
+    except (OSError, BadDelta, MemoryError, RuntimeError) as cause:  # a GPU without memory is a RuntimeError
         raise BadRequest(f"cannot apply the delta: {cause}") from cause
 
 
