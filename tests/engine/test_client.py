@@ -514,3 +514,47 @@ def test_the_router_breaks_off_when_the_engine_dies_in_the_middle():
                     await got.read()
 
     asyncio.run(main())
+
+
+def test_the_routers_requests_to_an_engine_that_is_declared_down_end_or_move():
+    """The engine hangs: a stream that has begun breaks off, a request without an answer goes to another engine."""
+
+    async def main():
+        hung, came = asyncio.Event(), asyncio.Semaphore(0)
+
+        async def hang(request):
+            if (await request.json()).get("stream"):
+                response = web.StreamResponse()
+                await response.prepare(request)
+                await response.write(b"half")
+            came.release()
+            await hung.wait()
+            return web.Response()
+
+        async with router_over(Server(hang), answering()) as (session, pool), asyncio.timeout(120):
+
+            async def ask(**body):
+                async with session.post("/generate", json=body) as got:
+                    return await got.read()
+
+            pool.set_down(pool.urls[1])
+            asking = [asyncio.ensure_future(ask(stream=True)), asyncio.ensure_future(ask())]
+            for _ in asking:
+                await came.acquire()
+            pool.set_up(pool.urls[1])
+            pool.set_down(pool.urls[0])
+            broken, moved = await asyncio.gather(*asking, return_exceptions=True)
+            assert isinstance(broken, aiohttp.ClientError)
+            assert json.loads(moved) == ANSWER
+            pool.set_down(pool.urls[1])
+            waiting = asyncio.ensure_future(ask())
+            await asyncio.sleep(0)
+            pool.set_up(pool.urls[1])
+            assert json.loads(await waiting) == ANSWER
+            pool.set_down(pool.urls[1])
+            pool.give_up("enough")
+            async with session.post("/generate", json={}) as got:
+                assert (got.status, "was given up: enough" in await got.text()) == (502, True)
+            hung.set()
+
+    asyncio.run(main())

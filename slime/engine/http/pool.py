@@ -152,18 +152,29 @@ class EnginePool:
         )
 
     async def _asked(self, ask: Callable[[EngineClient], Awaitable[T]], affinity_key: Hashable | None) -> T:
+        async with self._reached(ask, affinity_key) as (_, answer):
+            return answer
+
+    @contextlib.asynccontextmanager
+    async def _reached(
+        self, ask: Callable[[EngineClient], Awaitable[T]], affinity_key: Hashable | None
+    ) -> AsyncIterator[tuple[_Member, T]]:
+        """The first engine that can be reached, and its answer; it has this request while the body runs."""
         tried: list[_Member] = []
         while True:
             await self._wait_for_one()
             member = self._pick(affinity_key, tried)
-            try:
-                with _Load(member):
-                    return await _while_up(member, ask(member.client))
-            except EngineUnreachable:
-                self._suspect(member)
-                tried.append(member)
-                if self._members and all(one in tried for one in self._members):
-                    raise
+            with _Load(member):
+                try:
+                    answer = await _while_up(member, ask(member.client))
+                except EngineUnreachable:
+                    self._suspect(member)
+                    tried.append(member)
+                    if self._members and all(one in tried for one in self._members):
+                        raise
+                    continue
+                yield member, answer
+                return
 
     async def generate_kept(
         self,
@@ -331,14 +342,26 @@ class EnginePool:
         data: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """`EngineClient.open` on the engine that `generate` would choose."""
-        member = self._pick(affinity_key, [])
+        """`EngineClient.open` on the engine that `generate` would choose, or on another while none has answered.
+
+        Reading the response of an engine that goes down ends in an `EngineUnreachable`.
+        """
+        member: _Member | None = None
         try:
-            with _Load(member):
-                async with member.client.open(method, call, data=data, headers=headers) as response:
-                    yield response
+            async with contextlib.AsyncExitStack() as stack:
+
+                def begin(client: EngineClient) -> Awaitable[aiohttp.ClientResponse]:
+                    return stack.enter_async_context(client.open(method, call, data=data, headers=headers))
+
+                async with self._reached(begin, affinity_key) as (member, response):
+                    closing = asyncio.ensure_future(_close_when_down(member, response))
+                    try:
+                        yield response
+                    finally:
+                        closing.cancel()
         except EngineUnreachable:
-            self._suspect(member)
+            if member is not None:
+                self._suspect(member)
             raise
 
     async def aclose(self) -> None:
@@ -385,6 +408,11 @@ async def _while_up(member: _Member, asking: Awaitable[T]) -> T:
         for task in (reading, falling):
             task.cancel()
         await asyncio.gather(reading, falling, return_exceptions=True)
+
+
+async def _close_when_down(member: _Member, response: aiohttp.ClientResponse) -> None:
+    await member.down.wait()
+    response.close()
 
 
 async def _idle_within(member: _Member, seconds: float) -> None:

@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp import web
 
 from slime.cluster.http_checks import guard
-from slime.engine.http.errors import EngineError, EngineUnreachable
+from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
@@ -80,7 +80,7 @@ class Router:
                 await response.prepare(request)
                 async for chunk in upstream.content.iter_any():
                     await response.write(chunk)
-        except EngineUnreachable as error:
+        except EngineError as error:
             if response is None:
                 return _error(502, str(error))
             if request.transport is not None:  # the answer is half sent: breaking it off is the only honest end
