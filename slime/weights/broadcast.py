@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slime.cluster.ports import free_port, own_address
+from slime.cluster.ports import free_port, is_loopback, own_address
 from slime.engine.http.client import EngineClient, EngineFailed
 from slime.errors import RunFailed
 from slime.waits import named
@@ -25,8 +25,18 @@ _JOIN_TIMEOUT_S = 120.0
 logger = logging.getLogger(__name__)
 
 Buckets = Sequence[Sequence[dict[str, Any]]]
-Meet = Callable[[str], tuple[str, int]]
-"""The address and the port at which the trainers' rank 0 is going to serve the store, for the engine at a URL."""
+Meet = Callable[[Sequence[str]], tuple[str, int]]
+"""The address and the port at which the trainers' rank 0 is going to serve the store, for the engines at these URLs."""
+
+
+def meet_on_this_machine(urls: Sequence[str]) -> tuple[str, int]:
+    """An address of this machine that every engine reaches: loopback only where all engines are here."""
+    seen = list(dict.fromkeys(own_address(url) for url in urls))
+    beyond = [address for address in seen if not is_loopback(address)]
+    if len(beyond) > 1:
+        logger.warning("engines reach this machine as %s: all of them are told %s", ", ".join(beyond), beyond[0])
+    address = (beyond or seen)[0]
+    return address, free_port(address)
 
 
 class BroadcastPublisher(WeightPublisher):
@@ -49,7 +59,7 @@ class BroadcastPublisher(WeightPublisher):
         self._backend = backend
         self._kind = engine_kind
         self._processes_per_engine = processes_per_engine
-        self._meet = meet or (lambda url: (own_address(url), free_port()))
+        self._meet = meet or meet_on_this_machine
         self._group: str | None = None
         self._buckets: Buckets = ()
         self._adapter: dict[str, Any] | None = None
@@ -84,7 +94,7 @@ class BroadcastPublisher(WeightPublisher):
     async def _connect(self) -> str:
         """Make a group with all engines; its name."""
         name = f"slime-{secrets.token_hex(16)}"  # without it nobody finds the group in its store
-        address, port = await asyncio.to_thread(self._meet, self._clients[0].base_url)
+        address, port = await asyncio.to_thread(self._meet, [client.base_url for client in self._clients])
         world_size = 1 + len(self._clients) * self._processes_per_engine
         joining = asyncio.to_thread(
             self._source.join_engines,

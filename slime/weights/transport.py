@@ -267,7 +267,7 @@ def _broadcast_backend(config: Config, device: str) -> str:
 
 def _meeting_at(node: Node) -> Meet:
     """Where the trainers' rank 0 serves the store of the group: a port of its node."""
-    return lambda engine_url: (node.address, node.free_ports(1)[0])
+    return lambda urls: (node.address, node.free_ports(1)[0])
 
 
 def _post_write_hook(config: Config, clients: Sequence[EngineClient]) -> Callable[[Path], None] | None:

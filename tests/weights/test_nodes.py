@@ -16,7 +16,7 @@ from slime.engine.http.client import EngineClient
 from slime.errors import UserError
 from slime.train.group import TrainerGroup
 from slime.weights import make_publisher
-from slime.weights.broadcast import BroadcastPublisher
+from slime.weights.broadcast import BroadcastPublisher, meet_on_this_machine
 from slime.weights.transport import check_weights_folder
 from tests.cluster.nodes import FarNode
 from tests.other_node import OtherNode, listening
@@ -56,6 +56,19 @@ def test_versions_on_disk_need_a_folder_that_all_nodes_share(tmp_path: Path, fla
         check_weights_folder(config.replace(**flags), cluster, tmp_path)
     check_weights_folder(config.replace(**flags, update_weight_disk_dir=str(tmp_path)), cluster, tmp_path)
     check_weights_folder(config, cluster, tmp_path)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_engines_here_and_elsewhere_meet_where_all_of_them_reach_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    here, elsewhere = "http://127.0.0.1:9", "http://192.0.2.7:9"
+    seen = {here: "127.0.0.1", elsewhere: "192.0.2.1"}
+    monkeypatch.setattr("slime.weights.broadcast.own_address", seen.__getitem__)
+    monkeypatch.setattr("slime.weights.broadcast.free_port", lambda host: 5)
+    urls = [here, elsewhere] if first == 0 else [elsewhere, here]
+    assert meet_on_this_machine(urls) == ("192.0.2.1", 5)
+    assert meet_on_this_machine([here]) == ("127.0.0.1", 5)
 
 
 def test_weights_go_from_a_node_to_others(tmp_path: Path, run_async: Loop) -> None:
