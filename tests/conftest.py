@@ -29,7 +29,7 @@ PROCESSES = (
     "algorithms/test_vocab_parallel.py",
     "engine/test_elastic.py",
     "engine/test_fuzz.py", "engine/test_http.py", "engine/test_isolation.py", "engine/test_key.py",
-    "engine/test_openai.py", "engine/test_supervisor.py", "plugins/test_examples_in_a_run.py",
+    "engine/test_openai.py", "engine/test_orders.py", "engine/test_supervisor.py", "plugins/test_examples_in_a_run.py",
     "rollout/test_partial_engine.py", "train/test_carry.py", "train/test_context_parallel.py",
     "train/test_estimators.py", "train/test_group.py", "train/test_layouts.py", "train/test_sharding.py",
     "waits/test_trainers.py", "weights/test_every_transport.py", "weights/test_failures.py",

@@ -40,6 +40,9 @@ def join_process_group(
     return group
 
 
-def leave_process_group(group: ProcessGroup) -> None:
-    """Close the connections to the others."""
+def leave_process_group(group: ProcessGroup, *, is_busy: bool = False) -> None:
+    """Close the connections to the others; of a group that `is_busy` with collectives, NCCL's end in an error, and
+    gloo's hold the thread that waits for them until the others close theirs."""
+    if is_busy:
+        group.abort()
     dist.destroy_process_group(group)

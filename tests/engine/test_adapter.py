@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.refusals import BadRequest, Conflict
-from slime.engine.embedded.weights.groups import Announced, WeightGroups
+from slime.engine.embedded.weights.groups import Announced
 from slime.models.adapter import AdapterFacts, merged, tensor_names, write_adapter
 from tests.engine.conftest import EngineProcess
 from tests.tiny_models import make_model_folder
@@ -167,21 +167,9 @@ def test_an_adapter_that_does_not_fit_changes_nothing(
     assert_same(weights(core), before)
 
 
-class Buckets(WeightGroups):
-    """A group whose buckets are here already."""
-
-    def __init__(self, tensors: Weights) -> None:
-        super().__init__()
-        self.tensors = tensors
-
-    def receive(self, bucket: Announced, device: torch.device) -> Weights:
-        return {name: self.tensors[name] for name in bucket.names}
-
-
 def test_an_adapter_in_buckets_is_merged_with_the_last(qwen3_folder: Path) -> None:
     core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
     tensors = random_pairs(ATTENTION, 1)
-    core.groups = Buckets(tensors)
     names = sorted(tensors)
 
     def bucket(number: int, part: list[str], **change: Any) -> Announced:
@@ -189,17 +177,21 @@ def test_an_adapter_in_buckets_is_merged_with_the_last(qwen3_folder: Path) -> No
         facts = {"adapter": FACTS, "shapes": shapes} | change
         return Announced("g", part, [torch.float32] * len(part), number=number, count=3, **facts)
 
-    core.update_from_group(bucket(1, names[:3]), "1", flush=True)
-    core.update_from_group(bucket(2, names[3:6]), "1", flush=True)
+    def arrive(one: Announced) -> None:
+        core.expect_from_group(one, "1")
+        core.update_from_group(one, {name: tensors[name] for name in one.names}, "1", flush=True)
+
+    arrive(bucket(1, names[:3]))
+    arrive(bucket(2, names[3:6]))
     assert core.weight_version == "default"
     assert_same(weights(core), base)
     core.resume()
     assert core.stale is None  # a sender that is gone now has changed nothing
     with pytest.raises(Conflict, match="bucket 2 of 3 came in the place of 3"):
-        core.update_from_group(bucket(2, names[6:]), "1", flush=True)
+        arrive(bucket(2, names[6:]))
     with pytest.raises(BadRequest, match=r"and \(\d+, \d+\) is what fits this model"):
-        core.update_from_group(bucket(3, names[6:], adapter=AdapterFacts(2, 1.0)), "1", flush=True)
-    core.update_from_group(bucket(3, names[6:]), "1", flush=True)
+        arrive(bucket(3, names[6:], adapter=AdapterFacts(2, 1.0)))
+    arrive(bucket(3, names[6:]))
     assert core.weight_version == "1"
     assert_same(weights(core), expected(base, tensors, torch.float32))
 

@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save
+from torch.distributed import ProcessGroupGloo
 
+from slime.cluster.memory.device_region import aligned
+from slime.cluster.memory.host_region import HostRegion
+from slime.cluster.ports import free_port
 from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.http.requests import ModelFacts, parse_generate
 from slime.engine.embedded.sequence import Sequence
 from tests.engine.conftest import EngineProcess, Waiter
+from tests.engine.orders import rank_zero
 from tests.engine.test_numbers import generate, prompt, running_core
 from tests.tiny_models import make_tokenizer
 
@@ -324,3 +331,132 @@ def test_a_pause_outlasts_a_release(engine: EngineProcess) -> None:
     assert engine.get("/health_generate")[1] == {"status": "paused"}
     engine.post("/continue_generation", {})
     assert engine.get("/health_generate")[1] == {"status": "ok"}
+
+
+# orders that come while others are under way
+
+
+def whole_again(engine: EngineProcess, folder: Path) -> None:
+    assert engine.post("/update_weights_from_disk", {"model_path": str(folder), "weight_version": "default"})[0] == 200
+
+
+def test_requests_that_waited_for_memory_are_refused_when_the_weights_are_gone(
+    engine: EngineProcess, qwen3_folder: Path
+) -> None:
+    before = engine.generate(**bodies(1)[0])["output_ids"]
+    assert engine.post("/release_memory_occupation", {"discard_weights": True})[0] == 200
+    asked = engine.in_background(lambda: engine.post("/generate", bodies(1)[0]))
+    while engine.get("/server_info")[1]["num_waiting_reqs"] == 0:
+        pass
+    assert engine.post("/resume_memory_occupation", {})[0] == 200
+    status, answer = asked.result(240)
+    assert (status, "released without a copy" in answer["error"]["message"]) == (503, True)
+    whole_again(engine, qwen3_folder)
+    assert engine.generate(**bodies(1)[0])["output_ids"] == before
+
+
+@pytest.mark.parametrize("tags", [["cuda_graph"], ["cuda_graph", "kv_cache"], ["weights", "kv_cache", "cuda_graph"]])
+def test_resuming_by_default_resumes_whatever_was_released(engine: EngineProcess, tags: list[str]) -> None:
+    assert engine.post("/release_memory_occupation", {"tags": tags})[0] == 200
+    assert engine.post("/resume_memory_occupation", {})[0] == 200
+    assert engine.get("/health_generate")[1] == {"status": "ok"}
+
+
+@pytest.mark.parametrize("way", ["bytes", "handle", "group"])
+def test_a_part_of_the_weights_does_not_make_discarded_ones_good(
+    engine: EngineProcess, qwen3_folder: Path, tmp_path: Path, way: str
+) -> None:
+    """Two parts of one version, which are all of the weights together, do."""
+    before = engine.generate(**bodies(1)[0])["output_ids"]
+    weights = load_file(qwen3_folder / "model.safetensors")
+    names = sorted(weights)
+    trainer = joined(engine, "parts") if way == "group" else None
+    engine.post("/release_memory_occupation", {"discard_weights": True})
+    engine.post("/resume_memory_occupation", {})
+
+    def send(part: list[str]) -> None:
+        tensors = {name: weights[name].contiguous() for name in part}
+        shapes = [list(tensor.shape) for tensor in tensors.values()]
+        body: dict[str, Any] = {"names": part, "dtypes": ["float32"] * len(part), "shapes": shapes}
+        body["weight_version"] = "default"
+        if way == "bytes":
+            status, answer = engine.post(
+                "/update_weights_from_tensor?weight_version=default", save(tensors), "application/octet-stream"
+            )
+        elif way == "handle":
+            pieces = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]
+            padded = [torch.nn.functional.pad(piece, (0, aligned(len(piece)) - len(piece))) for piece in pieces]
+            region = HostRegion.create(tmp_path / "region", sum(map(len, padded)))
+            region.data.copy_(torch.cat(padded))
+            status, answer = engine.post("/update_weights_from_handle", {**body, "region": str(region.path)})
+        else:
+            assert trainer is not None
+            body["group_name"] = "parts"
+            waiting = engine.in_background(lambda: engine.post("/update_weights_from_distributed", body))
+            for tensor in tensors.values():
+                trainer.broadcast(tensor, 0).wait()
+            status, answer = waiting.result(240)
+        assert status == 200, answer
+
+    send(names[:1])
+    status, answer = engine.post("/generate", bodies(1)[0])
+    assert (status, "the weights are stale" in answer["error"]["message"]) == (503, True)
+    send(names[1:])
+    assert engine.generate(**bodies(1)[0])["output_ids"] == before
+    if trainer is not None:
+        assert engine.post("/destroy_weights_update_group", {"group_name": "parts"})[0] == 200
+
+
+def joined(engine: EngineProcess, name: str) -> ProcessGroupGloo:
+    """The trainer's end of a group that the engine is in."""
+    port = free_port()
+    meeting = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    joining = engine.in_background(
+        lambda: engine.post("/init_weights_update_group", {**meeting, "group_name": name, "backend": "gloo"})
+    )
+    trainer = rank_zero(name, port)
+    assert joining.result(240)[0] == 200
+    return trainer
+
+
+def test_a_trainer_that_sends_nothing_delays_nobody_and_leaving_its_group_ends_the_update(
+    engine: EngineProcess, qwen3_folder: Path
+) -> None:
+    before = engine.generate(**bodies(1)[0])["output_ids"]
+    trainer = joined(engine, "silent")
+    body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "group_name": "silent"}
+    updating = engine.in_background(lambda: engine.post("/update_weights_from_distributed", body))
+    long = {"max_new_tokens": 400, "ignore_eos": True}
+    asked = engine.in_background(lambda: engine.generate(input_ids=[5], sampling_params=long))
+    engine.wait_running(1, asked.done)
+    assert engine.post("/abort_request", {"abort_all": True})[0] == 200
+    assert asked.result(240)["meta_info"]["finish_reason"]["type"] in ("abort", "length")
+    assert engine.generate(**bodies(1)[0])["output_ids"] == before
+    assert not updating.done()
+    assert engine.post("/destroy_weights_update_group", {"group_name": "silent"})[0] == 200
+    status, answer = updating.result(240)
+    assert (status, "was left before the bucket arrived" in answer["error"]["message"]) == (503, True)
+    assert engine.generate(**bodies(1)[0])["output_ids"] == before
+    del trainer
+
+
+def test_a_bucket_that_does_not_follow_the_one_before_is_refused(engine: EngineProcess, qwen3_folder: Path) -> None:
+    """Between the buckets of an update the engine makes no step; another update in between ends it."""
+    before = engine.generate(**bodies(1)[0])["output_ids"]
+    norm = load_file(qwen3_folder / "model.safetensors")["model.norm.weight"]
+    trainer = joined(engine, "order")
+    body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "group_name": "order"}
+    updating = engine.in_background(
+        lambda: engine.post("/update_weights_from_distributed", {**body, "weight_version": "2", "bucket": [1, 2]})
+    )
+    trainer.broadcast(norm, 0).wait()
+    assert updating.result(240)[0] == 200
+    asked = engine.in_background(lambda: engine.generate(**bodies(1)[0]))
+    while engine.get("/server_info")[1]["num_waiting_reqs"] == 0:
+        pass
+    whole_again(engine, qwen3_folder)
+    assert asked.result(240)["output_ids"] == before
+    status, answer = engine.post("/update_weights_from_distributed", {**body, "weight_version": "2", "bucket": [2, 2]})
+    assert (status, "does not follow bucket 1" in answer["error"]["message"]) == (409, True)
+    assert engine.post("/destroy_weights_update_group", {"group_name": "order"})[0] == 200
+    assert engine.generate(**bodies(1)[0])["output_ids"] == before

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +22,13 @@ import torch
 
 from slime.engine.embedded.loaded_engine import LoadedEngine
 from slime.engine.embedded.options import EngineOptions
-from slime.engine.embedded.refusals import BadRequest, Conflict, HalfWritten, shown
+from slime.engine.embedded.refusals import BadRequest, Conflict, HalfWritten, StaleWeights, shown
 from slime.engine.embedded.sequence import Sequence
 from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.adapter import ArrivingAdapter, MergedAdapter, adapter_in
 from slime.engine.embedded.weights.groups import Announced, WeightGroups
 from slime.engine.embedded.weights.shared import DeviceMemory, HostMemory, OpenBucket, SharedMemory
-from slime.models.adapter import Adapter, AdapterFacts
+from slime.models.adapter import Adapter
 from slime.models.delta.folder import BadDelta, DeltaIndex, read_index
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,18 @@ class Work:
     meets_steps: bool = False
 
 
+@dataclass(frozen=True)
+class Unfinished:
+    """An update of which some buckets have been copied; the engine makes no step before the others come."""
+
+    version: str | None
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"only {self.number} of {self.count} buckets of version {self.version} came"
+
+
 PAUSE_MODES = ("abort", "in_place", "retract")
 _ANSWERS_FIRST_S = 0.1
 
@@ -55,7 +67,9 @@ class EngineCore(LoadedEngine):
         self.stale: str | None = None
         self.groups = WeightGroups()
         self._shared = SharedMemory()
-        self._unfinished: str | None = None
+        self._unfinished: Unfinished | None = None
+        self._mended: set[str] = set()  # tensors written since the weights went stale, all by the version `_mended_by`
+        self._mended_by: str | None = None
         self._released: set[str] = set()
         self._discarded = False  # the weights that are released have no copy
         self._on_death = on_death
@@ -124,12 +138,15 @@ class EngineCore(LoadedEngine):
             self.abort_all("the engine stopped")
 
     def _turn(self) -> None:
-        steps = self.steps
         self._take_work(wait=self.halted or self.scheduler.idle)
-        if not self.halted and not self.scheduler.idle:
-            started = time.perf_counter()
-            steps.step()
-            self.counters.busy_seconds += time.perf_counter() - started
+        if self.halted or self.scheduler.idle:
+            return
+        if self.stale is not None:
+            self._refuse_all(f"the weights are stale: {self.stale}")
+            return
+        started = time.perf_counter()
+        self.steps.step()
+        self.counters.busy_seconds += time.perf_counter() - started
 
     def _take_work(self, *, wait: bool) -> None:
         """Run what came in, and wait for something first if asked to.
@@ -188,10 +205,19 @@ class EngineCore(LoadedEngine):
             if seq.finish is None:
                 self._abort(seq, reason)
 
+    def _refuse_all(self, reason: str) -> None:
+        """End every request: with the tokens that it has, or with status 503 where it has none."""
+        for seq in self.scheduler.all():
+            if not seq.output_ids:
+                seq.end({"type": "abort", "message": reason, "status_code": StaleWeights.status})
+                self.steps.leave(seq)
+            else:
+                self._abort(seq, reason)
+
     @property
     def halted(self) -> bool:
-        """No step is made: somebody paused the engine, or memory that a step needs is released."""
-        return self.paused or bool(self._released)
+        """No step is made: the engine is paused, memory that a step needs is released, or an update is unfinished."""
+        return self.paused or bool(self._released) or self._unfinished is not None
 
     def pause(self, mode: str) -> None:
         if mode == "abort":
@@ -203,19 +229,31 @@ class EngineCore(LoadedEngine):
 
     def resume(self) -> None:
         if self._unfinished is not None:
-            self.mark_stale(self._unfinished)
-        self._unfinished = None
+            self.mark_stale(str(self._unfinished))
         self.paused = False
 
     def flush_cache(self) -> None:
         self.scheduler.cache.tree.clear()
 
     def mark_stale(self, reason: str) -> None:
-        """Refuse to generate until whole weights come: what is loaded is not what anybody published."""
+        """Refuse to generate until whole weights come: what is loaded is not what anybody published.
+
+        Requests that are here end when the engine would make its next step; an update that comes before saves them.
+        """
         log.error("the weights are stale: %s", reason)
-        self.stale = reason
+        self.stale, self._unfinished, self._mended = reason, None, set()
         self.adapter.overwritten()
-        self.abort_all(f"the weights are stale: {reason}")
+
+    def check_update(self, bucket: Announced | None = None, version: str | None = None) -> None:
+        """Refuse an update for which there is no memory, and a bucket that does not follow the one before it."""
+        self._require_weights()
+        if bucket is None or bucket.number == 1:
+            return
+        if self._unfinished != Unfinished(version, bucket.number - 1, bucket.count):
+            raise Conflict(
+                f"bucket {bucket.number} of {bucket.count} of version {version} does not follow bucket "
+                f"{bucket.number - 1}: send the update again from its first bucket"
+            )
 
     def update_weights(
         self,
@@ -223,34 +261,37 @@ class EngineCore(LoadedEngine):
         version: str | None,
         *,
         flush: bool,
-        bucket: str | None = None,
-        whole: bool = True,
+        names: Collection[str] | None = None,
+        bucket: Announced | None = None,
         keeps_base: bool = False,
     ) -> int:
         """Apply `load` and take the new version; slots of running sequences now mix two sets of weights.
 
         No prefix that earlier weights computed is shared from now on, whatever `flush` says of an update that goes on.
-        `bucket` names what was loaded of an update that goes on; `whole` weights make good whatever was wrong before.
-        All but an adapter (`keeps_base`) overwrite the weights that adapters are merged into.
+        `names` are the tensors that `load` writes (None: all of the model), `bucket` is the part of an update that they
+        are. All but an adapter (`keeps_base`) overwrite the weights that adapters are merged into.
         """
-        self._require_weights()
+        self.check_update(bucket, version)
         try:
             copied = load()
         except HalfWritten as error:
             self.mark_stale(str(error))
             raise
+        except BadRequest:  # a refusal, before the first tensor changed
+            raise
+        except Exception as error:
+            self.mark_stale(f"an update failed ({type(error).__name__}: {error})")
+            raise
         finally:
             self.runner.weights_changed()
         if not keeps_base:
             self.adapter.overwritten()
-        self._unfinished = bucket
-        if flush or bucket is None:
+        self._note_written(names, bucket, version)
+        if flush or self._unfinished is None:
             self.flush_cache()
         for seq in [*self.scheduler.running, *self.scheduler.prefilling]:
             seq.kv_version = None
-        if bucket is None and whole:
-            self.stale = None
-        if bucket is None and version is not None:
+        if self._unfinished is None and version is not None:
             self.steps.version = version
         return copied
 
@@ -258,17 +299,51 @@ class EngineCore(LoadedEngine):
         if "weights" in self._released:
             raise BadRequest("the weights are released: call /resume_memory_occupation first")
 
+    def _note_written(self, names: Collection[str] | None, bucket: Announced | None, version: str | None) -> None:
+        """Weights that are stale are good again once one version has written every tensor since they went stale."""
+        if self._unfinished is not None and (bucket is None or bucket.number == 1):
+            self.mark_stale(str(self._unfinished))  # the rest of it can no longer come
+        if bucket is None or bucket.is_last:
+            self._unfinished = None
+        else:
+            self._unfinished = Unfinished(version, bucket.number, bucket.count)
+        if self.stale is None:
+            return
+        if version != self._mended_by:
+            self._mended, self._mended_by = set(), version
+        self._mended |= set(names or ())
+        if self._unfinished is None and (names is None or loading.is_whole(self.views, self._mended)):
+            self.stale = None
+
     def update_from_files(self, paths: list[str], version: str | None, *, flush: bool) -> int:
         folder = self.options.model_path
         return self.update_weights(
             lambda: loading.load_from_files(self.views, paths, config_folder=folder),
             version,
             flush=flush,
-            whole=loading.is_whole(self.views, loading.names_in(paths)),
+            names=loading.names_in(paths),
         )
 
     def update_from_bytes(self, body: bytes, version: str | None, *, flush: bool) -> int:
-        return self.update_weights(lambda: loading.load_from_bytes(self.views, body), version, flush=flush, whole=False)
+        tensors = loading.tensors_in(body)
+        return self._update_from_tensors(tensors, "the request body", version, flush=flush)
+
+    def _update_from_tensors(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        source: str,
+        version: str | None,
+        *,
+        flush: bool,
+        bucket: Announced | None = None,
+    ) -> int:
+        return self.update_weights(
+            lambda: loading.load_tensors(self.views, tensors, source),
+            version,
+            flush=flush,
+            names=tensors.keys(),
+            bucket=bucket,
+        )
 
     def update_from_folder(self, folder: str, version: str | None, *, flush: bool) -> int:
         """A model folder, or a version folder with a delta to the weights that are here now."""
@@ -301,17 +376,22 @@ class EngineCore(LoadedEngine):
             self.mark_stale(str(cause))
             raise
 
-    def update_from_group(self, bucket: Announced, version: str | None, *, flush: bool) -> int:
-        """One bucket of a broadcast; the version is taken with the last."""
+    def expect_from_group(self, bucket: Announced, version: str | None) -> None:
+        """Refuse a bucket of a broadcast that would not be copied, before it is received."""
         if bucket.adapter is not None:
-            return self._adapter_from_group(bucket, bucket.adapter, version, flush=flush)
-        source = f"group {bucket.group_name}"
-        loading.check_shapes(self.views, dict(zip(bucket.names, bucket.shapes, strict=True)), source)
+            self.check_update()
+            self._arriving.expect(bucket, bucket.adapter)
+        else:
+            self.check_update(bucket, version)
+            loading.check_shapes(self.views, bucket.tensor_shapes, bucket.source)
 
-        def load() -> int:
-            return loading.load_tensors(self.views, self.groups.receive(bucket, self.runner.device), source)
-
-        return self.update_weights(load, version, flush=flush, bucket=bucket.left_of(version))
+    def update_from_group(
+        self, bucket: Announced, tensors: Mapping[str, torch.Tensor], version: str | None, *, flush: bool
+    ) -> int:
+        """Copy one bucket of a broadcast, which was received; the version is taken with the last."""
+        if bucket.adapter is not None:
+            return self._adapter_from_group(bucket, tensors, version, flush=flush)
+        return self._update_from_tensors(tensors, bucket.source, version, flush=flush, bucket=bucket)
 
     def open_shared(self, memory: DeviceMemory | HostMemory, bucket: Announced) -> OpenBucket:
         """A bucket in a trainer's memory, ready to be copied; for any thread: nothing of the model changes."""
@@ -326,17 +406,20 @@ class EngineCore(LoadedEngine):
         if pause_mode is not None:
             self.pause(pause_mode)
         try:
-            left = opened.bucket.left_of(version)
-            return self.update_weights(lambda: opened.load(self.views), version, flush=flush, bucket=left)
+            bucket = opened.bucket
+            return self.update_weights(
+                lambda: opened.load(self.views), version, flush=flush, names=bucket.names, bucket=bucket
+            )
         finally:
             if pause_mode is not None and not was_paused:
                 self.resume()
 
-    def _adapter_from_group(self, bucket: Announced, facts: AdapterFacts, version: str | None, *, flush: bool) -> int:
-        """One bucket of an adapter's broadcast; the weights change with the last, if at all."""
-        self._arriving.expect(bucket, facts)
-        tensors = self.groups.receive(bucket, self.runner.device)
-        adapter = self._arriving.take(bucket, tensors, facts)
+    def _adapter_from_group(
+        self, bucket: Announced, tensors: Mapping[str, torch.Tensor], version: str | None, *, flush: bool
+    ) -> int:
+        """Keep one bucket of an adapter's broadcast; the weights change with the last, if at all."""
+        assert bucket.adapter is not None
+        adapter = self._arriving.take(bucket, tensors, bucket.adapter)
         if adapter is None:
             return sum(tensor.nbytes for tensor in tensors.values())
         return self._merge(bucket.group_name, adapter, version, flush=flush)
@@ -366,21 +449,24 @@ class EngineCore(LoadedEngine):
     def release_memory(self, tags: list[str], *, discard_weights: bool = False) -> None:
         """Give device memory back: the KV cache is dropped, weights are kept on the host or, if told so, dropped too.
 
-        Without memory that keeps its addresses, CUDA graphs go with either.
+        CUDA graphs have no memory of their own to give: where memory keeps its addresses they stay, else they go and
+        come with either.
         """
         if not self.scheduler.idle:
             raise BadRequest(
                 f"{len(self.scheduler.all())} requests are running: abort them or wait before releasing memory"
             )
-        for tag in tags:
-            if tag == "kv_cache" and tag not in self._released:
+        for tag in ("kv_cache", "weights"):
+            if tag not in tags or tag in self._released:
+                continue
+            if tag == "kv_cache":
                 self.flush_cache()
                 self._release_cache()
-            elif tag == "weights" and tag not in self._released:
+            else:
                 self._release_weights(discard=discard_weights)
             self._released.add(tag)
         if self.runner.cuda:
-            if self.memory is None:
+            if self.memory is None and self._released:
                 self.steps.decoder = self.runner
             torch.cuda.empty_cache()
             log.info("released %s; torch keeps %.2f GiB", tags, torch.cuda.memory_reserved() / 2**30)
@@ -406,9 +492,9 @@ class EngineCore(LoadedEngine):
                 continue
             if tag == "weights":
                 self._restore_weights()
-            elif tag == "kv_cache" and self.memory is not None:
+            elif self.memory is not None:
                 self.memory.restore_cache()
-            elif tag == "kv_cache":
+            else:
                 self.runner.allocate_kv(self.capacity)
             if self.runner.cuda and self.memory is None and self._released == {tag}:
                 self._prepare_cuda()
@@ -420,8 +506,8 @@ class EngineCore(LoadedEngine):
         elif self.runner.cuda:
             self.runner.model.to(self.runner.device)
         if self._discarded:
-            self.stale, self._discarded = "they were released without a copy", False
-            self.adapter.overwritten()
+            self._discarded = False
+            self.mark_stale("they were released without a copy")
 
     def info(self) -> dict[str, Any]:
         self.steps.settle()

@@ -77,5 +77,11 @@ class RequestFailed(BadRequest):
     status = 500
 
 
+class StaleWeights(RequestFailed):
+    """The weights are not what anybody published: the engine answers again once whole ones have come."""
+
+    status = 503
+
+
 class HalfWritten(RequestFailed):
     """New weights could not be copied to the end: what is loaded is not what anybody published."""

@@ -96,7 +96,7 @@ def _adapter_facts(given: object) -> AdapterFacts | None:
 def memory_tags(fields: Fields) -> list[str]:
     """What `/release_memory_occupation` and its undoing are about; SGLang's default is everything."""
     if not fields.body.get("tags"):
-        return ["weights", "kv_cache"]
+        return list(_MEMORY)
     tags = fields.strings("tags")
     if not set(tags) <= set(_MEMORY):
         raise BadRequest(f"tags must be among {', '.join(_MEMORY)}, not {shown(tags)}", "tags")

@@ -18,7 +18,7 @@ from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.http.pieces import Cutter, Piece, TokenJson, final_text
 from slime.engine.embedded.http.requests import GenerateRequest, ModelFacts
 from slime.engine.embedded.http.writer import AnswerWriter
-from slime.engine.embedded.refusals import BadRequest, RequestFailed, TooMany
+from slime.engine.embedded.refusals import BadRequest, RequestFailed, StaleWeights, TooMany
 from slime.engine.embedded.sequence import Sequence
 
 T = TypeVar("T")
@@ -148,7 +148,8 @@ class EngineBridge:
 
 def _raise_failure(seq: Sequence) -> None:
     if seq.finish is not None and "status_code" in seq.finish:
-        raise RequestFailed(seq.finish["message"])
+        kind = StaleWeights if seq.finish["status_code"] == StaleWeights.status else RequestFailed
+        raise kind(seq.finish["message"])
 
 
 def in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:

@@ -306,7 +306,9 @@ class EngineServer:
         body = await json_body(request)
         bucket = announced(body)
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
-        return await self._updated(lambda: self.core.update_from_group(bucket, version, flush=flush))
+        await self._engine.call(lambda: self.core.expect_from_group(bucket, version), meets_steps=True)
+        tensors = await asyncio.wrap_future(self.core.groups.receive(bucket, self.core.runner.device))
+        return await self._updated(lambda: self.core.update_from_group(bucket, tensors, version, flush=flush))
 
     async def update_weights_from_handle(self, request: web.Request) -> web.Response:
         """A bucket in the memory of a process of this machine (`slime.engine.embedded.weights.shared`). It is opened
@@ -325,7 +327,7 @@ class EngineServer:
 
     async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
         name = group_name(await json_body(request))
-        await self._engine.call(lambda: self.core.groups.leave(name))
+        await in_daemon_thread(lambda: self.core.groups.leave(name))
         return json_answer({"success": True, "message": "left"})
 
     async def load_lora_adapter(self, request: web.Request) -> web.Response:

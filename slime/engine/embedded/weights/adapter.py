@@ -7,7 +7,7 @@ first weight changes.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import torch
@@ -118,8 +118,7 @@ class ArrivingAdapter:
         """Refuse a bucket that does not follow the one before, or whose tensors fit no weight of the model."""
         if bucket.number == 1:
             self._tensors, self._next = {}, 1
-        if bucket.number != self._next:
-            raise Conflict(f"bucket {bucket.number} of {bucket.count} came in the place of {self._next}")
+        self._require_next(bucket)
         try:
             modules = [module_of(name) for name in bucket.names]
         except BadAdapter as cause:
@@ -133,8 +132,9 @@ class ArrivingAdapter:
             if shape != fits:
                 raise BadRequest(f"{name} has shape {shape}, and {fits} is what fits this model", "shapes")
 
-    def take(self, bucket: Announced, tensors: dict[str, torch.Tensor], facts: AdapterFacts) -> Adapter | None:
+    def take(self, bucket: Announced, tensors: Mapping[str, torch.Tensor], facts: AdapterFacts) -> Adapter | None:
         """Keep what a bucket brought; the adapter, once that was the last."""
+        self._require_next(bucket)  # another update may have begun while this one arrived
         self._tensors |= tensors
         self._next += 1
         if not bucket.is_last:
@@ -144,6 +144,10 @@ class ArrivingAdapter:
             return Adapter.from_tensors(facts, whole)
         except BadAdapter as cause:
             raise BadRequest(str(cause)) from cause
+
+    def _require_next(self, bucket: Announced) -> None:
+        if bucket.number != self._next:
+            raise Conflict(f"bucket {bucket.number} of {bucket.count} came in the place of {self._next}")
 
 
 def adapter_in(folder: str) -> Adapter:

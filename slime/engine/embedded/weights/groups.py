@@ -1,14 +1,16 @@
 """Weights that come through a process group with the trainer.
 
 Invariant: names and shapes are checked before the first tensor is received, and a bucket is received whole before any
-of it is copied.
+of it is copied. Receiving happens beside the engine's thread: a trainer that sends nothing delays nobody else, and
+leaving the group ends the wait.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -42,9 +44,13 @@ class Announced:
     def is_last(self) -> bool:
         return self.number == self.count
 
-    def left_of(self, version: str | None) -> str | None:
-        """What is to be said of an update that ends with this bucket; None where it is whole."""
-        return None if self.is_last else f"only {self.number} of {self.count} buckets of version {version} came"
+    @property
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(zip(self.names, self.shapes, strict=True))
+
+    @property
+    def source(self) -> str:
+        return f"group {self.group_name}"
 
 
 @dataclass(frozen=True)
@@ -59,22 +65,34 @@ class Rendezvous:
     world_size: int
 
 
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(eq=False)
+class _Membership:
+    """A group that this engine is in, or about to join while `group` is None."""
+
+    group: dist.ProcessGroup | None = None
+    arriving: list[Future[Tensors]] = field(default_factory=list)
+    """Buckets that were announced and have not arrived, in the order of their announcement."""
+
+
 class WeightGroups:
-    """The process groups that this engine is in or about to join, by name."""
+    """The process groups that this engine is in or about to join, by name; for any thread."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, dist.ProcessGroup | None] = {}  # None: still waiting for the others
+        self._groups: dict[str, _Membership] = {}
         self._lock = threading.Lock()
 
     def join(self, meeting: Rendezvous) -> None:
         """Join as SGLang's `/init_weights_update_group` says; waits for all the others."""
-        name = meeting.name
+        name, own = meeting.name, _Membership()
         with self._lock:
             if name in self._groups:
                 raise BadRequest(f"this engine is in a group {name!r} already, or about to join it", "group_name")
             if len(self._groups) >= _MOST_GROUPS:
                 raise Conflict(f"this engine is in {_MOST_GROUPS} groups already: leave one first")
-            self._groups[name] = None
+            self._groups[name] = own
         group: dist.ProcessGroup | None = None
         try:
             group = join_process_group(
@@ -90,33 +108,83 @@ class WeightGroups:
             raise BadRequest(f"cannot join the group {name!r} at {meeting.address}:{meeting.port}: {cause}") from cause
         finally:
             with self._lock:
-                if group is None:
+                own.group, was_left = group, self._groups.get(name) is not own
+                if group is None and not was_left:
                     del self._groups[name]
-                else:
-                    self._groups[name] = group
+        if was_left:
+            leave_process_group(group)
+            raise NotArrived(f"the group {name!r} was left before all its members had joined")
 
     def leave(self, name: str) -> None:
+        """Leave a group, or stop joining it; buckets that were to come through it end with `NotArrived`."""
         with self._lock:
-            group = self._groups.get(name)
-            if group is None:
+            own = self._groups.pop(name, None)
+            if own is None:
                 raise BadRequest(f"this engine is in no group {name!r}", "group_name")
-            del self._groups[name]
-        leave_process_group(group)
+            ended, own.arriving = own.arriving, []
+        for future in ended:
+            future.set_exception(NotArrived(f"the group {name!r} was left before the bucket arrived"))
+        if own.group is not None:
+            leave_process_group(own.group, is_busy=bool(ended))
 
-    def receive(self, bucket: Announced, device: torch.device) -> dict[str, torch.Tensor]:
-        """The tensors of a bucket, on `device`."""
-        group = self._groups.get(bucket.group_name)
-        if group is None:
-            raise BadRequest(f"this engine is in no group {bucket.group_name!r}: call /init_weights_update_group first")
-        tensors = [
-            torch.empty(shape, dtype=kind, device=device)
-            for kind, shape in zip(bucket.dtypes, bucket.shapes, strict=True)
-        ]
+    def receive(self, bucket: Announced, device: torch.device) -> Future[Tensors]:
+        """The tensors of a bucket, on `device`, once they have arrived.
+
+        A thread waits for them. After the group was left, gloo holds that thread until the sender closes its
+        connection or the group's timeout ends.
+        """
+        future: Future[Tensors] = Future()
+        future.set_running_or_notify_cancel()  # a client that goes away does not undo what the sender sends
+        with self._lock:
+            own = self._groups.get(bucket.group_name)
+            if own is None or own.group is None:
+                raise BadRequest(
+                    f"this engine is in no group {bucket.group_name!r}: call /init_weights_update_group first"
+                )
+            before = own.arriving[-1] if own.arriving else None
+            own.arriving.append(future)
+            group = own.group
+        arguments = (own, group, bucket, device, future, before)
+        threading.Thread(target=self._receive, args=arguments, name="load", daemon=True).start()
+        return future
+
+    def _receive(
+        self,
+        own: _Membership,
+        group: dist.ProcessGroup,
+        bucket: Announced,
+        device: torch.device,
+        future: Future[Tensors],
+        before: Future[Tensors] | None,
+    ) -> None:
+        if before is not None:
+            before.exception()  # collectives follow one another
+        tensors: Tensors = {}
+        failure: Exception | None = None
         try:
-            works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
-            for work in works:
-                assert work is not None
-                work.wait()
-        except RuntimeError as cause:  # torch has no narrower type for it
-            raise NotArrived(f"bucket {bucket.number} of {bucket.count} did not arrive: {cause}") from cause
-        return dict(zip(bucket.names, tensors, strict=True))
+            if not future.done():
+                tensors = self._arrived(group, bucket, device)
+        except Exception as cause:  # noqa: BLE001 - torch has no narrower type for all that can go wrong
+            failure = NotArrived(f"bucket {bucket.number} of {bucket.count} did not arrive: {cause}")
+            failure.__cause__ = cause
+        with self._lock:
+            if future not in own.arriving:
+                return  # the group was left
+            own.arriving.remove(future)
+        if failure is None:
+            future.set_result(tensors)
+        else:
+            future.set_exception(failure)
+
+    def _arrived(self, group: dist.ProcessGroup, bucket: Announced, device: torch.device) -> Tensors:
+        tensors = {
+            name: torch.empty(shape, dtype=kind, device=device)
+            for name, kind, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)
+        }
+        works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors.values()]
+        for work in works:
+            assert work is not None
+            work.wait()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # the engine's thread copies in a stream of its own
+        return tensors
