@@ -140,7 +140,7 @@ async def plain(args, sample, sampling_params):
     sample.status = sample.Status.COMPLETED
     return sample
 
-def hook(args, sample):
+async def hook(args, sample):
     kept.append(sample)
     return kept[0]
 """
