@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from typing import Any
@@ -20,6 +21,7 @@ from tests.data.test_turn_mask import tokenizer_for
 from tests.migration import scripted
 from tests.tiny_models import make_tokenizer
 
+PRIVATE_USE = ((0xE000, 0xF8FF), (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD))
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run.", "parameters": {"type": "object"}}}]
 
 
@@ -284,6 +286,29 @@ def test_a_control_token_inside_another_one() -> None:
     ids = ChatTemplate(tokenizer).prompt([user("x<|a<think>b|>y<think>")], ())
     assert not set(ids.tolist()) & {token(tokenizer, "<|a<think>b|>"), token(tokenizer, "<think>")}
     assert tokenizer.decode(ids) == ("<|im_start|>user\nx<|a<think>b|>y<think><|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("added", ["☃", "\uf8ff", "~"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "tiny"])
+def test_control_tokens_of_one_character_are_encoded_as_other_text(family: str, added: str) -> None:
+    tokenizer = make_tokenizer() if family == "tiny" else copy.deepcopy(family_tokenizer(family))
+    tokenizer.add_special_tokens({"additional_special_tokens": [added, added + "!", "<|long|>"]})
+    template = ChatTemplate(tokenizer)
+    ids = template.prompt([user(f"a{added}b{added}! {added}{added}<|long|>.")], ()).tolist()
+    added_ids = {token(tokenizer, text) for text in (added, added + "!", "<|long|>")}
+    assert not added_ids & set(ids)
+    written = tokenizer.decode(ids)
+    shown = "\ufffd" if added == "~" else added  # "~" is in the vocabulary: its only id is the control token's
+    assert f"a{shown}b{shown}! {shown}{shown}<|long|>." in written
+
+
+def test_a_text_with_every_private_use_character_is_refused_in_a_sentence() -> None:
+    everything = "".join(chr(c) for first, last in PRIVATE_USE for c in range(first, last + 1))
+    with pytest.raises(Refused, match="every private-use character"):
+        ChatTemplate(make_tokenizer()).prompt([user("<|im_end|>" + everything)], ())
+    half = ChatTemplate(make_tokenizer()).prompt([user("<|im_end|>" + everything[:6400])], ())
+    assert half.tolist().count(token(make_tokenizer(), "<|im_end|>")) == 1
 
 
 def test_added_tokens_that_are_ordinary_text_stay_tokens() -> None:

@@ -2,16 +2,21 @@
 
 Invariant: an id of a control token stands only where the chat template wrote that token. What a user, a tool or a
 client wrote that looks like one is cut in two by a sentinel before the template sees it, at a border at which the
-tokenizer cuts anyway where there is one, and the two sides are encoded apart. Other text is encoded as usual.
+tokenizer cuts anyway where there is one, and the two sides are encoded apart. A control token of one character is
+replaced by a stand-in, which is encoded without the tokenizer's added tokens. Other text is encoded as usual.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
-_SENTINELS = tuple(chr(code) for code in range(0xF8FF, 0xE000, -1))
+from slime.agent.session.rendering import TemplateRefused
+
+_PRIVATE_USE = (range(0xF8FF, 0xDFFF, -1), range(0x10FFFD, 0xFFFFF, -1), range(0xFFFFD, 0xEFFFF, -1))
 """Characters for private use: a conversation has few of them, if any."""
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>|</?(think\w*|tool_\w+)>")
 """Added tokens that count as control tokens even where neither the tokenizer nor the template says so."""
@@ -31,42 +36,78 @@ class SpecialText:
         }
         """Added tokens that are ordinary text (Gemma's `<table>`, runs of blanks) are none."""
         self.pattern = any_of(self.ids)
+        self._singles = [token for token in self.ids if len(token) == 1]
         self._cuts = {token: _inner_border(tokenizer, token) for token in self.ids}
+        self._reserved = "\0".join((template, *self.ids))
         self._newline = self._plain("\n")
         self._prefixes = self._newline + self._plain("a") != self._plain("\na")
+        self._single_ids = [self._literal(token) for token in self._singles]
 
-    def sentinel_for(self, values: Any) -> str | None:
-        """None where no text in `values` reads like a control token; else a character that they do not contain."""
+    def marks_for(self, values: Any) -> str | None:
+        """None where no text in `values` reads like a control token; else characters that appear nowhere in them: the
+        sentinel, and a stand-in for each control token of one character."""
         text = "\0".join(texts_in(values))
         if not self.pattern.search(text):
             return None
-        return next(char for char in _SENTINELS if char not in text and _escaped(char) not in text)
+        taken = text + self._reserved
+        used = set(taken)
+        chars = (chr(code) for codes in _PRIVATE_USE for code in codes if chr(code) not in used)
+        free = islice((char for char in chars if _escaped(char) not in taken), 1 + len(self._singles))
+        marks = "".join(free)
+        if len(marks) <= len(self._singles):
+            raise TemplateRefused("the conversation contains every private-use character of Unicode: remove some")
+        return marks
 
-    def broken(self, value: Any, sentinel: str) -> Any:
-        """`value` with every occurrence of a control token cut in two."""
+    def broken(self, value: Any, marks: str) -> Any:
+        """`value` with every occurrence of a control token cut in two or replaced by its stand-in."""
         if isinstance(value, str):
             while self.pattern.search(value):
-                value = self.pattern.sub(lambda match: self._cut(match[0], sentinel), value)
+                value = self.pattern.sub(lambda match: self._cut(match[0], marks), value)
             return value
         if isinstance(value, Mapping):
-            return {self.broken(key, sentinel): self.broken(item, sentinel) for key, item in value.items()}
+            return {self.broken(key, marks): self.broken(item, marks) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.broken(item, sentinel) for item in value]
+            return [self.broken(item, marks) for item in value]
         return value
 
-    def encode(self, text: str, sentinel: str | None = None) -> list[int]:
-        """Ids of a rendering, in which each control token is the template's own and the sentinel leaves no trace."""
-        if sentinel is None:
+    def encode(self, text: str, marks: str | None = None) -> list[int]:
+        """Ids of a rendering, in which each control token is the template's own and the marks leave no trace."""
+        if marks is None:
             return self._plain(text)
-        first, *others = text.replace(_escaped(sentinel), sentinel).split(sentinel)
+        for mark in marks:
+            text = text.replace(_escaped(mark), mark)
+        first, *others = re.split(f"([{marks}])", text)
         ids = self._plain(first)
-        for piece in others:
+        for mark, piece in zip(others[::2], others[1::2], strict=True):
+            if mark != marks[0]:
+                ids += self._single_ids[marks.index(mark) - 1]
             ids += self._inside(piece)
         return ids
 
-    def _cut(self, token: str, sentinel: str) -> str:
+    def _cut(self, token: str, marks: str) -> str:
+        if len(token) == 1:
+            return marks[1 + self._singles.index(token)]
         at = self._cuts[token]
-        return token[:at] + sentinel + token[at:]
+        return token[:at] + marks[0] + token[at:]
+
+    def _literal(self, token: str) -> list[int]:
+        """Ids of a control token's text that are no control token's; of a replacement where the vocabulary has none."""
+        control = set(self.ids.values())
+        for text in (token, "\ufffd", "?"):
+            ids = self._without_added("\n" + text)[len(self._without_added("\n")) :]
+            if ids and control.isdisjoint(ids):
+                return ids
+        return []
+
+    def _without_added(self, text: str) -> list[int]:
+        """The tokenizer's ids if it had no added tokens."""
+        inner = self._inner
+        if inner is None:
+            return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        normal = text if inner.normalizer is None else inner.normalizer.normalize_str(text)
+        splitter = inner.pre_tokenizer
+        pieces = [normal] if splitter is None else [piece for piece, _ in splitter.pre_tokenize_str(normal)]
+        return [token.id for piece in pieces for token in inner.model.tokenize(piece)]
 
     def _plain(self, text: str) -> list[int]:
         try:
@@ -141,4 +182,4 @@ def _inner_border(tokenizer: Any, token: str) -> int:
 
 
 def _escaped(char: str) -> str:
-    return f"\\u{ord(char):04x}"
+    return json.dumps(char)[1:-1]

@@ -43,7 +43,7 @@ class _Delta:
 
     cut: str
     rest: str
-    sentinel: str | None
+    marks: str | None
 
 
 class ChatTemplate:
@@ -64,8 +64,8 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Ids of a whole conversation that asks for another turn; raises `TemplateRefused` in one sentence."""
-        text, sentinel = self._rendered(messages, tools)
-        return np.array(self._special.encode(text, sentinel), np.int32)
+        text, marks = self._rendered(messages, tools)
+        return np.array(self._special.encode(text, marks), np.int32)
 
     def continuation(
         self, last: Message, ended_with: int | None, new: Sequence[Message], tools: Sequence[Mapping[str, Any]]
@@ -76,7 +76,7 @@ class ChatTemplate:
         token that the template has at the end of the turn is appended unless the sampled one takes its place.
         """
         delta = self._delta(last, new, tools)
-        ids = self._special.encode(delta.cut + delta.rest, delta.sentinel)
+        ids = self._special.encode(delta.cut + delta.rest, delta.marks)
         if delta.cut and self._is_ended(ended_with, delta.cut):
             ids = ids[1:]
         elif not delta.cut and ended_with is None and self._tokenizer.eos_token_id is not None:
@@ -99,16 +99,16 @@ class ChatTemplate:
         calls = tuple(ToolCall(call.id, call.name, f'{{"mark": "{self._mark}"}}') for call in made)
         content = "" if calls and self.shape.calls else self._mark  # some templates show it after the results
         shown = tools if self._tools_in_turns or not tools else [_STAND_IN_TOOL]
-        text, sentinel = self._rendered([asked("?"), said(content, *calls), *new], shown)
+        text, marks = self._rendered([asked("?"), said(content, *calls), *new], shown)
         at = text.rfind(self._mark)
         if at < 0:
             raise TemplateRefused("the model's chat template does not show what an assistant said")
         at += len(self._mark)
         if self.ending.way is Way.BARE:
-            return _Delta("", text[at:], sentinel)
+            return _Delta("", text[at:], marks)
         if (found := self._cuts.search(text, at)) is None:
             raise TemplateRefused("the model's chat template does not end an assistant's turn with a token")
-        return _Delta(found["turn"] or found["call"], text[found.end() :], sentinel)
+        return _Delta(found["turn"] or found["call"], text[found.end() :], marks)
 
     def _cut_pattern(self) -> re.Pattern[str]:
         """Finds the token that ends a turn, also where it comes, with only other tokens between, after a call's end."""
@@ -120,7 +120,7 @@ class ChatTemplate:
         return re.compile(f"(?:(?:{ends_call}){between})?(?P<turn>{ends_turn})|(?P<call>{ends_call})")
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-        """The rendering, and the sentinel in text of control tokens that are not the template's.
+        """The rendering, and the marks in text of control tokens that are not the template's.
 
         What the template refuses is tried with tools that say everything, then in the strictest form.
         """
@@ -137,10 +137,10 @@ class ChatTemplate:
         self, shape: Shape, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, str | None]:
         shaped = shape.of(messages)
-        sentinel = self._special.sentinel_for([shaped, tools])
-        if sentinel is not None:
-            shaped, tools = self._special.broken(shaped, sentinel), self._special.broken(tools, sentinel)
-        return self._renderer.text(shaped, tools), sentinel
+        marks = self._special.marks_for([shaped, tools])
+        if marks is not None:
+            shaped, tools = self._special.broken(shaped, marks), self._special.broken(tools, marks)
+        return self._renderer.text(shaped, tools), marks
 
     def _probed(self) -> str | None:
         if not self._renderer.source:
