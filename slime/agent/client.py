@@ -85,6 +85,7 @@ class AgentSession:
         self._check()
         self.is_over = True
         collected = await self._server.remote.collect(self.key, Kind.CLOSED, "this session has been finished")
+        self._server.warn(collected["warning"])
         session = await asyncio.to_thread(Session.from_record, collected["record"])
         for turn_id, value in self._rewards:
             session.reward(turn_id, value)

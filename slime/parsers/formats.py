@@ -92,6 +92,7 @@ _TOOL_SIGNS = (
     ("mistral", ("[TOOL_CALLS]",)),
     ("llama3", ('"parameters": dictionary',)),
     ("llama3", ("<|python_tag|>",)),
+    ("llama3", ('{"name": "', '"parameters": ')),
     ("pythonic", ("<|python_start|>",)),
 )
 """Of each format what its templates have in them; the first that fits, so the special before the general."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from typing import Any
 
+import numpy as np
 import pytest
 
+from slime.agent.messages import Message, TurnRequest
 from slime.agent.sampling.model import ChatModel
+from slime.errors import UserError
 from slime.parsers.events import gathered
 from slime.parsers.formats import Formats, formats_of, make_parser, opens_reasoning
 from tests.agent.families import FAMILIES, family_tokenizer
@@ -20,7 +25,7 @@ FORMATS = {
     "glm4_5": Formats("glm45", "glm45"),
     "gpt_oss": Formats("gpt-oss", "gpt-oss"),
     "kimi_k2": Formats("kimi_k2", None),
-    "llama3": Formats(),
+    "llama3": Formats("llama3", None),
     "llama3_1": Formats("llama3", None),
     "marked": Formats(),
     "mistral": Formats("mistral", None),
@@ -32,7 +37,7 @@ FORMATS = {
     "qwen3_coder": Formats("qwen3_coder", None),
     "qwen3_instruct": Formats("hermes", None),
 }
-"""Of GLM-4, Gemma 3 and Gemma 4 no parser of SGLang's reads the calls."""
+"""No parser reads the calls of GLM-4 and Gemma 4; Gemma 3's template renders no tools."""
 PROPERTIES = {"what": {"type": "string"}, "count": {"type": "integer"}, "some": {"type": "array"}}
 TOOL = {
     "type": "function",
@@ -55,7 +60,7 @@ def test_the_formats_of_every_family() -> None:
 def test_calls_that_a_template_writes_are_read(family: str) -> None:
     """DeepSeek-R1's template writes history without the reasoning that its prompts begin."""
     tokenizer, formats = family_tokenizer(family), FORMATS[family]
-    made = ARGUMENTS[:1] if family in ("llama3_1", "gpt_oss") else ARGUMENTS  # one call at a time
+    made = ARGUMENTS[:1] if family in ("llama3", "llama3_1", "gpt_oss") else ARGUMENTS  # one call at a time
     calls = [
         {
             "id": f"functions.look_up:{place}" if family == "kimi_k2" else "abcDEF123",
@@ -80,5 +85,52 @@ def test_calls_that_a_template_writes_are_read(family: str) -> None:
 
 def test_formats_that_are_named_win_over_those_of_the_template() -> None:
     tokenizer = family_tokenizer("qwen3")
-    assert ChatModel(tokenizer).formats == Formats("hermes", "qwen3")
-    assert ChatModel(tokenizer, formats=Formats("qwen3_coder")).formats == Formats("qwen3_coder", "qwen3")
+    assert ChatModel(tokenizer).formats[True] == Formats("hermes", "qwen3")
+    assert ChatModel(tokenizer, formats=Formats("qwen3_coder")).formats[True] == Formats("qwen3_coder", "qwen3")
+    with pytest.raises(UserError, match="hermess"):
+        ChatModel(tokenizer, formats=Formats("hermess"))
+
+
+def test_of_named_templates_the_one_that_renders_the_request_gives_the_formats() -> None:
+    """Templates under names, as Command R and Hermes 2 Pro have them: `tool_use` renders requests with tools."""
+    tokenizer = copy.deepcopy(family_tokenizer("qwen3"))
+    tool_use, plain = (family_tokenizer(name).chat_template for name in ("qwen2_5", "qwen3"))
+    tokenizer.chat_template = {"tool_use": tool_use, "default": plain, "rag": "<arg_key>"}
+    assert ChatModel(tokenizer).formats == {True: Formats("hermes", None), False: Formats("hermes", "qwen3")}
+    tokenizer.chat_template = {"default": tool_use, "rag": "<arg_key>"}
+    assert ChatModel(tokenizer).formats == {True: Formats("hermes", None), False: Formats("hermes", None)}
+    for none in (None, {"rag": "<arg_key>"}):
+        tokenizer.chat_template = none
+        assert ChatModel(tokenizer).formats == {True: Formats(), False: Formats()}
+
+
+@pytest.mark.parametrize(
+    ("family", "warning"),
+    [
+        ("gemma3", "does not render tools"),
+        ("plain", "does not render tools"),
+        ("glm4", "in no format that is read here"),
+        ("gemma4", "in no format that is read here"),
+        ("llama3", None),
+        ("qwen3", None),
+    ],
+)
+def test_a_template_whose_tool_calls_stay_text_is_warned_of_once(
+    family: str, warning: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def parse(**fields: Any) -> None:
+        request = TurnRequest((Message("user", "hi"),), **fields)
+        model.parsers(model.template({}))(request, np.array([1]))
+
+    model = ChatModel(family_tokenizer(family))
+    parse()
+    parse(tools=(TOOL,), tool_choice="none")
+    assert (model.warning, caplog.messages) == (None, [])
+    parse(tools=(TOOL,))
+    parse(tools=(TOOL,))
+    assert caplog.messages == ([] if warning is None else [model.warning])
+    assert warning is None or (warning in caplog.text and "--sglang-tool-call-parser" in caplog.text)
+    caplog.clear()
+    model = ChatModel(family_tokenizer(family), formats=Formats("pythonic"))
+    parse(tools=(TOOL,))
+    assert caplog.messages == []

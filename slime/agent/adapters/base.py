@@ -7,7 +7,6 @@ and finished; and a turn's tokens are those that were sampled, as behind `slime.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
@@ -74,8 +73,7 @@ class BaseAdapter:
         self.inflight: Counter[str] = Counter()
         self.closed: OrderedDict[str, None] = OrderedDict()
         self.manager = Trajectories(self)
-        self._model = ChatModel(tokenizer)
-        self._model.formats = _formats(self._model.formats, tool_parser, reasoning_parser)
+        self._model = ChatModel(tokenizer, formats=Formats(tool_parser, reasoning_parser))
         self._model.template({})  # probed now, and not under the first request
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: EnginePool | None = None
@@ -303,9 +301,3 @@ async def _object_of(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Problem(Kind.BAD_BODY, "the body must be an object")
     return body
-
-
-def _formats(found: Formats, tool: str | None, reasoning: str | None) -> Formats:
-    chosen = dataclasses.replace(found, tool=tool or found.tool, reasoning=reasoning or found.reasoning)
-    chosen.check()
-    return chosen

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -12,9 +14,12 @@ import numpy as np
 
 from slime.agent.messages import TurnRequest
 from slime.agent.sampling.turn import ParserFactory
+from slime.agent.session.rendering import template_source
 from slime.agent.session.template import ChatTemplate
 from slime.parsers.events import OutputParser
-from slime.parsers.formats import Formats, formats_of, make_parser
+from slime.parsers.formats import TOOL_CALL_PARSERS, Formats, formats_of, make_parser
+
+logger = logging.getLogger(__name__)
 
 
 class ChatModel:
@@ -25,9 +30,17 @@ class ChatModel:
         self.tokenizer = tokenizer
         self.context = context
         """The most tokens that the model takes; None when nobody knows."""
-        found = formats_of(tokenizer.chat_template or "")
         named = formats or Formats()
-        self.formats = Formats(named.tool or found.tool, named.reasoning or found.reasoning)
+        named.check()
+        self.sources = {offers: template_source(tokenizer, tools=offers) for offers in (False, True)}
+        """The text of the template that renders a request, by whether the request offers tools."""
+        self.formats = {
+            offers: Formats(named.tool or found.tool, named.reasoning or found.reasoning)
+            for offers, found in ((offers, formats_of(source)) for offers, source in self.sources.items())
+        }
+        """The formats of an answer, by whether its request offers tools."""
+        self.warning: str | None = None
+        """Why tool calls stay text, once a request has offered tools; None where they are read."""
         self._templates: dict[str, ChatTemplate] = {}
 
     def template(self, kwargs: Mapping[str, Any]) -> ChatTemplate:
@@ -42,8 +55,25 @@ class ChatModel:
         return partial(self._parser, template)
 
     def _parser(self, template: ChatTemplate, request: TurnRequest, prompt_ids: np.ndarray) -> OutputParser:
-        formats = self.formats
-        if request.tool_choice == "none" or not request.tools:
+        offers_tools = bool(request.tools)
+        formats = self.formats[offers_tools]
+        if request.tool_choice == "none" or not offers_tools:
             formats = dataclasses.replace(formats, tool=None)  # what looks like a call is text then
+        elif formats.tool is None and self.warning is None:
+            self.warning = _why_calls_stay_text(self.sources[True])
+            logger.warning("%s", self.warning)
         in_reasoning = template.starts_in_reasoning(prompt_ids)
         return make_parser(formats, tools=request.tools, starts_in_reasoning=in_reasoning)
+
+
+def _why_calls_stay_text(source: str) -> str:
+    flag = f"--sglang-tool-call-parser ({', '.join(TOOL_CALL_PARSERS)})"
+    if not re.search(r"\btools\b", re.sub(r"{#.*?#}", "", source, flags=re.DOTALL)):
+        return (
+            "the model's chat template does not render tools: the model does not see the tools that clients offer, and "
+            f"its tool calls stay text; use a template that renders tools, and name the format of calls with {flag}"
+        )
+    return (
+        "the model's chat template writes tool calls in no format that is read here: tool calls stay text; if the "
+        f"model writes one of these formats, name it with {flag}"
+    )

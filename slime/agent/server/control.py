@@ -70,7 +70,8 @@ class ControlApp:
         key, problem = body["key"], Problem(Kind(body["kind"]), body["message"])
         closed = await self._sessions.close(key, problem)
         await self._listeners.close(key)
-        return {"record": closed.session.to_record() if body["collect"] else None, "failure": closed.failure}
+        record = closed.session.to_record() if body["collect"] else None
+        return {"record": record, "failure": closed.failure, "warning": self._sessions.warning}
 
     async def _turns(self, body: dict[str, Any]) -> Any:
         session = self._sessions.find(body["key"]).session

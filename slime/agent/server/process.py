@@ -46,6 +46,7 @@ class RunningServer:
     def __init__(self, child: ChildProcess, remote: RemoteServer, reader: asyncio.StreamReader) -> None:
         self.child, self.remote = child, remote
         self.died = asyncio.Event()
+        self._warned: set[str] = set()
         self._reader = reader
         self._news: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._pass_on())]
@@ -53,6 +54,12 @@ class RunningServer:
     def tell(self, call: Callable[[], Awaitable[None]]) -> None:
         """Have a call made after all that were given before it."""
         self._news.put_nowait(call)
+
+    def warn(self, warning: str | None) -> None:
+        """Log in the driver what the process warned of, once."""
+        if warning is not None and warning not in self._warned:
+            self._warned.add(warning)
+            logger.warning("%s: %s", NAME, warning)
 
     def failure(self) -> AgentServerFailed:
         """What to say of its death."""

@@ -50,7 +50,7 @@ class RemoteServer:
         return answer
 
     async def collect(self, key: str, kind: Kind, message: str) -> dict[str, Any]:
-        """Close a session; its record (`Session.to_record`) and the last failure of an engine."""
+        """Close a session; its record (`Session.to_record`), its last engine failure, a warning for the user."""
         answer: dict[str, Any] = await self._call(
             "close", {"key": key, "kind": str(kind), "message": message, "collect": True}
         )

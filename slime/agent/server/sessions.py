@@ -139,6 +139,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def warning(self) -> str | None:
+        """What the driver tells its user about the model's tool calls."""
+        return self._model.warning
+
     def open(self, opening: Opening) -> OpenSession:
         """A new session, or one that goes on; a `ValueError` if there is one of this key."""
         if opening.key in self._open or (opening.key in self._closed and opening.record is None):

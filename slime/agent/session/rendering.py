@@ -52,3 +52,11 @@ class Renderer:
         except _RAISED as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise TemplateRefused(f"the model's chat template refuses this conversation ({reason})") from error
+
+
+def template_source(tokenizer: Any, *, tools: bool) -> str:
+    """The text of the template that the tokenizer uses with or without tools; empty where it has none."""
+    try:
+        return str(tokenizer.get_chat_template(None, tools=[] if tools else None))
+    except ValueError:  # no template, or several of which none is the default
+        return ""
