@@ -11,6 +11,7 @@ from slime.agent.client import open_session
 from slime.agent.sampling.model import ChatModel
 from slime.agent.server import answering
 from slime.agent.server.app import AgentApp
+from slime.agent.server.connections import Connections
 from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import Opening
 from slime.engine.http.pool import EnginePool
@@ -226,7 +227,9 @@ def test_a_stream_has_headers_at_once_and_is_never_silent(agent_tokenizer, play,
         pool = EnginePool([url])
         sessions = Sessions(ChatModel(agent_tokenizer), pool)
         sessions.open(Opening(key="k", params=PARAMS))
-        runner = web.AppRunner(AgentApp(sessions, agent_tokenizer, ["m"]).app, handler_cancellation=True)
+        runner = web.AppRunner(
+            AgentApp(sessions, agent_tokenizer, ["m"], Connections(16)).app, handler_cancellation=True
+        )
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         address = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions"

@@ -93,6 +93,8 @@ class Shot:
     content_type: str
     way: str
     shows_key: bool = True
+    key: str | None = None
+    """Instead of the one that all others show."""
 
 
 def shots(seed: int, folder: Path) -> Iterator[Shot]:
@@ -105,7 +107,7 @@ def shots(seed: int, folder: Path) -> Iterator[Shot]:
         if isinstance(body, bytes):
             data, kind = _bad_blob(rng), "application/octet-stream"
         else:
-            data = b"" if body is None else _damaged(rng, _json(_mutated(rng, body)))
+            data = b"" if body is None else damaged(rng, as_json(mutated(rng, body)))
         if rng.random() < 0.03:
             path += rng.choice(
                 ["?weight_version=%00", "?a[]=%ff", "/../x", "%2e%2e/", "?flush_cache=maybe", "#x", "\u00e9"]
@@ -116,11 +118,11 @@ def shots(seed: int, folder: Path) -> Iterator[Shot]:
         yield Shot(method, path, data, kind, way, rng.random() < 0.95)
 
 
-def _json(body: Any) -> bytes:
+def as_json(body: Any) -> bytes:
     return json.dumps(body).replace(f'"{_NESTED}"', "[" * 900 + "]" * 900).encode()
 
 
-def _mutated(rng: random.Random, body: Any) -> Any:
+def mutated(rng: random.Random, body: Any) -> Any:
     """`body` with one to three values replaced, dropped or added, at any depth."""
     if rng.random() < 0.15:
         return body
@@ -149,7 +151,7 @@ def _mutated(rng: random.Random, body: Any) -> Any:
     return changed
 
 
-def _damaged(rng: random.Random, data: bytes) -> bytes:
+def damaged(rng: random.Random, data: bytes) -> bytes:
     if rng.random() > 0.08 or not data:
         return data
     at = rng.randrange(len(data))
@@ -218,8 +220,11 @@ async def _fire(port: int, key: str, shot: Shot) -> tuple[int, bytes]:
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, and no port kept waiting
     try:
-        writer.write(_bytes(shot, key))
-        await writer.drain()
+        data = _bytes(shot, key)
+        for piece in (data[:7], data[7:90], data[90:-3], data[-3:]) if shot.way == "slow" else (data,):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.01 if shot.way == "slow" else 0)
         if shot.way in ("dropped", "half_head", "half_body", "long_length"):
             return 0, b""
         if shot.way == "first_bytes":
@@ -241,7 +246,7 @@ def _bytes(shot: Shot, key: str) -> bytes:
     if way == "other_method":
         method = {"GET": "DELETE", "POST": "PUT"}[method]
     head = f"{method} {shot.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: {shot.content_type}\r\n".encode()
-    head += f"Authorization: Bearer {key}\r\n".encode() if shot.shows_key else b""
+    head += f"Authorization: Bearer {shot.key or key}\r\n".encode() if shot.shows_key else b""
     if way in ("chunked", "bad_chunks"):
         size = b"%x" % len(body) if way == "chunked" else b"-zz"
         return head + b"Transfer-Encoding: chunked\r\n\r\n" + size + b"\r\n" + body + b"\r\n0\r\n\r\n"

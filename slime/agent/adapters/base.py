@@ -153,7 +153,7 @@ class BaseAdapter:
     ) -> web.StreamResponse:
         """Take a turn and answer with it."""
         if asked.count_only:
-            return json_response(dialect.counted(held.session.count_tokens(asked.request)))
+            return json_response(dialect.counted(await held.count_tokens(asked.request)))
         if asked.stream:
             return await answer_stream(request, held, dialect, asked, self.tokenizer)
         return await answer_whole(held, dialect, asked, self.tokenizer)

@@ -20,11 +20,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from slime.agent.live.exchange import Exchange, exchange_of
 from slime.agent.live.settings import LiveSettings
 from slime.agent.live.store import ExchangeStore
 from slime.agent.server.dialects import Kind, Problem
+from slime.agent.server.intake import Intake
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import Opening
 from slime.agent.session.session import Prompt
@@ -62,6 +64,8 @@ class Door:
         self._filter = _filter_of(settings.filter_path)
         self._open: OrderedDict[str, _Conversation] = OrderedDict()
         """By name, the one that was heard of longest ago first."""
+        self._entering: WeakValueDictionary[str, Intake] = WeakValueDictionary()
+        """Of conversations whose first request is being read."""
         self._keeping: set[asyncio.Task[None]] = set()
         self._arrived = asyncio.Event()
         self.counts: Counter[str] = Counter()
@@ -70,6 +74,16 @@ class Door:
     def is_for(self, key: str | None) -> bool:
         """Whether a request has the service's key."""
         return key is not None and hmac.compare_digest(key.encode(), self._settings.key.encode())
+
+    def intake(self, headers: Mapping[str, str]) -> Intake:
+        """What limits the requests of a conversation, which may not be open yet; or a `Problem`."""
+        name = _name_of(headers)
+        if (found := self._open.get(name)) is not None:
+            return found.held.intake
+        intake = self._entering.get(name)
+        if intake is None:
+            intake = self._entering[name] = self._sessions.intake(self._settings.limits.get("max_context"))
+        return intake
 
     async def enter(self, headers: Mapping[str, str]) -> OpenSession:
         """The session of the conversation that a request belongs to, or a `Problem`."""

@@ -14,10 +14,16 @@ import numpy as np
 
 from slime.agent.messages import TurnRequest
 from slime.agent.sampling.turn import ParserFactory
+from slime.agent.session.limits import PromptTooLong
 from slime.agent.session.rendering import template_source
 from slime.agent.session.template import ChatTemplate
 from slime.parsers.events import OutputParser
 from slime.parsers.formats import TOOL_CALL_PARSERS, Formats, formats_of, make_parser
+
+_CHARACTERS_PER_TOKEN = 8
+"""More than prompts have on average, in any language and in code."""
+_PIECE_CHARACTERS = 16384
+_BORDER_TOKENS = 64
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +59,34 @@ class ChatModel:
     def parsers(self, template: ChatTemplate) -> ParserFactory:
         """What makes the parser of an answer under this template."""
         return partial(self._parser, template)
+
+    def check_length(self, request: TurnRequest, context: int) -> None:
+        """Raise `PromptTooLong` where a request has more tokens than the context; stops as soon as that is certain.
+
+        Only a request with many more characters than prompts of this length usually have is looked at. Its pieces are
+        tokenized apart, which makes a few tokens more at each border (`_BORDER_TOKENS`).
+        """
+        if len(request.messages) > context:
+            raise PromptTooLong(len(request.messages), context - 1)
+        texts = [text for message in request.messages for text in (message.content, message.reasoning or "")]
+        texts += [call.arguments for message in request.messages for call in message.tool_calls]
+        characters = sum(map(len, texts))
+        if characters <= _CHARACTERS_PER_TOKEN * context:
+            return
+        tokens = seen = 0
+        for text in texts:
+            for start in range(0, len(text), _PIECE_CHARACTERS):
+                piece = text[start : start + _PIECE_CHARACTERS]
+                tokens += max(0, self._token_count(piece) - _BORDER_TOKENS)
+                seen += len(piece)
+                if tokens > context:
+                    raise PromptTooLong(round(tokens * characters / seen), context - 1)
+
+    def _token_count(self, text: str) -> int:
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if self.tokenizer.is_fast:
+            return len(self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _parser(self, template: ChatTemplate, request: TurnRequest, prompt_ids: np.ndarray) -> OutputParser:
         offers_tools = bool(request.tools)

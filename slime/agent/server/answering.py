@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 async def answer_whole(held: OpenSession, dialect: Dialect, asked: Asked, tokenizer: Any) -> web.StreamResponse:
     """The answer in one piece; raises `Problem`."""
-    _, task = held.begin(asked.request, None)
+    _, task = await held.begin(asked.request, None)
     taken = await _turn_of(held, task)
     return json_response(dialect.whole(asked, finished_turn(taken, asked, tokenizer)))
 
@@ -44,7 +44,7 @@ async def answer_stream(
 ) -> web.StreamResponse:
     """The answer as it is sampled; raises `Problem` as long as nothing was sent."""
     stream = _Stream(http)
-    prompt, task = held.begin(asked.request, stream.event)
+    prompt, task = await held.begin(asked.request, stream.event)
     try:
         await stream.open(dialect, asked, prompt)
         try:
@@ -109,9 +109,9 @@ async def _turn_of(held: OpenSession, task: asyncio.Task[TakenTurn]) -> TakenTur
         await _first_of(task, held.ended)
         if not task.done():
             task.cancel()
-            raise held.ended.result()
+            raise held.ended.result().again()
         if task.cancelled():  # by the end of the session
-            raise held.ended.result() if held.ended.done() else Problem(Kind.CLOSED, "this turn was given up")
+            raise held.ended.result().again() if held.ended.done() else Problem(Kind.CLOSED, "this turn was given up")
         return task.result()
     except (EngineError, AbortedTooOften) as error:
         held.failure = str(error)

@@ -1,12 +1,13 @@
 """The endpoints that agents talk to: HTTP in, the dialect of its path, the session of its key.
 
-Invariant: whatever a client sends is answered in its own dialect, and touches no session but the one whose key it has.
+Invariants: whatever a client sends is answered in its own dialect, and touches no session but the one whose key it has.
+Nothing of a body is read before its key is known, and what a body costs counts against the limits of its session.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from aiohttp import web
 
 from slime.agent.live.door import Door
 from slime.agent.server.answering import answer_stream, answer_whole, json_response
+from slime.agent.server.connections import Connections
 from slime.agent.server.dialects import (
     DIALECTS,
     Asked,
@@ -25,13 +27,15 @@ from slime.agent.server.dialects import (
     models_body,
     refusal_problem,
 )
+from slime.agent.server.intake import INLINE_BODY_BYTES
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.session.limits import SessionRefusal
 from slime.agent.session.rendering import TemplateRefused
 from slime.cluster.http_checks import no_foreign_pages
 from slime.engine.http.answers import parse_json
 
-MOST_BODY_BYTES = 64 << 20
+MOST_NOTES = 100
+"""Different notes about the requests of one session that are logged."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +43,17 @@ logger = logging.getLogger(__name__)
 class AgentApp:
     """The aiohttp application; `names` are the model's, the first is what clients are told."""
 
-    def __init__(self, sessions: Sessions, tokenizer: Any, names: Sequence[str], door: Door | None = None) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        tokenizer: Any,
+        names: Sequence[str],
+        connections: Connections,
+        door: Door | None = None,
+    ) -> None:
         self._sessions, self._tokenizer, self._names = sessions, tokenizer, tuple(names)
-        self._door = door
-        self.app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[no_foreign_pages])
+        self._connections, self._door = connections, door
+        self.app = web.Application(middlewares=[no_foreign_pages])
         for dialect in DIALECTS:
             for path in dialect.paths:
                 self.app.router.add_post(path, partial(self._post, dialect))
@@ -54,28 +65,36 @@ class AgentApp:
 
     async def _post(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         try:
-            body = parse_json(await http.read())
-        except (ValueError, RecursionError) as error:
-            return _refused(dialect, Problem(Kind.BAD_BODY, f"the body is not JSON: {error}"))
-        except web.HTTPRequestEntityTooLarge:
-            return _refused(dialect, Problem(Kind.BAD_BODY, f"the body has more than {MOST_BODY_BYTES} bytes"))
-        try:
-            key = dialect.key(http.headers, body)
-            if self._door is not None and self._door.is_for(key):
-                asked = dialect.asked(http.path, body, http.headers)  # what cannot be read opens no conversation
-                held = await self._door.enter(http.headers)
-            else:
-                held = self._sessions.find(key)
-                asked = dialect.asked(http.path, body, http.headers)
-            return await self._answered(http, held, dialect, asked)
+            key = dialect.key(http.headers)
+            door = self._door if self._door is not None and self._door.is_for(key) else None
+            intake = self._sessions.find(key).intake if door is None else door.intake(http.headers)
+            with intake.request() as room, self._connections.serving(http.transport, key or ""):
+                body = await room.body(http)
+                understood = partial(self._understood, dialect, http.path, body, http.headers, intake.context)
+                asked = await intake.run(understood, inline=len(body) <= INLINE_BODY_BYTES)
+                held = self._sessions.find(key) if door is None else await door.enter(http.headers)
+                return await self._answered(http, held, dialect, asked)
         except Problem as problem:
             return _refused(dialect, problem)
+
+    def _understood(
+        self, dialect: Dialect, path: str, body: bytes, headers: Mapping[str, str], context: int | None
+    ) -> Asked:
+        """What a body asks for, which may have a prompt that fits; raises `Problem`."""
+        try:
+            asked = dialect.asked(path, parse_json(body), headers)
+            self._sessions.check_length(asked.request, context)
+        except SessionRefusal as refusal:
+            raise refusal_problem(refusal) from refusal
+        except (ValueError, RecursionError) as error:
+            raise Problem(Kind.BAD_BODY, f"the body is not JSON: {error}") from error
+        return asked
 
     async def _answered(
         self, http: web.Request, held: OpenSession, dialect: Dialect, asked: Asked
     ) -> web.StreamResponse:
         for note in asked.notes:
-            if note not in held.noted:
+            if note not in held.noted and len(held.noted) < MOST_NOTES:
                 held.noted.add(note)
                 logger.info("%s", note)
         if asked.model not in self._names and asked.model not in held.names:
@@ -84,7 +103,7 @@ class AgentApp:
             )
         try:
             if asked.count_only:
-                return json_response(dialect.counted(held.session.count_tokens(asked.request)))
+                return json_response(dialect.counted(await held.count_tokens(asked.request)))
             if asked.stream:
                 return await answer_stream(http, held, dialect, asked, self._tokenizer)
             return await answer_whole(held, dialect, asked, self._tokenizer)

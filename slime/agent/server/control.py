@@ -5,6 +5,7 @@ Invariant: only who has the secret is heard. Bodies are the journal's bytes (`Co
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -58,7 +59,7 @@ class ControlApp:
                 answer = await call(self._codec.unpack(await http.read()))
             except (BadRecord, Problem, ValueError, KeyError, TypeError) as error:
                 return web.Response(status=400, text=f"{type(error).__name__}: {error}")
-            return web.Response(body=self._codec.pack(answer, "an answer"))
+            return web.Response(body=await asyncio.to_thread(self._codec.pack, answer, "an answer"))
 
         return handle
 
@@ -70,7 +71,7 @@ class ControlApp:
         key, problem = body["key"], Problem(Kind(body["kind"]), body["message"])
         closed = await self._sessions.close(key, problem)
         await self._listeners.close(key)
-        record = closed.session.to_record() if body["collect"] else None
+        record = await asyncio.to_thread(closed.session.to_record) if body["collect"] else None
         return {"record": record, "failure": closed.failure, "warning": self._sessions.warning}
 
     async def _turns(self, body: dict[str, Any]) -> Any:

@@ -14,6 +14,8 @@ import socket
 
 from aiohttp import web
 
+from slime.agent.server.connections import Connections
+
 _MOST_LINE = 4096
 _PATIENCE_S = 10.0
 
@@ -23,9 +25,9 @@ logger = logging.getLogger(__name__)
 class Listeners:
     """Adopts sockets for the endpoints of `runner`."""
 
-    def __init__(self, runner: web.AppRunner, path: str, secret: str) -> None:
-        self._runner, self._path, self._secret = runner, path, secret
-        self._sites: dict[str, list[web.SockSite]] = {}
+    def __init__(self, runner: web.AppRunner, connections: Connections, path: str, secret: str) -> None:
+        self._runner, self._connections, self._path, self._secret = runner, connections, path, secret
+        self._adopted: dict[str, list[socket.socket]] = {}
         self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -39,8 +41,8 @@ class Listeners:
 
     async def close(self, key: str) -> None:
         """Accept no more on the sockets of a session."""
-        for site in self._sites.pop(key, ()):
-            await site.stop()
+        for listening in self._adopted.pop(key, ()):
+            await self._connections.stop(listening)
 
     async def aclose(self) -> None:
         """Take no more sockets."""
@@ -76,10 +78,9 @@ class Listeners:
                 one.close()
             return b"refused"
         for one in sockets:
-            one.setblocking(False)
-            site = web.SockSite(self._runner, one)
-            await site.start()
-            self._sites.setdefault(key, []).append(site)
+            assert self._runner.server is not None
+            self._connections.accept_on(one, self._runner.server)
+            self._adopted.setdefault(key, []).append(one)
         return b"ok"
 
 

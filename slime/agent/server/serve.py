@@ -16,6 +16,7 @@ from aiohttp import web
 from slime.agent.live.door import Door
 from slime.agent.sampling.model import ChatModel
 from slime.agent.server.app import AgentApp
+from slime.agent.server.connections import Connections, bound_file, bound_sockets, most_connections
 from slime.agent.server.control import ControlApp
 from slime.agent.server.dialects import Kind, Problem
 from slime.agent.server.listeners import Listeners
@@ -29,6 +30,9 @@ from slime.rollout.loop import DaemonExecutor
 from slime.waits import ending_signals
 
 DEFAULT_NAMES = ("slime-actor", "default")
+
+_LINGERING_S = 2.0
+"""How long the rest of a refused body is read, so that its client sees the answer and no reset."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +52,12 @@ async def serve(
     names = (*settings.names, Path(settings.model).name, settings.model, *DEFAULT_NAMES)
     folder = Path(settings.folder)
     door = None if settings.live is None else Door(settings.live, sessions)
-    agents = _runner(AgentApp(sessions, tokenizer, names, door).app)
-    listeners = Listeners(agents, str(folder / LISTENERS), settings.secret)
+    connections = Connections(most_connections())
+    agents = _runner(AgentApp(sessions, tokenizer, names, connections, door).app, auto_decompress=False)
+    listeners = Listeners(agents, connections, str(folder / LISTENERS), settings.secret)
     control = _runner(ControlApp(sessions, pool, listeners, settings.secret, door).app)
     try:
-        port = await _listen(agents, settings, folder / AGENTS)
+        port = await _listen(agents, connections, settings, folder / AGENTS)
         await control.setup()
         await web.UnixSite(control, str(folder / CONTROL)).start()
         await listeners.start()
@@ -62,6 +67,7 @@ async def serve(
         await _told_to_end(over())
     finally:
         await sessions.close_all(Problem(Kind.SHUTTING_DOWN, "the run is over"))
+        await connections.aclose()
         await listeners.aclose()
         await agents.cleanup()
         await control.cleanup()
@@ -73,23 +79,27 @@ async def serve(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _runner(app: web.Application) -> web.AppRunner:
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+def _runner(app: web.Application, **options: Any) -> web.AppRunner:
+    options |= {"access_log": None, "shutdown_timeout": 1.0, "lingering_time": _LINGERING_S}
+    return web.AppRunner(app, handler_cancellation=True, **options)
 
 
-async def _listen(agents: web.AppRunner, settings: ServerSettings, path: Path) -> int:
+async def _listen(agents: web.AppRunner, connections: Connections, settings: ServerSettings, path: Path) -> int:
     """Listen for agents on a port and on a socket file; returns the port."""
     await agents.setup()
+    assert agents.server is not None
     try:
-        await web.TCPSite(agents, settings.host, settings.port).start()
+        bound = await bound_sockets(settings.host, settings.port)
     except OSError as error:
         raise UserError(
             f"agents cannot be served at {settings.host}:{settings.port} ({error.strerror}): choose another port with "
             "--agent-server-port, or another address with --host"
         ) from error
-    port = int(agents.addresses[0][1])
-    await web.UnixSite(agents, str(path)).start()
+    port = int(bound[0].getsockname()[1])
+    file = bound_file(path)
     os.chmod(path, 0o666)  # for whoever has it bound into a sandbox; the folder is closed to all others
+    for listening in (*bound, file):
+        connections.accept_on(listening, agents.server)
     return port
 
 

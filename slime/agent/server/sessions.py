@@ -9,23 +9,32 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from slime.agent.messages import TurnRequest
 from slime.agent.sampling.engines import EngineSampler
 from slime.agent.sampling.model import ChatModel
 from slime.agent.sampling.turn import OnEvent, ParserFactory, TakenTurn, take_prepared
 from slime.agent.server.dialects import Kind, Problem, refusal_problem
+from slime.agent.server.intake import INLINE_CHARACTERS, WORKERS, Intake
 from slime.agent.server.settings import Opening
 from slime.agent.session.journal import Attempt, TurnJournal
 from slime.agent.session.limits import Limits, SessionRefusal
-from slime.agent.session.session import Prompt, Session
+from slime.agent.session.matching import Decision
+from slime.agent.session.session import Outdated, Prompt, Rendered, Session
+from slime.agent.session.special_text import texts_in
 from slime.agent.session.tree import Turn
 from slime.engine.http.pool import EnginePool
 from slime.rollout.asking import Draws
 from slime.rollout.gate import Gate, Ticket
 
+T = TypeVar("T")
+
+MOST_TURNS = 4096
+"""Of a session without a limit of its own: a request is compared with every turn that it may continue."""
 REMEMBERED = 16384
 """Closed sessions whose clients are told so; of those before them nobody knows any more."""
 
@@ -34,9 +43,15 @@ class OpenSession:
     """A session, whoever samples for it, and the requests that are being answered."""
 
     def __init__(
-        self, session: Session, params: Mapping[str, Any], sampler: EngineSampler, parsers: ParserFactory
+        self,
+        session: Session,
+        params: Mapping[str, Any],
+        sampler: EngineSampler,
+        parsers: ParserFactory,
+        intake: Intake,
     ) -> None:
         self.session = session
+        self.intake = intake
         self.ticket: Ticket | None = None
         self.names: frozenset[str] = frozenset()
         self.journaled: Callable[[Turn], Awaitable[None]] | None = None
@@ -51,12 +66,10 @@ class OpenSession:
         self.ended: asyncio.Future[Problem] = asyncio.get_running_loop().create_future()
         self._answering: set[asyncio.Task[TakenTurn]] = set()
 
-    def begin(self, request: TurnRequest, on_event: OnEvent | None) -> tuple[Prompt, asyncio.Task[TakenTurn]]:
+    async def begin(self, request: TurnRequest, on_event: OnEvent | None) -> tuple[Prompt, asyncio.Task[TakenTurn]]:
         """One more turn, which is being sampled from now on, or a `Problem`; whoever cancels the task gives it up."""
-        if self.ended.done():
-            raise self.ended.result()
         try:
-            prompt = self.session.prepare(request)
+            prompt = await self._of_rendered(request, self.session.prepare)
         except SessionRefusal as refusal:
             raise refusal_problem(refusal) from refusal
         is_begun = False
@@ -84,6 +97,24 @@ class OpenSession:
         self._answering.add(task)
         task.add_done_callback(done)
         return prompt, task
+
+    async def count_tokens(self, request: TurnRequest) -> int:
+        """How many tokens the prompt of this request would have."""
+        return await self._of_rendered(request, self.session.count_tokens)
+
+    async def _of_rendered(self, request: TurnRequest, use: Callable[[TurnRequest, Rendered | None], T]) -> T:
+        """What `use` makes of a request, whose long text is tokenized in a thread."""
+        while True:
+            if self.ended.done():
+                raise self.ended.result().again()
+            decision = self.session.place(request)
+            rendered = None
+            if decision.context is None and _characters(decision, request) > INLINE_CHARACTERS:
+                rendered = await self.intake.run(partial(self.session.render, decision, request), inline=False)
+            try:
+                return use(request, rendered)
+            except Outdated:  # a turn was recorded meanwhile
+                continue
 
     @property
     def is_answering(self) -> bool:
@@ -117,6 +148,15 @@ class OpenSession:
             await asyncio.wait(set(self._answering))
 
 
+def _characters(decision: Decision, request: TurnRequest) -> int:
+    """The length of the text that is rendered."""
+    said = sum(
+        len(message.content) + len(message.reasoning or "") + sum(len(call.arguments) for call in message.tool_calls)
+        for message in decision.new
+    )
+    return said + (sum(map(len, texts_in(request.tools))) if decision.turn is None else 0)
+
+
 class Sessions:
     """Sessions by key."""
 
@@ -135,6 +175,8 @@ class Sessions:
         self._open: dict[str, OpenSession] = {}
         self._closed: OrderedDict[str, Problem] = OrderedDict()
         self.opened = 0
+        self.workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="agents")
+        """Do the work on large requests."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -151,6 +193,7 @@ class Sessions:
         self._closed.pop(opening.key, None)
         template = self._model.template(opening.template_kwargs)
         limits = Limits(**opening.limits)
+        limits = replace(limits, max_turns=MOST_TURNS) if limits.max_turns is None else limits
         if opening.record is None:
             session = Session(opening.key, template, limits=limits, strict=opening.strict)
         else:
@@ -168,7 +211,8 @@ class Sessions:
             draws=draws.apart,
             routing=opening.routing,
         )
-        made = OpenSession(session, opening.params, sampler, self._model.parsers(template))
+        intake = self.intake(limits.max_context)
+        made = OpenSession(session, opening.params, sampler, self._model.parsers(template), intake)
         made.ticket, made.names = ticket, frozenset(opening.names)
         if self._journal is not None and opening.attempt is not None:
             made.journaled = partial(self._keep, self._journal, session, Attempt(**opening.attempt))
@@ -179,12 +223,21 @@ class Sessions:
     async def _keep(self, journal: TurnJournal, session: Session, attempt: Attempt, turn: Turn) -> None:
         await journal.append(session.key, attempt, session.turn_record(turn))
 
+    def intake(self, context: int | None) -> Intake:
+        """The limits of the requests of one session, whose prompts have at most so many tokens."""
+        return Intake(context or self._model.context, self.workers)
+
+    def check_length(self, request: TurnRequest, context: int | None) -> None:
+        """Raise `PromptTooLong` where a prompt certainly exceeds the context, before all of it is tokenized."""
+        if context is not None:
+            self._model.check_length(request, context)
+
     def find(self, key: str | None) -> OpenSession:
         """The session of a key, or a `Problem`."""
         if key is not None and (found := self._open.get(key)) is not None:
             return found
         if key is not None and (problem := self._closed.get(key)) is not None:
-            raise problem
+            raise problem.again()
         raise Problem(Kind.NO_SESSION, "no session has this key: a session is opened by the run, not by its client")
 
     async def close(self, key: str, problem: Problem) -> OpenSession:
@@ -199,3 +252,4 @@ class Sessions:
     async def close_all(self, problem: Problem) -> None:
         """End all of them."""
         await asyncio.gather(*(self.close(key, problem) for key in list(self._open)))
+        self.workers.shutdown(wait=False, cancel_futures=True)

@@ -67,6 +67,19 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Rendered:
+    """The ids of what is new in a request, made apart from the session: `new` after `turn`."""
+
+    turn: Turn | None
+    new: int
+    ids: np.ndarray
+
+
+class Outdated(Exception):
+    """The tree has grown since a request was rendered, and the request belongs elsewhere now."""
+
+
+@dataclass(frozen=True)
 class SampledTurn:
     """What an engine sampled: ids as it delivered them, and the message that they were read as."""
 
@@ -94,15 +107,35 @@ class Session:
     _in_flight: int = field(default=0, init=False)
     _differing_in_prompts: int = field(default=0, init=False)
 
-    def prepare(self, request: TurnRequest) -> Prompt:
-        """The prompt of one more turn; `record` or `abandon` must follow."""
+    def place(self, request: TurnRequest) -> Decision:
+        """Where the request belongs now, for `render`."""
+        return decide(self.tree, request)
+
+    def render(self, decision: Decision, request: TurnRequest) -> Rendered:
+        """The ids of what is new; reads nothing that changes, so another thread may call it."""
+        template, last = self._template(), decision.turn
+        if last is None:
+            ids = template.prompt(decision.new, request.tools)
+        else:
+            final = int(last.ids[-1]) if len(last.ids) else None
+            ended_with = final if final in template.stop_ids else None
+            ids = template.continuation(last.message, ended_with, decision.new, request.tools)
+        kept = np.array(ids, dtype=np.int32)
+        kept.flags.writeable = False
+        return Rendered(last, len(decision.new), kept)
+
+    def prepare(self, request: TurnRequest, rendered: Rendered | None = None) -> Prompt:
+        """The prompt of one more turn; `record` or `abandon` must follow.
+
+        With `rendered` nothing is tokenized; raises `Outdated` if the tree places the request elsewhere by now.
+        """
         if self.is_closed:
             raise Closed("this session has ended")
         decision = decide(self.tree, request)
         try:
             self.limits.check(self.counters.turns + self._in_flight, self.counters.sampled_tokens)
             self._check_continuable(decision)
-            context = decision.context or self._rendered(decision, request)
+            context = decision.context or self._context(decision, request, rendered)
             history = path(decision.turn)
             ids = joined(history, context)
             bound = self.limits.new_tokens(len(ids), self.counters.sampled_tokens, request.max_tokens)
@@ -119,10 +152,10 @@ class Session:
         self._in_flight += 1
         return Prompt(ids, decision.outcome, context, shared, bound, f"turn_{uuid.uuid4().hex}")
 
-    def count_tokens(self, request: TurnRequest) -> int:
+    def count_tokens(self, request: TurnRequest, rendered: Rendered | None = None) -> int:
         """How many tokens the prompt of this request would have; nothing is begun or counted."""
         decision = decide(self.tree, request)
-        context = decision.context or self._rendered(decision, request)
+        context = decision.context or self._context(decision, request, rendered)
         return sum(len(turn.context.ids) + len(turn.ids) for turn in path(decision.turn)) + len(context.ids)
 
     def record(self, prompt: Prompt, turn: SampledTurn) -> Turn:
@@ -255,22 +288,17 @@ class Session:
                 "edited, compacted or branched its history"
             )
 
-    def _rendered(self, decision: Decision, request: TurnRequest) -> Context:
-        template, last = self._template(), decision.turn
-        if last is None:
-            ids = template.prompt(decision.new, request.tools)
-        else:
-            final = int(last.ids[-1]) if len(last.ids) else None
-            ended_with = final if final in template.stop_ids else None
-            ids = template.continuation(last.message, ended_with, decision.new, request.tools)
-        kept = np.array(ids, dtype=np.int32)
-        kept.flags.writeable = False
+    def _context(self, decision: Decision, request: TurnRequest, rendered: Rendered | None) -> Context:
+        if rendered is None:
+            rendered = self.render(decision, request)
+        elif rendered.turn is not decision.turn or rendered.new != len(decision.new):
+            raise Outdated
         return Context(
             number=self.tree.next_context_number(),
-            parent=last,
+            parent=decision.turn,
             messages=tuple(Held(message) for message in decision.new),
-            ids=kept,
-            tools=request.tools if last is None else (),
+            ids=rendered.ids,
+            tools=request.tools if decision.turn is None else (),
         )
 
     def _template(self) -> Template:

@@ -263,4 +263,4 @@ def test_a_schema_that_is_too_deep_is_refused() -> None:
     ],
 )
 def test_the_key_of_a_session(headers: dict[str, str], key: str | None) -> None:
-    assert [dialect.key(headers, {}) for dialect in DIALECTS] == [key] * 3
+    assert [dialect.key(headers) for dialect in DIALECTS] == [key] * 3

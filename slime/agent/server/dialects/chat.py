@@ -43,7 +43,7 @@ class ChatCompletions:
     name = "chat"
     paths: tuple[str, ...] = ("/v1/chat/completions",)
 
-    def key(self, headers: Mapping[str, str], body: object) -> str | None:
+    def key(self, headers: Mapping[str, str]) -> str | None:
         return bodies.session_key(headers)
 
     def asked(self, path: str, body: object, headers: Mapping[str, str]) -> Asked:

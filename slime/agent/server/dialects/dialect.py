@@ -54,6 +54,17 @@ class Problem(Exception):
         self.limit = limit
         self.retry_after_s = retry_after_s
 
+    def again(self) -> Problem:
+        """The same problem for another request: an exception that was raised keeps that request alive."""
+        return Problem(
+            self.kind,
+            self.message,
+            param=self.param,
+            tokens=self.tokens,
+            limit=self.limit,
+            retry_after_s=self.retry_after_s,
+        )
+
     @property
     def ask_again(self) -> bool:
         """Whether the same request may be answered later. Of all others a client must not make a second one."""
@@ -139,7 +150,7 @@ class Dialect(Protocol):
     name: str
     paths: tuple[str, ...]  # of POST requests
 
-    def key(self, headers: Mapping[str, str], body: object) -> str | None:
+    def key(self, headers: Mapping[str, str]) -> str | None:
         """The key of the session: bearer token, `x-api-key`, `x-slime-session`, `x-session-id`: the first there is."""
         ...
 

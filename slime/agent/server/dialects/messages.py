@@ -36,7 +36,7 @@ class AnthropicMessages:
     name = "messages"
     paths: tuple[str, ...] = ("/v1/messages", "/v1/messages/count_tokens")
 
-    def key(self, headers: Mapping[str, str], body: object) -> str | None:
+    def key(self, headers: Mapping[str, str]) -> str | None:
         return bodies.session_key(headers)
 
     def asked(self, path: str, body: object, headers: Mapping[str, str]) -> Asked:

@@ -49,7 +49,7 @@ class OpenAIResponses:
     name = "responses"
     paths: tuple[str, ...] = ("/v1/responses", "/v1/responses/input_tokens")
 
-    def key(self, headers: Mapping[str, str], body: object) -> str | None:
+    def key(self, headers: Mapping[str, str]) -> str | None:
         return bodies.session_key(headers)
 
     def asked(self, path: str, body: object, headers: Mapping[str, str]) -> Asked:

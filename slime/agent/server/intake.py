@@ -1,0 +1,155 @@
+"""What one session's requests may occupy of the process, and the threads that do the work on large ones.
+
+Invariants: nothing of a body is read before its key is known; work whose cost grows with a body is done on the event
+loop only below a size that takes it a few milliseconds; one session has one such job in the threads at a time, also
+when its client has gone away, so that the jobs of other sessions do not queue behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from aiohttp import web
+
+from slime.agent.server.dialects import Kind, Problem
+
+T = TypeVar("T")
+
+WORKERS = 4
+INLINE_BODY_BYTES = 32 << 10
+"""The largest body that is parsed on the event loop."""
+INLINE_CHARACTERS = 4096
+"""The longest text that is tokenized on the event loop."""
+_BODY_BYTES_PER_TOKEN = 24
+_STRUCTURE = (b",", b"{", b"[")
+
+
+@dataclass(frozen=True)
+class IntakeLimits:
+    """The limits of one session's requests."""
+
+    requests: int = 128
+    """In flight, from the key to the end of the answer."""
+    body_bytes: int = 4 << 20
+    values: int = 1 << 17
+    """JSON values in a body, as counted by its commas and brackets: a parser holds the process until its end."""
+    held_bytes: int = 64 << 20
+    """Of all bodies in flight together."""
+    body_s: float = 60.0
+    """Time for a body to arrive."""
+
+    @classmethod
+    def of_context(cls, context: int | None) -> IntakeLimits:
+        """The limits where prompts have at most so many tokens."""
+        if context is None:
+            return cls(body_bytes=64 << 20, values=16 << 20, held_bytes=256 << 20)
+        body = min(max(cls.body_bytes, _BODY_BYTES_PER_TOKEN * context), 64 << 20)
+        return cls(body_bytes=body, values=max(cls.values, 4 * context), held_bytes=max(cls.held_bytes, 4 * body))
+
+
+class Intake:
+    """The requests of one session that are being read and answered."""
+
+    def __init__(self, context: int | None, workers: ThreadPoolExecutor) -> None:
+        """`context`: the most tokens of a prompt; None where nothing limits it."""
+        self.context = context
+        self.limits = IntakeLimits.of_context(context)
+        self._workers = workers
+        self._requests = self._bytes = 0
+        self._working = asyncio.Semaphore(1)
+
+    @contextmanager
+    def request(self) -> Iterator[Room]:
+        """The room of one request until it is answered; a `Problem` where the session has too many."""
+        if self._requests >= self.limits.requests:
+            raise Problem(Kind.FULL, f"{self._requests} requests of this session are in flight: ask again soon")
+        self._requests += 1
+        room = Room(self)
+        try:
+            yield room
+        finally:
+            self._requests -= 1
+            self._bytes -= room.bytes
+
+    async def run(self, work: Callable[[], T], *, inline: bool) -> T:
+        """What `work` returns: at once if it is small (`inline`), else in a thread, after the session's other jobs."""
+        if inline:
+            return work()
+        await self._working.acquire()
+        loop = asyncio.get_running_loop()
+        job = self._workers.submit(work)
+
+        def done(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._working.release)
+
+        job.add_done_callback(done)
+        return await asyncio.wrap_future(job)
+
+
+class Room:
+    """What one request occupies."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake, self.bytes = intake, 0
+
+    async def body(self, http: web.Request) -> bytes:
+        """The body, decompressed; a `Problem` where it is too large, too slow or broken."""
+        intake, limits = self._intake, self._intake.limits
+        if (http.content_length or 0) > limits.body_bytes:
+            raise _too_large(limits)
+        try:
+            async with asyncio.timeout(limits.body_s):
+                body = await self._received(http)
+        except TimeoutError as error:
+            raise Problem(Kind.BAD_BODY, f"the body did not arrive within {limits.body_s:g} s") from error
+        except web.RequestPayloadError as error:
+            raise Problem(Kind.BAD_BODY, f"the body cannot be read: {error}") from error
+        coding = http.headers.get("Content-Encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            body = await intake.run(lambda: _decompressed(body, coding, limits), inline=False)
+            self._take(len(body))
+        if len(body) > INLINE_BODY_BYTES and sum(map(body.count, _STRUCTURE)) > limits.values:
+            raise Problem(Kind.TOO_LONG, f"the body has more than {limits.values} JSON values")
+        return body
+
+    async def _received(self, http: web.Request) -> bytes:
+        pieces = []
+        while piece := await http.content.readany():
+            self._take(len(piece))
+            if self.bytes > self._intake.limits.body_bytes:
+                raise _too_large(self._intake.limits)
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _take(self, size: int) -> None:
+        intake = self._intake
+        if intake._bytes + size > intake.limits.held_bytes:
+            raise Problem(Kind.FULL, f"requests of this session hold {intake._bytes} bytes: ask again soon")
+        self.bytes += size
+        intake._bytes += size
+
+
+def _too_large(limits: IntakeLimits) -> Problem:
+    return Problem(Kind.TOO_LONG, f"the body has more than {limits.body_bytes} bytes")
+
+
+def _decompressed(body: bytes, coding: str, limits: IntakeLimits) -> bytes:
+    if coding not in ("gzip", "deflate"):
+        raise Problem(Kind.BAD_BODY, f"Content-Encoding {coding!r:.40} is not read here: send gzip, deflate or none")
+    try:
+        reader = zlib.decompressobj(zlib.MAX_WBITS | 32)
+        whole = reader.decompress(body, limits.body_bytes + 1)
+    except zlib.error as error:
+        raise Problem(Kind.BAD_BODY, f"the body cannot be decompressed: {error}") from error
+    if len(whole) > limits.body_bytes:
+        raise _too_large(limits)
+    if not reader.eof:
+        raise Problem(Kind.BAD_BODY, "the body cannot be decompressed: it ends early")
+    return whole

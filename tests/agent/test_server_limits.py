@@ -1,0 +1,271 @@
+"""What one client of the agent server may occupy: keys first, then limits of its session, then work off the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import gzip
+import json
+import logging
+import socket
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from slime.agent.messages import Message, TurnRequest
+from slime.agent.sampling.model import ChatModel
+from slime.agent.server.__main__ import ClientNoise
+from slime.agent.server.app import AgentApp
+from slime.agent.server.connections import Connections, bound_sockets
+from slime.agent.server.dialects import Kind, Problem
+from slime.agent.server.intake import INLINE_CHARACTERS, Room
+from slime.agent.server.sessions import Sessions
+from slime.agent.server.settings import Opening
+from slime.agent.session.limits import PromptTooLong
+from slime.agent.session.session import Outdated, SampledTurn, Session
+from slime.engine.http.pool import EnginePool
+from tests.agent.byte_template import END, ByteTemplate
+
+CONTEXT = 4096
+
+
+def in_server(tokenizer: Any, use: Callable[[Sessions, Connections, int], Awaitable[Any]], *, most: int = 16) -> Any:
+    """What `use` returns, beside a server with a session `k` whose prompts have at most `CONTEXT` tokens."""
+
+    async def run() -> Any:
+        pool = EnginePool([], may_be_empty=True)
+        sessions = Sessions(ChatModel(tokenizer, context=CONTEXT), pool)
+        sessions.open(Opening(key="k", params={}))
+        connections = Connections(most)
+        app = AgentApp(sessions, tokenizer, ["m"], connections).app
+        runner = web.AppRunner(app, handler_cancellation=True, auto_decompress=False, lingering_time=0.1)
+        await runner.setup()
+        [listening] = await bound_sockets("127.0.0.1", 0)
+        assert runner.server is not None
+        connections.accept_on(listening, runner.server)
+        try:
+            return await use(sessions, connections, listening.getsockname()[1])
+        finally:
+            await connections.aclose()
+            await runner.cleanup()
+            await sessions.close_all(Problem(Kind.CLOSED, "over"))
+            await pool.aclose()
+
+    return asyncio.run(run())
+
+
+async def exchanged(port: int, body: bytes, *lines: str, path: str = "/v1/messages/count_tokens") -> tuple[int, Any]:
+    """(status, JSON) of the answer to exactly these bytes, of which a client may send fewer than it announces."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    given = (
+        lines if any(line.startswith("Content-Length") for line in lines) else (*lines, f"Content-Length: {len(body)}")
+    )
+    head = "\r\n".join([f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *given])
+    try:
+        writer.write(head.encode() + b"\r\n\r\n" + body)
+        status = int((await reader.readline()).split()[1])
+        length = 0
+        while line := (await reader.readline()).strip():
+            if line.lower().startswith(b"content-length:"):
+                length = int(line.split()[1])
+        return status, json.loads(await reader.readexactly(length))
+    finally:
+        writer.close()
+
+
+def asking(text: str) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
+
+
+KEY = "Authorization: Bearer k"
+
+
+def test_a_wrong_key_is_refused_before_the_body_arrives(agent_tokenizer: Any) -> None:
+    async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
+        return [
+            await exchanged(port, b"{", *lines, "Content-Length: 60000000") for lines in ((), ("x-api-key: guess",))
+        ]
+
+    assert [status for status, _ in in_server(agent_tokenizer, use)] == [400, 400]  # no second request by Claude Code
+
+
+@pytest.mark.parametrize(
+    ("body", "lines", "says"),
+    [
+        (b"{", ("Content-Length: 60000000",), "more than 4194304 bytes"),
+        (gzip.compress(b" " * (5 << 20)), ("Content-Encoding: gzip",), "more than 4194304 bytes"),
+        (gzip.compress(asking("hi"))[:-9], ("Content-Encoding: gzip",), "ends early"),
+        (b"\x00", ("Content-Encoding: br",), "send gzip, deflate or none"),
+        (b"\x00", ("Content-Encoding: gzip",), "cannot be decompressed"),
+        (b"[" + b"{}," * 100_000 + b"1]", (), "more than 131072 JSON values"),
+        (asking("a b " * 500_000), (), "prompt is too long"),
+        (b'{"messages": ' + b"[" * 50_000, (), "not JSON"),
+    ],
+)
+def test_a_body_beyond_the_limits_is_refused_in_a_sentence(
+    agent_tokenizer: Any, body: bytes, lines: tuple[str, ...], says: str
+) -> None:
+    async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
+        refused = await exchanged(port, body, KEY, *lines)
+        small = asking("hi")
+        answered = [await exchanged(port, small, KEY)]
+        answered += [await exchanged(port, gzip.compress(small), KEY, "Content-Encoding: gzip")]
+        intake = sessions.find("k").intake
+        return refused, answered, (intake._requests, intake._bytes)
+
+    (status, answer), answered, held = in_server(agent_tokenizer, use)
+    assert status == 400
+    assert says in answer["error"]["message"]
+    assert [status for status, _ in answered] == [200, 200]
+    assert answered[0][1] == answered[1][1]
+    assert held == (0, 0)
+
+
+def test_a_request_beyond_those_in_flight_is_told_to_ask_again(agent_tokenizer: Any) -> None:
+    async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
+        intake = sessions.find("k").intake
+        rooms = [intake.request() for _ in range(intake.limits.requests)]
+        for room in rooms:
+            room.__enter__()
+        full = await exchanged(port, asking("hi"), KEY)
+        rooms.pop().__exit__(None, None, None)
+        return full[0], (await exchanged(port, asking("hi"), KEY))[0]
+
+    assert in_server(agent_tokenizer, use) == (429, 200)
+
+
+def test_bodies_of_one_session_share_one_allowance(agent_tokenizer: Any) -> None:
+    async def use(sessions: Sessions, connections: Connections, port: int) -> None:
+        intake = sessions.find("k").intake
+        with intake.request() as first, intake.request() as second:
+            first._take(intake.limits.held_bytes)
+            with pytest.raises(Problem) as problem:
+                Room._take(second, 1)
+            assert problem.value.kind is Kind.FULL
+        assert intake._bytes == 0
+
+    in_server(agent_tokenizer, use)
+
+
+def test_idle_connections_give_way_to_a_client_with_a_key(agent_tokenizer: Any) -> None:
+    async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)  # a client that has shown its key
+        body = asking("hi")
+        lines = ("POST /v1/messages/count_tokens HTTP/1.1", "Host: x", KEY, "Content-Type: application/json")
+        request = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
+        writer.write(request.encode() + body)
+        heard = await reader.readuntil(b"}")
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+        new = await exchanged(port, body, KEY)
+        writer.write(request.encode() + body)
+        again = await reader.readuntil(b"}")
+        writer.close()
+        for one in strangers:
+            one.close()
+        return heard.split()[1], new[0], again.split()[1], connections.refused
+
+    assert in_server(agent_tokenizer, use, most=4) == (b"200", 200, b"200", 0)
+
+
+def test_a_problem_that_is_kept_keeps_no_request_alive(agent_tokenizer: Any) -> None:
+    async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
+        class Big: ...
+
+        def asked() -> weakref.ref[Big]:
+            body = Big()
+            with pytest.raises(Problem, match="done"):
+                sessions.find("k")
+            return weakref.ref(body)
+
+        held = sessions.find("k")
+        await sessions.close("k", Problem(Kind.CLOSED, "done"))
+        bodies = [asked() for _ in range(3)]
+        with pytest.raises(Problem, match="done"):
+            await held.begin(TurnRequest((Message("user", "hi"),)), None)
+        gc.collect()
+        return [body() for body in bodies], sessions._closed["k"].__traceback__, held.ended.result().__traceback__
+
+    assert in_server(agent_tokenizer, use) == ([None] * 3, None, None)
+
+
+def test_a_text_far_beyond_the_context_is_not_tokenized_to_its_end(
+    agent_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ChatModel(agent_tokenizer)
+    seen: list[int] = []
+    count = model._token_count
+    monkeypatch.setattr(model, "_token_count", lambda text: seen.append(len(text)) or count(text))
+    text = "a b " * 2_500_000
+    with pytest.raises(PromptTooLong) as refused:
+        model.check_length(TurnRequest((Message("user", text),)), CONTEXT)
+    assert sum(seen) < 100_000
+    whole = len(agent_tokenizer.encode(text[:100_000])) * len(text) // 100_000
+    assert refused.value.tokens == pytest.approx(whole, rel=0.05)
+    seen.clear()
+    fits = TurnRequest((Message("user", "a b " * 2000),))
+    model.check_length(fits, CONTEXT)
+    assert seen == []  # usual lengths cost nothing
+    with pytest.raises(PromptTooLong):
+        model.check_length(TurnRequest((Message("user", ""),) * (CONTEXT + 1)), CONTEXT)
+
+
+def test_a_long_prompt_is_tokenized_beside_the_loop_and_gives_the_same_ids(agent_tokenizer: Any) -> None:
+    async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
+        held = sessions.find("k")
+        loops: list[bool] = []
+        render = held.session.render
+
+        def noted(*arguments: Any) -> Any:
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                loops.append(False)
+            else:
+                loops.append(True)
+            return render(*arguments)
+
+        held.session.render = noted  # type: ignore[method-assign]
+        texts = ["hi", "a b " * INLINE_CHARACTERS]
+        requests = [TurnRequest((Message("user", text),)) for text in texts]
+        counted = [await held.count_tokens(request) for request in requests]
+        return loops, counted == [held.session.count_tokens(request) for request in requests]
+
+    assert in_server(agent_tokenizer, use) == ([True, False, True, True], True)
+
+
+def test_a_rendering_is_refused_when_a_turn_came_in_between() -> None:
+    session = Session("k", ByteTemplate())  # type: ignore[arg-type]
+    first = TurnRequest((Message("user", "a"),))
+    said = Message("assistant", "b", reference="r")
+    follow = TurnRequest((*first.messages, said, Message("user", "c")))
+    prompt = session.prepare(first)
+    early = session.render(session.place(follow), follow)  # the turn that it continues is not recorded yet
+    turn = session.record(prompt, SampledTurn(ids=[*b"b", END], log_probs=[-1.0, -1.0], finish_reason="stop",
+                                              meta_info={}, message=said))  # type: ignore[arg-type]  # fmt: skip
+    follow = TurnRequest((*first.messages, Message("assistant", "b", reference=turn.id), Message("user", "c")))
+    with pytest.raises(Outdated):
+        session.prepare(follow, early)
+    late = session.render(session.place(follow), follow)
+    ids = session.prepare(follow, late).ids
+    assert ids.tolist() == [*prompt.ids.tolist(), *turn.ids.tolist(), *late.ids.tolist()]
+
+
+def test_repeated_messages_of_clients_are_counted_and_not_logged() -> None:
+    noise = ClientNoise()
+
+    def passed(message: str, at: float) -> str | None:
+        record = logging.makeLogRecord({"name": "x", "levelno": 30, "msg": message, "args": (at,), "created": at})
+        return record.getMessage() if noise.filter(record) else None
+
+    first = [passed("a client went away at %s", 0.0) for _ in range(1000)]
+    assert sum(message is not None for message in first) == ClientNoise.MOST
+    assert passed("another at %s", 0.0) == "another at 0.0"
+    left = 1000 - ClientNoise.MOST
+    assert (
+        passed("a client went away at %s", 20.0)
+        == f"a client went away at 20.0 ({left} more of this kind were not logged)"
+    )
+    assert passed("a client went away at %s", 21.0) == "a client went away at 21.0"
