@@ -42,8 +42,9 @@ test-examples: $(VENV)/.installed-dev   ## every example of examples/README.md i
 test-crash: $(VENV)/.installed-dev   ## twenty processes of one run are killed at random moments, in every mode (SLIME_CRASH_SEED=2 for others)
 	SLIME_CRASH_KILLS=20 $(RUN) -m pytest --cold --timeout 3000 tests/e2e/test_crashes.py
 
-test-fuzz: $(VENV)/.installed-dev   ## 100,000 malformed and half-sent requests, and 10,000 sequences of control calls, to an engine (SLIME_FUZZ_SEED=2 for others)
-	SLIME_FUZZ_REQUESTS=100000 SLIME_FUZZ_SEQUENCES=10000 $(RUN) -m pytest -s --timeout 6000 tests/engine/test_fuzz.py tests/engine/test_orders.py
+test-fuzz: $(VENV)/.installed-dev   ## 100,000 malformed and half-sent requests to an engine and to the agent server, and 10,000 sequences of control calls (SLIME_FUZZ_SEED=2 for others)
+	SLIME_FUZZ_REQUESTS=100000 SLIME_FUZZ_SEQUENCES=10000 SLIME_FUZZ_LATENCY_S=0.1 $(RUN) -m pytest -s --timeout 6000 \
+	tests/engine/test_fuzz.py tests/engine/test_orders.py tests/agent/test_fuzz.py
 
 test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed $(ROUTER_VENV)/.installed   ## the engine contract with real SGLang servers and sglang-router, on a CPU
 	SLIME_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python SLIME_ROUTER_PYTHON=$(abspath $(ROUTER_VENV))/bin/python \

@@ -25,7 +25,7 @@ LONGEST_FIRST = (
 """Folders whose files take long, and files; begun first, so that the workers end at about the same time."""
 PROCESSES = (
     "e2e", "engine_contract", "learning", "warm", "agent/coding_agent/test_coding_agent.py",
-    "agent/sandbox/test_containment.py", "agent/sandbox/test_ordinary_user.py", "agent/sandbox/test_owner.py",
+    "agent/test_fuzz.py", "agent/sandbox/test_containment.py", "agent/sandbox/test_ordinary_user.py", "agent/sandbox/test_owner.py",
     "algorithms/test_vocab_parallel.py",
     "engine/test_elastic.py",
     "engine/test_fuzz.py", "engine/test_http.py", "engine/test_isolation.py", "engine/test_key.py",

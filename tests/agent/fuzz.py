@@ -24,6 +24,8 @@ from tests.engine.fuzz import WAYS, Outcome, Shot, as_json, bombard, damaged, mu
 HELD = 400
 """Connections that are kept open, idle or with half a request."""
 TURNS_A_KEY = 1000
+WARM_TURNS = 3
+"""Turns before the attack, which are not measured."""
 _TOOL = {"name": "add", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 _ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is 12+34?"}]
 
@@ -67,7 +69,7 @@ def shots(seed: int, keys: list[str]) -> Iterator[Shot]:
         way = rng.choices(list(ways), list(ways.values()))[0]
         own = keys[0] if way == "held" else rng.choice(keys[1:])
         key = rng.choice([*[own] * 3, "guess", None])
-        yield Shot(method, path, data, "application/json", way, key)
+        yield Shot(method, path, data, "application/json", way, key is not None, key)
 
 
 def _huge(rng: random.Random, body: dict[str, Any]) -> bytes:
@@ -99,7 +101,7 @@ async def attack(port: int, seed: int, count: int, keys: list[str]) -> Outcome:
                 yield shot
                 continue
             connection = socket.create_connection(("127.0.0.1", port), timeout=60)
-            head = f"{shot.method} {shot.path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
+            head = f"{shot.method} {shot.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
             bearer = f"Authorization: Bearer {shot.key}\r\n" if shot.key else ""
             connection.sendall((head + bearer + "\r\n{").encode()[: len(shot.body) % 160])
             held.append(connection)
@@ -108,7 +110,7 @@ async def attack(port: int, seed: int, count: int, keys: list[str]) -> Outcome:
             yield replace(shot, way="dropped")
 
     try:
-        return await bombard(port, aimed(), count, at_once=16)
+        return await bombard(port, "guess", aimed(), count, at_once=16)
     finally:
         for connection in held:
             connection.close()
@@ -121,6 +123,7 @@ async def probe(url: str, model: str, keys: list[str]) -> dict[str, Any]:
     counts: list[float] = []
     late: list[float] = []
     wrong: list[str] = []
+    is_cold = True
     async with aiohttp.ClientSession() as http:
         while not over.done():
             begun = time.perf_counter()
@@ -139,7 +142,11 @@ async def probe(url: str, model: str, keys: list[str]) -> dict[str, Any]:
             except aiohttp.ClientError as error:
                 wrong.append(f"{path}: {type(error).__name__}: {error}")
             (turns if takes_turn else counts).append(time.perf_counter() - begun)
-    return {"turns": turns, "counts": counts, "late": late, "wrong": wrong}
+            if is_cold and len(turns) == WARM_TURNS:
+                is_cold = False
+                late, counts = [], [0.0] * len(counts)
+                print("warm", flush=True)
+    return {"turns": turns[WARM_TURNS:], "counts": counts, "late": late, "wrong": wrong}
 
 
 def main() -> None:

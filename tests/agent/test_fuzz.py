@@ -17,9 +17,10 @@ from typing import Any
 from slime.agent.server.dialects import Kind
 from slime.agent.server.remote import RemoteServer
 from slime.agent.server.settings import Opening
+from tests.agent.fuzz import WARM_TURNS
 from tests.agent.scripted_engine import Play, Script, ScriptedEngine, Turn, _Place
 
-REQUESTS = int(os.environ.get("SLIME_FUZZ_REQUESTS", "1000"))
+REQUESTS = int(os.environ.get("SLIME_FUZZ_REQUESTS", "300"))
 SEED = int(os.environ.get("SLIME_FUZZ_SEED", "1"))
 LATENCY_S = float(os.environ.get("SLIME_FUZZ_LATENCY_S", "10"))
 """The longest that the second session may take, beyond what the machine itself delays a sleep meanwhile."""
@@ -82,6 +83,8 @@ def test_a_session_answers_while_others_are_attacked(agent_folder: str, agent_to
             addresses = json.loads(server.stdout.readline())
             base = asyncio.run(opened(addresses, attacked + quiet))
             probe = begun("probe", base, addresses["model"], *quiet)
+            assert probe.stdout is not None
+            assert probe.stdout.readline() == "warm\n"
             attack = begun("attack", addresses["port"], SEED, REQUESTS, *attacked)
             start = time.perf_counter()
             outcome = json.loads(attack.communicate()[0])
@@ -107,7 +110,7 @@ def test_a_session_answers_while_others_are_attacked(agent_folder: str, agent_to
     assert turns[-1] <= LATENCY_S + late[-1]
     assert counts[-1] <= LATENCY_S + late[-1]
     sampled = [len(record["record"]["turns"]) for record in records[len(attacked) :]]
-    assert sum(sampled) == len(turns)
+    assert sum(sampled) == WARM_TURNS + len(turns)
     logged = log.read_text().splitlines()
     assert not [line for line in logged if " ERROR " in line or "Traceback" in line]
     assert len(logged) < 200 + REQUESTS // 50
