@@ -1,23 +1,32 @@
 """`--rm-type gpqa`: a multiple-choice letter, 1.0 or 0.0.
 
 The right letter is `metadata["correct_letter"]`, or the label: a letter, the index of a choice, or the text of one of
-`metadata["choices"]`. The given letter is the last one the response commits to after its thinking, else the last
-capital letter that stands alone. Where one of the two is not known, the words of the right choice, or of a label that
-is no letter, count when the response has them.
+`metadata["choices"]`. The given letter is the one that the response commits to (`chosen_letter`). Where one of the two
+is not known, the words of the right choice, of `correct_answer` or `answer_text` in the metadata, or of a label that is
+no letter, count when the response has them.
 """
 
 from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.data.labels import label_text
 from slime.rollout.rewards.answers import after_thinking, last_boxed
-from slime.rollout.rewards.f1 import normalized
 
-_DEFAULT_LETTERS = "ABCDEFGH"
+_USUAL_LETTERS, _MORE_LETTERS = "ABCDEFGH", "IJ"
+_WORDS = re.compile(r"(?<![^\W_])[-+]?\d+(?:\.\d+)?|[^\W_]+")
+_ANSWER = r"\banswer\b\W*(?:(?:is|would be|must be)\b\W*)?(?:(?:option|choice)\b\W*)?"
+_OPTION = r"\b(?:option|choice)\b\W*(?:(?:is|would be|must be)\b\W*)?"
+_REFUTED = re.compile(
+    r"\W*(?:(?:is|are|was|would be)\s+(?:not|wrong|incorrect|false|impossible|invalid|excluded|eliminated|ruled out)"
+    r"|isn't|cannot|can't|does not|doesn't|fails)\b",
+    re.IGNORECASE,
+)
+_WORD_FOLLOWS = re.compile(r"\s+(?!(?:because|since|as|and|or|but|due|for|is|was|seems|must|would|given)\b)[a-z]")
+_SENTENCE_BEGINS = re.compile(r"(?:^|[.!?:\n]\s*)$")
 
 
 def gpqa_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
@@ -25,61 +34,84 @@ def gpqa_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | 
     if response is None:
         return 0.0
     metadata = metadata or {}
-    choices = _choices(metadata.get("choices"))
-    letters = _letters(metadata, choices)
+    letters = _letters(metadata, label)
+    choices = _choices(metadata.get("choices"), letters)
     expected = _expected_letter(label, metadata, letters, choices)
     given = chosen_letter(response, letters, choices)
     if given is not None and expected is not None:
         return 1.0 if given == expected else 0.0
     text = "" if label is None else label_text(label).strip()
     right_ones = [choices.get(expected or "", ""), "" if len(text) == 1 else text]
-    said = f" {normalized(after_thinking(response))} "
-    return 1.0 if any(words and f" {words} " in said for words in map(normalized, right_ones)) else 0.0
+    right_ones += [str(metadata.get(name) or "") for name in ("correct_answer", "answer_text")]
+    said = f" {_words(after_thinking(response))} "
+    return 1.0 if any(words and f" {words} " in said for words in map(_words, right_ones)) else 0.0
 
 
 def chosen_letter(response: str, letters: Sequence[str], choices: Mapping[str, str]) -> str | None:
-    """The letter a response commits to: boxed, announced as the answer or as correct, alone on the last line, that of
-    a choice's text, or the last capital letter by itself."""
+    """The letter a response commits to after its thinking: boxed, announced as the answer, judged correct, alone on the
+    last line, the last option that is not refuted, that of a choice's text, or the last capital letter by itself."""
     text = after_thinking(response)
-    one_of = f"[{''.join(letters)}]"
+    one_of = f"[{''.join(map(re.escape, letters))}]"
     boxed = last_boxed(text)
     if boxed is not None:
         bare = re.sub(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}", r"\1", boxed).strip()
-        letter = re.fullmatch(rf"\(?({one_of})\)?[.:)]?.*", bare)
         # Only a letter that stands by itself counts: "A" and "(A) text" do, "Aluminium" does not.
-        if letter and not re.match(rf"\(?{one_of}\w", bare):
-            return letter[1]
-        return _letter_of_text(bare, choices)
-    announced = re.findall(
-        rf"(?:answer|option|choice)\b\W*(?:(?:is|would be|must be)\b\W*)?(?:(?:option|choice)\b\W*)?({one_of})\b(?!')",
-        text,
-        re.IGNORECASE,
-    )
-    if announced:
-        return announced[-1].upper()
+        alone = re.fullmatch(rf"\(?({one_of})\)?[.:)]?", bare, re.IGNORECASE) or re.match(rf"\(?({one_of})\b", bare)
+        return alone[1].upper() if alone else _letter_of_text(bare, choices)
+    if announced := [letter for letter, _ in _said_after(_ANSWER, text, one_of)]:
+        return announced[-1]
+    for answer in reversed(list(re.finditer(_ANSWER, text, re.IGNORECASE))):
+        sign = re.search(r"[-+]?$", answer[0])
+        told = f"{_words(text[answer.end() - len(sign[0] if sign else '') :].partition(chr(10))[0])} "
+        for letter, choice in choices.items():
+            if _words(choice) and told.startswith(f"{_words(choice)} "):
+                return letter
     judged = re.findall(rf"\b({one_of})\b\W*(?:is|must be|would be)\s+(?:the\s+)?(?:correct|right)\b", text)
     if judged:
-        return judged[-1]
+        return str(judged[-1])
     lines = [line for line in text.strip().splitlines() if line.strip()]
     alone = re.fullmatch(rf"\W*({one_of})\W*|\W*({one_of})[.:)]\s.*", lines[-1].strip()) if lines else None
     if alone:
         return alone[1] or alone[2]
-    by_itself = re.findall(rf"\b({one_of})\b(?!')", text)
+    options = [letter for letter, rest in _said_after(_OPTION, text, one_of) if not _REFUTED.match(rest)]
+    if options:
+        return options[-1]
+    by_itself = [found[1] for found in re.finditer(rf"\b({one_of})\b(?!')", text) if not _is_word(found)]
     return (_letter_of_text(lines[-1], choices) if lines else None) or (by_itself[-1] if by_itself else None)
 
 
-def _choices(value: Any) -> dict[str, str]:
-    if not value:
-        return {}
-    if isinstance(value, Mapping):
-        return {str(letter).upper(): str(text) for letter, text in value.items()}
-    return {string.ascii_uppercase[index]: str(text) for index, text in enumerate(value)}
+def _said_after(words: str, text: str, one_of: str) -> Iterator[tuple[str, str]]:
+    """Each letter that stands after these words, as a capital, and what follows it."""
+    for found in re.finditer(rf"{words}({one_of})\b(?!')", text, re.IGNORECASE):
+        rest = text[found.end() :]
+        is_word = found[1] in ("a", "i", "I") and _WORD_FOLLOWS.match(rest)
+        if not is_word:
+            yield found[1].upper(), rest
 
 
-def _letters(metadata: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
+def _is_word(found: re.Match[str]) -> bool:
+    """Whether a capital by itself is the pronoun, or the article at the beginning of a sentence."""
+    text, letter = found.string, found[1]
+    if not _WORD_FOLLOWS.match(text, found.end()):
+        return False
+    return letter == "I" or (letter == "A" and _SENTENCE_BEGINS.search(text, 0, found.start()) is not None)
+
+
+def _letters(metadata: Mapping[str, Any], label: Any) -> list[str]:
     if metadata.get("valid_letters"):
         return [str(letter).upper() for letter in metadata["valid_letters"]]
-    return list(choices) or list(_DEFAULT_LETTERS)
+    choices = metadata.get("choices")
+    if choices:
+        named = [str(name).upper() for name in choices] if isinstance(choices, Mapping) else []
+        is_lettered = bool(named) and all(len(name) == 1 and name.isalpha() for name in named)
+        return named if is_lettered else list(string.ascii_uppercase[: len(choices)])
+    right = str(metadata.get("correct_letter") or label).strip("(). ").upper()
+    return list(_USUAL_LETTERS + (_MORE_LETTERS if right in tuple(_MORE_LETTERS) else ""))
+
+
+def _choices(value: Any, letters: Sequence[str]) -> dict[str, str]:
+    texts = list(value.values()) if isinstance(value, Mapping) else list(value or ())
+    return {letter: str(text) for letter, text in zip(letters, texts, strict=False)}
 
 
 def _expected_letter(
@@ -97,6 +129,11 @@ def _expected_letter(
 
 def _letter_of_text(text: str, choices: Mapping[str, str]) -> str | None:
     for letter, choice in choices.items():
-        if normalized(choice) and normalized(choice) == normalized(text):
+        if _words(choice) and _words(choice) == _words(text):
             return letter
     return None
+
+
+def _words(text: str) -> str:
+    """Words and numbers in lower case: signs and decimal points of numbers stay, other punctuation does not."""
+    return " ".join(_WORDS.findall(text.lower()))
