@@ -21,7 +21,7 @@ from slime.train.backends.fsdp.attention import ATTENTION_NAME, attach_context, 
 from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.samples.packing import PackedLayout, pack
 from slime.train.topology import Ranks
-from tests.train.tiny_training import CONFIGS, SPARSE_CONFIGS, build_model
+from tests.train.tiny_training import CONFIGS, SPARSE_CONFIGS, WINDOWED_CONFIGS, build_model
 
 IMPORTED = """
 import sys, torch
@@ -44,7 +44,7 @@ def packed_policy(kind: str, **keywords) -> PolicyModel:
     return PolicyModel(model, **keywords)
 
 
-@pytest.mark.parametrize("kind", [*CONFIGS, *SPARSE_CONFIGS])
+@pytest.mark.parametrize("kind", [*CONFIGS, *SPARSE_CONFIGS, *WINDOWED_CONFIGS])
 def test_packed_equals_each_sequence_alone(kind) -> None:
     temperature = 0.8
     policy = packed_policy(kind, temperature=temperature)
@@ -62,7 +62,7 @@ def test_packed_equals_each_sequence_alone(kind) -> None:
     torch.testing.assert_close(entropy.double(), torch.cat(expected_entropy), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [*CONFIGS, *SPARSE_CONFIGS])
+@pytest.mark.parametrize("kind", [*CONFIGS, *SPARSE_CONFIGS, *WINDOWED_CONFIGS])
 def test_packed_gradients_equal_the_sum_of_the_models_own(kind) -> None:
     responses = [response for _, response in LENGTHS]
     packed, single = packed_policy(kind), build_model(kind)

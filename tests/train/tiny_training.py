@@ -15,8 +15,10 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Phi3Config,
+    PhimoeConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -101,6 +103,21 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3_5": lambda: Qwen3_5TextConfig(**SIZES, **DELTA, pad_token_id=0),
     "deepseek_v3": lambda: DeepseekV3Config(**{**SIZES, **LATENT}),
 }
+WINDOWED_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **SIZES,
+        use_sliding_window=True,
+        sliding_window=6,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "phimoe": lambda: PhimoeConfig(
+        **SIZES, sliding_window=6, num_local_experts=4, num_experts_per_tok=2, bos_token_id=1, eos_token_id=2
+    ),
+}
+"""Whose windows only a mask says."""
 SPARSE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "glm_moe_dsa": lambda: GlmMoeDsaConfig(
         **{**SIZES, **LATENT, "num_hidden_layers": 3},
@@ -115,7 +132,7 @@ SPARSE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 
 def build_model(kind: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    config = {**CONFIGS, **SPARSE_CONFIGS}[kind]()
+    config = {**CONFIGS, **SPARSE_CONFIGS, **WINDOWED_CONFIGS}[kind]()
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
 
 

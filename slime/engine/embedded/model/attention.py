@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from slime.models.windows import WindowMasks, window_of
+
 _names = itertools.count()
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -268,9 +270,11 @@ class AttentionContext:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}  # by layer
         self.keys: dict[int, torch.Tensor] = {}  # by layer
         self.values: dict[int, torch.Tensor] = {}
         self.attend: Callable[..., torch.Tensor] = self._probe
+        self.is_probed = True  # until the shape and window of every layer are known
         self.opaque: Callable[..., torch.Tensor] | None = None  # CUDA: `attend` as one op to a compiler
         self.slots: torch.Tensor = torch.empty(0, dtype=torch.int64, device=device)  # where each new token is kept
         self.groups: list[SpanGroup] = []  # CPU, prefill
@@ -369,10 +373,13 @@ def _attention_spelled_out(
 def register_attention(context: AttentionContext, mask: torch.Tensor | None = None) -> str:
     """Make `context` reachable from transformers' model code; returns the name of the implementation.
 
-    No mask is read here; `mask` is for model code that wants to hold one.
+    The first pass learns each layer's window from its mask (`WindowMasks`), and no mask is read after it; `mask` is for
+    model code that wants to hold one.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
+
+    windows = WindowMasks()
 
     def paged_attention(
         module: torch.nn.Module,
@@ -388,13 +395,18 @@ def register_attention(context: AttentionContext, mask: torch.Tensor | None = No
     ) -> tuple[torch.Tensor, None]:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         layer: int = module.layer_idx  # type: ignore[assignment]
+        if context.is_probed:
+            context.windows[layer] = window_of(attention_mask, sliding_window)
         if context.opaque is not None and torch.compiler.is_compiling():
-            mixed = context.opaque(query, key, value, layer, scale, sliding_window or 0, softcap or 0.0, s_aux)
+            mixed = context.opaque(query, key, value, layer, scale, softcap or 0.0, s_aux)
         else:
-            mixed = context.attend(layer, query, key, value, Rules(scale, sliding_window, softcap, s_aux))
+            mixed = context.attend(layer, query, key, value, Rules(scale, context.windows[layer], softcap, s_aux))
         return mixed[None], None
+
+    def paged_mask(*arguments: Any, **keywords: Any) -> torch.Tensor | None:
+        return windows(*arguments, **keywords) if context.is_probed and mask is None else mask
 
     name = f"slime_paged_{next(_names)}"
     AttentionInterface.register(name, paged_attention)
-    AttentionMaskInterface.register(name, lambda *args, **kwargs: mask)
+    AttentionMaskInterface.register(name, paged_mask)
     return name

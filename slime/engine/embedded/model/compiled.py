@@ -75,14 +75,14 @@ def opaque_attention(context: AttentionContext) -> Callable[..., torch.Tensor]:
         v: torch.Tensor,
         layer: int,
         scale: float,
-        window: int,
         softcap: float,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        return context.attend(layer, q, k, v, Rules(scale, window or None, softcap or None, sinks)).contiguous()
+        rules = Rules(scale, context.windows[layer], softcap or None, sinks)
+        return context.attend(layer, q, k, v, rules).contiguous()
 
     @attend.register_fake
-    def _(q, k, v, layer, scale, window, softcap, sinks):
+    def _(q, k, v, layer, scale, softcap, sinks):
         return q.new_empty(q.shape[2], q.shape[1], v.shape[3])
 
     return attend

@@ -125,6 +125,7 @@ class ModelRunner:
         self.states.spans = lay_out([0], [0], [2], self.device)
         with torch.inference_mode():
             self.hidden(ids, torch.arange(2, device=self.device)[None])
+        self.context.is_probed = False
         layers = self.model.config.get_text_config().num_hidden_layers
         if sorted([*self.context.shapes, *self.states.shapes]) != list(range(layers)):
             raise UserError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from slime.errors import UserError
+from slime.models.windows import WindowMasks, window_of
 from slime.train.backends.causal_attention import causal_attention, runs
 from slime.train.backends.delta_kernels import check_delta_kernels
 from slime.train.backends.fsdp.copies import spread, take_first
@@ -35,7 +36,7 @@ INDEXED_LAYER_TYPE = "indexed_attention"
 def register_packed_attention() -> None:
     """Make `attn_implementation="slime_packed"` known to transformers; calling it again changes nothing."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
+    AttentionMaskInterface.register(ATTENTION_NAME, packed_mask)
 
 
 def attach_context(model: PreTrainedModel, gdn_backend: str | None = None) -> PackedContext:
@@ -115,10 +116,13 @@ def _depends_on_length(module: nn.Module) -> bool:
     )
 
 
-def no_mask(*_args: Any, config: Any = None, **_kwargs: Any) -> Tensor | None:
-    """Boundaries and causality are the attention function's business; sparse attention cuts what it is given here."""
+_window_masks = WindowMasks()
+
+
+def packed_mask(*_args: Any, config: Any = None, local_size: int | None = None, **_kwargs: Any) -> Tensor:
+    """The layers' window; boundaries and causality are the attention function's. Sparse attention cuts what is here."""
     is_indexed = INDEXED_LAYER_TYPE in (vars(config).get("layer_types") or ())
-    return torch.zeros(1, 1, 1, 1) if is_indexed else None
+    return torch.zeros(1, 1, 1, 1) if is_indexed else _window_masks(local_size=local_size)
 
 
 @torch.compiler.disable
@@ -147,10 +151,11 @@ def packed_attention(
             )
         q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
         return picked_attention(q, k, v, indices[0], layout, scale)[None], None
+    window = window_of(attention_mask, sliding_window)
     if ranks is None:
-        return _attention(query, key, value, layout, scale, sliding_window, softcap, s_aux, shared=context.shared), None
+        return _attention(query, key, value, layout, scale, window, softcap, s_aux, shared=context.shared), None
     query, key, value, s_aux = to_own_heads(query, key, value, s_aux, ranks)
-    return to_own_tokens(_attention(query, key, value, layout, scale, sliding_window, softcap, s_aux), ranks), None
+    return to_own_tokens(_attention(query, key, value, layout, scale, window, softcap, s_aux), ranks), None
 
 
 def attend_to_all(
