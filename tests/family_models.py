@@ -108,6 +108,18 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """model_type and what its config has besides BASE, by a name of the case."""
 
+_WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5}
+WINDOWED_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_windows": ("qwen2", {**_WINDOWS, "max_window_layers": 2}),
+    "qwen2_moe_windows": (
+        "qwen2_moe",
+        {**_WINDOWS, **_EXPERTS, "num_experts": 4, "norm_topk_prob": False, "shared_expert_intermediate_size": 32},
+    ),
+    "qwen3_windows": ("qwen3", {**_WINDOWS, "max_window_layers": 1}),
+    "qwen3_moe_windows": ("qwen3_moe", {**_WINDOWS, **_EXPERTS, "num_experts": 4}),
+}
+"""The same of families that have windows where their config switches these on; tensors are those without."""
+
 RENAMED = {"kimi_k2": "kimi_k2", "mimo": "mimo"}
 """Families whose code transformers does not have, under the model_type their folders name; built as another one."""
 
@@ -117,7 +129,7 @@ def make_family_folder(folder: Path, case: str, *, seed: int = 0, spread: float 
 
     Weights of a smaller spread make a model that rounding errors grow less in.
     """
-    model_type, own = FAMILY_MODELS[case]
+    model_type, own = {**FAMILY_MODELS, **WINDOWED_MODELS}[case]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(model_type, **{**BASE, **own, **overrides}), dtype=torch.float32

@@ -27,6 +27,10 @@ FAMILIES = (
     "glm4",
     "glm4_moe",
     "gpt_oss",
+    "qwen2_windows",
+    "qwen2_moe_windows",
+    "qwen3_windows",
+    "qwen3_moe_windows",
 )
 
 LAYOUTS: dict[str, Layout] = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from slime.errors import UserError
 from slime.models.families.family import FAMILIES, family_of
@@ -27,7 +28,7 @@ from slime.models.families.rules import Entry, as_in_folder, entries_by_name, wi
 from slime.models.slices import stored_tensors
 from slime.models.sources import read_whole
 from slime.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
-from tests.family_models import BASE, FAMILY_MODELS, RENAMED, family_config, make_family_folder
+from tests.family_models import BASE, FAMILY_MODELS, RENAMED, WINDOWED_MODELS, family_config, make_family_folder
 
 
 @pytest.fixture(scope="module", params=FAMILY_MODELS)
@@ -261,3 +262,21 @@ def test_a_config_without_its_sizes_is_refused() -> None:
     config = {name: value for name, value in BASE.items() if name != "hidden_size"} | {"model_type": "qwen3"}
     with pytest.raises(UserError, match="no hidden_size"):
         family_of(config).fields(config)
+
+
+@pytest.mark.parametrize("case", WINDOWED_MODELS)
+def test_windows_are_read_with_and_without_layer_types(case: str) -> None:
+    model_type, own = WINDOWED_MODELS[case]
+    config = AutoConfig.for_model(model_type, **{**BASE, **own})
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    facts = config.to_dict()
+    fields = family_of(facts).fields
+    for given in (facts, {name: value for name, value in facts.items() if name != "layer_types"}):
+        found = fields(given)
+        assert found["window_size"] == (4, 0)
+        assert found["window_attn_skip_freq"] == [int(kind == "sliding_attention") for kind in kinds]
+    assert "window_size" not in fields({**facts, "use_sliding_window": False})
+    assert fields({name: value for name, value in facts.items() if name != "sliding_window"})["window_size"] == (
+        4095,
+        0,
+    )

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from slime.models.families.blocks import attention_rules, edge_rules, gated_expert_rules, mlp_rules
 from slime.models.families.facts import Family, Fields, HfConfig, Ignored
-from slime.models.families.reading import all_layers, decoder_fields, moe_fields, need
+from slime.models.families.reading import all_layers, decoder_fields, moe_fields, need, window_fields
 from slime.models.families.rules import Rule
 
 
 def _fields(config: HfConfig) -> Fields:
-    return {**decoder_fields(config), "add_qkv_bias": True}
+    first = config.get("max_window_layers", 28)
+    windows = window_fields(config, lambda layer: layer >= first)
+    return {**decoder_fields(config), "add_qkv_bias": True, **windows}
 
 
 def _rules(config: HfConfig) -> tuple[Rule, ...]:
@@ -19,8 +21,11 @@ def _rules(config: HfConfig) -> tuple[Rule, ...]:
 
 
 def _moe_fields(config: HfConfig) -> Fields:
+    end = config.get("max_window_layers", 28)
     return {
-        **_fields(config),
+        **decoder_fields(config),
+        "add_qkv_bias": True,
+        **window_fields(config, lambda layer: layer % 2 == 0 and layer < end),
         **moe_fields(config),
         "moe_shared_expert_intermediate_size": need(config, "shared_expert_intermediate_size"),
         "moe_shared_expert_gate": True,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from slime.errors import UserError
 from slime.models.families.blocks import attention_rules, edge_rules, expert_rules, mlp_rules
 from slime.models.families.facts import Family, Fields, HfConfig
-from slime.models.families.reading import all_layers, decoder_fields, moe_fields, moe_layers
+from slime.models.families.reading import all_layers, decoder_fields, moe_fields, moe_layers, window_fields
 from slime.models.families.rules import Rule
 
 
-def _fields(config: HfConfig) -> Fields:
+def _attention_fields(config: HfConfig) -> Fields:
     if config.get("attention_bias") is True:
         raise UserError(
             "attention_bias true in config.json of a Qwen3 model: Megatron has no bias on attention outputs alone, so "
@@ -18,8 +18,14 @@ def _fields(config: HfConfig) -> Fields:
     return {**decoder_fields(config), "qk_layernorm": True}
 
 
+def _fields(config: HfConfig) -> Fields:
+    first = config.get("max_window_layers", 28)
+    return {**_attention_fields(config), **window_fields(config, lambda layer: layer >= first)}
+
+
 def _moe_fields(config: HfConfig) -> Fields:
-    return {**_fields(config), **moe_fields(config)}
+    every_layer = {name: value for name, value in config.items() if name != "layer_types"}  # whatever these say
+    return {**_attention_fields(config), **window_fields(every_layer, lambda _: True), **moe_fields(config)}
 
 
 def _attention(config: HfConfig) -> tuple[Rule, ...]:

@@ -5,6 +5,7 @@ Invariant: a number that decides the shape of the model is read or refused, neve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from slime.errors import UserError
@@ -67,6 +68,24 @@ def decoder_fields(config: HfConfig) -> Fields:
         "share_embeddings_and_output_weights": is_tied(config),
         **rotary_fields(config),
     }
+
+
+def window_fields(config: HfConfig, by_default: Callable[[int], bool]) -> Fields:
+    """The windows of Qwen's layers, where `use_sliding_window` switches them on.
+
+    `by_default` says which layers have one where there are no `layer_types`.
+    """
+    if config.get("use_sliding_window") is not True or not config.get("sliding_window", 4096):
+        return {}
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        windowed = [int(kind == "sliding_attention") for kind in kinds]
+    else:
+        windowed = [int(by_default(layer)) for layer in all_layers(config)]
+    if not any(windowed):
+        return {}
+    before = int(config.get("sliding_window", 4096)) - 1  # the token itself is not counted
+    return {"window_size": (before, 0), "window_attn_skip_freq": windowed}
 
 
 def rope_entry(config: HfConfig) -> dict[str, Any]:
