@@ -18,6 +18,7 @@ from slime.models.activations import layer_bytes, layer_input_bytes, root_bytes
 from slime.models.lora import adapter_shapes, choose_targets, linears_of
 from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
 
+KEPT_BYTES = 2 << 30
 CHUNK_LOGITS = {"cpu": 16 * 1024 * 1024, "cuda": 3072 * 151936}
 """Logits that exist at once, as `slime.algorithms.logprobs` cuts them (a test compares)."""
 COMPILE_MIN_PARAMETERS = 100_000_000
@@ -138,6 +139,8 @@ class _Step:
     """Bytes of those that one layer computes once more."""
     chunk: int
     """Bytes of the logits that exist at once."""
+    logit_gradients: int
+    """Bytes of those that are kept for the backward (--log-probs-keep-gib)."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, *, device: str, trainers: int) -> _Step:
@@ -159,6 +162,8 @@ class _Step:
             rows = CHUNK_LOGITS["cuda" if on_gpu else "cpu"] // (vocab or 1)
         if config.loss_type == "custom_loss":
             rows = tokens
+        gradients = BYTES_PER_ELEMENT[dtype] * response_tokens(config) * vocab
+        most = KEPT_BYTES if config.log_probs_keep_gib is None else int(config.log_probs_keep_gib * 2**30)
         at_once = trainers // config.context_parallel_size * config.micro_batch_size
         return cls(
             total=total,
@@ -177,6 +182,7 @@ class _Step:
             kept=layers * (inputs if again else layer) + tokens * (root_bytes(shape, dtype=dtype) or 0),
             again=layer if again else 0,
             chunk=4 * min(rows, response_tokens(config)) * vocab,
+            logit_gradients=gradients if on_gpu and gradients <= most and config.loss_type != "custom_loss" else 0,
         )
 
     def shard(self, elements: int) -> int:
@@ -222,7 +228,7 @@ class _Step:
             "gradients": self.earlier,
             "whole weights": self.whole(1),
             "activations": self.kept,
-            "logits": widened + max(forward, backward),
+            "logits": widened + max(forward, backward) + self.logit_gradients,
         }
 
     def last_layer(self) -> dict[str, int]:

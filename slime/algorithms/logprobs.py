@@ -2,9 +2,10 @@
 
 Invariant: the [T, V] matrix of logits never exists unless it was handed in. Rows go through in chunks (on a Hopper GPU
 without any logits), forward keeps two numbers per row (the log-normaliser and, when asked for, the entropy), backward
-computes each chunk's logits again; or forward keeps the log-probs' gradients [T, V] in the weight's dtype, where a GPU
-has plenty of memory left for them. Logits and everything derived from them are float32; the matrix products read the
-parameter dtype and accumulate in float32.
+computes each chunk's logits again; or, on a GPU, forward keeps the log-probs' gradients [T, V] in the weight's dtype,
+where they are no larger than the caller allows. Logits and everything derived from them are float32; the products of
+matrices read the parameter dtype and accumulate in float32. What is kept or computed again decides how numbers are
+rounded: it follows from sizes and flags, never from the memory that is free.
 
     u = scale * (hidden @ weight.T + bias);  v = softcap * tanh(u / softcap);  z = v / temperature
     log p(y) = z_y - logsumexp(z);           H = logsumexp(z) - sum_j p_j z_j
@@ -22,7 +23,7 @@ from slime.algorithms.logit_transform import LogitTransform
 
 CHUNK_LOGITS_CUDA = 3072 * 151936  # entries; about 1.9 GB of float32
 CHUNK_LOGITS_CPU = 16 * 1024 * 1024
-KEPT_SHARE = 0.25  # of a GPU's free memory that gradients may take which are kept for the backward
+KEPT_BYTES = 2 << 30  # that gradients may take which are kept for the backward; --log-probs-keep-gib
 FUSED_SHARE = 128  # rows of the fused head that take the memory of one row of logits: the columns of its tiles
 FUSED_ON = 9  # Hopper; the copy engine that it uses takes rows of a multiple of so many bytes:
 FUSED_ALIGNMENT = 16
@@ -198,14 +199,12 @@ def has_fused_head(hidden: Tensor, weight: Tensor) -> bool:
     return not any(count % FUSED_ALIGNMENT for count in (weight.data_ptr(), weight.shape[1] * weight.element_size()))
 
 
-def keeps_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a backward follows, and the device has plenty of memory for what it would compute again."""
+def keeps_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> bool:
+    """Whether a backward follows, and what it would compute again takes at most so many bytes."""
     follows = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if bias is not None or not follows or not has_kernels(hidden):
         return False
-    reusable = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
-    free = torch.cuda.mem_get_info(hidden.device)[0] + reusable
-    return len(hidden) * len(weight) * weight.element_size() <= KEPT_SHARE * free
+    return len(hidden) * len(weight) * weight.element_size() <= most
 
 
 def normaliser_(z: Tensor) -> Tensor:
@@ -285,11 +284,12 @@ def linear_log_probs(
     scale: float = 1.0,
     chunk_rows: int = -1,
     with_entropy: bool = False,
+    keep_bytes: int = KEPT_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [T] of `targets` [T] under softmax(z), and the entropy [T] of that softmax when asked for."""
     transform = LogitTransform(scale=scale, softcap=softcap, temperature=temperature)
     rows = rows_per_chunk(weight.shape[0], hidden.device, chunk_rows)
-    keeps = keeps_gradients(hidden, weight, bias)
+    keeps = keeps_gradients(hidden, weight, bias, keep_bytes)
     return _LinearLogProbs.apply(hidden, weight, bias, targets, transform, rows, with_entropy, keeps)
 
 

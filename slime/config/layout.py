@@ -171,6 +171,7 @@ def _only_of_fsdp(config: Config) -> Iterator[str]:
         ("--use-stateless-adam", config.use_stateless_adam),
         ("--fp8", config.fp8),
         ("--share-prompts", config.share_prompts),
+        (f"--log-probs-keep-gib {config.log_probs_keep_gib}", config.log_probs_keep_gib is not None),
         (f"--exp-avg-dtype {config.exp_avg_dtype}", config.exp_avg_dtype != "fp32"),
         (f"--exp-avg-sq-dtype {config.exp_avg_sq_dtype}", config.exp_avg_sq_dtype != "fp32"),
         ("--optimizer-cpu-offload", config.optimizer_cpu_offload),

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from slime.algorithms import logprobs
 from slime.algorithms.logprobs import linear_log_probs
 
 
@@ -107,3 +108,14 @@ def test_extreme_logits_stay_finite() -> None:
     (log_probs.sum() + entropy.sum()).backward()
     torch.testing.assert_close(log_probs, torch.zeros(2))
     assert all(t.isfinite().all() for t in (entropy, hidden.grad, weight.grad))
+
+
+def test_sizes_alone_decide_what_is_kept_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free memory differs between ranks and reruns, and what is kept is rounded in another way."""
+    monkeypatch.setattr(logprobs, "has_kernels", lambda states: True)
+    for name in ("mem_get_info", "memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: pytest.fail("the device was asked for its memory"))
+    hidden, weight = torch.zeros(6, 4, requires_grad=True), torch.zeros(10, 4)
+    assert logprobs.keeps_gradients(hidden, weight, None, 240)
+    assert not logprobs.keeps_gradients(hidden, weight, None, 239)
+    assert not logprobs.keeps_gradients(hidden.detach(), weight, None, 240)

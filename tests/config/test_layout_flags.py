@@ -44,6 +44,7 @@ def megatron(valid: dict[str, Any], **changes: Any) -> Config:
         ),
         ({"exp_avg_dtype": "bf16"}, "--exp-avg-dtype bf16 is a matter of FSDP alone"),
         ({"share_prompts": True}, "--share-prompts is a matter of FSDP alone"),
+        ({"log_probs_keep_gib": 1.0}, "--log-probs-keep-gib 1.0 is a matter of FSDP alone"),
         ({"use_stateless_adam": True}, "--use-stateless-adam is a matter of FSDP alone"),
         ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload is a matter of FSDP alone"),
         (

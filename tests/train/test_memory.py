@@ -10,7 +10,14 @@ import pytest
 from slime.algorithms import logprobs
 from slime.data.sample import Sample
 from slime.models.shape import ModelShape
-from slime.plan_memory import CHUNK_LOGITS, COMPILE_MIN_PARAMETERS, FUSED_TYPES, STREAMED_ELEMENTS, trainer_memory
+from slime.plan_memory import (
+    CHUNK_LOGITS,
+    COMPILE_MIN_PARAMETERS,
+    FUSED_TYPES,
+    KEPT_BYTES,
+    STREAMED_ELEMENTS,
+    trainer_memory,
+)
 from slime.train.backends.fsdp import sharding, streamed_adam
 from slime.train.backends.fsdp.fused.layer import is_plain
 from tests.tiny_models import make_model_folder
@@ -76,6 +83,7 @@ def test_a_step_takes_what_the_plan_says(tmp_path: Path, model: dict[str, Any], 
 
 def test_the_plan_cuts_logits_and_compiles_as_training_does() -> None:
     assert CHUNK_LOGITS == {"cpu": logprobs.CHUNK_LOGITS_CPU, "cuda": logprobs.CHUNK_LOGITS_CUDA}
+    assert KEPT_BYTES == logprobs.KEPT_BYTES
     assert COMPILE_MIN_PARAMETERS == sharding.COMPILE_MIN_PARAMETERS
     fused = {f"transformers.models.{kind}.modeling_{kind}" for kind in FUSED_TYPES}
     models = (build_model(kind) for kind in ("llama", "mistral_window", "qwen2", "qwen3", "gemma2", "qwen3_moe"))

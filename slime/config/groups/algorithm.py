@@ -101,3 +101,9 @@ class AlgorithmFlags:
     log_probs_chunk_size: int = flag(
         -1, "rows of logits held at once when log-probs are computed; -1: automatic", check=minus_one_or_at_least(1)
     )
+    log_probs_keep_gib: float | None = flag(
+        None,
+        "the most memory in GiB that the gradients of a micro-batch's log-probs take on a GPU to be kept for the "
+        "backward; larger ones are computed again. Default: 2",
+        check=at_least(0),
+    )

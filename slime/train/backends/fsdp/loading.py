@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from slime.algorithms.logprobs import KEPT_BYTES
 from slime.config import Config
 from slime.config.start import Start
 from slime.models.outline import ModelOutline, outline_causal_lm
@@ -22,12 +23,14 @@ def load_policy(config: Config, source: Start, dtype: torch.dtype) -> PolicyMode
     """A language model; float32 for one that is trained (its master weights), the compute dtype for a frozen one."""
     outline = _outline(config, source, dtype)
     sampled = config.loss_type != "sft_loss"  # answers that were read were sampled at no temperature
+    keep = config.log_probs_keep_gib
     temperature = config.rollout_temperature if sampled else 1.0
     policy = PolicyModel(
         outline.model,
         outline.sources,
         temperature=temperature,
         chunk_rows=config.log_probs_chunk_size,
+        keep_bytes=KEPT_BYTES if keep is None else int(keep * 2**30),
         gdn_backend=config.qwen_gdn_backend,
     )
     if config.use_routing_replay:

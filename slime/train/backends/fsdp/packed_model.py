@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slime.algorithms.logprobs import linear_log_probs
+from slime.algorithms.logprobs import KEPT_BYTES, linear_log_probs
 from slime.errors import UserError
 from slime.models.head import OutputHead, output_projection
 from slime.models.sources import Source, Zeros
@@ -126,11 +126,13 @@ class PolicyModel(PackedModel):
         *,
         temperature: float = 1.0,
         chunk_rows: int = -1,
+        keep_bytes: int = KEPT_BYTES,
         gdn_backend: str | None = None,
     ) -> None:
         super().__init__(model, sources, gdn_backend=gdn_backend)
         self.temperature = temperature
         self.chunk_rows = chunk_rows
+        self.keep_bytes = keep_bytes
         self.head = OutputHead.from_config(model.config)
 
     def forward(
@@ -155,6 +157,7 @@ class PolicyModel(PackedModel):
             scale=self.head.scale,
             chunk_rows=self.chunk_rows,
             with_entropy=entropy,
+            keep_bytes=self.keep_bytes,
         )
         if entropies is None:
             log_probs = self.whole(log_probs, part.counts)
