@@ -30,7 +30,8 @@ class OutputHead:
         scale = 1.0
         for multiplier in ("logit_scale", "lm_head_multiplier"):  # Cohere; Falcon-H1
             scale *= float(facts.get(multiplier) or 1.0)
-        scale /= float(facts.get("logits_scaling") or 1.0)  # Granite divides
+        # Granite and MiniCPM3 divide; the one has a field for it, the other computes it from others
+        scale /= float(getattr(config.get_text_config(), "logits_scaling", None) or 1.0)
         softcap = facts.get("final_logit_softcapping")  # Gemma 2 and its relatives
         return cls(scale=scale, softcap=float(softcap) if softcap else None)
 

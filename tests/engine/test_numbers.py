@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.engine.embedded.core import EngineCore, Work
 from slime.engine.embedded.http.requests import ModelFacts, parse_generate
+from slime.engine.embedded.model import attention
 from slime.engine.embedded.model.sampler import edit
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.sampling_params import parse_sampling_params
@@ -62,6 +63,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**DELTA, **SOFTMAX, "shared_expert_intermediate_size": 32},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "glm_moe_dsa": {**LATENT, **SIGMOID, **INDEXER},
+    "qwen2_moe": {**SOFTMAX, "shared_expert_intermediate_size": 32, "use_sliding_window": True, "sliding_window": 8},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "deepseek_v32": {**LATENT, **SIGMOID, **INDEXER, "head_dim": 8},
 }
 
@@ -387,6 +390,28 @@ def test_a_model_that_the_engine_computes_wrongly_is_refused(scale: float, tmp_p
     """Every layer of Falcon-H1 uses the attention interface, and keeps a state beside it."""
     folder = make_model_folder(tmp_path / "hybrid", "falcon_h1", **HYBRID, initializer_range=scale)
     wrong = r"computes falcon_h1 models wrongly \(a log-prob differs by [0-9.e-]+ from its plain forward\)"
+    with pytest.raises(UserError, match=wrong), running_core(folder):
+        pass
+
+
+@pytest.mark.parametrize("window", [20, 200])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "phimoe"])
+def test_windows_that_only_a_mask_says_are_checked_however_wide(
+    model_type: str, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that looked at the arguments alone would not start."""
+    more = {**ARCHITECTURES[model_type], "sliding_window": window}
+    folder = make_model_folder(tmp_path / "model", model_type, **more)
+    with running_core(folder) as core:
+        assert window in core.runner.context.windows.values()
+    monkeypatch.setattr(attention, "window_of", lambda mask, argument: argument)
+    with pytest.raises(UserError, match=f"computes {model_type} models wrongly"), running_core(folder):
+        pass
+
+
+def test_model_code_that_does_not_run_over_slots_is_refused(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model", "modernbert-decoder", bos_token_id=1, cls_token_id=3)
+    wrong = r"cannot compute modernbert-decoder models \(.*\): serve it with SGLang"
     with pytest.raises(UserError, match=wrong), running_core(folder):
         pass
 

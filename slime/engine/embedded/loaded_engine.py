@@ -23,7 +23,14 @@ from slime.engine.embedded.cache import KVCache
 from slime.engine.embedded.capacity import affordable_slots
 from slime.engine.embedded.loaded_model import LoadedModel, PlainFolder, through_transformers
 from slime.engine.embedded.memory import EngineMemory
-from slime.engine.embedded.model.check import SLOTS, PlainNumbers, WrongNumbers, exact_until
+from slime.engine.embedded.model.check import (
+    PlainNumbers,
+    WrongNumbers,
+    check_wide_windows,
+    exact_until,
+    prompt_lengths,
+    refusing,
+)
 from slime.engine.embedded.options import EngineOptions
 from slime.engine.embedded.scheduler import Scheduler
 from slime.engine.embedded.steps import Counters, Steps
@@ -140,16 +147,20 @@ class LoadedEngine:
                 dtype=first.dtype,
                 device=first.device,
                 context_len=self.context_len,
+                lengths=prompt_lengths(facts, is_fused=model.block is not None),
             )
+            if model.block is None:  # through transformers
+                check_wide_windows(model.weights)  # type: ignore[arg-type]
         self.scheduler = Scheduler(
             KVCache(0), max_running=o.max_running_requests, context_len=self.context_len, chunk=o.chunked_prefill_size
         )
-        self.runner = model.runner(self.scheduler.table)
+        with refusing(facts["model_type"]):
+            self.runner = model.runner(self.scheduler.table)
         self.capacity = o.max_total_tokens or affordable_slots(self.runner, o, facts, self.context_len)
         self.context_len = min(self.context_len, self.capacity)
         self.scheduler.cache = self._fresh_cache()
         with self._phase("KV cache"):
-            self._allocate_cache()
+            self._allocate_cache(plain.slots)
         self.steps = Steps(
             self.scheduler, self.runner, self.counters, version=o.weight_version, fresh_cache=self._fresh_cache
         )
@@ -165,8 +176,9 @@ class LoadedEngine:
         if draw is not None:
             draw.prepare_aside()  # now that nothing else waits for the interpreter
 
-    def _allocate_cache(self) -> None:
-        slots = max(self.capacity, SLOTS)
+    def _allocate_cache(self, least: int) -> None:
+        """Room for the cache's tokens, and for `least` that the check at the start writes to."""
+        slots = max(self.capacity, least)
         try:
             self.runner.allocate_kv(slots, None if self.memory is None else self.memory.zeros)
         except (CudaRefused, torch.cuda.OutOfMemoryError) as error:

@@ -3,16 +3,20 @@
 Short prompts go through a plain forward (transformers' own, or the fused block in plain operations), then side by side
 through the engine, with one decode step each; on a GPU one and two of them alone as well, because few sequences go
 through kernels of their own. A model that keeps state beside the KV slots, or mixes the tokens of a row, gives other
-numbers there.
+numbers there. Prompts are longer than the model's windows where these are narrow. Where they are wide, a small model of
+the config, whose windows are narrow, is tried too.
 Invariant: a model that passes gave the arg-max of its plain forward, with its log-prob, at every position.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,17 +26,39 @@ from slime.engine.embedded.sampling_params import SamplingParams
 from slime.engine.embedded.scheduler import Extend
 from slime.engine.embedded.sequence import Sequence
 from slime.errors import UserError
+from slime.models.folder import first_line
+from slime.models.windows import window_fields
 
-PROMPT_LENGTHS = (3, 5, 4)
-SLOTS = sum(PROMPT_LENGTHS) + len(PROMPT_LENGTHS)  # what the check writes to
+if TYPE_CHECKING:  # importing transformers takes longer than a start without it
+    from transformers import PreTrainedModel
+
+PROMPT_LENGTHS = (3, 17, 9)
+FEW_TOKENS = (3, 5, 4)  # of a block that the fused kernels compute
+_WIDE = 64  # windows that prompts are not made longer than
 # How far a log-prob may be off, in standard deviations of the position's log-probs. What is computed wrongly is off by
 # whole ones; rounding by a hundred-thousandth in float32, and by up to a tenth in half precision.
 _TOLERANCE = {torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.5
+_DRAWS = 3
+"""A token that two experts suit equally may go to either; what is computed wrongly differs for all draws of tokens."""
 
 
 class WrongNumbers(UserError):
     """What the engine computes is not what the model does."""
+
+
+@contextmanager
+def refusing(model_type: str) -> Iterator[None]:
+    """What model code raises where it is not called as transformers calls it, as one sentence."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as cause:
+        raise WrongNumbers(
+            f"the embedded engine cannot compute {model_type} models ({first_line(cause)}): serve it with SGLang "
+            "instead"
+        ) from cause
 
 
 def exact_until(facts: Mapping[str, Any]) -> tuple[int, str] | None:
@@ -59,6 +85,57 @@ def _same_rope_until(facts: Mapping[str, Any]) -> list[int]:
     return limits
 
 
+def prompt_lengths(facts: Mapping[str, Any], *, is_fused: bool) -> tuple[int, int, int]:
+    """One of them longer than the windows of this (text) config, unless these are wide."""
+    short, middle, last = FEW_TOKENS if is_fused else PROMPT_LENGTHS
+    widths = [width for width in window_fields(facts).values() if width <= _WIDE]
+    return short, max([middle, *(width + 3 for width in widths)]), last
+
+
+def check_wide_windows(model: PreTrainedModel) -> None:
+    """Raises WrongNumbers where the windows of the model are wide, and the engine computes others."""
+    facts = model.config.get_text_config().to_dict()
+    if max(window_fields(facts).values(), default=0) > _WIDE:
+        from slime.models.small import small_model
+
+        check_small(lambda: small_model(type(model), model.config))
+
+
+def check_small(make: Callable[[], PreTrainedModel]) -> None:
+    """Raises WrongNumbers where the engine computes other numbers than the eager model; `make` makes one each time."""
+    wrong = None
+    for seed in range(_DRAWS):
+        small = make()
+        facts = small.config.get_text_config().to_dict()
+        limit = exact_until(facts)
+        plain = PlainNumbers(
+            partial(_logits, small),
+            model_type=facts["model_type"],
+            vocab_size=facts["vocab_size"],
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            context_len=sys.maxsize if limit is None else limit[0],
+            lengths=prompt_lengths(facts, is_fused=False),
+            seed=seed,
+        )
+        table = np.zeros((len(PROMPT_LENGTHS) + 1, 2 * _WIDE), dtype=np.int32)
+        with refusing(facts["model_type"]):
+            runner = ModelRunner(small, table)
+        runner.allocate_kv(plain.slots)
+        try:
+            plain.compare(runner, runner, table)
+            return
+        except WrongNumbers as error:
+            wrong = error
+    assert wrong is not None
+    raise wrong
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return found
+
+
 class PlainNumbers:
     """What a plain forward says of the prompts: `logits [B, T, V]` of tokens `[B, T]`, asked once."""
 
@@ -71,11 +148,14 @@ class PlainNumbers:
         dtype: torch.dtype,
         device: torch.device,
         context_len: int,
+        lengths: SequenceOf[int] = PROMPT_LENGTHS,
+        seed: int = 0,
     ) -> None:
         self._model_type = model_type
         self._dtype = dtype
-        lengths = [max(1, min(length, context_len - 1)) for length in PROMPT_LENGTHS]
-        generator = np.random.default_rng(0)
+        lengths = [max(1, min(length, context_len - 1)) for length in lengths]
+        self.slots = sum(lengths) + len(lengths)  # that `compare` writes to
+        generator = np.random.default_rng(seed)
         self._tokens = [generator.integers(0, vocab_size, length + 1).tolist() for length in lengths]
         padded = torch.zeros(len(lengths), max(lengths) + 1, dtype=torch.int64)
         for row, tokens in zip(padded, self._tokens, strict=True):
@@ -93,10 +173,9 @@ class PlainNumbers:
 
     def compare(self, runner: ModelRunner, decoder: Decoder, table: np.ndarray) -> None:
         """Let the engine compute the same; raises WrongNumbers where it does not."""
-        worst = max(
-            (self._run(members, runner, decoder, table) for members in self.batches(len(table) - 1, runner.cuda)),
-            key=lambda gap: gap[0],
-        )
+        batches = self.batches(len(table) - 1, runner.cuda)
+        with refusing(self._model_type):
+            worst = max((self._run(members, runner, decoder, table) for members in batches), key=lambda gap: gap[0])
         runner.context.window.forget()
         gap, difference = worst
         if not gap <= _TOLERANCE.get(self._dtype, _HALF_TOLERANCE):

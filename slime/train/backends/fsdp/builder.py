@@ -11,6 +11,7 @@ from slime.config.batch import copy_size
 from slime.config.start import Start, base_path
 from slime.models.sources import Held
 from slime.train.backends.fsdp.backend import FSDPBackend
+from slime.train.backends.fsdp.check import check_packed
 from slime.train.backends.fsdp.loading import load_critic, load_policy
 from slime.train.backends.fsdp.lora import lora_of, put_adapter, train_head
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel, ValueModel
@@ -29,6 +30,7 @@ class FSDPBuilder:
         self.progress = progress
         sharded = shard_ranks(world, copy_size=copy_size(config), context_size=config.context_parallel_size)
         self.topology, self._mesh = sharded.topology, sharded.mesh
+        self._checked: set[str] = set()  # configs
 
     def policy(self, config: Config, start: Start) -> FSDPBackend:
         module = self._load(start, self._held_in(config))
@@ -43,6 +45,7 @@ class FSDPBuilder:
 
     def critic(self, config: Config, start: Start) -> FSDPBackend:
         module = load_critic(config, start, self._held_in(config))
+        self._check(module)
         module.share_rows(self.topology.context)
         return self._trained(config, start, module, _loads_nothing)
 
@@ -78,10 +81,18 @@ class FSDPBuilder:
     def _load(self, source: Start, dtype: torch.dtype) -> PolicyModel:
         """A model whose weights are not read yet; what a checkpoint continues is put into it later."""
         module = load_policy(self._config, source, dtype)
+        self._check(module)
         module.share_rows(self.topology.context)
         if source.checkpoint is not None and not source.resumes:
             CheckpointFolder(source.checkpoint).put_weights_into(module.model, module.sources, self._config)
         return module
+
+    def _check(self, module: PackedModel) -> None:
+        """Compare models of this config with transformers, once."""
+        facts = module.model.config.to_json_string(use_diff=False)
+        if facts not in self._checked:
+            check_packed(module.model)
+            self._checked.add(facts)
 
 
 def _loads_nothing(source: Start) -> PolicyModel:

@@ -1,0 +1,86 @@
+"""A training starts only with a model whose packed rows give what transformers' eager forward gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from slime.errors import UserError
+from slime.models.small import LENGTHS, WINDOW, small_model
+from slime.models.windows import window_fields
+from slime.train.backends.fsdp import attention
+from slime.train.backends.fsdp.check import check_packed
+from tests.tiny_models import SMALL, make_model_folder
+from tests.train.in_process import InProcess, config_for
+
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
+
+
+def model_of(model_type: str, **more: Any) -> PreTrainedModel:
+    sizes = {"num_hidden_layers": 2} if model_type == "minicpm3" else SMALL  # whose own sizes fit each other
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**sizes, **more}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("qwen2_moe", {**WINDOWS, **EXPERTS, "shared_expert_intermediate_size": 32}),
+        ("phimoe", {**EXPERTS, "sliding_window": 100}),
+        ("qwen3", WINDOWS),
+        ("minicpm3", {}),
+        ("gemma4_text", {"head_dim": 16, "num_hidden_layers": 6}),
+        ("granite", {"logits_scaling": 3.0}),
+    ],
+)
+def test_what_is_computed_as_in_transformers_passes(model_type: str, more: dict[str, Any]) -> None:
+    check_packed(model_of(model_type, **more))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"), [("doge", {}), ("modernbert-decoder", {"bos_token_id": 1, "cls_token_id": 3}), ("bert", {})]
+)
+def test_what_gives_other_numbers_is_refused(model_type: str, more: dict[str, Any]) -> None:
+    wrong = rf"--train-backend fsdp computes {model_type} models wrongly \(a log-prob of a small one differs by [0-9.]+"
+    with pytest.raises(UserError, match=wrong):
+        check_packed(model_of(model_type, **more))
+
+
+def test_what_fails_on_a_packed_row_is_refused() -> None:
+    with pytest.raises(UserError, match="cannot compute packed rows of electra models"):
+        check_packed(model_of("electra", embedding_size=32))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "phimoe"])
+def test_windows_that_only_a_mask_says_are_looked_at(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "window_of", lambda mask, argument: argument)
+    model = model_of(model_type, **WINDOWS, **EXPERTS)
+    with pytest.raises(UserError, match=f"computes {model_type} models wrongly"):
+        check_packed(model)
+
+
+def test_a_training_of_a_model_that_differs_does_not_start(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "doge", "doge")
+    with pytest.raises(UserError, match="computes doge models wrongly"):
+        InProcess(config_for(folder, tmp_path))
+
+
+def test_small_models_keep_the_kinds_of_layers_and_narrow_the_windows() -> None:
+    published = {"hidden_size": 2880, "vocab_size": 201088, "num_hidden_layers": 24, "num_local_experts": 128}
+    small = small_model(type(model_of("gpt_oss")), AutoConfig.for_model("gpt_oss", **published))
+    config = small.config
+    assert sum(parameter.numel() for parameter in small.parameters()) < 1_000_000
+    assert set(config.layer_types) == {"sliding_attention", "full_attention"}
+    assert (config.head_dim, config.num_experts_per_tok, config.rope_parameters["rope_type"]) == (64, 4, "yarn")
+    assert max(window_fields(config.to_dict()).values()) == WINDOW < min(LENGTHS[1:])
+
+
+def test_a_model_that_transformers_cannot_make_small_is_refused() -> None:
+    broken = AutoConfig.for_model("dots1")  # without a number of experts
+    with pytest.raises(UserError, match="transformers cannot compute a small dots1 model"):
+        small_model(type(model_of("llama")), broken)
