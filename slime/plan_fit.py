@@ -179,6 +179,8 @@ def _remedies(config: Config, device: str) -> list[Remedy]:
     found += _fewer_tokens(config)
     if config.log_probs_chunk_size <= 0 or config.log_probs_chunk_size > _SMALL_CHUNK:
         found.append(Remedy(f"--log-probs-chunk-size {_SMALL_CHUNK}", {"log_probs_chunk_size": _SMALL_CHUNK}))
+    if on_gpu and not megatron and config.log_probs_keep_gib != 0:
+        found.append(Remedy("--log-probs-keep-gib 0", {"log_probs_keep_gib": 0.0}))
     if on_gpu and not megatron and not config.use_stateless_adam:
         if not config.optimizer_cpu_offload:
             found.append(Remedy("--optimizer-cpu-offload", {"optimizer_cpu_offload": True}))
