@@ -150,7 +150,7 @@ class LoadedEngine:
                 lengths=prompt_lengths(facts, is_fused=model.block is not None),
             )
             if model.block is None:  # through transformers
-                check_wide_windows(model.weights)  # type: ignore[arg-type]
+                check_wide_windows(model.weights)
         self.scheduler = Scheduler(
             KVCache(0), max_running=o.max_running_requests, context_len=self.context_len, chunk=o.chunked_prefill_size
         )
