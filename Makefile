@@ -10,7 +10,7 @@ AGENTS_CLI := .agents-cli
 WORKERS ?= auto
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-fast test-learning test-migration test-megatron test-ray test-examples test-crash test-fuzz test-sglang test-agents test-agents-all lint format example-smollm2 benchmark clean help
+.PHONY: quickstart test test-fast test-learning test-migration test-megatron test-ray test-examples test-long test-crash test-fuzz test-sglang test-agents test-agents-all lint format example-smollm2 benchmark clean help
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 20
@@ -19,10 +19,10 @@ quickstart: $(VENV)/.installed   ## train a tiny model on arithmetic, whole syst
 	$(RUN) examples/quickstart/run.py $(ARGS)
 
 test: $(VENV)/.installed-dev lint   ## lint, and all tests but the learning, migration, Megatron, Ray, example and agent program ones
-	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not migration and not megatron and not ray and not examples and not agents'
+	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not migration and not megatron and not ray and not examples and not agents and not long'
 
 test-fast: $(VENV)/.installed-dev   ## the tests that start no run, no engine and no trainer: two minutes, for the inner loop
-	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not processes and not megatron and not ray and not examples and not agents'
+	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not processes and not megatron and not ray and not examples and not agents and not long'
 
 test-learning: $(VENV)/.installed-dev   ## every estimator learns a little: short whole runs
 	$(RUN) -m pytest $(PARALLEL) --dist load -m slow
@@ -38,6 +38,9 @@ test-ray: $(VENV)/.installed-dev   ## runs over several nodes: a Ray cluster on 
 
 test-examples: $(VENV)/.installed-dev   ## every example of examples/README.md in short form: it runs, and it learns
 	$(RUN) -m pytest $(PARALLEL) --dist load -m examples tests/examples
+
+test-long: $(VENV)/.installed-dev   ## what takes too long for every change: all rows of tests of which `make test` runs some
+	$(RUN) -m pytest $(PARALLEL) -m long
 
 test-crash: $(VENV)/.installed-dev   ## twenty processes of one run are killed at random moments, in every mode (SLIME_CRASH_SEED=2 for others)
 	SLIME_CRASH_KILLS=20 $(RUN) -m pytest --cold --timeout 3000 tests/e2e/test_crashes.py

@@ -1,0 +1,184 @@
+"""Which models each part computes as transformers does: the table of docs/models.md.
+
+    python -m tests.model_table            # prints it: every causal language model of transformers, about ten minutes
+    python -m tests.model_table --write    # puts it into docs/models.md
+
+A row is a small model of the family's own default config, where there are windows also with them (`small_model`): the
+embedded engine and the FSDP trainer make the comparison that they make at their start, and Megatron, which has families
+of its own, is compared by the logits of a packed row. A cell is "equal" or "refused"; a part that raises anything but a
+`UserError`, or gives other numbers, ends the walk.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.logging import set_verbosity_error
+
+from slime.engine.embedded.model.check import check_small
+from slime.errors import UserError
+from slime.models.families.family import FAMILIES
+from slime.models.small import small_model
+from slime.train.backends.fsdp.check import check_packed
+from tests.family_models import FAMILY_MODELS, RENAMED, WINDOWED_MODELS, make_family_folder
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+BEGIN, END = "<!-- made by python -m tests.model_table -->\n", "<!-- end of it -->\n"
+WINDOWS = ", windows"
+EQUAL, REFUSED = "equal", "refused"
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1},
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "hunyuan_v1_moe": {"head_dim": 32},
+    "ministral": {"head_dim": 32, "rope_parameters": _ROPE},
+    "nemotron": {"num_key_value_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "kimi_linear": {"num_experts": 8, "num_experts_per_token": 2},
+}
+"""Of families whose default config makes no model."""
+
+
+@dataclass(frozen=True)
+class Row:
+    engine: str
+    fsdp: str
+    megatron: str
+
+
+def row_names() -> list[str]:
+    """A model_type, and its variant with windows where the default has none."""
+    names = []
+    for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        names.append(model_type)
+        if _windowed(model_type):
+            names.append(model_type + WINDOWS)
+    return names
+
+
+def _windowed(model_type: str) -> dict[str, Any]:
+    """What switches the windows of a family on whose default config has none."""
+    try:
+        facts = CONFIG_MAPPING[model_type](**DEFAULTS.get(model_type, {})).to_dict()
+    except Exception:  # noqa: BLE001 - no default model of it
+        return {}
+    if facts.get("use_sliding_window") is False:
+        return {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1}
+    return {"sliding_window": 4096} if facts.get("sliding_window", 0) is None else {}
+
+
+def config_and_class(name: str) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
+    model_type = name.removesuffix(WINDOWS)
+    own = DEFAULTS.get(model_type, {})
+    config = CONFIG_MAPPING[model_type](**{**own, **(_windowed(model_type) if name != model_type else {})})
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = kind[0] if isinstance(kind, tuple) else kind
+    return config if isinstance(config, kind.config_class) else config.get_text_config(), kind
+
+
+def row(name: str, *, with_megatron: bool = True) -> Row:
+    try:
+        config, kind = config_and_class(name)
+        small = small_model(kind, config)
+    except Exception:  # noqa: BLE001 - transformers has no default model of it
+        return Row(REFUSED, REFUSED, REFUSED)
+    engine = _cell(lambda: check_small(lambda: small_model(kind, config)))
+    return Row(engine, _cell(lambda: check_packed(small)), megatron(name) if with_megatron else REFUSED)
+
+
+def _cell(compare: Callable[[], None]) -> str:
+    try:
+        compare()
+    except UserError:
+        return REFUSED
+    return EQUAL
+
+
+def megatron(name: str) -> str:
+    """By the small models of the families that it has; all cases of a type have to be equal."""
+    model_type = name.removesuffix(WINDOWS)
+    cases = {
+        case: own
+        for case, (of, own) in (WINDOWED_MODELS if name != model_type else FAMILY_MODELS).items()
+        if RENAMED.get(case, of) == model_type
+    }
+    family = next((family for family in FAMILIES if model_type in family.model_types), None)
+    if not cases or family is None or family.support.megatron is not None:
+        return REFUSED
+    return EQUAL if all(_is_equal_in_megatron(case) for case in cases) else REFUSED
+
+
+def _is_equal_in_megatron(case: str) -> bool:
+    from slime.train.backends.megatron.layout import Layout
+    from tests.megatron.test_logits import expected, packed_logits
+    from tests.train.in_process import one_rank
+
+    one_rank()
+    with tempfile.TemporaryDirectory() as place:
+        folder = make_family_folder(Path(place), case)
+        try:
+            found = packed_logits(folder, Layout())
+        except UserError:
+            return False
+        for ours, theirs in zip(found, expected(folder), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    return True
+
+
+def table(rows: dict[str, Row]) -> str:
+    """Markdown: a line for what anything computes, and the names of what nothing does."""
+    lines = ["| model_type | embedded engine | FSDP | Megatron |", "|---|---|---|---|"]
+    nothing = []
+    for name, found in rows.items():
+        if {found.engine, found.fsdp, found.megatron} == {REFUSED}:
+            nothing.append(f"`{name.removesuffix(WINDOWS)}`{WINDOWS if name.endswith(WINDOWS) else ''}")
+        else:
+            shown = f"`{name.removesuffix(WINDOWS)}`{' with windows' if name.endswith(WINDOWS) else ''}"
+            lines.append(f"| {shown} | {found.engine} | {found.fsdp} | {found.megatron} |")
+    refused = "Refused by all three: " + ", ".join(dict.fromkeys(nothing)) + "."
+    return "\n".join([*lines, "", *_wrapped(refused)]) + "\n"
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    import textwrap
+
+    yield from textwrap.wrap(text, 118, break_on_hyphens=False, break_long_words=False)
+
+
+def page_rows() -> dict[str, Row]:
+    """What docs/models.md says."""
+    part = PAGE.read_text().split(BEGIN)[1].split(END)[0]
+    found = {}
+    for line in part.splitlines():
+        if line.startswith("| `"):
+            name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            found[name.replace("` with windows", WINDOWS).strip("`")] = Row(*cells)
+    return found
+
+
+def main() -> None:
+    set_verbosity_error()
+    rows = {}
+    for name in row_names():
+        rows[name] = row(name)
+        print(name, rows[name], file=sys.stderr, flush=True)
+    if "--write" in sys.argv:
+        before, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(before + BEGIN + "\n" + table(rows) + "\n" + END + rest.split(END)[1])
+    else:
+        print(table(rows), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""docs/models.md says which models each part computes as transformers does; here some of them, nightly all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.model_table import PAGE, REFUSED, WINDOWS, Row, page_rows, row, row_names
+
+NOTHING = Row(REFUSED, REFUSED, REFUSED)
+BRANCHES = (
+    "qwen3" + WINDOWS,  # mapped by Megatron too
+    "phimoe" + WINDOWS,  # which only a mask says
+    "diffllama",  # a layer asks for attention twice: the engine alone cannot
+    "llama4_text",  # chunks
+    "falcon_h1",  # a state beside attention
+    "bert",  # attention to later tokens
+)
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_the_page_says_what_is_computed(name: str) -> None:
+    said = page_rows().get(name, NOTHING)
+    found = row(name, with_megatron=False)  # `make test-megatron` compares that
+    assert (found.engine, found.fsdp) == (said.engine, said.fsdp)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_the_page_says_of_every_model_of_transformers_what_is_computed() -> None:
+    found = {name: row(name) for name in row_names()}
+    assert {name: cells for name, cells in found.items() if cells != NOTHING} == page_rows()
+    text = PAGE.read_text()
+    assert all(f"`{name.removesuffix(WINDOWS)}`" in text for name in found)
