@@ -47,7 +47,7 @@ def test_a_cache_that_does_not_fit_is_said_in_a_sentence(refusal: Exception, mon
     engine.memory, engine.capacity = None, 2**20
     engine.runner = SimpleNamespace(allocate_kv=refuse, kv_bytes_per_token=lambda: 4096)  # type: ignore[assignment]
     with pytest.raises(UserError, match=r"of 1048576 tokens takes 4\.0 GiB, and 1\.0 are free .* --max-total-tokens"):
-        engine._allocate_cache()
+        engine._allocate_cache(0)
 
 
 def test_a_folder_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
