@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,26 @@ def test_an_error_of_nobody_empties_the_engine_and_it_goes_on(
             core.capacity,
         )
         assert tokens(core, 1, 2) == want
+
+
+def test_requests_that_an_update_aborts_leave_no_prefix_of_the_weights_before(qwen3_folder: Path) -> None:
+    """Pausing and updating are one command where the trainer's memory is shared."""
+
+    def swap() -> None:
+        core.pause("abort")
+        core.update_weights(lambda: 0, "2", flush=True)
+        core.resume()
+
+    long = [{"input_ids": prompt(1, 24), "sampling_params": {**GREEDY, "max_new_tokens": 400}}]
+    with running_core(qwen3_folder) as core, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(generate, core, long)
+        while not (asked.done() or any(seq.output_ids for seq in core.scheduler.running)):
+            pass
+        core.call(swap).result(240)
+        assert core.call(lambda: core.scheduler.cache.tree.held).result(240) == 0
+        [seq] = asked.result(240)
+        assert seq.finish is not None
+        assert seq.finish["type"] == "abort"
 
 
 # over HTTP

@@ -272,6 +272,7 @@ class EngineCore(LoadedEngine):
         are. All but an adapter (`keeps_base`) overwrite the weights that adapters are merged into.
         """
         self.check_update(bucket, version)
+        self.steps.settle()  # what aborted requests leave in the cache is of the weights before
         try:
             copied = load()
         except HalfWritten as error:
