@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from slime.config import Config
-from slime.config.start import continues_itself
+from slime.config.start import continues_itself, find_start
 from slime.errors import RunFailed, UserError
 from slime.observe.progress import Progress
 from slime.waits import ending_signals
@@ -63,5 +63,10 @@ def failures_with_context(config: Config, progress: Progress) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         if continues_itself(config):
-            progress.message("interrupted; the same command goes on from the last checkpoint")
+            progress.message(
+                "interrupted: run the same command to resume from the last checkpoint"
+                if find_start(config).resumes
+                else "interrupted before the first checkpoint: the same command trains from the start, on the samples "
+                "that the journal has"
+            )
         raise

@@ -28,6 +28,7 @@ from slime.config.lora import uses_lora
 from slime.config.no_effect import flag_list, flags_without_effect, unused_by_layers
 from slime.config.parser import flags_of_custom_file, near_flags_of_custom_file
 from slime.config.planned_cluster import PlannedCluster
+from slime.config.shape_flags import read_model_config
 from slime.config.start import reference_in_words, start_in_words, start_notes
 from slime.config.train_datasets import all_datasets, train_datasets
 from slime.engine.fleet.backend import EMBEDDED, EXTERNAL, SGLANG_SERVER, choose_backend
@@ -412,6 +413,7 @@ def _notes(config: Config, backend: str) -> list[str]:
     if config.rollout_max_response_len is None and needs_engines(config) and config.loss_type != "sft_loss":
         limit = f"{DEFAULT_RESPONSE_LEN} tokens, SGLang's default"
         notes.append(f"no --rollout-max-response-len: responses end after {limit}")
+    notes += _length_notes(config)
     if config.num_rollout is None and config.num_epoch is None and config.load_debug_rollout_data is None:
         notes.append("no --num-rollout and no --num-epoch: the run is one pass over the prompts")
     if config.debug_rollout_only and config.num_rollout == 0:
@@ -442,6 +444,18 @@ def _notes(config: Config, backend: str) -> list[str]:
         those = "the embedded engine" if backend == "embedded" else "engines that run already"
         notes.append(f"SGLang flags without effect on {those}: {flag_list(sglang)}")
     return notes
+
+
+def _length_notes(config: Config) -> list[str]:
+    """Responses that may be longer than the model's context end there."""
+    wanted, facts = config.rollout_max_response_len, read_model_config(Path(config.hf_checkpoint) / "config.json")
+    context = (facts.get("text_config") or facts).get("max_position_embeddings")
+    if wanted is None or not isinstance(context, int) or wanted < context or not needs_engines(config):
+        return []
+    return [
+        f"--rollout-max-response-len {wanted} is not less than the context of the model (max_position_embeddings "
+        f"{context}): responses end where prompt and response fill the context"
+    ]
 
 
 def _unlabelled_notes(config: Config) -> list[str]:

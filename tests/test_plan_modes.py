@@ -92,6 +92,10 @@ def test_what_was_left_out_is_a_note(flags: dict[str, Any]) -> None:
     assert "--eval-interval 2 without --eval-prompt-data: there is nothing to evaluate" in notes
     assert "no --rollout-max-response-len: responses end after 128 tokens, SGLang's default" in notes
     assert not [note for note in plan_of(flags).notes if "max-response-len" in note or "eval" in note]
+    config = Path(flags["hf_checkpoint"]) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 64}))
+    (note,) = [note for note in plan_of(flags, rollout_max_response_len=64).notes if "max_position" in note]
+    assert note.endswith("responses end where prompt and response fill the context")
     assert not [note for note in plan_of(bare, loss_type="sft_loss").notes if "max-response-len" in note]
 
 

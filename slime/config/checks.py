@@ -23,11 +23,15 @@ from slime.config.live import live_contradictions
 from slime.config.lora import check_adapter, lora_contradictions
 from slime.config.megatron_fields import CHOICES, given_settings
 from slime.config.megatron_flags import NEUTRAL, REFUSED_BY_MEGATRON
+from slime.config.model_folder import dataset_hint
 from slime.config.sharing import sharing_contradictions
 from slime.config.spec import FlagSpec
 from slime.config.start import check_weight_sources, find_start
 from slime.config.train_datasets import mixture_contradictions, train_datasets
 from slime.errors import UserError
+
+DATA_SUFFIXES = (".jsonl", ".parquet")
+"""Kinds of files that hold prompts."""
 
 DUMP_SUFFIXES = (".jsonl", ".pt")
 """Kinds of files that hold the samples of a rollout."""
@@ -280,9 +284,12 @@ def _check_data_file(data: str, flag: str) -> None:
     match = _SLICE.fullmatch(data)
     path = Path(match["path"] if match else data)
     if not path.exists():
-        raise UserError(f"{flag}: there is no file {path}")
+        hint = dataset_hint(str(path), flag)
+        raise UserError(f"{flag}: there is no file {path}{hint}")
     if path.is_dir():
         raise UserError(f"{flag}: {path} is a folder, but a .jsonl or .parquet file is needed")
+    if path.suffix not in DATA_SUFFIXES:
+        raise UserError(f"{flag}: {path} ends in {path.suffix or 'nothing'!r}: convert it to .jsonl or .parquet")
     if not os.access(path, os.R_OK):
         raise UserError(f"{flag}: no permission to read {path}")
 

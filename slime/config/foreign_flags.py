@@ -1,4 +1,4 @@
-"""The settings of TRL, verl, OpenRLHF and other versions of slime under their names there, and what they are here.
+"""Settings of TRL, verl, prime-rl, OpenRLHF and other versions of slime by their names there, with their names here.
 
 Invariant: every flag that a remedy names exists. A remedy that begins with a flag is its name here; any other is a
 sentence of its own.
@@ -167,6 +167,21 @@ _VERL = {
     "trainer.logger": "--use-wandb (TensorBoard files are always written)",
 }
 
+_PRIME_RL = {
+    "model.name": "--hf-checkpoint",
+    "model.lora.rank": "--lora-rank",
+    "seq-len": "--rollout-max-context-len",
+    "trainer.model.name": "--hf-checkpoint",
+    "trainer.optim.lr": "--lr",
+    "trainer.optim.max-norm": "--clip-grad",
+    "orchestrator.batch-size": f"--rollout-batch-size, which counts prompts; {_STEP}",
+    "orchestrator.rollouts-per-example": "--n-samples-per-prompt",
+    "orchestrator.sampling.max-tokens": "--rollout-max-response-len",
+    "orchestrator.sampling.temperature": "--rollout-temperature",
+    "wandb.project": "--wandb-project",
+    "wandb.name": "--run-name",
+}
+
 _EARLIER_SLIME = {
     "update-weights-bucket-size": "--update-weight-buffer-size",
     "rollout-external": "--rollout-external-engine-addrs, which is enough",
@@ -182,6 +197,7 @@ _EARLIER_SLIME = {
 FOREIGN_FLAGS: dict[str, tuple[str, str]] = {
     **{name: ("other versions of slime", remedy) for name, remedy in _EARLIER_SLIME.items()},
     **{name: ("verl", remedy) for name, remedy in _VERL.items()},
+    **{name: ("prime-rl", remedy) for name, remedy in _PRIME_RL.items()},
     **{name: ("OpenRLHF", remedy) for name, remedy in _OPENRLHF.items()},
     **{name: ("TRL", remedy) for name, remedy in _TRL.items()},
 }

@@ -14,10 +14,11 @@ from typing import Any
 
 from slime.config.megatron_folder import LATEST, refuse_megatron
 from slime.config.shape_flags import read_model_config
+from slime.config.suggest import nearest
 from slime.config.weight_files import check_weights
 from slime.errors import UserError
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"(?:[\w.-]+/)?\w[\w.-]*")
 _CHECKPOINTS = (LATEST, "meta.json")
 _SHAPE = (
     "model_type",
@@ -54,6 +55,17 @@ _SHAPE = (
 )
 """What two configs must agree on for the weights of one to compute the same as the other's model."""
 
+_NAMES = frozenset(_SHAPE) | {"architectures", "max_position_embeddings", "torch_dtype", "dtype", "quantization_config"}
+_MISSPELT = 0.9
+"""How like such a name an unknown key of config.json must be to count as a misspelling of it."""
+
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
+_LAYER = re.compile(r"(?:model|model\.language_model|language_model\.model)\.layers\.(\d+)\.")
+
 
 def check_model_folder(folder: str, flag: str, *, weights: bool = True) -> None:
     """Raise a `UserError` unless `folder` is a Hugging Face model folder, with its weights where they are wanted."""
@@ -69,10 +81,39 @@ def check_model_folder(folder: str, flag: str, *, weights: bool = True) -> None:
     if not (path / "config.json").exists():
         refuse_megatron(folder, flag)
         raise UserError(f"model folder {folder} has no config.json: {_without_config(path, flag)}")
-    if "model_type" not in read_model_config(path / "config.json"):
+    config = read_model_config(path / "config.json")
+    for name in config.keys() - _NAMES:
+        meant = nearest(name, _NAMES - config.keys(), cutoff=_MISSPELT)
+        if meant is not None:
+            raise UserError(f"{path / 'config.json'} has {name} and no {meant}: correct the spelling")
+    if "model_type" not in config:
         raise UserError(f"{path / 'config.json'} has no model_type: it does not describe a Hugging Face model")
     if weights:
-        check_weights(path, flag)
+        _check_sizes(path, config, check_weights(path, flag))
+
+
+def _check_sizes(folder: Path, config: dict[str, Any], tensors: dict[str, dict[str, Any]]) -> None:
+    """Raise a `UserError` where config.json contradicts the embedding or the number of layers in the weights.
+
+    Only these two are compared: the shapes of other tensors depend on the family. Loading compares all of them.
+    """
+    text = config.get("text_config")
+    facts = {**text, **config} if isinstance(text, dict) else config
+    embedding = next((entry["shape"] for name, entry in tensors.items() if name in _EMBEDDINGS), None)
+    if embedding is not None and len(embedding) == 2 and "word_embed_proj_dim" not in facts:
+        for name, found in zip(("vocab_size", "hidden_size"), embedding, strict=True):
+            if isinstance(facts.get(name), int) and facts[name] != found:
+                raise UserError(
+                    f"{folder / 'config.json'} has {name} {facts[name]}, but the embedding in the weights has {found}: "
+                    f"correct {name}, or take config and weights of the same model"
+                )
+    layers = {int(match[1]) for match in map(_LAYER.match, tensors) if match is not None}
+    wanted = facts.get("num_hidden_layers")
+    if layers and isinstance(wanted, int) and max(layers) + 1 < wanted:
+        raise UserError(
+            f"{folder / 'config.json'} has num_hidden_layers {wanted}, but the weights have {max(layers) + 1} layers: "
+            "correct it, or take config and weights of the same model"
+        )
 
 
 def check_same_shape(folder: Path, flag: str, hf_checkpoint: str, *, only: Sequence[str] = _SHAPE) -> None:
@@ -108,8 +149,19 @@ def _absent(folder: str, flag: str) -> str:
     takes = f"{flag} takes the path of a downloaded Hugging Face model"
     if not _HUB_NAME.fullmatch(folder):
         return takes
-    target = f"models/{folder.partition('/')[2]}"
+    target = f"models/{folder.rpartition('/')[2]}"
     return f"{takes}; if this is its name on the hub: hf download {folder} --local-dir {target} and {flag} {target}"
+
+
+def dataset_hint(path: str, flag: str) -> str:
+    """The end of the sentence for a data file that does not exist, if it may be the name of a dataset on the hub."""
+    if "/" not in path or not _HUB_NAME.fullmatch(path) or Path(path).suffix:
+        return ""
+    target = f"data/{path.rpartition('/')[2]}"
+    return (
+        f"; if this is its name on the hub: hf download {path} --repo-type dataset --local-dir {target} and {flag} "
+        f"with a .jsonl or .parquet file of {target}"
+    )
 
 
 def _without_config(path: Path, flag: str) -> str:

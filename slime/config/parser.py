@@ -21,7 +21,7 @@ from slime.config.files import read_config_file
 from slime.config.foreign_flags import foreign_hint, foreign_setting
 from slime.config.help import FILE_FLAGS, format_help
 from slime.config.megatron_fields import FIELD_FLAGS
-from slime.config.megatron_flags import FLOAT, INT, MEGATRON_FLAGS, NUMBER, SWITCH, TEXTS
+from slime.config.megatron_flags import FLOAT, INT, MEGATRON_CLASSES, MEGATRON_FLAGS, NUMBER, OTHERS, SWITCH, TEXTS
 from slime.config.not_yet import REFUSED, refusal
 from slime.config.resolve import resolve
 from slime.config.spec import FlagSpec
@@ -119,10 +119,10 @@ def config_of_keywords(keywords: Mapping[str, Any]) -> Config:
 def scan(argv: Sequence[str]) -> list[Occurrence]:
     """Cut a command line into flags and their words; `--flag=value` and `--flag value` mean the same."""
     occurrences: list[Occurrence] = []
+    settings = [sentence for sentence in map(foreign_setting, argv) if sentence is not None]
+    if settings:
+        raise UserError(_one_message(settings))
     for word in argv:
-        setting = foreign_setting(word)
-        if setting is not None:
-            raise UserError(setting)
         if word in ("-h", "--help"):
             occurrences.append(Occurrence("help", ()))
         elif _FLAG.match(word):
@@ -144,6 +144,7 @@ def _take_command_line(
 ) -> None:
     repeated: dict[str, list[Any]] = {}
     custom_words: list[str] = []
+    unknown: list[str] = []
     for occurrence in occurrences:
         spec, negated = _field(occurrence.name)
         if custom is not None and custom.owns(occurrence.name):
@@ -156,8 +157,13 @@ def _take_command_line(
             values[spec.name] = value
         elif _turns_field_off(occurrence.name):
             carried[occurrence.name[3:].replace("-", "_")] = not _megatron_value(occurrence, SWITCH)
+        elif _is_carried(occurrence.name):
+            carried[occurrence.name.replace("-", "_")] = _carried_value(occurrence)
         elif occurrence.name not in _FILE_FLAGS:
-            carried[occurrence.name.replace("-", "_")] = _carried_value(occurrence, custom)
+            own_flags = custom.names if custom is not None else ()
+            unknown.append(refusal(occurrence.name) or unknown_flag(occurrence.name, own_flags))
+    if unknown:
+        raise UserError(_one_message(unknown))
     if custom is not None:
         for name, value in custom.parse(custom_words, from_files=carried).items():
             (values if name in FLAG_SPECS else carried)[name] = value
@@ -184,16 +190,10 @@ def _field_value(spec: FlagSpec, occurrence: Occurrence, negated: bool) -> Any:
     return parse_text(spec, occurrence.words, occurrence.shown)
 
 
-def _carried_value(occurrence: Occurrence, custom: _CustomParser | None) -> Any:
+def _carried_value(occurrence: Occurrence) -> Any:
     kind = _megatron_kind(occurrence.name)
     if kind is not None:
         return _megatron_value(occurrence, kind)
-    sentence = refusal(occurrence.name)
-    if sentence is not None:
-        raise UserError(sentence)
-    if not occurrence.name.startswith(_CARRIED_PREFIXES):
-        own_flags = custom.names if custom is not None else ()
-        raise UserError(unknown_flag(occurrence.name, own_flags))
     guesses = [guess(word) for word in occurrence.words]
     if not guesses:
         return True
@@ -226,12 +226,22 @@ def _megatron_value(occurrence: Occurrence, kind: str) -> Any:
     return float(number) if kind == FLOAT else number
 
 
+def _one_message(sentences: Sequence[str]) -> str:
+    """All that is wrong with a command line at once: a sentence, or a line for each."""
+    distinct = list(dict.fromkeys(sentences))
+    if len(distinct) == 1:
+        return distinct[0]
+    return "\n".join([f"{len(distinct)} flags are not known here:", *(f"  {sentence}" for sentence in distinct)])
+
+
 def unknown_flag(name: str, own_flags: Iterable[str] = ()) -> str:
     """The sentence for a flag nobody here knows: its name here, or the nearest one that somebody does know."""
     hint = foreign_hint(name)
     if hint is not None:
         return hint
-    match = nearest(name, [*_BY_FLAG, *_FILE_FLAGS, *own_flags, *MEGATRON_FLAGS, *FIELD_FLAGS, *REFUSED])
+    with_effect = [flag for flag, spec in _BY_FLAG.items() if spec.info.no_effect is None]
+    megatron = [flag for flag, role in MEGATRON_CLASSES.items() if role != OTHERS]
+    match = nearest(name, [*with_effect, *_FILE_FLAGS, *own_flags, *megatron, *FIELD_FLAGS, *REFUSED])
     return f"unknown flag --{name}" + (f": did you mean --{match}?" if match else " (slime flags lists all)")
 
 

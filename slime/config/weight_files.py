@@ -20,20 +20,19 @@ _LONGEST_HEADER = 100_000_000
 _LFS_POINTER = b"version https://git-lfs"
 
 
-def check_weights(folder: Path, flag: str) -> None:
-    """Raise a `UserError` unless the safetensors weights of a model folder are complete.
+def check_weights(folder: Path, flag: str) -> dict[str, dict[str, Any]]:
+    """The header entries of all tensors by name; a `UserError` unless the safetensors weights of a folder are complete.
 
     A single file goes before an index, as it does in transformers.
     """
     if (folder / SINGLE).exists():
-        read_header(folder / SINGLE, flag)
-    elif (folder / INDEX).exists():
-        _check_index(folder / INDEX, flag)
-    elif any(folder.glob("*.safetensors")):
+        return read_header(folder / SINGLE, flag)
+    if (folder / INDEX).exists():
+        return _check_index(folder / INDEX, flag)
+    if any(folder.glob("*.safetensors")):
         names = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3])
         raise UserError(f"{flag} {folder} has {names}, but no {INDEX} that says what lies where: {AGAIN}")
-    else:
-        raise UserError(f"{flag} {folder} has no weights: {_remedy(folder)}")
+    raise UserError(f"{flag} {folder} has no weights: {_remedy(folder)}")
 
 
 def read_header(file: Path, flag: str) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def read_header(file: Path, flag: str) -> dict[str, Any]:
     return tensors
 
 
-def _check_index(index: Path, flag: str) -> None:
+def _check_index(index: Path, flag: str) -> dict[str, dict[str, Any]]:
     try:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: index.parent / file for name, file in places.items()}
@@ -77,6 +76,7 @@ def _check_index(index: Path, flag: str) -> None:
     for name, file in files.items():
         if name not in found[file]:
             raise UserError(f"{flag}: {file} lacks {name}, which {INDEX} finds in it: {AGAIN}")
+    return {name: found[file][name] for name, file in files.items()}
 
 
 def _remedy(folder: Path) -> str:

@@ -65,7 +65,8 @@ async def generate_and_rm_group(
         )
     samples = list(leaves(results))
     if config.group_rm and not any(sample.status is Sample.Status.ABORTED for sample in samples):
-        with acting_as(f"group {samples[0].group_index}"):
+        pulse = runtime.eval_pulse if evaluation else runtime.pulse
+        with acting_as(f"group {samples[0].group_index}"), pulse.judging():
             await score_together(runtime, samples)
         with as_evaluation() if evaluation else nullcontext():
             bounds = runtime.bounds
@@ -148,10 +149,11 @@ async def _judged(runtime: RolloutRuntime, origin: Origin, produced: Produced, e
         await teach(runtime, list(leaves([produced])))
     if runtime.args.group_rm:
         return
-    if isinstance(produced, Sample):
-        await score_one(runtime, produced)
-    else:
-        await score_together(runtime, produced)
+    with (runtime.eval_pulse if evaluation else runtime.pulse).judging():
+        if isinstance(produced, Sample):
+            await score_one(runtime, produced)
+        else:
+            await score_together(runtime, produced)
     origin.settle(produced, "reward", runtime.failures, runtime.bounds)
 
 

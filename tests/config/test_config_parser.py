@@ -73,6 +73,8 @@ def test_an_evaluation_file_alone_is_called_aime_and_that_is_said(caplog: pytest
         (["--rollout-batchsize", "3"], "unknown flag --rollout-batchsize: did you mean --rollout-batch-size?"),
         (["--tensor-parallel-model-size", "3"], "did you mean --tensor-model-parallel-size?"),
         (["--qqq"], "unknown flag --qqq (slime flags lists all)"),
+        (["--model.name", "x"], "--model.name is a name of prime-rl: here it is --hf-checkpoint"),
+        (["--modle-name", "x"], "unknown flag --modle-name (slime flags lists all)"),
         (["--lr", "fast"], "--lr must be a number, not 'fast'"),
         (["--lr", "nan"], "--lr must be a number, not 'nan'"),
         (["--seed", "1.5"], "--seed must be a whole number, not '1.5'"),
@@ -98,6 +100,20 @@ def test_an_evaluation_file_alone_is_called_aime_and_that_is_said(caplog: pytest
 )
 def test_bad_input_is_one_sentence(words: list[str], sentence: str) -> None:
     assert sentence in refused(*words)
+
+
+def test_all_unknown_flags_are_named_at_once() -> None:
+    words = ["--qqq", "--lr", "1", "--beta", "0.1", "--release-train", "--qqq"]
+    with pytest.raises(UserError) as caught:
+        parse_flags(words)
+    count, *lines = str(caught.value).splitlines()
+    assert count == "3 flags are not known here:"
+    assert lines[0] == "  unknown flag --qqq (slime flags lists all)"
+    assert lines[1] == "  --beta is a name of TRL: here it is --use-kl-loss with --kl-loss-coef"
+    assert lines[2].startswith("  --release-train is not taken: trainers live as long as the run")
+    with pytest.raises(UserError) as caught:
+        parse_flags(["data.train_files=x", "trainer.nnodes=2"])
+    assert len(str(caught.value).splitlines()) == 3
 
 
 def test_carried_flags_are_typed_and_read_like_fields() -> None:

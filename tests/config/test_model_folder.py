@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Callable
@@ -133,6 +134,69 @@ def test_what_lies_in_a_folder_is_said_with_the_remedy(
     spoil(model_dir)
     found = refused(valid)
     assert re.fullmatch(sentence.replace("DIR", re.escape(str(model_dir))), found), found
+
+
+def weights_of(vocab: int, hidden: int, layers: int) -> Callable[[Path], None]:
+    """Config and weights that agree on these sizes, but for what a test changes in config.json."""
+
+    def write(folder: Path) -> None:
+        shapes = {"model.embed_tokens.weight": [vocab, hidden]}
+        shapes |= {f"model.layers.{layer}.input_layernorm.weight": [hidden] for layer in range(layers)}
+        header, at = {}, 0
+        for name, shape in shapes.items():
+            size = 4 * math.prod(shape)
+            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+        text = json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(at))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hidden_size": 16}, "DIR/config.json has hidden_size 16, but the embedding in the weights has 8: correct .*"),
+        ({"vocab_size": 5}, "DIR/config.json has vocab_size 5, but the embedding in the weights has 10: correct .*"),
+        (
+            {"num_hidden_layers": 3},
+            "DIR/config.json has num_hidden_layers 3, but the weights have 2 layers: correct .*",
+        ),
+        ({"hidden_size": None, "hiden_size": 8}, "DIR/config.json has hiden_size and no hidden_size: correct .*"),
+        ({"model_type": None, "modle_type": "qwen3"}, "DIR/config.json has modle_type and no model_type: correct .*"),
+        ({"num_hidden_layers": 1}, None),
+        ({"hidden_sizes": [1, 2]}, None),
+    ],
+)
+def test_a_config_that_contradicts_its_weights_is_refused(
+    valid: dict[str, Any], model_dir: Path, changes: dict[str, Any], sentence: str | None
+) -> None:
+    facts = {"model_type": "qwen3", "vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 2, **changes}
+    known = {name: value for name, value in facts.items() if value is not None}
+    (model_dir / "config.json").write_text(json.dumps(known))
+    weights_of(10, 8, 2)(model_dir)
+    if sentence is None:
+        resolve(Config(**valid))
+        return
+    found = refused(valid)
+    assert re.fullmatch(sentence.replace("DIR", re.escape(str(model_dir))), found), found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B"])
+def test_the_name_of_a_model_on_the_hub_gets_the_command_that_downloads_it(name: str, valid: dict[str, Any]) -> None:
+    target = f"models/{name.rpartition('/')[2]}"
+    assert f"hf download {name} --local-dir {target} and --hf-checkpoint {target}" in refused(valid, hf_checkpoint=name)
+
+
+def test_data_that_cannot_be_read_is_refused_before_anything_starts(valid: dict[str, Any], tmp_path: Path) -> None:
+    table = tmp_path / "rows.csv"
+    table.write_text("input,label\n1,2\n")
+    assert refused(valid, prompt_data=str(table)) == (
+        f"--prompt-data: {table} ends in '.csv': convert it to .jsonl or .parquet"
+    )
+    hint = "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k"
+    assert hint in refused(valid, prompt_data="openai/gsm8k")
+    assert "hf download" not in refused(valid, prompt_data="data/rows.jsonl")
 
 
 def test_whole_shards_pass(valid: dict[str, Any], model_dir: Path) -> None:

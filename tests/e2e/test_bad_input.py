@@ -55,7 +55,10 @@ MISTAKES = {
         ["--use-kl-loss", "--ref-load", "martian"],
         "--ref-load martian has model_type martian, but --hf-checkpoint model",
     ),
-    "tokenizer of another model": (["--hf-checkpoint", "narrow"], "narrow has ids up to "),
+    "weights of another model": (
+        ["--hf-checkpoint", "narrow"],
+        "vocab_size 100, but the embedding in the weights has 320",
+    ),
     "no such module": (["--custom-rm-path", "nowhere.reward"], "--custom-rm-path nowhere.reward"),
     "failing module": (["--custom-rm-path", "raises.py:reward"], "nothing_of_this_name"),
     "no such function": (["--custom-rm-path", "plugins.py:token_sun"], "did you mean token_sum?"),

@@ -20,7 +20,7 @@ def test_ctrl_c_ends_everything(place: Path) -> None:
         running.popen.send_signal(signal.SIGINT)
         done = running.finish()
         assert (done.code, done.err) == (130, "interrupted\n")
-        assert "the same command goes on from the last checkpoint" in done.out
+        assert "interrupted before the first checkpoint: the same command trains from the start" in done.out
         assert (place / "stopped" / "reward.png").is_file()
         assert wait_until(lambda: not running.processes(), within_s=120)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slime.cluster.memory.cuda_driver import CudaRefused
-from slime.engine.embedded.__main__ import load
+from slime.engine.embedded.__main__ import load, main
 from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.http.pieces import final_text
 from slime.engine.embedded.http.requests import parse_generate
@@ -35,6 +35,11 @@ end_process(3)
 
 def test_a_process_whose_threads_still_compile_leaves_with_its_code() -> None:
     assert subprocess.run([sys.executable, "-c", LEAVES], timeout=240).returncode == 3
+
+
+def test_a_folder_that_does_not_exist_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model-path", "nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("error: there is no model folder nowhere: --model-path takes the path")
 
 
 @pytest.mark.parametrize("refusal", [CudaRefused("cuMemCreate: out of memory"), torch.cuda.OutOfMemoryError("no")])

@@ -20,10 +20,10 @@ def test_counts_follow_the_samples() -> None:
         now[0] = 102.0
         with pulse.sample():
             now[0] = 105.0
-            assert pulse.look() == Beat(done=0, wanted=4, under_way=2, tokens_per_s=0.0, oldest_s=5.0)
+            assert pulse.look() == Beat(done=0, wanted=4, under_way=2, judged=0, tokens_per_s=0.0, oldest_s=5.0)
         pulse.finished(tokens=20)
         now[0] = 110.0
-        assert pulse.look() == Beat(done=1, wanted=4, under_way=1, tokens_per_s=2.0, oldest_s=10.0)
+        assert pulse.look() == Beat(done=1, wanted=4, under_way=1, judged=0, tokens_per_s=2.0, oldest_s=10.0)
         assert pulse.sentence() == "1/4 samples, 2 tok/s, longest running 10 s"
         assert pulse.sentence(tokens_per_s=1234.5) == "1/4 samples, 1,234 tok/s, longest running 10 s"
     pulse.want_more(1)
@@ -35,6 +35,17 @@ def test_counts_follow_the_samples() -> None:
     assert pulse.sentence(7) == "4/4 samples, 7 tok/s"  # over-sampled ones are not promised
     pulse.end()
     assert pulse.look() is None
+
+
+def test_samples_that_wait_for_a_reward_are_named() -> None:
+    now = [0.0]
+    pulse = Pulse(now=lambda: now[0])
+    pulse.begin(wanted=4)
+    with pulse.judging(), pulse.judging():
+        now[0] = 3.0
+        with pulse.sample():
+            assert pulse.sentence(0) == "0/4 samples, 0 tok/s, 2 waiting for a reward, longest running 3 s"
+    assert pulse.sentence() is None
 
 
 def test_without_a_number_wanted_those_done_are_counted() -> None:

@@ -23,6 +23,7 @@ from aiohttp import web
 
 from slime.cluster.ports import is_loopback
 from slime.cluster.secrets import CONTROL_KEY_VARIABLE, ENGINE_KEY_VARIABLE, forget_key, keep_key
+from slime.config.model_folder import check_model_folder
 from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.http.bridge import EngineBridge, in_daemon_thread
 from slime.engine.embedded.http.requests import ModelFacts
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     try:
+        check_model_folder(str(options.model_path), "--model-path")
         return asyncio.run(serve(options))
     except UserError as mistake:
         print(f"error: {mistake}", file=sys.stderr, flush=True)

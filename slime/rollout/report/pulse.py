@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 
@@ -20,6 +20,8 @@ class Beat:
     done: int
     wanted: int
     under_way: int
+    judged: int
+    """Samples that are generated and wait for their reward."""
     tokens_per_s: float
     oldest_s: float | None
 
@@ -31,6 +33,7 @@ class Pulse:
         self._now = now
         self._lock = threading.Lock()
         self._under_way: dict[int, float] = {}  # when each began, the oldest first
+        self._judged: dict[int, float] = {}  # likewise, of samples that wait for a reward
         self._next_key = 0
         self._is_going = False
         self._done = self._wanted = self._tokens = 0
@@ -61,17 +64,24 @@ class Pulse:
         finally:
             self.end()
 
-    @contextmanager
-    def sample(self) -> Iterator[None]:
+    def sample(self) -> AbstractContextManager[None]:
         """One sample is being generated while the body lasts."""
+        return self._counted(self._under_way)
+
+    def judging(self) -> AbstractContextManager[None]:
+        """One sample waits for its reward while the body lasts."""
+        return self._counted(self._judged)
+
+    @contextmanager
+    def _counted(self, work: dict[int, float]) -> Iterator[None]:
         with self._lock:
             key, self._next_key = self._next_key, self._next_key + 1
-            self._under_way[key] = self._now()
+            work[key] = self._now()
         try:
             yield
         finally:
             with self._lock:
-                del self._under_way[key]
+                del work[key]
 
     def finished(self, tokens: int) -> None:
         """One more sample is there, with its reward, for which so many tokens were sampled."""
@@ -82,13 +92,13 @@ class Pulse:
     def look(self) -> Beat | None:
         """How far it is; None while nothing is going on."""
         with self._lock:
-            if not self._is_going or (not self._under_way and not self._done):
+            if not self._is_going or not (self._under_way or self._judged or self._done):
                 return None
             now = self._now()
-            oldest = next(iter(self._under_way.values()), None)
+            oldest = min((next(iter(work.values())) for work in (self._under_way, self._judged) if work), default=None)
             rate = self._tokens / max(now - self._began, 1e-6)
             oldest_s = None if oldest is None else now - oldest
-            return Beat(self._done, self._wanted, len(self._under_way), rate, oldest_s)
+            return Beat(self._done, self._wanted, len(self._under_way), len(self._judged), rate, oldest_s)
 
     def sentence(self, tokens_per_s: float | None = None) -> str | None:
         """The look in words; `tokens_per_s` is what the engines say of their speed, who know of unfinished samples."""
@@ -99,4 +109,6 @@ class Pulse:
         done = min(beat.done, beat.wanted) if beat.wanted else beat.done
         rate = beat.tokens_per_s if tokens_per_s is None else tokens_per_s
         text = f"{done}{wanted} samples, {rate:,.0f} tok/s"
+        if beat.judged:
+            text += f", {beat.judged} waiting for a reward"
         return text if beat.oldest_s is None else f"{text}, longest running {beat.oldest_s:.0f} s"
