@@ -160,6 +160,7 @@ def run(
     use_rollout_entropy: bool | None = ...,
     reset_optimizer_states: bool | None = ...,
     log_probs_chunk_size: int | None = ...,
+    log_probs_keep_gib: float | None = ...,
     use_tis: bool | None = ...,
     tis_clip: float | None = ...,
     tis_clip_low: float | None = ...,

@@ -70,7 +70,7 @@ def test_a_router_beyond_loopback_asks_for_a_key() -> None:
 
 def test_endpoints_of_agents_take_no_foreign_pages() -> None:
     def app() -> web.Application:
-        return AgentApp(None, None, ["m"]).app  # type: ignore[arg-type]
+        return AgentApp(None, None, ["m"], None).app  # type: ignore[arg-type]
 
     pages = [{**JSON, "Origin": origin} for origin in ("http://evil.example", "null")]
     asked = [("POST", "/v1/messages", headers) for headers in (*pages, {"Content-Type": "text/plain"})]
