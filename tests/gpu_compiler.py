@@ -6,7 +6,6 @@ launch does not need.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,11 @@ from triton.runtime.jit import JITFunction, mangle_type
 HOPPER = GPUTarget("cuda", 90, 32)
 
 
-def compile_launches(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[str]:
-    """From now on launches compile and run nothing; the names of those that did are added to what this returns."""
+def compile_launches(monkeypatch: pytest.MonkeyPatch, folders: pytest.TempPathFactory) -> list[str]:
+    """Make launches compile and run nothing; the names of those that did are added to the list returned.
+
+    What is compiled is kept for the other tests of the process.
+    """
     names: list[str] = []
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
@@ -32,5 +34,5 @@ def compile_launches(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[str]:
         names.append(kernel.fn.__name__)
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folders.getbasetemp() / "triton"))
     return names

@@ -99,6 +99,8 @@ def test_trainer_and_engines_have_the_same_precision(
     trainer = Trainer(config, "cpu")
     assert str(trainer.dtype) == str(trainer.rollout_dtype) == f"torch.{expected}"
     seat = (Slot(LocalNode()),)
-    launch = embedded_launch(config, "engine-0", seat, 1, seats=[seat], device="cpu", model_path="a teacher", key="the run's key")
+    launch = embedded_launch(
+        config, "engine-0", seat, 1, seats=[seat], device="cpu", model_path="a teacher", key="the run's key"
+    )
     words = launch.starts[0].command.words
     assert words[words.index("--dtype") + 1] == expected

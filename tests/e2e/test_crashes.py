@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import ENGINE, TRAIN, TRAINER, Done, Running, records, started, wait_until
+from tests.rows import some
 from tests.tiny_models import make_model_folder
 
 KILLS = int(os.environ.get("SLIME_CRASH_KILLS", "3"))
@@ -197,10 +198,10 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", some(["sync"], of=MODES))
 def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(mode: str, place: Path) -> None:
     seed = int(os.environ.get("SLIME_CRASH_SEED", "1"))
-    storm = Storm(place, mode, rollouts=10 + 8 * KILLS, chance=random.Random(f"{mode} {seed}"))
+    storm = Storm(place, mode, rollouts=8 + 6 * KILLS, chance=random.Random(f"{mode} {seed}"))
     storm.rage(KILLS)
     assert len(storm.kills) == KILLS
     assert set(storm.kills) == {"driver", "engine", "trainer"}

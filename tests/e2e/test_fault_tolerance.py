@@ -15,6 +15,7 @@ import slime
 from slime.cluster.process import process_tree
 from slime.data.sample import Sample
 from slime.errors import RunFailed
+from tests.rows import long
 from tests.tiny_models import make_model_folder
 
 ROLLOUTS, PROMPTS, SAMPLES = 3, 8, 4
@@ -69,7 +70,7 @@ def train(folder: Path, out: Path, reward: Any, **flags: Any) -> Any:
     ("how", "flags"),
     [
         (signal.SIGKILL, {}),
-        (signal.SIGSTOP, {"rollout_health_check_timeout": 12.0}),
+        long(signal.SIGSTOP, {"rollout_health_check_timeout": 12.0}),
         (signal.SIGKILL, {"update_weight_transport": "nccl"}),
         (signal.SIGKILL, {"lora_rank": 4, "lora_sync": "adapter", "check_weight_update_equal": True}),
     ],

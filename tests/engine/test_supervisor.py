@@ -24,6 +24,7 @@ from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
 from slime.rollout.loop import LoopThread
 from tests.e2e.runs import wait_until
+from tests.rows import long
 from tests.tiny_models import make_model_folder
 
 TOKENS = 400
@@ -104,7 +105,7 @@ def running_at(url: str) -> int:
     return 0 if load is None else load.running
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, long(signal.SIGSTOP)])
 def test_requests_of_an_engine_that_fails_are_continued_elsewhere(how: int, folder: Path, tmp_path: Path) -> None:
     patience = {} if how == signal.SIGKILL else {"timeout_s": 12.0, "max_restarts": 9}
     with two_engines(folder, tmp_path, **patience) as (fleet, pool, loop, supervisor):

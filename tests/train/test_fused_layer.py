@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from tests.rows import long
+
 PROGRAM = r"""
 import copy, sys
 import numpy as np
@@ -121,9 +125,11 @@ def run(kinds: list[str]) -> None:
     assert done.stdout.split("\n")[:-1] == [f"{kind.split(':')[0]} right" for kind in kinds]
 
 
-def test_values_and_gradients_are_those_of_the_layers_they_replace() -> None:
-    run(["qwen3", "qwen2", "mistral_window"])
+@pytest.mark.parametrize("kinds", [["qwen3"], long(["qwen2", "mistral_window"])])
+def test_values_and_gradients_are_those_of_the_layers_they_replace(kinds: list[str]) -> None:
+    run(kinds)
 
 
-def test_so_they_are_with_adapters_at_all_matrices_or_some() -> None:
-    run(["qwen3:all-linear", "qwen2:q_proj:v_proj:up_proj:down_proj"])
+@pytest.mark.parametrize("kind", ["qwen2:q_proj:v_proj:up_proj:down_proj", long("qwen3:all-linear")])
+def test_so_they_are_with_adapters_at_all_matrices_or_some(kind: str) -> None:
+    run([kind])

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.train.group import TrainerGroup
+from tests.rows import some
 from tests.train.in_process import config_for
 from tests.train.tiny_training import make_samples
 
@@ -86,7 +87,16 @@ def one_process(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) 
     return numbers
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    some(
+        [
+            "4, by tokens", "ppo, 2 copies of 2", "moe, 2 copies of 2, recomputed", "lora, 3, one without rows",
+            "2 contexts, by tokens", "moe, a context on 4 copies", "custom loss, 2 of a context",
+        ],
+        of=LAYOUTS,
+    ),
+)  # fmt: skip
 def test_every_layout_gives_the_numbers_of_one_process(
     layout: str, one_process: Callable[[str], Numbers], model_folder: Folder, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from slime.plan_memory import (
 )
 from slime.train.backends.fsdp import sharding, streamed_adam
 from slime.train.backends.fsdp.fused.layer import is_plain
+from tests.rows import long
 from tests.tiny_models import make_model_folder
 from tests.train.counted_memory import most_bytes
 from tests.train.in_process import InProcess, config_for
@@ -53,13 +54,13 @@ def samples() -> list[list[Sample]]:
     ("model", "flags"),
     [
         ({"model_type": "qwen3"}, {}),
-        ({"model_type": "llama", "tie_word_embeddings": True}, {"num_steps_per_rollout": 2}),
+        long({"model_type": "llama", "tie_word_embeddings": True}, {"num_steps_per_rollout": 2}),
         ({"model_type": "qwen3"}, {"recompute_activations": True, "use_kl_loss": True}),
         ({"model_type": "qwen3"}, {"fsdp_cpu_offload": True}),
-        ({"model_type": "qwen3"}, {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
-        ({"model_type": "qwen3"}, {"lora_rank": 8, "use_kl_loss": True}),
+        long({"model_type": "qwen3"}, {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
+        long({"model_type": "qwen3"}, {"lora_rank": 8, "use_kl_loss": True}),
         ({"model_type": "qwen3"}, {"lora_rank": 128}),
-        ({"model_type": "qwen3"}, {"lora_rank": 8, "recompute_activations": True}),
+        long({"model_type": "qwen3"}, {"lora_rank": 8, "recompute_activations": True}),
         ({"model_type": "llama"}, {"loss_type": "sft_loss", "log_probs_chunk_size": 16}),
     ],
 )
