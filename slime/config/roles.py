@@ -12,6 +12,7 @@ from slime.config.config import FLAG_SPECS, Config
 from slime.config.files import read_config_file
 from slime.config.megatron_fields import FIELD_FLAGS
 from slime.config.megatron_flags import MEGATRON_FLAGS
+from slime.config.megatron_folder import read_latest
 from slime.config.spec import flag_name
 from slime.config.suggest import did_you_mean
 from slime.config.values import coerce, plain_value
@@ -59,6 +60,8 @@ def critic_flags(config: Config) -> Config:
     load = config.critic_load
     if load is not None and not Path(load).is_dir():
         load = None  # the first start of a run that will resume from there
+    if load is not None and read_latest(Path(load)) is None:
+        changes.setdefault("ckpt_step", None)  # `--ckpt-step` is about `--load`: here there is nothing to pick from
     return config.replace(**{**changes, **_NOT_FOR_A_CRITIC, "save": config.critic_save, "load": load})
 
 

@@ -238,6 +238,24 @@ def test_one_iteration_of_a_folder_goes_on_at_its_data_position(valid: dict[str,
     assert find_start(resolve(Config(**valid, load=str(alone)))).checkpoint == alone
 
 
+def test_the_step_of_load_does_not_pick_a_checkpoint_of_another_critic_load(
+    valid: dict[str, Any], other: Path, tmp_path: Path
+) -> None:
+    """Neither a step that was given, nor that of a single iteration."""
+    saved = checkpoint(checkpoint(tmp_path / "saved", 3), 5)
+    checkpoint(checkpoint(saved / "critic", 3), 5)
+    another = checkpoint(tmp_path / "another", 7)
+    ppo = {**valid, "advantage_estimator": "ppo"}
+    for load in ({"load": str(saved / "iter_0000003")}, {"load": str(saved), "ckpt_step": 3}):
+        for one in (saved / "critic" / "iter_0000003", another / "iter_0000007"):
+            config = resolve(Config(**ppo, **load, critic_load=str(one)))
+            assert find_critic_start(config).checkpoint == one
+        assert find_critic_start(resolve(Config(**ppo, **load, critic_load=str(other)))).hf_folder == other
+        assert refused(ppo, **load, critic_load=str(another)) == (
+            f"--critic-load {another} has no iteration 3: choose another one"
+        )
+
+
 def test_steps_pick_a_checkpoint(valid: dict[str, Any], other: Path, tmp_path: Path) -> None:
     saved = checkpoint(checkpoint(tmp_path / "saved", 3), 5)
     config = resolve(Config(**valid, load=str(saved), ckpt_step=3, ref_load=str(saved), ref_ckpt_step=5))
