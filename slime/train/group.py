@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 class TrainResult:
     """`metrics`: one dict per optimizer step (none when no step was filled); `rollout_metrics`: means and timings;
     `logged`: metrics that plugins logged by themselves on rank 0, with the names of their steps; `warnings`: a sentence
-    for each step without an update."""
+    for each step without an update, or for all steps of a rollout that was skipped before the first one."""
 
     metrics: list[dict[str, float]]
     rollout_metrics: dict[str, float]
@@ -56,7 +56,7 @@ class TrainResult:
 
 
 class GradientsNotFinite(RunFailed):
-    """So many optimizer steps in a row had no update that the run is not worth going on with."""
+    """So many optimizer steps or whole rollouts in a row had no update that the run ends."""
 
 
 class TrainerGroup:
@@ -144,7 +144,8 @@ class TrainerGroup:
                 own = [shares[data_rank] for data_rank in self._data_ranks]
                 given = stack.enter_context(self._hand_over.given(own, self._here))
             answers = self._call("train", [{"rollout_id": rollout_id, "data": data} for data in given])
-        self._count_skipped(answers[0]["metrics"], answers[0]["warnings"])
+        steps = answers[0]["metrics"]
+        self._count_skipped(steps[:1] if answers[0]["is_skipped"] else steps, answers[0]["warnings"])
         rollout_metrics |= answers[0]["rollout_metrics"]
         if self.config.save_debug_train_data is not None:
             one_each = {rank: answer["dump"] for rank, answer in zip(self._data_ranks, answers, strict=True)}
@@ -154,13 +155,14 @@ class TrainerGroup:
         return TrainResult(answers[0]["metrics"], rollout_metrics, answers[0]["logged"], answers[0]["warnings"])
 
     def _count_skipped(self, steps: Sequence[Mapping[str, float]], warnings: Sequence[str]) -> None:
+        """`steps`: one of a rollout that was skipped before its first step, for which there was one reason."""
         for step in steps:
             skipped = step.get("train/skipped_steps") or step.get("train/critic-skipped_steps")
             self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
             if self._skipped_in_a_row >= self.config.max_skipped_steps:
                 raise GradientsNotFinite(
-                    f"--max-skipped-steps: {self._skipped_in_a_row} optimizer steps in a row had no update; the last "
-                    f"one: {warnings[-1]}"
+                    f"--max-skipped-steps: no update {self._skipped_in_a_row} times in a row; the last time: "
+                    f"{warnings[-1]}"
                 )
 
     def _mention_missing_log_probs(self, rollout_id: int, batch: TrainBatch) -> None:

@@ -121,7 +121,8 @@ class Trainer:
             flat = [micro for step in steps for micro in step]
             warnings = [] if self.config.loss_type == "sft_loss" else self._prepare(rollout_id, columns, steps)
             counts = [plan["num_rollouts"] for plan in data["steps"]]
-            if warnings:
+            is_skipped = bool(warnings)
+            if is_skipped:
                 metrics = [self.actor.idle_step(skipped=True) for _ in steps]
             else:
                 metrics = self._optimize(rollout_id, columns, steps, counts, warnings)
@@ -130,7 +131,13 @@ class Trainer:
         if self.sleeper is not None:
             self.sleeper.begin()
         rollout_metrics |= self.timers.metrics(data["num_tokens"])
-        answer = {"metrics": metrics, "rollout_metrics": rollout_metrics, "logged": logged, "warnings": warnings}
+        answer: dict[str, Any] = {
+            "metrics": metrics,
+            "rollout_metrics": rollout_metrics,
+            "logged": logged,
+            "warnings": warnings,
+            "is_skipped": is_skipped,
+        }
         if self.config.save_debug_train_data is not None:
             answer["dump"] = dump_rows(columns, rank=self.ranks.rank)
         return answer

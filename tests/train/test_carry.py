@@ -62,7 +62,7 @@ class RecordingGroup(TrainerGroup):
         self.sent.append(data | {"batch": TrainBatch.from_message(data["batch"]).to_dict()})
         perf = {"perf/data_preprocess_time": 0.0, "perf/train_time": 0.0}
         metrics = [{"train/step": 0.0}] * len(data["steps"])
-        return [{"metrics": metrics, "rollout_metrics": perf, "logged": [], "warnings": []}]
+        return [{"metrics": metrics, "rollout_metrics": perf, "logged": [], "warnings": [], "is_skipped": False}]
 
     def trained_tokens(self) -> list[tuple[int, ...]]:
         return [tuple(tokens) for data in self.sent for tokens in data["batch"]["tokens"]]

@@ -425,8 +425,32 @@ def test_after_so_many_skipped_steps_in_a_row_the_run_ends(model_folder: Folder,
     skipped, done = {"train/skipped_steps": 1.0}, {"train/skipped_steps": 0.0}
     group._count_skipped([skipped, skipped, done, skipped], ["a"])
     group._count_skipped([{"train/critic-skipped_steps": 1.0}], ["b"])
-    with pytest.raises(LOST, match="--max-skipped-steps: 3 optimizer steps in a row had no update; the last one: c"):
+    with pytest.raises(LOST, match="--max-skipped-steps: no update 3 times in a row; the last time: c"):
         group._count_skipped([skipped], ["c"])
+
+
+def test_a_rollout_without_any_update_counts_as_one_skipped_step(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of its steps: all of them are skipped for the same log-probs."""
+    flags = {"num_steps_per_rollout": 3, "max_skipped_steps": 2}
+    run = InProcess(config_for(model_folder("llama"), tmp_path, **flags))
+    group = TrainerGroup(run.config, device="cpu", run_dir=tmp_path)
+    monkeypatch.setattr(group, "_call", lambda _, params: [run.trainer.train(**params[0])])
+    head = run.trainer.actor.backend.module.model.lm_head.weight.to_local()
+    column = head[:, 0].clone()
+
+    def skipped_steps(rollout_id: int, of_the_column: torch.Tensor | float) -> list[float]:
+        with torch.no_grad():
+            head[:, 0] = of_the_column
+        metrics = group.train(rollout_id, make_samples(3, 3)).metrics
+        return [step["train/skipped_steps"] for step in metrics]
+
+    assert skipped_steps(0, math.inf) == [1.0] * 3
+    assert skipped_steps(1, column) == [0.0] * 3
+    assert skipped_steps(2, math.inf) == [1.0] * 3
+    with pytest.raises(LOST, match="--max-skipped-steps: no update 2 times in a row; the last time: rollout 3: "):
+        group.train(3, make_samples(3, 3))
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])

@@ -70,7 +70,7 @@ class OptimizerFlags:
     clip_grad: float = flag(1.0, "largest global gradient norm; 0: no clipping", check=at_least(0))
     max_skipped_steps: int = flag(
         3,
-        "optimizer steps in a row without an update, whose loss or gradient is not finite, after which the run ends; "
-        "--max-restarts starts it again",
+        "optimizer steps in a row without an update, whose loss or gradient is not finite, after which the run ends; a "
+        "rollout that is skipped before its first step counts as one; --max-restarts starts the run again",
         check=at_least(1),
     )
