@@ -88,7 +88,7 @@ SMOOTH = {"lr": 0.1, "adam_eps": 1.0}
 """Updates in proportion to the gradient; Adam's usual ones make the sign of a rounding error as large as any other."""
 
 
-def close_to_policy(groups: list[list[Sample]], folder: Path) -> list[list[Sample]]:
+def close_to_policy(groups: list[list[Sample]], folder: Path, noise: float = 0.05) -> list[list[Sample]]:
     """Rollout log-probs as an engine would have them: the model's own, a little off."""
     from transformers import AutoModelForCausalLM
 
@@ -100,7 +100,7 @@ def close_to_policy(groups: list[list[Sample]], folder: Path) -> list[list[Sampl
             log_p = torch.log_softmax(model(input_ids=tokens[None]).logits[0], -1)
         n = sample.response_length
         own = log_p[-n - 1 : -1].gather(1, tokens[-n:, None])[:, 0]
-        sample.rollout_log_probs = (own + 0.05 * torch.randn(n, generator=generator)).tolist()
+        sample.rollout_log_probs = (own + noise * torch.randn(n, generator=generator)).tolist()
     return groups
 
 
@@ -313,8 +313,10 @@ def test_importance_weights_that_nobody_asked_for_need_no_log_probs(
 def test_off_policy_sequences_are_masked_with_one_update_per_rollout(model_folder: Folder, tmp_path: Path) -> None:
     """The engine found them more likely than the trainer does: stale samples, or an engine that computes otherwise."""
     folder = model_folder("qwen3")
-    groups = close_to_policy(make_samples(3, 3), folder)
-    flags = {"use_opsm": True, "opsm_delta": 0.5, "num_steps_per_rollout": 1}
+    groups = close_to_policy(make_samples(3, 3), folder, noise=0.0)
+    for sample in flatten_samples(groups):
+        sample.rollout_log_probs = torch.tensor(sample.rollout_log_probs).bfloat16().tolist()  # fresh, from bf16 logits
+    flags = {"use_opsm": True, "num_steps_per_rollout": 1}
     assert train_once(folder, tmp_path, groups, **flags)["metrics"][0]["train/opsm_clipfrac"] == 0.0
     for sample in flatten_samples(groups):
         sample.rollout_log_probs = [value + 1.0 for value in sample.rollout_log_probs or ()]

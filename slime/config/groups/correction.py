@@ -45,7 +45,7 @@ class CorrectionFlags:
         False, "mask sequences of negative advantage that have become less likely than when the engine sampled them"
     )
     opsm_delta: float = flag(
-        1e-4, "mean of engine's less trainer's log-probs above which --use-opsm masks a sequence", check=at_least(0)
+        0.05, "mean of engine's less trainer's log-probs above which --use-opsm masks a sequence", check=at_least(0)
     )
     use_routing_replay: bool = flag(
         False,
