@@ -45,6 +45,8 @@ class RewardGroups:
     excluded: Sequence[bool] | None
     population: str
     divide_by_std: bool
+    before_penalty: Sequence[float] | None = None
+    """Rewards without the penalty for length, by which the population `auto` chooses; None: the rewards themselves."""
 
 
 Advantages = tuple[Sequence["Tensor"], Sequence["Tensor"]]
@@ -93,6 +95,7 @@ def _less_group_mean(rewards: Sequence[float], groups: RewardGroups) -> list[flo
         population=groups.population,
         divide_by_std=groups.divide_by_std,
         excluded=groups.excluded,
+        before_penalty=groups.before_penalty,
     )
 
 
@@ -100,7 +103,12 @@ def _less_mean_of_others(rewards: Sequence[float], groups: RewardGroups) -> list
     from slime.algorithms.rloo import leave_one_out_rewards
 
     return leave_one_out_rewards(
-        rewards, groups.group_indices, groups.rollout_ids, population=groups.population, excluded=groups.excluded
+        rewards,
+        groups.group_indices,
+        groups.rollout_ids,
+        population=groups.population,
+        excluded=groups.excluded,
+        before_penalty=groups.before_penalty,
     )
 
 

@@ -7,7 +7,8 @@ sample that is excluded (its rollout failed) neither changes the statistics of i
 The population of a group whose rollouts were split into several samples (they share a rollout id):
     rollouts    each rollout counts once, with the mean reward of its samples, and all its samples get its result
     samples     each sample counts, with its own reward
-    auto        samples, if the samples of one of the group's rollouts have rewards that differ, else rollouts
+    auto        samples, if the samples of one of the group's rollouts have rewards that differ, else rollouts;
+                rewards as they are before a penalty for length, which differs with the length of each sample
 
 GRPO (Shao et al. 2024, "DeepSeekMath", eq. 3-4): r_i = (R_i - mean(R_group)) / (std(R_group) + 1e-6), with the unbiased
 standard deviation. Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training") leaves the division out.
@@ -39,6 +40,7 @@ def reward_groups(
     rollout_ids: Sequence[Hashable] | None,
     excluded: Sequence[bool] | None,
     population: str,
+    before_penalty: Sequence[float] | None = None,
 ) -> list[RewardGroup]:
     """The groups without their excluded samples; without `rollout_ids` every sample is a rollout of its own."""
     if len(rewards) != len(group_indices):
@@ -49,14 +51,17 @@ def reward_groups(
     for position, (group, rollout, out) in enumerate(zip(group_indices, rollouts, skip, strict=True)):
         if not out:
             members.setdefault(group, {}).setdefault(rollout, []).append(position)
-    return [_group(rewards, list(group.values()), population) for group in members.values()]
+    judged = rewards if before_penalty is None else before_penalty
+    return [_group(rewards, judged, list(group.values()), population) for group in members.values()]
 
 
-def _group(rewards: Sequence[float], positions: list[list[int]], population: str) -> RewardGroup:
+def _group(
+    rewards: Sequence[float], judged: Sequence[float], positions: list[list[int]], population: str
+) -> RewardGroup:
     earned = [[float(rewards[i]) for i in own] for own in positions]
     counts_rollouts = population == "rollouts"
     if population == "auto":
-        counts_rollouts = all(min(own) == max(own) for own in earned)
+        counts_rollouts = all(judged[i] == judged[own[0]] for own in positions for i in own)
     if counts_rollouts:
         earned = [[_mean(own)] * len(own) for own in earned]
     return RewardGroup(positions, earned, counts_rollouts)
@@ -75,6 +80,7 @@ def normalize_group_rewards(
     population: str = "auto",
     divide_by_std: bool = True,
     excluded: Sequence[bool] | None = None,
+    before_penalty: Sequence[float] | None = None,
 ) -> list[float]:
     """Centre each reward on its group, and scale it by the group's deviation where there are several members."""
     if len(rewards) != len(group_indices):
@@ -85,7 +91,7 @@ def normalize_group_rewards(
         values, group = np.array(rewards, dtype=np.float64)[kept], _numbered(group_indices)[kept]
         counted, counted_in = values, group
     else:
-        groups = reward_groups(rewards, group_indices, rollout_ids, excluded, population)
+        groups = reward_groups(rewards, group_indices, rollout_ids, excluded, population, before_penalty)
         kept, values, group = _columns(groups, once=False)
         _, counted, counted_in = _columns(groups, once=True)
     means, scales = _statistics(counted, counted_in, divide_by_std=divide_by_std)

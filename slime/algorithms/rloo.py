@@ -22,9 +22,10 @@ def leave_one_out_rewards(
     *,
     population: str = "auto",
     excluded: Sequence[bool] | None = None,
+    before_penalty: Sequence[float] | None = None,
 ) -> list[float]:
     advantages = [0.0] * len(rewards)
-    for group in reward_groups(rewards, group_indices, rollout_ids, excluded, population):
+    for group in reward_groups(rewards, group_indices, rollout_ids, excluded, population, before_penalty):
         if len(group.positions) < 2:
             continue
         counted = [own[:1] if group.counts_rollouts else own for own in group.values]

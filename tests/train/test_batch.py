@@ -83,6 +83,18 @@ def test_a_rollout_id_that_two_groups_use_means_two_rollouts() -> None:
     assert batch.rollout_mask_sums == [2, 2, 1] * 2
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+@pytest.mark.parametrize(("second", "population"), [(1.0, "rollouts"), (0.5, "samples")])
+def test_the_overlong_penalty_does_not_choose_the_population(estimator: str, second: float, population: str) -> None:
+    """Siblings with one reward count once, whatever each loses for its length."""
+    long = {"tokens": list(range(10)), "response_length": 9}
+    flat = [sample(rollout_id=0, **long), sample(rollout_id=0, reward=second), sample(reward=0.0), sample(reward=1.0)]
+    flags = {"overlong_buffer_len": 4, "rollout_max_response_len": 10, "advantage_estimator": estimator}
+    rewards = make_train_batch(config(**flags), flat).rewards
+    assert rewards == make_train_batch(config(**flags, advantage_population=population), flat).rewards
+    assert (rewards[0] == rewards[1]) is (population == "rollouts")
+
+
 def test_a_fan_out_without_groups_is_in_one_group() -> None:
     flat = [bare(1.0, rollout_id=3), bare(1.0, rollout_id=3), bare(1.0)]
     batch = make_train_batch(config(), flat)

@@ -38,6 +38,7 @@ def shape_rewards(
     raw = [
         float(note["raw_reward"]) if "raw_reward" in note else value for note, value in zip(notes, rewards, strict=True)
     ]
+    before_penalty = rewards
     if config.overlong_buffer_len:
         rewards = _less_overlong(config, samples, rewards)
     if config.disable_rewards_normalization:
@@ -51,6 +52,7 @@ def shape_rewards(
         excluded,
         population=config.advantage_population,
         divide_by_std=estimator.divides_by_std and not config.disable_grpo_std_normalization,
+        before_penalty=before_penalty,
     )
     return raw, estimator.baseline(rewards, compared)
 
