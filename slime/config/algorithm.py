@@ -24,7 +24,12 @@ def cut_sampling(config: Config) -> str | None:
     """
     cuts = (("--rollout-top-p", config.rollout_top_p, 1.0), ("--rollout-top-k", config.rollout_top_k, -1))
     given = " and ".join(f"{flag} {value:g}" for flag, value, off in cuts if value != off)
-    return given if given and config.loss_type != "sft_loss" and not config.debug_rollout_only else None
+    return given if given and trains_on_log_probs(config) else None
+
+
+def trains_on_log_probs(config: Config) -> bool:
+    """Whether a policy is trained on sampled tokens: not with --loss-type sft_loss or --debug-rollout-only."""
+    return config.loss_type != "sft_loss" and not config.debug_rollout_only
 
 
 def needs_reference(config: Config) -> bool:

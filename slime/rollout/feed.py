@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from slime.config import Config
+from slime.config.algorithm import trains_on_log_probs
 from slime.config.asynchronous import is_async, may_be_older
 from slime.config.groups.asynchronous import ONE_STEP
 from slime.config.plugin_args import plugin_args
@@ -152,7 +153,7 @@ class RolloutMaker:
     def _refuse_cut(self, sample: Sample) -> None:
         """Training takes log-probs over the whole vocabulary, not over the part that a sample was drawn from."""
         kept = sample.column_array("rollout_top_p_token_ids")
-        if kept is None or not len(kept) or self._args.allow_biased_sampling or self._args.loss_type == "sft_loss":
+        if kept is None or not len(kept) or self._args.allow_biased_sampling or not trains_on_log_probs(self._args):
             return
         raise UserError(
             f"sample {sample.index} has rollout_top_p_token_ids: its tokens were drawn from a part of the vocabulary, "

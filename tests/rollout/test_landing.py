@@ -359,7 +359,8 @@ def test_rollouts_of_a_function_that_cannot_be_trained_as_they_are_say_so(make_r
     assert "2 samples, of which only 1 are different objects (sample 7 of group 3 comes 2 times)" in caplog.text
     with pytest.raises(UserError, match=r"sample 7 has rollout_top_p_token_ids: .* --allow-biased-sampling"):
         maker().make(1)
-    assert len(maker(allow_biased_sampling=True).make(1).samples) == 1
+    for accepting in ({"allow_biased_sampling": True}, {"debug_rollout_only": True}, {"loss_type": "sft_loss"}):
+        assert len(maker(**accepting).make(1).samples) == 1
 
 
 def test_prompts_of_token_ids_survive_a_failure(make_runtime, prompts, write_plugin, engine):
