@@ -25,8 +25,13 @@ _REFUTED = re.compile(
     r"|isn't|cannot|can't|does not|doesn't|fails)\b",
     re.IGNORECASE,
 )
-_WORD_FOLLOWS = re.compile(r"\s+(?!(?:because|since|as|and|or|but|due|for|is|was|seems|must|would|given)\b)[a-z]")
+_AFTER_A_LETTER = "because|since|as|and|or|but|due|for|is|was|seems|must|would|given"
+_BEGINS_A_REASON = "the|this|that|these|it|we|i|you|in|by|from|to|if|so|thus|hence|therefore|explanation|reasoning"
+_WORD_FOLLOWS = re.compile(rf"\s+(?!(?:{_AFTER_A_LETTER})\b)[a-z]")
+_NAME_FOLLOWS = re.compile(rf"[^\S\n]+(?!(?:{_AFTER_A_LETTER}|{_BEGINS_A_REASON})\b)[^\W_]", re.IGNORECASE)
+"""A name or number on the same line, as in "a Lewis acid" and "a 2-step process"."""
 _SENTENCE_BEGINS = re.compile(r"(?:^|[.!?:\n]\s*)$")
+_SENTENCE_ENDS = re.compile(r"[.!?][^\S\n]+$")
 
 
 def gpqa_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
@@ -85,6 +90,7 @@ def _said_after(words: str, text: str, one_of: str) -> Iterator[tuple[str, str]]
     for found in re.finditer(rf"{words}({one_of})\b(?!')", text, re.IGNORECASE):
         rest = text[found.end() :]
         is_word = found[1] in ("a", "i", "I") and _WORD_FOLLOWS.match(rest)
+        is_word = is_word or (found[1] == "a" and _NAME_FOLLOWS.match(rest))
         if not is_word:
             yield found[1].upper(), rest
 
@@ -92,6 +98,8 @@ def _said_after(words: str, text: str, one_of: str) -> Iterator[tuple[str, str]]
 def _is_word(found: re.Match[str]) -> bool:
     """Whether a capital by itself is the pronoun, or the article at the beginning of a sentence."""
     text, letter = found.string, found[1]
+    if letter == "A" and _NAME_FOLLOWS.match(text, found.end()) and _SENTENCE_ENDS.search(text, 0, found.start()):
+        return True
     if not _WORD_FOLLOWS.match(text, found.end()):
         return False
     return letter == "I" or (letter == "A" and _SENTENCE_BEGINS.search(text, 0, found.start()) is not None)
