@@ -2,9 +2,9 @@
 
 Invariants: whose sample it is (group, index, rollout, session, row of the journal) is given by whoever dispatched it
 and never read from what comes back: a new `Sample`, or a list of them, takes the place of the one that was handed out.
-All samples that one dispatched sample became share a rollout id, and no object comes of two dispatched samples
-(`Claims`). One whose fields do not fit together is a failure with its cause: it is never journaled as data, so no
-restart can stumble over it.
+All samples that one dispatched sample became share a rollout id and are different objects, and no object comes of two
+dispatched samples (`Claims`). One whose fields do not fit together is a failure with its cause: it is never journaled
+as data, so no restart can stumble over it.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ class Origin:
             self.claim(sibling, who)
         return siblings
 
-    def claim(self, sample: Sample, who: str) -> None:
+    def claim(self, sample: Sample, who: str, siblings: Sequence[Sample] = ()) -> None:
         """Make a sample one that came of this origin; a status that was written as its value becomes a status.
 
-        A `SampleTaken` leaves a sample of another origin as it is.
+        A `SampleTaken` leaves a sample of another origin, or one of the `siblings`, as it is.
         """
-        self._refuse_taken(sample, who)
+        self._refuse_taken(sample, who, siblings)
         self._claims.take(sample, self._key)
         if isinstance(sample.status, str) and sample.status in _STATUSES:
             sample.status = Sample.Status(sample.status)
@@ -109,13 +109,18 @@ class Origin:
             if not getattr(sample, name):
                 setattr(sample, name, copy.deepcopy(value))
 
-    def _refuse_taken(self, sample: Sample, who: str) -> None:
+    def _refuse_taken(self, sample: Sample, who: str, siblings: Sequence[Sample] = ()) -> None:
         owner = self._claims.owner(sample)
-        if owner is not None and owner != self._key:
-            raise SampleTaken(
-                f"{who} returned for sample {self._given['index']} an object that is already sample {owner[-1]} of "
-                f"group {owner[-2]}: return the sample it was given, or a copy.deepcopy of a result that it keeps"
-            )
+        if any(sample is sibling for sibling in siblings):
+            already = "another sample of its fan-out"
+        elif owner is not None and owner != self._key:
+            already = f"sample {owner[-1]} of group {owner[-2]}"
+        else:
+            return
+        raise SampleTaken(
+            f"{who} returned for sample {self._given['index']} an object that is already {already}: return the sample "
+            "it was given, or a copy.deepcopy of a result that it keeps"
+        )
 
     def again(self, given_up: Sample) -> Sample:
         """What to call the function with once more: what it gave up, or the dispatched sample, from its prompt.

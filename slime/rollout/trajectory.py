@@ -292,10 +292,20 @@ async def _hooked(
         return produced
     if isinstance(produced, Sample):
         return await _hook_one(runtime, clock, produced, offered)
-    return [await _hook_one(runtime, clock, sample, offered) for sample in produced]
+    hooked = list(produced)
+    for place, sample in enumerate(produced):
+        others = [one for one in hooked if one is not sample]
+        hooked[place] = await _hook_one(runtime, clock, sample, offered, others)
+    return hooked
 
 
-async def _hook_one(runtime: RolloutRuntime, clock: SampleClock, sample: Sample, offered: dict[str, Any]) -> Sample:
+async def _hook_one(
+    runtime: RolloutRuntime,
+    clock: SampleClock,
+    sample: Sample,
+    offered: dict[str, Any],
+    siblings: Sequence[Sample] = (),
+) -> Sample:
     if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
         return sample
     origin = Origin(sample, runtime.claims)
@@ -307,7 +317,7 @@ async def _hook_one(runtime: RolloutRuntime, clock: SampleClock, sample: Sample,
                 result = await runtime.call_function(hook, path, runtime.plugin_args, sample, **wanted)
             if result is not None and not isinstance(result, Sample):
                 raise TypeError(f"a sample hook must return a Sample or None, not {type(result).__name__}")
-            origin.claim(sample if result is None else result, path)
+            origin.claim(sample if result is None else result, path, siblings)
             sample = sample if result is None else result
             if sample.status is Sample.Status.ABORTED:
                 raise ValueError("a sample hook must not abort a sample: raise, or make it FAILED, to give it up")

@@ -172,6 +172,36 @@ def test_an_object_that_is_returned_for_several_samples_is_that_of_the_first(
             generate_rollout(runtime.args, 1, prompts(["c", "d"], n=2))
 
 
+@pytest.mark.parametrize("which", ["kept[0]", "ahead.pop(sample.response, sample)"])
+def test_a_hook_that_returns_one_sibling_for_another_fails_that_one(make_runtime, prompts, write_plugin, engine, which):
+    """It would be trained on twice; the sibling may have been through the hook, or not yet."""
+    hook = f"""
+from slime.utils.types import Sample
+kept, ahead = [], {{}}
+
+async def fan_out(args, sample, sampling_params):
+    siblings = [Sample(tokens=[5, 6], response_length=1, response=text, rollout_log_probs=[-0.5],
+                       status=Sample.Status.COMPLETED) for text in "xy"]
+    ahead["x"] = siblings[1]
+    return siblings
+
+async def hook(args, sample):
+    kept.append(sample)
+    return {which}
+"""
+    file = write_plugin(hook, f"siblings_{which[0]}").removesuffix(":f")
+    flags = {"custom_generate_function_path": f"{file}:fan_out", "rollout_sample_hook_path": [f"{file}:hook"]}
+    runtime = make_runtime([engine.url], rm_type="random", n_samples_per_prompt=1, **flags)
+    [[siblings]] = generate_rollout(runtime.args, 0, prompts(["a"], n=1)).samples
+    assert [sample.response for sample in siblings] == ["x", "y"]
+    good, failed = siblings if which == "kept[0]" else reversed(siblings)
+    assert (good.status, failed.status) == (Sample.Status.COMPLETED, Sample.Status.FAILED)
+    assert failed.failure == (
+        f"hook: SampleTaken: {file}:hook returned for sample 0 an object that is already another sample of its "
+        "fan-out: return the sample it was given, or a copy.deepcopy of a result that it keeps"
+    )
+
+
 @pytest.mark.parametrize("how", ["del groups[0]", "groups[0].clear()"])
 def test_groups_that_a_sample_filter_removes_are_not_trained_on_after_a_restart(
     make_runtime, prompts, write_plugin, engine, tmp_path, how
