@@ -23,6 +23,7 @@ from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.sampling_params import parse_sampling_params
 from slime.engine.embedded.sequence import Sequence
 from slime.errors import UserError
+from slime.models import small
 from tests.engine.conftest import Waiter
 from tests.tiny_models import make_model_folder, make_tokenizer
 
@@ -406,6 +407,41 @@ def test_windows_that_only_a_mask_says_are_checked_however_wide(
         assert window in core.runner.context.windows.values()
     monkeypatch.setattr(attention, "window_of", lambda mask, argument: argument)
     with pytest.raises(UserError, match=f"computes {model_type} models wrongly"), running_core(folder):
+        pass
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 1e-4), ("bfloat16", 0.02)])
+def test_what_the_weights_of_a_model_hide_is_refused(
+    dtype: str, scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With small weights attention is even whatever its scale is, and bfloat16 rounds by more than a wrong scale makes."""
+    folder = make_model_folder(tmp_path / "model", initializer_range=scale)
+    rules = attention.Rules
+    monkeypatch.setattr(attention, "Rules", lambda scale, *more: rules(1.1 * scale, *more))
+    wrong = r"computes qwen3 models wrongly \(a log-prob differs by [0-9.e-]+ from its plain forward\)"
+    with pytest.raises(UserError, match=wrong), running_core(folder, "--dtype", dtype):
+        pass
+
+
+@pytest.mark.parametrize("window", [20, 200])
+def test_a_model_that_cannot_be_made_small_is_compared_with_its_own_weights(
+    window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its windows are too wide for that, it is refused."""
+
+    def refuse(*_: Any) -> None:
+        raise UserError("transformers cannot compute a small mistral model")
+
+    monkeypatch.setattr(small, "small_model", refuse)
+    folder = make_model_folder(tmp_path / "model", "mistral", sliding_window=window)
+    if window == 200:
+        with pytest.raises(UserError, match="transformers cannot compute a small mistral model"), running_core(folder):
+            pass
+        return
+    with running_core(folder):
+        pass
+    monkeypatch.setattr(attention, "window_of", lambda mask, argument: None)
+    with pytest.raises(UserError, match="computes mistral models wrongly"), running_core(folder):
         pass
 
 

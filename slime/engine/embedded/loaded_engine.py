@@ -1,7 +1,7 @@
 """A model that is ready to be stepped: loaded, with room for keys and values, and tried.
 
-Invariant: what `load` leaves computes what the model's plain forward does. Fused kernels that do not are given up for
-transformers' own code; a model that neither computes is refused.
+Invariant: what `load` leaves computes what the model's plain forward does (`model/check.py`). Fused kernels that do not
+are given up for transformers' own code; a model that neither computes is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slime.engine.embedded.memory import EngineMemory
 from slime.engine.embedded.model.check import (
     PlainNumbers,
     WrongNumbers,
-    check_wide_windows,
+    check_small_of,
     exact_until,
     prompt_lengths,
     refusing,
@@ -149,8 +149,9 @@ class LoadedEngine:
                 context_len=self.context_len,
                 lengths=prompt_lengths(facts, is_fused=model.block is not None),
             )
-            if model.block is None:  # through transformers
-                check_wide_windows(model.weights)
+        if model.block is None:  # through transformers
+            with self._phase("small model"):
+                check_small_of(model.weights)
         self.scheduler = Scheduler(
             KVCache(0), max_running=o.max_running_requests, context_len=self.context_len, chunk=o.chunked_prefill_size
         )

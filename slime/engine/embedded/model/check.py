@@ -1,15 +1,22 @@
 """Whether the engine computes what the model does: tried once, when a model is loaded.
 
-Short prompts go through a plain forward (transformers' own, or the fused block in plain operations), then side by side
-through the engine, with one decode step each; on a GPU one and two of them alone as well, because few sequences go
-through kernels of their own. A model that keeps state beside the KV slots, or mixes the tokens of a row, gives other
-numbers there. Prompts are longer than the model's windows where these are narrow. Where they are wide, a small model of
-the config, whose windows are narrow, is tried too.
+Short prompts go through a plain forward, then side by side through the engine, with one decode step each; on a GPU one
+and two of them alone as well, because few sequences go through kernels of their own. A model that keeps state beside
+the KV slots, or mixes the tokens of a row, gives other numbers there.
+
+    served through transformers     its own weights against transformers' eager forward, in the engine's dtype, with
+                                    prompts longer than windows of up to 64 tokens; and a small model of the config in
+                                    float32, whose narrow windows, uneven attention and precision show what the weights
+                                    or rounding may hide
+    by fused kernels                its own weights against the plain operations of its block, whose numbers tests
+                                    compare with transformers; against transformers where that loaded the weights
+
 Invariant: a model that passes gave the arg-max of its plain forward, with its log-prob, at every position.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +38,8 @@ from slime.models.windows import window_fields
 
 if TYPE_CHECKING:  # importing transformers takes longer than a start without it
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 PROMPT_LENGTHS = (3, 17, 9)
 FEW_TOKENS = (3, 5, 4)  # of a block that the fused kernels compute
@@ -92,13 +101,21 @@ def prompt_lengths(facts: Mapping[str, Any], *, is_fused: bool) -> tuple[int, in
     return short, max([middle, *(width + 3 for width in widths)]), last
 
 
-def check_wide_windows(model: PreTrainedModel) -> None:
-    """Raises WrongNumbers where the windows of the model are wide, and the engine computes others."""
-    facts = model.config.get_text_config().to_dict()
-    if max(window_fields(facts).values(), default=0) > _WIDE:
-        from slime.models.small import small_model
+def check_small_of(model: PreTrainedModel) -> None:
+    """Raises WrongNumbers where the engine computes a small model of this class and config wrongly.
 
+    A model of which transformers makes no small one passes, unless its windows are wide: nothing else looks at these.
+    """
+    from slime.models.small import small_model
+
+    try:
         check_small(lambda: small_model(type(model), model.config))
+    except WrongNumbers:
+        raise
+    except UserError as cause:
+        if max(window_fields(model.config.get_text_config().to_dict()).values(), default=0) > _WIDE:
+            raise
+        log.info("the engine is compared with the plain forward on the model's own weights alone: %s", cause)
 
 
 def check_small(make: Callable[[], PreTrainedModel]) -> None:
@@ -107,8 +124,24 @@ def check_small(make: Callable[[], PreTrainedModel]) -> None:
     for seed in range(_DRAWS):
         small = make()
         facts = small.config.get_text_config().to_dict()
-        limit = exact_until(facts)
-        plain = PlainNumbers(
+        plain = _plain_numbers(small, facts, seed)
+        table = np.zeros((len(PROMPT_LENGTHS) + 1, 2 * _WIDE), dtype=np.int32)
+        with refusing(facts["model_type"]):
+            runner = ModelRunner(small, table)
+            runner.allocate_kv(plain.slots)
+        try:
+            plain.compare(runner, runner, table)
+            return
+        except WrongNumbers as error:
+            wrong = error
+    assert wrong is not None
+    raise wrong
+
+
+def _plain_numbers(small: PreTrainedModel, facts: Mapping[str, Any], seed: int) -> PlainNumbers:
+    limit = exact_until(facts)
+    try:
+        return PlainNumbers(
             partial(_logits, small),
             model_type=facts["model_type"],
             vocab_size=facts["vocab_size"],
@@ -118,17 +151,11 @@ def check_small(make: Callable[[], PreTrainedModel]) -> None:
             lengths=prompt_lengths(facts, is_fused=False),
             seed=seed,
         )
-        table = np.zeros((len(PROMPT_LENGTHS) + 1, 2 * _WIDE), dtype=np.int32)
-        with refusing(facts["model_type"]):
-            runner = ModelRunner(small, table)
-        runner.allocate_kv(plain.slots)
-        try:
-            plain.compare(runner, runner, table)
-            return
-        except WrongNumbers as error:
-            wrong = error
-    assert wrong is not None
-    raise wrong
+    except Exception as cause:  # whatever a family's code raises where it is given rows of several lengths
+        raise UserError(
+            f"transformers cannot compute a small {small.config.model_type} model ({first_line(cause)}), so its "
+            "numbers cannot be compared: choose another model"
+        ) from cause
 
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
