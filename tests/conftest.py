@@ -3,6 +3,7 @@ and examples of Hypothesis that may take as long as they like."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -89,6 +90,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("agents")
         if item.get_closest_marker("examples") is not None:
             item.add_marker("processes")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay for the whole session: collections that look at them again take half a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,21 @@ def modules_of(folder: Path) -> dict[str, Path]:
     return {".".join(part for part in names if part != "__init__"): path for path, names in parts.items()}
 
 
+@cache
+def tree_of(path: Path, written: int) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file, which is parsed once for all tests."""
+    return tree_of(path, path.stat().st_mtime_ns)
+
+
 def import_graph(folder: Path) -> dict[str, set[str]]:
     """Which modules each module names in an import statement: at its top, in a function or for type checkers only."""
     modules = modules_of(folder)
     return {
-        name: set(imported(ast.parse(path.read_text()), name, path.name == "__init__.py", modules)) - {name}
+        name: set(imported(parsed(path), name, path.name == "__init__.py", modules)) - {name}
         for name, path in modules.items()
     }
 
@@ -111,7 +122,7 @@ def test_megatron_is_imported_by_its_own_backend_alone(graph: Graph) -> None:
     own = "slime.train.backends.megatron"
     outside = {"megatron", "transformer_engine"}
     for name, path in modules_of(ROOT / "slime").items():
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         words = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
         words |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         assert name.startswith(own) or not outside & {word.split(".")[0] for word in words}, name
@@ -179,13 +190,12 @@ def test_one_folder_alone_imports_megatron() -> None:
     theirs = {"megatron", "transformer_engine"}
     for name, path in modules_of(ROOT / "slime").items():
         if not name.startswith(BACKEND):
-            assert not theirs & set(top_level(ast.parse(path.read_text()))), name
+            assert not theirs & set(top_level(parsed(path))), name
 
 
-def test_that_folder_is_imported_only_where_it_was_chosen() -> None:
+def test_that_folder_is_imported_only_where_it_was_chosen(graph: Graph) -> None:
     """From outside by one file alone, and there in a function."""
     outside = {name: path for name, path in modules_of(ROOT / "slime").items() if not name.startswith(BACKEND)}
-    graph = import_graph(ROOT / "slime")
     importing = {name for name in outside if any(other.startswith(BACKEND) for other in graph[name])}
     assert importing == {"slime.train.backends.choose"}
     tree = ast.parse(outside["slime.train.backends.choose"].read_text())

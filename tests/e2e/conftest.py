@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import TRAIN, Done, run
 from tests.tiny_models import make_model_folder
-from tests.warm.popen import COLD
 
 PLUGINS = """\
 import json
@@ -172,9 +170,8 @@ def eval_flags() -> list[str]:
 
 @pytest.fixture(scope="session")
 def whole_run(place: Path) -> tuple[Path, Done]:
-    """Four rollouts without interruption, the run that others are compared with; one worker's starts cold."""
+    """Four rollouts without interruption, the run that others are compared with."""
     flags = [*grpo_flags(), *eval_flags(), "--num-rollout", "4", "--save", "whole", "--save-interval", "2"]
-    cold = {COLD: "1"} if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0" else {}
-    done = run([*TRAIN, *flags, "--ci-test", "--save-hf", "whole/hf_{rollout_id}"], place, **cold)
+    done = run([*TRAIN, *flags, "--ci-test", "--save-hf", "whole/hf_{rollout_id}"], place)
     assert done.code == 0, done.err
     return place / "whole", done

@@ -17,7 +17,9 @@ from slime.cli import main
 from slime.config import Config, parse_args
 from slime.errors import UserError
 from slime.observe.metrics import read_metrics
-from tests.e2e.runs import TRAIN, Done, records, run, seen_samples
+from tests.e2e.conftest import eval_flags, grpo_flags
+from tests.e2e.runs import TRAIN, Done, assert_same_records, comparable, records, run, seen_samples
+from tests.warm.popen import COLD
 
 TEMPERATURE = 0.9
 TRAIN_NAMES = {
@@ -190,3 +192,12 @@ def test_saved_config_starts_the_same_run(run_dir: Path, place: Path, monkeypatc
     done = run([*TRAIN, "--config", str(saved), "--save", "again", "--lr", "2e-3", "--dry-run"], place)
     assert (done.code, done.err) == (0, "")
     assert "0.002 constant" in done.out
+
+
+@pytest.mark.long
+def test_started_from_nothing_it_is_the_same_run(whole_run: tuple[Path, Done], place: Path) -> None:
+    """Every process imports what it needs itself, beside a folder that has a `slime` of its own."""
+    flags = [*grpo_flags(), *eval_flags(), "--num-rollout", "4", "--save", "cold", "--save-interval", "2"]
+    done = run([*TRAIN, *flags, "--ci-test"], place, **{COLD: "1"})
+    assert done.code == 0, done.err
+    assert_same_records(comparable(place / "cold"), comparable(whole_run[0]), 1e-6)

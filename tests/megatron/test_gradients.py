@@ -24,7 +24,7 @@ LAYOUTS = {
 }
 MIXERS = ("qwen3_next", "qwen3_5", "glm4_moe_lite", "deepseek_v3", "moonlight")
 EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "glm4_moe", "gpt_oss", "qwen3_next", "deepseek_v3")
-NO_CONTEXT = ("gpt_oss",)
+NO_CONTEXT = ("gpt_oss", "qwen2_windows", "qwen2_moe_windows", "qwen3_windows", "qwen3_moe_windows")
 CASES = [
     (case, name)
     for case in (*FAMILIES, *MIXERS)
