@@ -128,6 +128,7 @@ def upstream_view(config: Config) -> dict[str, Any]:
         "padded_vocab_size": view["vocab_size"],
     }
     view |= {name: value for name, value in fallbacks.items() if view.get(name) is None}
+    view["is_input_key_given"] = config.input_key is not None
     view["wandb_random_suffix"] = not view.get("disable_wandb_random_suffix")
     return view
 

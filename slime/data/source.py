@@ -21,7 +21,7 @@ from slime.data.prompts import PromptDataset, PromptTooLong, log_dropped
 from slime.data.prototype import takes_any_prompt
 from slime.data.rows import split_slice
 from slime.data.sample import Sample
-from slime.data.source_args import changed, completed
+from slime.data.source_args import changed, completed, given_input_key
 from slime.data.state_file import latest_state_path, read_state, state_path, write_state
 from slime.data.tokenizer import load_tokenizer, model_context_length
 from slime.errors import UserError
@@ -406,7 +406,7 @@ def _open_dataset(args: Any) -> PromptDataset:
     return PromptDataset(
         args.prompt_data,
         tokenizer=load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code),
-        input_key=args.input_key,
+        input_key=given_input_key(args),
         label_key=args.label_key,
         label_use=use_of_labels(args),
         metadata_key=args.metadata_key,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from slime.data.prototype import USUAL_KEY
+
 DEFAULTS: dict[str, Any] = {
     "prompt_data": None,
     "prompt_config": None,
@@ -48,6 +50,12 @@ def completed(args: Any) -> Any:
     """`args` if it has all flags above, as what a run gives has; else with a value for each that it lacks."""
     is_whole = all(hasattr(args, name) for name in (*DEFAULTS, _READS_NONE))
     return args if is_whole else CompletedNamespace(args)
+
+
+def given_input_key(args: Any) -> str | None:
+    """The column of the prompts; None where no flag names it and `args` of plugins have upstream's default instead."""
+    is_default = not getattr(args, "is_input_key_given", True) and args.input_key == USUAL_KEY
+    return None if is_default else args.input_key
 
 
 def changed(args: Any, changes: dict[str, Any]) -> Namespace:

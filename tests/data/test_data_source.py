@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from slime.config import Config
+from slime.config import Config, derive
+from slime.config.plugin_args import plugin_args
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.errors import UserError
+from slime.inputs import eval_prompts, open_data_source
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.data_source import RolloutDataSourceWithBuffer as PluginSource
 
@@ -264,3 +266,32 @@ def test_labels_are_read_as_the_run_uses_them(make_config: MakeConfig) -> None:
     assert labels(RolloutDataSource(make_config(rows, custom_rm_path="mine.f")).get_samples(1)) == [said]
     with pytest.raises(UserError, match=r"prompts\.jsonl:1: the label must be a text"):
         RolloutDataSource(make_config([{"input": "2+2=", "answer": {"value": 4}}], rm_type="math"))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_run_reads_prompts_from_the_only_column_that_may_hold_them(
+    make_config: MakeConfig, write_jsonl: Callable[..., str], tmp_path: Path, own: bool
+) -> None:
+    rows = [{"question": f"{number}+1=", "answer": number} for number in range(4)]
+    evaluated = write_jsonl(rows[:2], "eval.jsonl")
+    (tmp_path / "mine.py").write_text(
+        "from slime.data.source import RolloutDataSource\n"
+        "class Source(RolloutDataSource):\n"
+        "    def __init__(self, args):\n"
+        "        super().__init__(args)\n"
+        "        args.source_is = self\n"
+    )
+    path = {"data_source_path": f"{tmp_path / 'mine.py'}:Source"} if own else {}
+
+    def config_of(**changes: Any) -> Config:
+        evaluation = {"eval_prompt_data": [("sums", evaluated)], "eval_interval": 1}
+        return derive(make_config(rows, device="cpu", rm_type="random", **evaluation, **path, **changes))
+
+    config = config_of()
+    source = open_data_source(config)
+    assert source.get_samples(1)[0][0].prompt == "0+1="
+    assert [sample.prompt for sample in eval_prompts(config)["sums"].prompts] == ["0+1=", "1+1="]
+    assert plugin_args(config).input_key == "input"
+    assert not own or plugin_args(config).source_is is source
+    with pytest.raises(UserError, match="no key 'input'"):
+        open_data_source(config_of(input_key="input"))
