@@ -15,10 +15,9 @@ from typing import Any
 from slime.config import Config
 from slime.config.eval_datasets import EvalDataset, eval_datasets
 from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
-from slime.config.groups.data import DEFAULT_DATA_SOURCE
 from slime.config.groups.reward import RM_TYPES, compares_with_label, known_rm_type
 from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
-from slime.config.train_datasets import TrainDataset, prompt_files, reading_flags, train_datasets
+from slime.config.train_datasets import TrainDataset, prompt_files, reading_flags, reads_prompts, train_datasets
 from slime.data.first_rows import count_rows, read_first_rows
 from slime.data.messages import is_conversation
 from slime.data.prototype import USUAL_KEY, Located, PrototypeBuilder, takes_any_prompt
@@ -30,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 _LABEL_NAMES = ("label", "answer", "solution", "ground_truth", "target", "completion", "response", "output")
 _SHOWN_CHARACTERS = 100
-_OUR_SOURCES = (DEFAULT_DATA_SOURCE, "slime.rollout.data_source.RolloutDataSource")
 _OUR_ROLLOUTS = (DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
 
 
@@ -104,13 +102,13 @@ def steps_per_epoch(config: Config, prompts: int) -> int:
 def training_prompts(config: Config) -> int | None:
     """The number of prompts; None when they come from elsewhere than a file."""
     files = prompt_files(config)
-    return sum(map(count_rows, files)) if files and _reads_prompts(config) else None
+    return sum(map(count_rows, files)) if files and reads_prompts(config) else None
 
 
 def _files(config: Config, reward_given: bool) -> Iterator[PromptFile]:
     by_plugin = bool(config.custom_generate_function_path or config.rollout_sample_hook_path)
     by_function = reward_given or config.custom_rm_path is not None
-    if _reads_prompts(config):
+    if reads_prompts(config):
         if config.prompt_data is not None:
             whole = TrainDataset("", config.prompt_data, **reading_flags(config))
             yield _train_file(config, whole, by_function, by_plugin)
@@ -183,11 +181,6 @@ def _eval_file(config: Config, dataset: EvalDataset, by_function: bool, by_plugi
         metadata=_metadata(dataset),
         is_key_chosen=dataset.input_key is None and builder.input_key != USUAL_KEY,
     )
-
-
-def _reads_prompts(config: Config) -> bool:
-    own_source = config.disable_rollout_global_dataset or config.data_source_path not in _OUR_SOURCES
-    return not own_source and config.load_debug_rollout_data is None
 
 
 def _check_row(file: PromptFile, located: Located, sample: Sample) -> None:

@@ -27,7 +27,7 @@ from slime.config.model_folder import dataset_hint
 from slime.config.sharing import sharing_contradictions
 from slime.config.spec import FlagSpec
 from slime.config.start import check_weight_sources, find_start
-from slime.config.train_datasets import mixture_contradictions, train_datasets
+from slime.config.train_datasets import mixture_contradictions, reads_prompts, train_datasets
 from slime.errors import UserError
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -239,13 +239,14 @@ def check_files(config: Config) -> None:
     check_adapter(config)
     replays = config.load_debug_rollout_data is not None
     if config.prompt_data is not None and not config.disable_rollout_global_dataset and not replays:
-        _check_data_file(config.prompt_data, "--prompt-data")
+        _check_data_file(config.prompt_data, "--prompt-data", is_ours=reads_prompts(config))
     if not replays:
         for listed in train_datasets(config):
-            _check_data_file(listed.path, listed.origin)
+            _check_data_file(listed.path, listed.origin, is_ours=reads_prompts(config))
     if not config.debug_train_only:
         for dataset in eval_datasets(config):
-            _check_data_file(dataset.path, dataset.origin)
+            is_ours = config.eval_function_path == DEFAULT_ROLLOUT_FUNCTION
+            _check_data_file(dataset.path, dataset.origin, is_ours=is_ours)
     _check_dump_files(config)
     check_folders(config)
 
@@ -280,15 +281,16 @@ def _check_dump_files(config: Config) -> None:
             raise UserError(f"{flag}: there is no dump {first}")
 
 
-def _check_data_file(data: str, flag: str) -> None:
+def _check_data_file(data: str, flag: str, *, is_ours: bool) -> None:
+    """The file exists, and has a format that we read where no function of the user reads it."""
     match = _SLICE.fullmatch(data)
     path = Path(match["path"] if match else data)
     if not path.exists():
         hint = dataset_hint(str(path), flag)
         raise UserError(f"{flag}: there is no file {path}{hint}")
-    if path.is_dir():
+    if is_ours and path.is_dir():
         raise UserError(f"{flag}: {path} is a folder, but a .jsonl or .parquet file is needed")
-    if path.suffix not in DATA_SUFFIXES:
+    if is_ours and path.suffix not in DATA_SUFFIXES:
         raise UserError(f"{flag}: {path} ends in {path.suffix or 'nothing'!r}: convert it to .jsonl or .parquet")
     if not os.access(path, os.R_OK):
         raise UserError(f"{flag}: no permission to read {path}")

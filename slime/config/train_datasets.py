@@ -20,6 +20,7 @@ from typing import Any
 from slime.config.config import Config
 from slime.config.dataset_file import READING, Entry, number, read_datasets, refuse_twins
 from slime.config.eval_datasets import EvalDataset, eval_datasets
+from slime.config.groups.data import OUR_DATA_SOURCES
 from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
 
 FLAG = "--prompt-config"
@@ -100,6 +101,12 @@ def prompt_files(config: Config) -> list[str]:
     if config.prompt_config is not None:
         return [dataset.path for dataset in train_datasets(config)]
     return [] if config.prompt_data is None else [config.prompt_data]
+
+
+def reads_prompts(config: Config) -> bool:
+    """Whether a data source of ours reads the files of prompts to train on."""
+    own_source = config.disable_rollout_global_dataset or config.data_source_path not in OUR_DATA_SOURCES
+    return not own_source and config.load_debug_rollout_data is None
 
 
 def mixture_contradictions(config: Config) -> Iterator[str]:

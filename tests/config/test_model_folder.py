@@ -197,6 +197,29 @@ def test_data_that_cannot_be_read_is_refused_before_anything_starts(valid: dict[
     hint = "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k"
     assert hint in refused(valid, prompt_data="openai/gsm8k")
     assert "hf download" not in refused(valid, prompt_data="data/rows.jsonl")
+    evaluated = {"eval_prompt_data": [("a", str(table))], "eval_interval": 1}
+    assert refused(valid, **evaluated) == (
+        f"--eval-prompt-data a: {table} ends in '.csv': convert it to .jsonl or .parquet"
+    )
+
+
+def test_files_that_functions_of_the_user_read_may_have_any_suffix(valid: dict[str, Any], tmp_path: Path) -> None:
+    table = tmp_path / "rows.csv"
+    table.write_text("input,label\n1,2\n")
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "class Source:\n    def get_samples(self, num_samples): return []\n\n"
+        "def evaluate(args, rollout_id, data_source, evaluation=False): pass\n"
+    )
+    resolve(Config(**{**valid, "prompt_data": str(table)}, data_source_path=f"{mine}:Source"))
+    listed = tmp_path / "sets.yaml"
+    listed.write_text(f"train: {{datasets: {{a: {table}}}}}")
+    mixed = {**valid, "prompt_data": None, "prompt_config": str(listed)}
+    resolve(Config(**mixed, data_source_path=f"{mine}:Source"))
+    evaluated = {"eval_prompt_data": [("a", str(table))], "eval_interval": 1}
+    resolve(Config(**valid, **evaluated, eval_function_path=f"{mine}:evaluate"))
+    missing = {**valid, "prompt_data": str(tmp_path / "no.csv")}
+    assert "there is no file" in refused(missing, data_source_path=f"{mine}:Source")
 
 
 def test_whole_shards_pass(valid: dict[str, Any], model_dir: Path) -> None:

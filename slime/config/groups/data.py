@@ -8,6 +8,7 @@ from typing import Any
 from slime.config.flag import at_least, flag
 
 DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+OUR_DATA_SOURCES = (DEFAULT_DATA_SOURCE, "slime.rollout.data_source.RolloutDataSource")
 
 
 @dataclass(frozen=True, kw_only=True)
