@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -87,8 +88,9 @@ def test_a_call_that_fails_is_made_again() -> None:
     asked: list[tuple[Any, Any]] = []
 
     async def stumbles(args: Any, first: Sample, second: Sample) -> float:
-        asked.append((first.index, second.index))
-        if asked.count(asked[-1]) == 1:
+        pair = (first.index, second.index)
+        asked.append(pair)
+        if asked.count(pair) == 1:
             raise JudgeFailed("busy")
         return longer(args, first, second)
 
@@ -96,6 +98,29 @@ def test_a_call_that_fails_is_made_again() -> None:
     assert rewards(Tournament(stumbles, "round_robin", first_pause_s=0.0), samples) == [0.0, 0.5, 1.0]
     account = samples[0].metadata["tournament"]
     assert (account["judge_calls"], account["judge_failures"], account["undecided"]) == (12, 6, 0)
+
+
+def test_a_plain_judge_does_not_block_the_event_loop() -> None:
+    both = threading.Barrier(2, timeout=60.0)
+    seen: list[bool] = []
+
+    def meets(args: Any, first: Sample, second: Sample) -> float:
+        both.wait()  # for the call with the other order
+        seen.append(threading.current_thread() is threading.main_thread())
+        return longer(args, first, second)
+
+    assert asyncio.run(Match(meets, tries=1).score(ARGS, *group("a", "aa"), Calls())) == 0.0
+    assert seen == [False, False]
+
+
+@pytest.mark.parametrize("failure", [StopIteration(), SystemExit(3)])
+def test_whatever_a_plain_judge_raises_leaves_its_match_undecided(failure: BaseException) -> None:
+    def raises(args: Any, first: Sample, second: Sample) -> float:
+        raise failure
+
+    calls = Calls()
+    assert asyncio.run(Match(raises, tries=1).score(ARGS, *group("a", "b"), calls)) is None
+    assert (calls.made, calls.failed) == (2, 2)
 
 
 @pytest.mark.parametrize("answer", [None, "A", 2.0, float("nan"), [1]])

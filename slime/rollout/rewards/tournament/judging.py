@@ -7,15 +7,20 @@ is a match without a score; only a `UserError` and cancellation pass.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
-from collections.abc import Awaitable
+import weakref
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineRejected
 from slime.errors import UserError
+from slime.plugins import is_async
 from slime.rollout.failures import FailureLog, contained
+from slime.rollout.loop import DaemonThreads
 from slime.rollout.rewards.errors import RewardError
 
 
@@ -24,7 +29,7 @@ class JudgeFailed(RewardError):
 
 
 class Judge(Protocol):
-    """Compares two answers to one prompt; may be a plain function."""
+    """Compares two answers to one prompt; may be a plain function, which is called in a thread."""
 
     def __call__(self, args: Any, first: Sample, second: Sample) -> float | Awaitable[float]:
         """1 if the first is better, 0 if the second is, 1/2 for neither; raises where it cannot say."""
@@ -60,6 +65,8 @@ class Match:
                 f"concurrency {self.concurrency}"
             )
         self._seats = asyncio.Semaphore(self.concurrency)
+        self._threads = DaemonThreads("judge", self.concurrency)
+        weakref.finalize(self, self._threads.close)
 
     async def score(self, args: Any, first: Sample, second: Sample, calls: Calls) -> float | None:
         """The first one's share of the point, or None where the judge gave no verdict in one of the orders."""
@@ -79,7 +86,7 @@ class Match:
             calls.made += 1
             try:
                 async with self._seats:
-                    return _share(await contained(lambda: self.judge(args, first, second), "the judge"))
+                    return _share(await self._verdict(args, first, second))
             except UserError:
                 raise
             except EngineRejected as error:  # the same request would be refused again
@@ -90,6 +97,15 @@ class Match:
                 calls.failed += 1
                 self.failures.record("judge", error)
         return None
+
+    async def _verdict(self, args: Any, first: Sample, second: Sample) -> Any:
+        """What the judge returns: an async one is awaited here, a plain one runs in a thread."""
+        call = partial(self.judge, args, first, second)
+        return await contained(call if is_async(self.judge) else partial(self._result_of, call), "the judge")
+
+    async def _result_of(self, call: Callable[[], Any]) -> Any:
+        result = await (await self._threads.begin(call, "the judge"))
+        return await result if inspect.isawaitable(result) else result
 
 
 def _share(verdict: Any) -> float:
