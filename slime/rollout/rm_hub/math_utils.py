@@ -18,6 +18,9 @@ _UNITS = re.compile(
     r" *(?:\^\d+)?"
 )
 _POWERS = {"million": "*10^6", "billion": "*10^9", "trillion": "*10^12"}
+_DELIMITERS = re.compile(r"\\(?:left|right)(?![a-z])|(?<!\\)\\[()\[\]]|(?<=\d),\\!(?=\d{3})")
+_SPACES = re.compile(r"(?<!\\)\\[ ,;:]|~")
+_WORDS = re.compile(r"\\(?:text(?:bf|it|rm)?|mbox|mathrm) *\{([^{}]*)\}")
 _FRACTION = re.compile(r"-?\d+/0*[1-9]\d*")
 _ENDS = "()[]"
 
@@ -52,11 +55,12 @@ def grade_answer_sympy(given_answer: Any, ground_truth: Any) -> bool:
 
 
 def _bare(answer: str) -> str:
-    """An answer without units, currency, LaTeX around words and fractions, spaces and cases."""
-    text = re.sub(r"^\\text\{(.+?)\}$", r"\1", answer.strip())
+    """An answer without units, currency, LaTeX around words, fractions and brackets, spaces and cases."""
+    text = _WORDS.sub(r"\1", _SPACES.sub(" ", _DELIMITERS.sub("", answer)))
+    text = re.sub(r"^\\text\{(.+?)\}$", r"\1", text.strip())
     text = re.sub(r"\\?[$%]|\^ *\{?\\circ\}?", "", text).replace(" or ", ",").replace(" and ", ",")
     for word, power in _POWERS.items():
-        text = re.sub(rf"\b{word}\b", power, text)
+        text = re.sub(rf"{word}\b", power, text)
     text = _UNITS.sub("", text).strip()
     text = re.sub(r"(\d) *\\[dt]?frac", r"\1+\\frac", text)
     text = re.sub(r"\\[dt]?frac *(?:\{([^{}]*)\} *\{([^{}]*)\}|(\d) *(\d))", r"\1\3/\2\4", text)
