@@ -89,6 +89,7 @@ class RolloutRuntime:
         self.loop_thread = LoopThread()
         self.threads = DaemonThreads("plugin", MOST_THREADS)
         """For plain functions of the user; the seats limit how many generate functions run."""
+        self._one_at_a_time = asyncio.Lock()
         self.failures = FailureLog()
         self.claims = Claims()
         self.pulse, self.eval_pulse = Pulse(), Pulse()
@@ -233,10 +234,14 @@ class RolloutRuntime:
         return await result if inspect.isawaitable(result) else result
 
     async def off_loop(self, function: Callable[..., T], who: str, *args: Any, **kwargs: Any) -> T:
-        """What a plain function over several samples returns, called in a thread, within `STALL_S`."""
-        future = await self.threads.begin(partial(function, *args, **kwargs), who)
-        result: T = await wait_for(future, who, "to return", timeout_s=STALL_S)
-        return result
+        """What a plain function over several samples returns, called in a thread, within `STALL_S`.
+
+        One is called after the other: filters and data sources of the user need no locks.
+        """
+        async with self._one_at_a_time:
+            future = await self.threads.begin(partial(function, *args, **kwargs), who)
+            result: T = await wait_for(future, who, "to return", timeout_s=STALL_S)
+            return result
 
     @property
     def router_address(self) -> tuple[str | None, bool, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,37 @@ def test_a_batch_and_what_a_filter_dropped_are_observed_together(live: Any) -> N
     assert states(source) == ["assigned", "dropped"]
     source.assign(1, roll_out(source, 1, 0.0), {})
     assert inner.seen[2:] == [[1, "2", 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("observes", [True, False])
+def test_a_group_is_dropped_while_the_source_is_busy(live: Any, observes: bool) -> None:
+    class Unseeing(Numbers):
+        observe_samples: Any = None
+
+    inner, source = live(0, Numbers() if observes else Unseeing())
+    (kept,), (dropped,) = roll_out(source, 1), roll_out(source, 1)
+    asked, free = threading.Event(), threading.Event()
+
+    def wait(num_samples: int) -> list[Sample]:
+        asked.set()
+        assert free.wait(120)
+        return []
+
+    inner.get_samples = wait
+    busy = threading.Thread(target=source.get_samples, args=(1,), daemon=True)
+    busy.start()
+    assert asked.wait(120)
+    drop = threading.Thread(target=source.drop, args=([dropped],), daemon=True)
+    drop.start()
+    drop.join(60.0)
+    was_blocked = drop.is_alive()
+    free.set()
+    drop.join()
+    busy.join()
+    assert not was_blocked
+    source.assign(0, [kept], {})
+    assert states(source) == ["assigned", "dropped"]
+    assert len(inner.seen) == 2 * observes
 
 
 def test_a_crash_before_the_batch_loses_no_observation_and_one_after_it_repeats_none(live: Any) -> None:

@@ -96,6 +96,19 @@ def test_what_still_runs_while_a_runtime_closes_finds_it(engine, make_runtime):
     assert newest_runtime() is None
 
 
+def test_plain_functions_over_several_samples_are_called_one_after_the_other(engine, make_runtime):
+    runtime = make_runtime([engine.url])
+    second_called = threading.Event()
+
+    async def both():
+        return await asyncio.gather(
+            runtime.off_loop(second_called.wait, "the data source", 0.2),
+            runtime.off_loop(second_called.set, "a filter"),
+        )
+
+    assert runtime.run(both()) == [False, None]
+
+
 def test_run_uses_the_loop_of_the_runtime_when_there_is_one(engine, make_runtime):
     async def loop():
         return asyncio.get_running_loop()

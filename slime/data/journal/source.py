@@ -41,12 +41,14 @@ def open_journal(config: Any, path: Path, prompt_files: Sequence[str] | None = N
 class JournaledSource:
     """Any data source; what is not said here is asked of (and set in) the source itself."""
 
-    _OWN = frozenset({"source", "journal", "_lock", "_returned", "_groups", "_dropped"})
+    _OWN = frozenset({"source", "journal", "_lock", "_drops", "_returned", "_groups", "_dropped"})
 
     def __init__(self, source: Any, journal: Journal) -> None:
         self.source = source
         self.journal = journal
         self._lock = threading.RLock()
+        """Held while the source works, which may take long."""
+        self._drops = threading.Lock()
         self._returned: list[Group] = []
         """Groups of an earlier life, for a source that takes none back."""
         self._dropped: list[Group] = []
@@ -89,12 +91,15 @@ class JournaledSource:
             self.source.add_samples(samples)
 
     def drop(self, groups: list[Group]) -> None:
-        """A filter left groups out; a source that observes is told with the next batch."""
-        with self._lock:
-            if observes(self.source):
-                self._dropped += groups
-            else:
-                self.journal.drop(groups)
+        """A filter left groups out; a source that observes is told with the next batch.
+
+        Event loops call this: it does not wait for a source that is busy.
+        """
+        if not observes(self.source):
+            self.journal.drop(groups)
+            return
+        with self._drops:
+            self._dropped += groups
 
     def assign(self, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, Any]) -> None:
         """Groups become the batch of a rollout; a source that observes has seen them and those dropped since."""
@@ -102,7 +107,8 @@ class JournaledSource:
             if not observes(self.source):
                 self.journal.assign(rollout_id, groups, metrics)
                 return
-            dropped, self._dropped = self._dropped, []
+            with self._drops:
+                dropped, self._dropped = self._dropped, []
             self.source.observe_samples(rollout_id, [*_as_groups(groups), *dropped])
             self.journal.assign(rollout_id, groups, metrics, dropped=dropped, position=self._position())
 
