@@ -7,8 +7,10 @@ part of a shell's text.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -270,17 +272,59 @@ async def _diff(sb: Sandbox, workdir: str, base: str | None, index: str) -> tupl
 
     Where there is no repository, what the sandbox itself says.
     """
-    if base is None:
-        if not isinstance(sb, ReachingSandbox):
-            return "", False
+    if base is not None:
+        raw, is_cut = await _git_diff(sb, workdir, base, index)
+    elif isinstance(sb, ReachingSandbox):
         changes = await sb.diff()
-        diff, is_cut = changes.patch, changes.truncated
+        raw, is_cut = changes.patch.encode(errors="replace"), changes.truncated
     else:
-        git = f"GIT_INDEX_FILE={shlex.quote(index)} {_git(workdir)}"
-        made = f"{git} read-tree {base} && {git} add -A && {git} diff --cached --binary {base}"
-        _, diff, _ = await sb.exec(f"{made} | head -c {DIFF_BYTES + 1}", user=AGENT)
-        is_cut = False
-    raw = diff.encode(errors="replace")
-    if len(raw) <= DIFF_BYTES:
-        return diff, is_cut
-    return raw[: raw.rfind(b"\n", 0, DIFF_BYTES) + 1].decode(errors="replace"), True
+        return "", False
+    if len(raw) > DIFF_BYTES:
+        raw, is_cut = raw[: raw.rfind(b"\n", 0, DIFF_BYTES) + 1], True
+    return raw.decode(errors="replace"), is_cut or not _is_utf8(raw)
+
+
+async def _git_diff(sb: Sandbox, workdir: str, base: str, index: str) -> tuple[bytes, bool]:
+    """The patch as git makes it, and whether it is not all of that.
+
+    Changes of files that are not UTF-8 are in git's binary form, which is text.
+    """
+    git = f"GIT_INDEX_FILE={shlex.quote(index)} {_git(workdir)} -c core.quotePath=true"
+    diff = f"diff --cached --binary --src-prefix=a/ --dst-prefix=b/ {base}"
+    raw, is_cut = await _bytes_of(sb, f"{git} read-tree {base} && {git} add -A && {git} {diff}")
+    parts = re.split(rb"(?m)^(?=diff --git )", raw)
+    odd = sorted({name for part in parts if not _is_utf8(part) for name in _names(part)})
+    if not odd or len(raw) > DIFF_BYTES:
+        return raw, is_cut
+    others = shlex.join([":/", *(f":(top,exclude,literal){name}" for name in odd)])
+    theirs = shlex.join(f":(top,literal){name}" for name in odd)
+    no_text = shlex.quote(f"{index}.attributes")
+    binary = f"echo '* -diff' > {no_text} && {git} -c core.attributesFile={no_text} {diff}"
+    return await _bytes_of(sb, f"{git} {diff} -- {others} && {binary} -- {theirs}")
+
+
+async def _bytes_of(sb: Sandbox, command: str) -> tuple[bytes, bool]:
+    """What a command writes, up to the size of a diff, and whether that is not all of it: `exec` gives text only."""
+    code, text, _ = await sb.exec(f"{{ {command}; }} | head -c {DIFF_BYTES + 1} | base64", user=AGENT)
+    whole = re.split(r"[^\w+/=\s]", text, maxsplit=1)[0]
+    packed = "".join(whole.split())
+    return base64.b64decode(packed[: len(packed) // 4 * 4]), code != 0 or len(whole) < len(text)
+
+
+def _names(part: bytes) -> list[str]:
+    """The old and the new name of the file that one part of a patch changes, those that are UTF-8."""
+    lines = [line[4:].rstrip(b"\t") for line in part.split(b"\n") if line.startswith((b"--- ", b"+++ "))][:2]
+    names = [
+        line[1:-1].decode("unicode_escape").encode("latin-1") if line.startswith(b'"') else line
+        for line in lines
+        if line != b"/dev/null"
+    ]
+    return [name[2:].decode() for name in names if _is_utf8(name)]
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
+import subprocess
 import sys
 import tarfile
 import tomllib
@@ -117,6 +119,50 @@ open("new.txt", "w").write("new\\n")
     assert "-one\n+two\n" in result.diff
     assert "+++ b/new.txt" in result.diff
     assert said == "?? new.txt\n"
+
+
+def test_the_diff_of_a_repository_is_exact_whatever_the_encoding_of_its_files(tmp_path):
+    files = tmp_path / "files"
+    files.mkdir()
+    changed = {
+        "a.txt": (b"one\n", "one é\n".encode()),
+        "latin 1.txt": (b"caf\xe9\nb\nc\n", b"caf\xe9s\nb\nc\n"),
+        "größe.txt": (None, b"\xe9\n"),
+        "gone.txt": (b"\xff\n", None),
+        'we"ird\t.txt': (b"\xe4\n", b"\xe4\xe4\n"),
+        "moved.txt": (b"\xe4\n" * 100, None),
+        "there.txt": (None, b"\xe4\n" * 100 + b"more \xe4\n"),
+    }
+    for name, (old, _) in changed.items():
+        if old is not None:
+            (files / name).write_bytes(old)
+    os.system(f"cd {files} && git init -q && git add . && {GIT} commit -qm first")
+    shutil.copytree(files, tmp_path / "again")
+    code = (
+        "import os\nfor name, (_, new) in %r.items():\n"
+        "    os.remove(name) if new is None else open(name, 'wb').write(new)\n"
+    )
+    result, _ = work(python(code % changed), tmp_path)
+    assert not result.diff_truncated
+    assert "-one\n+one é\n" in result.diff
+    apply = ["git", "apply", "-"]
+    done = subprocess.run(apply, input=result.diff.encode(), cwd=tmp_path / "again", capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {name: (tmp_path / "again" / name) for name in changed}
+    assert {name: file.read_bytes() if file.exists() else None for name, file in found.items()} == {
+        name: new for name, (_, new) in changed.items()
+    }
+
+
+def test_a_diff_that_cannot_be_text_says_so(tmp_path):
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / "odd.txt").write_bytes(b"caf\xe9\n")
+    (files / ".gitattributes").write_text("*.txt diff\n")  # text, whatever is in it
+    os.system(f"cd {files} && echo one > a.txt && git init -q && git add . && {GIT} commit -qm first")
+    result, _ = work(python("open('odd.txt', 'ab').write(b'\\xe9\\n')"), tmp_path)
+    assert "+++ b/odd.txt" in result.diff
+    assert result.diff_truncated
 
 
 def test_a_program_that_hangs_is_ended_and_says_nothing_without_a_turn(tmp_path):
