@@ -7,6 +7,7 @@ complete weights. Nothing is imported or loaded for it.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,6 +65,32 @@ _EMBEDDINGS = (
     "model.language_model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
 )
+LLAMA_LIKE = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "llama",
+    "mimo",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
+"""Families whose layers have the names and sizes below."""
+_ROWS = {
+    "self_attn.q_proj.weight": ("num_attention_heads", "head_dim"),
+    "self_attn.k_proj.weight": ("num_key_value_heads", "head_dim"),
+    "self_attn.v_proj.weight": ("num_key_value_heads", "head_dim"),
+    "mlp.gate_proj.weight": ("intermediate_size",),
+}
+_OWN_HEAD_DIM = ("gemma", "gemma2", "gemma3_text", "qwen3")
+"""Without `head_dim` their heads do not share `hidden_size`."""
 _LAYER = re.compile(r"(?:model|model\.language_model|language_model\.model)\.layers\.(\d+)\.")
 
 
@@ -95,7 +122,7 @@ def check_model_folder(folder: str, flag: str, *, weights: bool = True) -> None:
 def _check_sizes(folder: Path, config: dict[str, Any], tensors: dict[str, dict[str, Any]]) -> None:
     """Raise a `UserError` where config.json contradicts the embedding or the number of layers in the weights.
 
-    Only these two are compared: the shapes of other tensors depend on the family. Loading compares all of them.
+    Of families with Llama's layers their heads and feed-forward too; loading compares the shapes of all tensors.
     """
     text = config.get("text_config")
     facts = {**text, **config} if isinstance(text, dict) else config
@@ -114,6 +141,33 @@ def _check_sizes(folder: Path, config: dict[str, Any], tensors: dict[str, dict[s
             f"{folder / 'config.json'} has num_hidden_layers {wanted}, but the weights have {max(layers) + 1} layers: "
             "correct it, or take config and weights of the same model"
         )
+    own = text if isinstance(text, dict) else config
+    if own.get("model_type") in LLAMA_LIKE:
+        _check_layers(folder, own, tensors)
+
+
+def _check_layers(folder: Path, facts: dict[str, Any], tensors: dict[str, dict[str, Any]]) -> None:
+    for name, entry in tensors.items():
+        match = _LAYER.match(name)
+        keys = _ROWS.get(name[match.end() :], ()) if match is not None else ()
+        sizes = {key: size for key in keys if (size := _size(facts, key)) is not None}
+        if not keys or len(sizes) < len(keys) or str(entry.get("dtype"))[0] not in "BF":  # integers may be packed
+            continue
+        found = tuple(entry["shape"])
+        wanted = (math.prod(sizes.values()), *found[1:])
+        if found != wanted:
+            which = ", ".join(f"{key} {size}" for key, size in sizes.items())
+            raise UserError(
+                f"{name} in {folder} has shape {found}, but its config.json asks for {wanted} ({which}): correct it, "
+                "or take config and weights of the same model"
+            )
+
+
+def _size(facts: dict[str, Any], key: str) -> int | None:
+    size, hidden, heads = facts.get(key), facts.get("hidden_size"), facts.get("num_attention_heads")
+    if size is None and key == "head_dim" and facts["model_type"] not in _OWN_HEAD_DIM:
+        return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+    return size if isinstance(size, int) else None
 
 
 def check_same_shape(folder: Path, flag: str, hf_checkpoint: str, *, only: Sequence[str] = _SHAPE) -> None:

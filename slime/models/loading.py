@@ -32,6 +32,9 @@ from slime.models.folder import (
 from slime.models.saving import save_hf_folder
 from slime.models.weight_reader import plain_tensors
 
+REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+"""What does not fit is in the report, for `check_complete`: transformers' own error names no tensor."""
+
 __all__ = ["load_causal_lm", "load_config", "read_config_json", "save_hf_folder"]
 
 
@@ -83,7 +86,7 @@ def load_causal_lm(
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 use_safetensors=True,
-                output_loading_info=True,
+                **REPORTED,
                 **how,
             )
     check_complete(folder, report)
@@ -117,8 +120,8 @@ def check_complete(folder: str | Path, report: dict[str, Any]) -> None:
     if report["mismatched_keys"]:
         name, found, wanted = sorted(report["mismatched_keys"])[0]
         raise UserError(
-            f"{name} in {folder} has shape {tuple(found)} but its config.json asks for {tuple(wanted)}: "
-            "the weights belong to another model"
+            f"{name} in {folder} has shape {tuple(found)}, but its config.json asks for {tuple(wanted)}: correct it, "
+            "or take config and weights of the same model"
         )
 
 
@@ -141,7 +144,7 @@ def load_tensors(
             del place.quantization_config
     if not isinstance(config, getattr(kind, "config_class", None) or type(config)):
         config = config.get_text_config()  # of a model that sees too: its part that writes
-    model, report = kind.from_pretrained(None, config=config, state_dict=weights, output_loading_info=True, **how)
+    model, report = kind.from_pretrained(None, config=config, state_dict=weights, **REPORTED, **how)
     model.config.name_or_path = str(folder)
     if (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)

@@ -141,7 +141,9 @@ def weights_of(vocab: int, hidden: int, layers: int) -> Callable[[Path], None]:
 
     def write(folder: Path) -> None:
         shapes = {"model.embed_tokens.weight": [vocab, hidden]}
-        shapes |= {f"model.layers.{layer}.input_layernorm.weight": [hidden] for layer in range(layers)}
+        for layer in range(layers):
+            rows = {"self_attn.q_proj": 2 * 6, "self_attn.k_proj": 6, "mlp.gate_proj": 20}
+            shapes |= {f"model.layers.{layer}.{name}.weight": [size, hidden] for name, size in rows.items()}
         header, at = {}, 0
         for name, shape in shapes.items():
             size = 4 * math.prod(shape)
@@ -165,13 +167,36 @@ def weights_of(vocab: int, hidden: int, layers: int) -> Callable[[Path], None]:
         ({"hidden_size": None, "hiden_size": 8}, "DIR/config.json has hiden_size and no hidden_size: correct .*"),
         ({"model_type": None, "modle_type": "qwen3"}, "DIR/config.json has modle_type and no model_type: correct .*"),
         ({"num_hidden_layers": 1}, None),
+        (
+            {"intermediate_size": 24},
+            r"model.layers.0.mlp.gate_proj.weight in DIR has shape \(20, 8\), but its config.json asks for \(24, 8\) "
+            r"\(intermediate_size 24\): correct it, or take config and weights of the same model",
+        ),
+        (
+            {"num_attention_heads": 4},
+            r"model.layers.0.self_attn.q_proj.weight in DIR has shape \(12, 8\), but its config.json asks for \(24, 8\) "
+            r"\(num_attention_heads 4, head_dim 6\): correct it, .*",
+        ),
+        (
+            {"num_key_value_heads": 2},
+            r"model.layers.0.self_attn.k_proj.weight in DIR has shape \(6, 8\), .* \(12, 8\) .*",
+        ),
+        ({"head_dim": 4}, r"model.layers.0.self_attn.q_proj.weight in DIR has shape \(12, 8\), .* \(8, 8\) .*"),
+        ({"head_dim": None}, None),  # qwen3 has a default of its own
+        (
+            {"head_dim": None, "model_type": "llama"},
+            r"model.layers.0.self_attn.q_proj.weight .* asks for \(8, 8\) \(num_attention_heads 2, head_dim 4\): .*",
+        ),
+        ({"head_dim": 4, "model_type": "own"}, None),
+        ({"intermediate_size": [24, 24]}, None),
         ({"hidden_sizes": [1, 2]}, None),
     ],
 )
 def test_a_config_that_contradicts_its_weights_is_refused(
     valid: dict[str, Any], model_dir: Path, changes: dict[str, Any], sentence: str | None
 ) -> None:
-    facts = {"model_type": "qwen3", "vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 2, **changes}
+    facts = {"model_type": "qwen3", "vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 2, "head_dim": 6}
+    facts |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 20, **changes}
     known = {name: value for name, value in facts.items() if value is not None}
     (model_dir / "config.json").write_text(json.dumps(known))
     weights_of(10, 8, 2)(model_dir)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from slime.config.model_folder import LLAMA_LIKE, check_model_folder
 from slime.errors import UserError
 from slime.models.families.model_folder import open_family_folder
 from slime.models.loading import load_causal_lm
 from slime.models.outline import outline_causal_lm
 from slime.models.plain import plain_sources
 from slime.models.sources import read_whole
-from tests.family_models import FAMILY_MODELS, make_family_folder
+from tests.family_models import BASE, FAMILY_MODELS, make_family_folder
 from tests.tiny_models import VOCAB, make_tokenizer
 
 
@@ -87,6 +90,51 @@ def test_a_folder_that_lacks_weights_is_refused(made: Path, tmp_path: Path) -> N
     folder = changed(made, tmp_path, **{"model.norm.weight": None, "model.layers.3.mlp.down_proj.weight": None})
     with pytest.raises(UserError, match=r"lack model\.norm\.weight and 1 more"):
         open_family_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "tensor", "found", "wanted"),
+    [
+        ("qwen3", {"intermediate_size": 128}, "layers.0.mlp.down_proj.weight", (64, 96), (64, 128)),
+        ("qwen3", {"num_attention_heads": 4}, "layers.0.self_attn.o_proj.weight", (64, 128), (64, 64)),
+        ("qwen3", {"head_dim": 8}, "layers.0.self_attn.k_norm.weight", (16,), (8,)),
+        ("qwen3_moe", {"moe_intermediate_size": 48}, "layers.0.mlp.experts.down_proj", (4, 64, 32), (4, 64, 48)),
+    ],
+)
+def test_weights_of_other_sizes_than_the_config_says_are_refused(
+    tmp_path: Path, case: str, changes: dict[str, int], tensor: str, found: tuple[int, ...], wanted: tuple[int, ...]
+) -> None:
+    make_family_folder(tmp_path, case)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    sentence = (
+        f"model.{tensor} in {tmp_path} has shape {found}, but its config.json asks for {wanted}: correct it, or take "
+        "config and weights of the same model"
+    )
+    how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    for load in (partial(load_causal_lm, device="cpu"), outline_causal_lm):
+        with pytest.raises(UserError) as caught:
+            load(tmp_path, **how)
+        assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("head_dim", [None, 24])
+@pytest.mark.parametrize("model_type", LLAMA_LIKE)
+def test_configs_of_plain_families_are_no_contradiction_to_their_weights(
+    tmp_path: Path, model_type: str, head_dim: int | None
+) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("its code has another name")
+    sizes = {name: BASE[name] for name in BASE.keys() - {"head_dim", "num_hidden_layers"}} | {"num_hidden_layers": 1}
+    experts = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4}
+    config = CONFIG_MAPPING[model_type](**sizes, **experts, **({} if head_dim is None else {"head_dim": head_dim}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    written = {**sizes, "model_type": model_type, **({} if head_dim is None else {"head_dim": head_dim})}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    check_model_folder(str(tmp_path), "--hf-checkpoint")
+    (tmp_path / "config.json").write_text(json.dumps({**written, "num_key_value_heads": 2, "head_dim": 24}))
+    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.[kq]_proj\.weight in .* has shape"):
+        check_model_folder(str(tmp_path), "--hf-checkpoint")
 
 
 def test_the_text_of_a_multimodal_folder_is_what_opens(tmp_path: Path) -> None:
