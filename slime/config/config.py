@@ -36,7 +36,7 @@ from slime.config.groups.upstream import UpstreamFlags
 from slime.config.groups.weights import WeightFlags
 from slime.config.not_yet import refusal
 from slime.config.spec import FlagSpec, specs_of_group
-from slime.config.suggest import did_you_mean
+from slime.config.suggest import did_you_mean, one_message
 from slime.config.values import coerce
 from slime.errors import UserError
 from slime.plugins.args import Overlay
@@ -126,13 +126,16 @@ class Config(
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
         """The inverse of `to_dict`; unknown names and wrong types are refused."""
         fields: dict[str, Any] = {}
+        unknown: list[str] = []
         for name, value in values.items():
             if name == "carried":
                 fields[name] = dict(value)
             elif name in FLAG_SPECS:
                 fields[name] = None if value is None else coerce(FLAG_SPECS[name], value, where=name)
             else:
-                raise UserError(_unknown(name))
+                unknown.append(_unknown(name))
+        if unknown:
+            raise UserError(one_message(unknown, "keys"))
         return cls(**fields)
 
 

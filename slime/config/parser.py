@@ -25,7 +25,7 @@ from slime.config.megatron_flags import FLOAT, INT, MEGATRON_CLASSES, MEGATRON_F
 from slime.config.not_yet import REFUSED, refusal
 from slime.config.resolve import resolve
 from slime.config.spec import FlagSpec
-from slime.config.suggest import nearest
+from slime.config.suggest import did_you_mean, nearest, one_message
 from slime.config.values import coerce, guess, parse_text, plain_value
 from slime.errors import UserError
 
@@ -43,7 +43,7 @@ class Occurrence:
     """One flag as it was written, with the words that belong to it."""
 
     name: str
-    """Without the dashes in front, words joined by dashes."""
+    """Without the dashes in front, words joined by dashes; a setting as other libraries have it, as it is written."""
     words: tuple[str, ...]
 
     @property
@@ -119,12 +119,11 @@ def config_of_keywords(keywords: Mapping[str, Any]) -> Config:
 def scan(argv: Sequence[str]) -> list[Occurrence]:
     """Cut a command line into flags and their words; `--flag=value` and `--flag value` mean the same."""
     occurrences: list[Occurrence] = []
-    settings = [sentence for sentence in map(foreign_setting, argv) if sentence is not None]
-    if settings:
-        raise UserError(_one_message(settings))
     for word in argv:
         if word in ("-h", "--help"):
             occurrences.append(Occurrence("help", ()))
+        elif foreign_setting(word) is not None:
+            occurrences.append(Occurrence(word, ()))
         elif _FLAG.match(word):
             name, equals, value = word[2:].partition("=")
             occurrences.append(Occurrence(name.replace("_", "-"), (value,) if equals else ()))
@@ -161,9 +160,10 @@ def _take_command_line(
             carried[occurrence.name.replace("-", "_")] = _carried_value(occurrence)
         elif occurrence.name not in _FILE_FLAGS:
             own_flags = custom.names if custom is not None else ()
-            unknown.append(refusal(occurrence.name) or unknown_flag(occurrence.name, own_flags))
+            known_elsewhere = foreign_setting(occurrence.name) or refusal(occurrence.name)
+            unknown.append(known_elsewhere or unknown_flag(occurrence.name, own_flags))
     if unknown:
-        raise UserError(_one_message(unknown))
+        raise UserError(one_message(unknown, "flags"))
     if custom is not None:
         for name, value in custom.parse(custom_words, from_files=carried).items():
             (values if name in FLAG_SPECS else carried)[name] = value
@@ -226,14 +226,6 @@ def _megatron_value(occurrence: Occurrence, kind: str) -> Any:
     return float(number) if kind == FLOAT else number
 
 
-def _one_message(sentences: Sequence[str]) -> str:
-    """All that is wrong with a command line at once: a sentence, or a line for each."""
-    distinct = list(dict.fromkeys(sentences))
-    if len(distinct) == 1:
-        return distinct[0]
-    return "\n".join([f"{len(distinct)} flags are not known here:", *(f"  {sentence}" for sentence in distinct)])
-
-
 def unknown_flag(name: str, own_flags: Iterable[str] = ()) -> str:
     """The sentence for a flag nobody here knows: its name here, or the nearest one that somebody does know."""
     hint = foreign_hint(name)
@@ -264,6 +256,7 @@ def _take_settings(
     custom: _CustomParser | None = None,
 ) -> None:
     own_flags = custom.names if custom is not None else {}
+    unknown: list[str] = []
     for key, value in settings.items():
         flag = key.replace("_", "-")
         spec = _BY_FLAG.get(flag)
@@ -276,7 +269,9 @@ def _take_settings(
         elif flag in own_flags or _is_carried(flag):
             carried[flag.replace("-", "_")] = plain_value(value, where)
         else:
-            _refuse_key(key, flag, path)
+            unknown.append(_unknown_key(key, flag, path))
+    if unknown:
+        raise UserError(one_message(unknown, "keys"))
 
 
 def _take_carried(saved: Mapping[str, Any], where: str, values: dict[str, Any], carried: dict[str, Any]) -> None:
@@ -332,12 +327,11 @@ def _is_carried(flag: str) -> bool:
     return _megatron_kind(flag) is not None or (flag.startswith(_CARRIED_PREFIXES) and refusal(flag) is None)
 
 
-def _refuse_key(key: str, flag: str, path: str) -> NoReturn:
+def _unknown_key(key: str, flag: str, path: str) -> str:
     sentence = refusal(flag) or foreign_hint(flag, shown=key)
     if sentence is not None:
-        raise UserError(f"{path}: {sentence}")
-    match = nearest(key.replace("-", "_"), FLAG_SPECS)
-    raise UserError(f"unknown key {key} in {path}" + (f": did you mean {match}?" if match else ""))
+        return f"{path}: {sentence}"
+    return f"unknown key {key} in {path}{did_you_mean(key.replace('-', '_'), FLAG_SPECS)}"
 
 
 def _single_word(occurrence: Occurrence) -> str:

@@ -41,6 +41,13 @@ def test_from_dict_refuses_unknown_names_and_types() -> None:
         Config.from_dict({"sed": 1})
     with pytest.raises(UserError, match="seed must be a whole number, not 'x'"):
         Config.from_dict({"seed": "x"})
+    with pytest.raises(UserError) as caught:
+        Config.from_dict({"sed": 1, "lr": 1.0, "learning_rate": 2.0})
+    assert str(caught.value).splitlines() == [
+        "2 keys are not known here:",
+        "  unknown config key sed: did you mean seed?",
+        "  learning_rate is a name of TRL: here it is lr",
+    ]
 
 
 def test_saved_config_starts_the_identical_run(valid: dict[str, Any], prompts: Path, tmp_path: Path) -> None:

@@ -112,8 +112,25 @@ def test_all_unknown_flags_are_named_at_once() -> None:
     assert lines[1] == "  --beta is a name of TRL: here it is --use-kl-loss with --kl-loss-coef"
     assert lines[2].startswith("  --release-train is not taken: trainers live as long as the run")
     with pytest.raises(UserError) as caught:
-        parse_flags(["data.train_files=x", "trainer.nnodes=2"])
-    assert len(str(caught.value).splitlines()) == 3
+        parse_flags(["data.train_files=x", "--qqq", "1", "trainer.nnodes=2"])
+    assert str(caught.value).splitlines() == [
+        "3 flags are not known here:",
+        "  data.train_files is a name of verl: here it is --prompt-data",
+        "  unknown flag --qqq (slime flags lists all)",
+        "  trainer.nnodes is a name of verl: here it is --actor-num-nodes",
+    ]
+
+
+def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("rollout_batchsize: 3\nlr: 1\nbeta: 0.1\nrelease_train: true\n")
+    with pytest.raises(UserError) as caught:
+        parse_flags(["--config", str(file)])
+    count, *lines = str(caught.value).splitlines()
+    assert count == "3 keys are not known here:"
+    assert lines[0] == f"  unknown key rollout_batchsize in {file}: did you mean rollout_batch_size?"
+    assert lines[1] == f"  {file}: beta is a name of TRL: here it is --use-kl-loss with --kl-loss-coef"
+    assert lines[2].startswith(f"  {file}: --release-train is not taken: trainers live as long as the run")
 
 
 def test_carried_flags_are_typed_and_read_like_fields() -> None:
