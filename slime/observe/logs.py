@@ -84,7 +84,10 @@ class Once(logging.Filter):
         self._known: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
+        try:
+            text = record.getMessage()
+        except Exception:  # noqa: BLE001 - the handler reports it, and nothing raises into whoever logs
+            return True
         if text in self._known:
             self.again[text] += 1
             return False

@@ -196,6 +196,25 @@ def test_a_warning_is_shown_once_and_counted(tmp_path: Path, capsys: pytest.Capt
     assert repeated_warnings() == []
 
 
+class Unspeakable:
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+@pytest.mark.usefixtures("quiet_root")
+@pytest.mark.parametrize("argument", [3, Unspeakable()])
+def test_a_malformed_warning_does_not_raise_into_its_caller(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argument: object
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own raise
+    configure_logging(tmp_path, "driver", "info")
+    logging.getLogger("somebody").warning("a %s b %s" if argument == 3 else "a %s", argument)
+    logging.getLogger("somebody").warning("whole")
+    said = capsys.readouterr().err
+    assert "--- Logging error ---" in said
+    assert "WARNING: whole" in said
+
+
 @pytest.mark.usefixtures("quiet_root")
 def test_what_the_display_shows_itself_goes_to_the_file_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
