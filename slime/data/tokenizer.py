@@ -55,16 +55,28 @@ def model_vocab_size(path: str) -> int | None:
     return _fact(path, "vocab_size")
 
 
+def ending_token_ids(tokenizer: Any, path: str) -> frozenset[int]:
+    """The tokens that may end an answer: special ones, and what a local model folder has engines stop at."""
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = _read_json(Path(path) / "generation_config.json").get("eos_token_id")
+    return frozenset({*tokenizer.all_special_ids, *added, *(ends if isinstance(ends, list) else [ends])} - {None})
+
+
 def _fact(path: str, name: str) -> int | None:
-    config = Path(path) / "config.json"
-    if not config.is_file():
-        return None
-    try:
-        facts = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{config}: is not readable JSON ({error})") from error
+    facts = _read_json(Path(path) / "config.json")
     value = (facts.get("text_config") or facts).get(name)
     return int(value) if value else None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Nothing where there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: is not readable JSON ({error})") from error
+    return facts
 
 
 def render_messages(

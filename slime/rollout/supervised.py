@@ -20,7 +20,7 @@ from slime.config import Config
 from slime.data.labels import label_text
 from slime.data.messages import ASSISTANT, Message, is_conversation
 from slime.data.sample import Sample
-from slime.data.tokenizer import encode, prompt_token_ids
+from slime.data.tokenizer import encode, ending_token_ids, prompt_token_ids
 from slime.data.turn_mask import DROP_KEY, mask_turns
 from slime.errors import UserError
 from slime.rollout.metrics import sample_metrics, task_metrics
@@ -47,7 +47,7 @@ def generate_rollout(args: Config, rollout_id: int, data_buffer: Any, evaluation
         for sample in group:
             fill_supervised(sample, tokenizer, max_context=args.rollout_max_context_len)
     samples = [sample for group in groups for sample in group]
-    _warn_of_missing_stop(samples, tokenizer)
+    _warn_of_missing_stop(samples, tokenizer, args.hf_checkpoint)
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples).items()}
     metrics |= task_metrics(args, samples)
     return RolloutFnTrainOutput(groups, metrics | {"perf/rollout_time": time.monotonic() - started})
@@ -103,10 +103,10 @@ def _with_label(prompt: list[Message], sample: Sample) -> list[Message]:
     return [*prompt, {"role": ASSISTANT, "content": _label_text(sample)}]
 
 
-def _warn_of_missing_stop(samples: Sequence[Sample], tokenizer: Any) -> None:
+def _warn_of_missing_stop(samples: Sequence[Sample], tokenizer: Any, folder: str) -> None:
     """Say it when no answer ends with a special token: a model that is trained on them does not learn to stop."""
     whole = [sample for sample in samples if sample.status is Sample.Status.COMPLETED and sample.loss_mask]
-    stops = set(tokenizer.all_special_ids)
+    stops = ending_token_ids(tokenizer, folder) if whole else frozenset()
     if whole and not any(stops.intersection(_last_trained(sample)) for sample in whole):
         logger.warning(
             "no answer is trained on with a token that ends it: the model will not learn to stop; use a tokenizer with "

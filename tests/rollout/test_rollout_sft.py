@@ -1,6 +1,10 @@
 """Supervised samples: a label and its end of sequence, or the assistant turns of a conversation."""
 
+import copy
+import json
+
 import pytest
+from transformers import AddedToken
 
 from slime.data.sample import Sample
 from slime.errors import UserError
@@ -124,7 +128,7 @@ def test_answers_without_a_token_that_ends_them_are_told(tokenizer, monkeypatch,
     def told(*prompts):
         caplog.clear()
         samples = [filled(tokenizer, prompt, label)[0] for prompt, label in prompts]
-        _warn_of_missing_stop(samples, tokenizer)
+        _warn_of_missing_stop(samples, tokenizer, "no folder")
         return ["no answer is trained on with a token that ends it" in text for text in caplog.messages]
 
     asked = turns(("user", "a"))
@@ -133,3 +137,27 @@ def test_answers_without_a_token_that_ends_them_are_told(tokenizer, monkeypatch,
     assert told((asked, "b"), (asked, "c")) == [True]
     assert told((asked, "b"), ("6*7=", "42")) == []
     assert told() == []
+
+
+def test_a_turn_may_end_with_another_token_than_the_end_of_the_sequence(tokenizer, monkeypatch, tmp_path, caplog):
+    own = copy.deepcopy(tokenizer)
+    template = "{% for m in messages %}{{ m.role }}{{ m.content }}<end_of_turn>\n{% endfor %}"
+    monkeypatch.setattr(own, "chat_template", template)
+
+    def is_told():
+        caplog.clear()
+        _warn_of_missing_stop([filled(own, turns(("user", "a")), "b")[0]], own, str(tmp_path))
+        return len(caplog.messages) == 1
+
+    assert is_told()  # here it is text like any other
+    own.add_tokens([AddedToken("<end_of_turn>", special=False)])
+    assert is_told()
+    config = tmp_path / "generation_config.json"
+    config.write_text(json.dumps({"eos_token_id": [1, own.convert_tokens_to_ids("<end_of_turn>")]}))
+    assert not is_told()  # what engines stop at
+    config.write_text(json.dumps({"eos_token_id": own.convert_tokens_to_ids("<end_of_turn>")}))
+    assert not is_told()
+    config.unlink()
+    own.add_tokens([AddedToken("<end_of_turn>", special=True)])
+    assert own.convert_tokens_to_ids("<end_of_turn>") not in own.all_special_ids
+    assert not is_told()
