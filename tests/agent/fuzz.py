@@ -12,8 +12,9 @@ import random
 import socket
 import sys
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,9 @@ HELD = 400
 TURNS_A_KEY = 1000
 WARM_TURNS = 3
 """Turns before the attack, which are not measured."""
+SLEEP_S = 0.005
+Span = tuple[float, float]
+"""When something began and ended."""
 _TOOL = {"name": "add", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 _ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is 12+34?"}]
 
@@ -116,19 +120,43 @@ async def attack(port: int, seed: int, count: int, keys: list[str]) -> Outcome:
             connection.close()
 
 
+def excesses(requests: Sequence[Span], sleeps: Sequence[Span]) -> list[float]:
+    """The seconds of each request beyond the longest delay of a sleep that overlaps with it; `sleeps` one by one."""
+    begins, ends = [begin for begin, _ in sleeps], [end for _, end in sleeps]
+    found = []
+    for begin, end in requests:
+        beside = sleeps[bisect_right(ends, begin) : bisect_left(begins, end)]
+        found.append(end - begin - max(map(delay_of, beside), default=0.0))
+    return found
+
+
+def delay_of(sleep: Span) -> float:
+    return sleep[1] - sleep[0] - SLEEP_S
+
+
+async def _sleep_on(sleeps: list[Span]) -> None:
+    """What the machine itself delays, while requests are under way."""
+    while True:
+        begun = time.perf_counter()
+        await asyncio.sleep(SLEEP_S)
+        sleeps.append((begun, time.perf_counter()))
+
+
 async def probe(url: str, model: str, keys: list[str]) -> dict[str, Any]:
-    """Latencies of turns and of counted prompts, until standard input ends; `late` is the machine's own delay."""
+    """Latencies of turns and of counted prompts, until standard input ends; `late` is the machine's own delay.
+
+    `beyond` is the most that a request took beyond that delay in its own time.
+    """
     over = asyncio.ensure_future(asyncio.to_thread(sys.stdin.read))
-    turns: list[float] = []
-    counts: list[float] = []
-    late: list[float] = []
+    turns: list[Span] = []
+    counts: list[Span] = []
+    sleeps: list[Span] = []
     wrong: list[str] = []
-    is_cold = True
+    warm_at = 0.0
+    sleeping = asyncio.create_task(_sleep_on(sleeps))
     async with aiohttp.ClientSession() as http:
         while not over.done():
-            begun = time.perf_counter()
-            await asyncio.sleep(0.005)
-            late.append(time.perf_counter() - begun - 0.005)
+            await asyncio.sleep(SLEEP_S)
             takes_turn = len(counts) >= 4 * len(turns)
             body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "what is 12+34?"}]}
             path = "/v1/chat/completions" if takes_turn else "/v1/messages/count_tokens"
@@ -141,12 +169,20 @@ async def probe(url: str, model: str, keys: list[str]) -> dict[str, Any]:
                     wrong.append(f"{path}: {response.status} {answer[:200]!r}")
             except aiohttp.ClientError as error:
                 wrong.append(f"{path}: {type(error).__name__}: {error}")
-            (turns if takes_turn else counts).append(time.perf_counter() - begun)
-            if is_cold and len(turns) == WARM_TURNS:
-                is_cold = False
-                late, counts = [], [0.0] * len(counts)
+            (turns if takes_turn else counts).append((begun, time.perf_counter()))
+            if not warm_at and len(turns) == WARM_TURNS:
+                warm_at = time.perf_counter()
                 print("warm", flush=True)
-    return {"turns": turns[WARM_TURNS:], "counts": counts, "late": late, "wrong": wrong}
+    await asyncio.sleep(2 * SLEEP_S)  # the sleep beside the last request ends
+    sleeping.cancel()
+    turns, counts = ([span for span in spans if span[0] >= warm_at] for spans in (turns, counts))
+    return {
+        "turns": [end - begin for begin, end in turns],
+        "counts": [end - begin for begin, end in counts],
+        "late": [delay_of(sleep) for sleep in sleeps if sleep[0] >= warm_at],
+        "beyond": max(excesses([*turns, *counts], sleeps)),
+        "wrong": wrong,
+    }
 
 
 def main() -> None:
