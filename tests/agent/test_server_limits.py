@@ -104,6 +104,7 @@ def test_a_wrong_key_is_refused_before_the_body_arrives(agent_tokenizer: Any) ->
         (asking("a b " * 500_000), (), "prompt is too long"),
         (b'{"messages": ' + b"[" * 50_000, (), "not JSON"),
     ],
+    ids=["announced", "bomb", "cut off", "unknown coding", "no gzip", "many values", "many tokens", "deep"],
 )
 def test_a_body_beyond_the_limits_is_refused_in_a_sentence(
     agent_tokenizer: Any, body: bytes, lines: tuple[str, ...], says: str
