@@ -66,8 +66,12 @@ def test_a_run_with_servers_of_its_own_learns(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("running", ["sglang"], indirect=True)
 @pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "disk"])
-def test_a_run_learns_with_every_transport(transport: str, engine: Engine, tmp_path: Path) -> None:
+def test_a_run_learns_with_every_transport(
+    transport: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the server that the other tests use: starting one is most of what a run of its own takes."""
+    assert engine.fleet.key
+    monkeypatch.setenv("SLIME_ENGINE_API_KEY", engine.fleet.key)
     flags = {"device": "cpu", "sglang_router_python": ROUTER_PYTHON} | TRANSPORTS[transport]
     rising_rewards(tmp_path, rollout_external_engine_addrs=[engine.url.removeprefix("http://")], **flags)
     assert engine.version() == str(ROLLOUTS)
