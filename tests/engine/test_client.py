@@ -457,6 +457,38 @@ def test_the_router_forwards_by_routing_key():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/v1/../pause_generation",
+        "/v1/%2e%2e/flush_cache",
+        "/v1/.%2E/flush_cache?a=b",
+        "/v1/models/../../flush_cache",
+        "/v1/..%2fflush_cache",
+        "/v1/%252e%252e/flush_cache",
+        "/v1/./../flush_cache",
+        "/v1//../../flush_cache",
+        "http://localhost/v1/../flush_cache",
+    ],
+)
+def test_the_router_forwards_no_path_that_leads_out_of_v1(target):
+    """aiohttp's client and clients like it resolve dot segments before they send: the request is written by hand."""
+
+    async def main():
+        engine = answering()
+        async with router_over(engine) as (session, _):
+            for wanted, forwarded in ((target, False), ("/v1/models/Qwen2.5..x?a=%2e%2e", True)):
+                url = session._base_url
+                reader, writer = await asyncio.open_connection(url.host, url.port)
+                writer.write(f"POST {wanted} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+                status = int((await reader.read()).split()[1])
+                writer.close()
+                assert (status, bool(engine.seen)) == ((200, True) if forwarded else (404, False))
+        assert [path for _, path, _ in engine.seen] == ["/v1/models/Qwen2.5..x"]
+
+    asyncio.run(main())
+
+
 def test_the_router_passes_streams_on_chunk_by_chunk():
     async def main():
         go_on = asyncio.Event()

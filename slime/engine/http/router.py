@@ -8,6 +8,7 @@ it and uses that loop's engine pool.
 from __future__ import annotations
 
 import asyncio
+from urllib.parse import unquote
 
 import aiohttp
 from aiohttp import web
@@ -40,7 +41,8 @@ _NOT_FORWARDED = frozenset(
 class Router:
     """``POST /generate``, ``/v1/*`` forwarded over the pool; ``GET /workers`` and ``GET /health`` answered here.
 
-    It shows the engines their key, so requests must come from this machine, or show `key`.
+    It shows the engines their key, so requests must come from this machine, or show `key`. Invariant: no request
+    reaches another path of an engine, whose control routes have the same key.
     """
 
     def __init__(self, pool: EnginePool, *, key: str | None = None) -> None:
@@ -68,6 +70,8 @@ class Router:
             self._runner = None
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
+        if _has_dot_segments(request.path):
+            return _error(404, f"{request.method} {request.path} is not served here: send the path without . and ..")
         body = await request.read()
         headers = _forwarded(request.headers)
         key = request.headers.get(ROUTING_KEY_HEADER)
@@ -102,6 +106,11 @@ class Router:
         if any(await asyncio.gather(*(healthy(i) for i in range(len(self._pool))))):
             return web.Response()
         return _error(503, f"no engine answers: {', '.join(self._pool.urls)}")
+
+
+def _has_dot_segments(path: str) -> bool:
+    """Whether clients and servers further on, which may decode the path once more, could resolve it to another one."""
+    return not {".", ".."}.isdisjoint(unquote(path).split("/"))
 
 
 def _forwarded(headers: aiohttp.typedefs.LooseHeaders) -> dict[str, str]:
