@@ -441,7 +441,7 @@ class EngineCore(LoadedEngine):
     def check_weights(self, action: str) -> dict[str, Any]:
         """`checksum`: xxh3-128 of every tensor; `shapes`: what an update may name."""
         if action == "shapes":
-            return {"shapes": {name: list(tensor.shape) for name, tensor in self.views.readable().items()}}
+            return {"shapes": self.views.shapes()}
         self._require_weights()
         from slime.models.delta.tensors import tensor_checksums  # zstandard, xxhash
 

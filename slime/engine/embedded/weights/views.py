@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -101,7 +101,15 @@ class FolderViews:
     def readable(self) -> dict[str, torch.Tensor]:
         """Every tensor under its own name and the folder's, perhaps as a copy."""
         own = self.model.state_dict()
-        return own | _as_in_folder(self.model, dict(own))
+        return own | self._in_folder(own)
+
+    def shapes(self) -> dict[str, list[int]]:
+        """The shapes of `readable`; no weight is read or copied, so that they may be released."""
+        own = {name: torch.empty(each.shape, device="meta") for name, each in self.model.state_dict().items()}
+        return {name: list(tensor.shape) for name, tensor in (own | self._in_folder(own)).items()}
+
+    def _in_folder(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return _as_in_folder(self.model, dict(own))
 
 
 class OwnNames(FolderViews):
@@ -120,8 +128,8 @@ class OwnNames(FolderViews):
         theirs = FolderViews(other).readable()
         return {name: theirs[name] for name in self.model.state_dict()}
 
-    def readable(self) -> dict[str, torch.Tensor]:
-        return self.model.state_dict()
+    def _in_folder(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {}
 
 
 def folder_layout(model: PreTrainedModel) -> Layout:
