@@ -11,9 +11,9 @@ from slime.agent.client import open_session
 from slime.agent.sampling.model import ChatModel
 from slime.agent.server import answering
 from slime.agent.server.app import AgentApp
-from slime.agent.server.connections import Connections
 from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import Opening
+from slime.cluster.http_connections import Connections
 from slime.engine.http.pool import EnginePool
 from slime.rollout.failures import GivenUp
 from slime.rollout.gate import SampleClock, Ticket, as_evaluation

@@ -17,15 +17,15 @@ from aiohttp import web
 
 from slime.agent.messages import Message, TurnRequest
 from slime.agent.sampling.model import ChatModel
-from slime.agent.server.__main__ import ClientNoise
 from slime.agent.server.app import AgentApp
-from slime.agent.server.connections import Connections, bound_sockets
 from slime.agent.server.dialects import Kind, Problem
 from slime.agent.server.intake import INLINE_CHARACTERS, Room
 from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import Opening
 from slime.agent.session.limits import PromptTooLong
 from slime.agent.session.session import Outdated, SampledTurn, Session
+from slime.cluster.client_noise import ClientNoise
+from slime.cluster.http_connections import Connections, bound_sockets
 from slime.engine.http.pool import EnginePool
 from tests.agent.byte_template import END, ByteTemplate
 

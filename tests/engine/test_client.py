@@ -489,6 +489,35 @@ def test_the_router_forwards_no_path_that_leads_out_of_v1(target):
     asyncio.run(main())
 
 
+def test_the_router_closes_idle_connections_for_clients_and_none_that_it_serves(monkeypatch):
+    monkeypatch.setattr("slime.engine.http.router.MOST_CONNECTIONS", 16)
+
+    async def main():
+        come, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(request):
+            come.set()
+            await go_on.wait()
+            return web.json_response(ANSWER)
+
+        async with router_over(Server(slow)) as (session, _), asyncio.timeout(120):
+            url = session._base_url
+            served = asyncio.ensure_future(session.post("/generate", json={}))
+            await come.wait()
+            strangers = [await asyncio.open_connection(url.host, url.port) for _ in range(40)]
+            async with session.get("/workers") as got:
+                assert got.status == 200
+            for reader, _ in strangers[:20]:
+                assert await reader.read() == b""
+            go_on.set()
+            async with await served as got:
+                assert await got.json() == ANSWER
+            for _, writer in strangers:
+                writer.close()
+
+    asyncio.run(main())
+
+
 def test_the_router_passes_streams_on_chunk_by_chunk():
     async def main():
         go_on = asyncio.Event()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -299,6 +301,41 @@ def test_values_of_other_types_are_refused_by_name(
     assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, param, 400)
     assert answer["error"]["type"] == "invalid_request_error"
     assert engine.get("/health_generate")[0] == 200
+
+
+def test_an_engine_without_descriptors_logs_a_few_lines_and_answers_afterwards(engine: EngineProcess) -> None:
+    pid, before = engine.process.pid, len(engine.log.read_text())
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    assert limits[0] >= min(65536 + 4096 + 256, limits[1])  # raised for as many samples as may be queued
+    highest = max(int(name.name) for name in Path(f"/proc/{pid}/fd").iterdir())
+    clients = []
+    try:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (highest + 8, limits[1]))
+        for _ in range(64):
+            clients.append(socket.create_connection(("127.0.0.1", engine.port), timeout=60))
+        deadline = time.monotonic() + 120
+        while "Too many open files" not in engine.log.read_text()[before:]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        for client in clients:
+            client.close()
+    assert engine.get("/health")[0] == 200
+    assert len(engine.log.read_text()[before:].splitlines()) < 40
+
+
+def test_a_client_that_sends_no_http_gets_one_line_in_the_log(engine: EngineProcess) -> None:
+    before = len(engine.log.read_text())
+    for _ in range(50):
+        with socket.create_connection(("127.0.0.1", engine.port), timeout=60) as client:
+            client.sendall(b"GET /\x01 HTTP/1.1\r\n\r\n")
+            client.recv(100)
+    assert engine.get("/health")[0] == 200
+    said = engine.log.read_text()[before:]
+    assert "a client sent what is not HTTP" in said
+    assert "Traceback" not in said
+    assert len(said.splitlines()) < 40
 
 
 @pytest.mark.parametrize(

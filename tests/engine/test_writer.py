@@ -13,6 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 
+from slime.cluster.http_connections import Connections
 from slime.engine.embedded.__main__ import bind, listen, take_short_turns
 from slime.engine.embedded.http.pieces import TokenJson, answer, final_text, whole
 from slime.engine.embedded.http.requests import GenerateRequest
@@ -110,7 +111,8 @@ def test_hundreds_of_clients_at_once_are_let_in_before_the_server_looks() -> Non
 
     async def connect() -> None:
         sock = bind("127.0.0.1", 0)
-        runner = await listen(web.Application(), sock)
+        connections = Connections(count)
+        runner = await listen(web.Application(), sock, connections)
         clients = []
         try:
             for _ in range(count):  # the event loop accepts none of them meanwhile
@@ -118,6 +120,7 @@ def test_hundreds_of_clients_at_once_are_let_in_before_the_server_looks() -> Non
         finally:
             for client in clients:
                 client.close()
+            await connections.aclose()
             await runner.cleanup()
 
     asyncio.run(connect())

@@ -16,45 +16,14 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from aiohttp.http_exceptions import HttpProcessingError
-
 from slime.agent.server.serve import serve
 from slime.agent.server.settings import ServerSettings
+from slime.cluster.client_noise import ClientNoise
 from slime.engine.http.key import KEY_VARIABLE
 from slime.errors import UserError
 
 SWITCH_S = 0.001
 """How long a thread that tokenizes may keep the event loop waiting for the interpreter."""
-
-
-class ClientNoise(logging.Filter):
-    """Bounds what clients can make the process log.
-
-    One message passes `MOST` times in `PERIOD_S`; the first one after that says how many were left out. A request that
-    is not HTTP is its client's mistake: one line, no traceback.
-    """
-
-    MOST, PERIOD_S = 20, 10.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
-            record.msg, record.args = "a client sent what is not HTTP: %s", (record.exc_info[1].message.split("\n")[0],)
-            record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
-        kind = record.name, record.levelno, str(record.msg)
-        if len(self._seen) > 1000:
-            self._seen.clear()
-        begun, count = self._seen.get(kind, (record.created, 0))
-        if record.created - begun >= self.PERIOD_S:
-            if count > self.MOST:
-                record.msg = f"{record.getMessage()} ({count - self.MOST} more of this kind were not logged)"
-                record.args = None
-            begun, count = record.created, 0
-        self._seen[kind] = begun, count + 1
-        return count < self.MOST
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,6 @@ from aiohttp import web
 
 from slime.agent.live.door import Door
 from slime.agent.server.answering import answer_stream, answer_whole, json_response
-from slime.agent.server.connections import Connections
 from slime.agent.server.dialects import (
     DIALECTS,
     Asked,
@@ -32,6 +31,7 @@ from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.session.limits import SessionRefusal
 from slime.agent.session.rendering import TemplateRefused
 from slime.cluster.http_checks import no_foreign_pages
+from slime.cluster.http_connections import Connections
 from slime.engine.http.answers import parse_json
 
 MOST_NOTES = 100

@@ -16,13 +16,13 @@ from aiohttp import web
 from slime.agent.live.door import Door
 from slime.agent.sampling.model import ChatModel
 from slime.agent.server.app import AgentApp
-from slime.agent.server.connections import Connections, bound_file, bound_sockets, most_connections
 from slime.agent.server.control import ControlApp
 from slime.agent.server.dialects import Kind, Problem
 from slime.agent.server.listeners import Listeners
 from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import AGENTS, CONTROL, LISTENERS, ServerSettings
 from slime.agent.session.journal import TurnJournal
+from slime.cluster.http_connections import Connections, bound_file, bound_sockets, most_connections
 from slime.data.tokenizer import load_tokenizer, model_context_length
 from slime.errors import UserError
 from slime.parsers.formats import Formats
@@ -30,6 +30,8 @@ from slime.rollout.loop import DaemonExecutor
 from slime.waits import ending_signals
 
 DEFAULT_NAMES = ("slime-actor", "default")
+
+_MOST_CONNECTIONS = 4096
 
 _LINGERING_S = 2.0
 """How long the rest of a refused body is read, so that its client sees the answer and no reset."""
@@ -52,7 +54,7 @@ async def serve(
     names = (*settings.names, Path(settings.model).name, settings.model, *DEFAULT_NAMES)
     folder = Path(settings.folder)
     door = None if settings.live is None else Door(settings.live, sessions)
-    connections = Connections(most_connections())
+    connections = Connections(most_connections(_MOST_CONNECTIONS, descriptors_each=2))  # one more to an engine
     agents = _runner(AgentApp(sessions, tokenizer, names, connections, door).app, auto_decompress=False)
     listeners = Listeners(agents, connections, str(folder / LISTENERS), settings.secret)
     control = _runner(ControlApp(sessions, pool, listeners, settings.secret, door).app)

@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
+from slime.cluster.client_noise import ClientNoise
+from slime.cluster.http_connections import BACKLOG, Connections, most_connections
 from slime.cluster.ports import is_loopback
 from slime.cluster.secrets import CONTROL_KEY_VARIABLE, ENGINE_KEY_VARIABLE, forget_key, keep_key
 from slime.config.model_folder import check_model_folder
@@ -37,8 +39,8 @@ from slime.waits import ending_signals
 log = logging.getLogger("slime.engine.embedded")
 
 NATIVE_THREADS = {"load", "compile", "kernels"}
+OTHER_CONNECTIONS = 4096  # beyond one for each sample that may be here: they are answered with 429, or are idle
 TURN_S = 0.0002  # of a thread that computes in Python: less than a step
-BACKLOG = 2048  # connections that wait to be taken; the kernel's net.core.somaxconn may say less
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(ClientNoise())
     try:
         check_model_folder(str(options.model_path), "--model-path")
         return asyncio.run(serve(options))
@@ -97,12 +101,12 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def listen(app: web.Application, sock: socket.socket) -> web.AppRunner:
-    """Answer on `sock`. aiohttp listens anew, and with 128 places of its own: of more clients at once, some would wait
-    until TCP tries again."""
+async def listen(app: web.Application, sock: socket.socket, connections: Connections) -> web.AppRunner:
+    """Answer on `sock`, until both the connections and the runner are closed."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
-    await web.SockSite(runner, sock, backlog=BACKLOG).start()
+    assert runner.server is not None
+    connections.accept_on(sock, runner.server)
     return runner
 
 
@@ -126,8 +130,9 @@ async def _serve(options: EngineOptions, sock: socket.socket) -> int:
     core = EngineCore(options, on_death=lambda error: loop.call_soon_threadsafe(end, error))
     core.phases["imports"] = process_age()
     engine = EngineBridge(core)
-    server = EngineServer(engine)
-    runner = await listen(server.app, sock)
+    most = most_connections(options.max_queued_requests + OTHER_CONNECTIONS, descriptors_each=1)
+    connections = Connections(most)
+    runner = await listen(EngineServer(engine, connections).app, sock, connections)
     address = f"http://{options.host}:{sock.getsockname()[1]}"
     log.info("listening on %s, loading %s", address, options.model_path)
     try:
@@ -149,6 +154,7 @@ async def _serve(options: EngineOptions, sock: socket.socket) -> int:
         gc.unfreeze()
         if engine.facts is not None:
             core.stop()
+        await connections.aclose()
         await runner.cleanup()
 
 

@@ -8,17 +8,23 @@ it and uses that loop's engine pool.
 from __future__ import annotations
 
 import asyncio
+import logging
 from urllib.parse import unquote
 
 import aiohttp
 from aiohttp import web
 
+from slime.cluster.client_noise import ClientNoise
 from slime.cluster.http_checks import guard
+from slime.cluster.http_connections import Connections, bound_sockets, most_connections
 from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 MAX_BODY_BYTES = 1 << 30
+MOST_CONNECTIONS = 65536
+_NOISY = ("aiohttp.server", "slime.cluster.http_connections")
+"""Loggers of what clients do; the other logs of the driver, or of `slime serve`, stay as they are."""
 # Headers of one connection, which must not travel to the next one (RFC 9110, 7.6.1), and those aiohttp writes itself.
 _NOT_FORWARDED = frozenset(
     {
@@ -48,7 +54,9 @@ class Router:
     def __init__(self, pool: EnginePool, *, key: str | None = None) -> None:
         self._pool = pool
         self._runner: web.AppRunner | None = None
-        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(key)])
+        self._noise = ClientNoise()
+        self._connections = Connections(most_connections(MOST_CONNECTIONS, descriptors_each=2))  # one more to an engine
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(key), self._connections.served])
         self.app.router.add_post("/generate", self._forward)
         self.app.router.add_route("*", "/v1/{rest:.*}", self._forward)
         self.app.router.add_get("/workers", self._workers)
@@ -58,16 +66,23 @@ class Router:
         """Listen in the running event loop; returns the address (port 0 takes a free one)."""
         self._runner = web.AppRunner(self.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
-        await site.start()
-        bound_host, bound_port = self._runner.addresses[0][:2]
+        assert self._runner.server is not None
+        for name in _NOISY:
+            logging.getLogger(name).addFilter(self._noise)
+        bound = await bound_sockets(host, port)
+        for listening in bound:
+            self._connections.accept_on(listening, self._runner.server)
+        bound_host, bound_port = bound[0].getsockname()[:2]
         return bound_host, bound_port
 
     async def aclose(self) -> None:
         """Stop listening; requests in flight are cut after a second."""
+        await self._connections.aclose()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        for name in _NOISY:
+            logging.getLogger(name).removeFilter(self._noise)
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         if _has_dot_segments(request.path):

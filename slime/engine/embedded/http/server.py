@@ -15,6 +15,7 @@ from aiohttp import web
 
 import slime
 from slime.cluster.http_checks import Refusal, foreign, not_json, shows_key
+from slime.cluster.http_connections import Connections
 from slime.engine.embedded.core import PAUSE_MODES
 from slime.engine.embedded.http.bodies import announced, group_name, memory_tags, rendezvous, shared_memory
 from slime.engine.embedded.http.bridge import EngineBridge, Finished, in_daemon_thread
@@ -62,12 +63,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EngineServer:
-    """The routes; everything but /server_info answers 503 until the model is loaded."""
+    """The routes; everything but /server_info answers 503 until the model is loaded. `connections` are those of the
+    server, where they have a limit."""
 
-    def __init__(self, engine: EngineBridge) -> None:
+    def __init__(self, engine: EngineBridge, connections: Connections | None = None) -> None:
         self.core = engine.core
         self._engine = engine
-        self.app = web.Application(client_max_size=engine.core.options.max_body_mb << 20, middlewares=[self._guard])
+        middlewares = [self._guard] if connections is None else [self._guard, connections.served]
+        self.app = web.Application(client_max_size=engine.core.options.max_body_mb << 20, middlewares=middlewares)
         self._add_routes()
 
     def _add_routes(self) -> None:

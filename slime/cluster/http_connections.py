@@ -1,7 +1,7 @@
-"""Accepts connections for the endpoints, on sockets of our own and on those that sandboxes hand over.
+"""Accepts the connections of an HTTP server, on any number of listening sockets, up to a limit.
 
-Invariant: at most `most` connections are open, whatever connects; a client with a session's key finds room as long as
-others are idle, since the oldest connection that never showed a key ends first, then one of the session that has most.
+Invariant: at most `most` connections are open, whatever connects; a client whose requests are served finds room as long
+as others are idle: the oldest connection of which no request was served ends first, then one of the key that has most.
 """
 
 from __future__ import annotations
@@ -17,38 +17,52 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import RequestHandler
 
-_BACKLOG = 1024
+BACKLOG = 2048
+"""Connections that wait to be accepted; the kernel's net.core.somaxconn may say less."""
 _OTHER_DESCRIPTORS = 256
-_MOST = 4096
+_OPENED_TOGETHER = 256
 _PAUSE_S = 0.1
 
 logger = logging.getLogger(__name__)
 
 
-def most_connections() -> int:
-    """How many connections the limit of open files allows, where each may need a second one to an engine."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * _MOST + _OTHER_DESCRIPTORS
-    soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max(16, (soft - _OTHER_DESCRIPTORS) // 2)
+def most_connections(wanted: int, *, descriptors_each: int) -> int:
+    """How many connections the limit of open files allows, up to `wanted`; raises the soft limit for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = descriptors_each * wanted + _OTHER_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        allowed = min(allowed, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        except (OSError, ValueError):  # the system has a limit of its own below the hard one
+            allowed = soft
+    return max(16, (allowed - _OTHER_DESCRIPTORS) // descriptors_each)
 
 
 class Connections:
-    """The open connections of a server; `serving` marks those with a request that has a session's key."""
+    """The open connections of a server; `serving` marks those with a request that is served, and whose it is."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._keys: WeakKeyDictionary[asyncio.BaseTransport, str] = WeakKeyDictionary()
         self._busy: Counter[asyncio.BaseTransport] = Counter()
         self._accepting: dict[int, tuple[socket.socket, asyncio.Task[None]]] = {}
+        self._opening: set[asyncio.Task[None]] = set()
         self.refused = 0
+
+    @web.middleware
+    async def served(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The middleware of servers whose clients are all alike; what a middleware before it refuses is not served."""
+        with self.serving(request.transport, ""):
+            return await handler(request)
 
     @contextmanager
     def serving(self, transport: asyncio.BaseTransport | None, key: str) -> Iterator[None]:
-        """While a request of this session is being answered."""
+        """While a request with this key is being answered."""
         if transport is None:
             yield
             return
@@ -78,8 +92,10 @@ class Connections:
         """Accept no more."""
         for listening, _ in list(self._accepting.values()):
             await self.stop(listening)
+        await asyncio.gather(*self._opening)
 
     async def _accept(self, listening: socket.socket, server: web.Server) -> None:
+        """Connections that wait are opened together: each takes several turns of the event loop, which may be busy."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -88,25 +104,35 @@ class Connections:
                 logger.warning("a connection was not accepted: %s", error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            if not self._make_room(server):
+            try:
+                has_room = await self._make_room(server)
+            except BaseException:
+                connection.close()
+                raise
+            if has_room:
+                opening = asyncio.create_task(_open(connection, server))
+                self._opening.add(opening)
+                opening.add_done_callback(self._opening.discard)
+            else:
                 self.refused += 1
                 logger.warning("all %d connections are in use: a further one was closed", self.most)
                 connection.close()
-                continue
-            try:
-                await loop.connect_accepted_socket(server, connection)
-            except OSError as error:
-                logger.warning("a connection was lost at once: %s", error)
-                connection.close()
+                await asyncio.sleep(0)
 
-    def _make_room(self, server: web.Server) -> bool:
+    async def _make_room(self, server: web.Server) -> bool:
         """Whether one more connection is allowed, after closing an idle one if that takes it."""
+        if self._opening and len(self._opening) + len(server.connections) >= self.most:
+            await asyncio.wait(self._opening)
+        elif len(self._opening) >= _OPENED_TOGETHER:
+            await asyncio.wait(self._opening, return_when=asyncio.FIRST_COMPLETED)
+        if len(self._opening) + len(server.connections) < self.most:
+            return True
         live = [
             (transport, handler)
             for handler in server.connections
             if (transport := handler.transport) is not None and not transport.is_closing()
         ]
-        if len(live) < self.most:
+        if len(self._opening) + len(live) < self.most:
             return True
         idle = [(transport, handler) for transport, handler in live if transport not in self._busy]
         if not idle:
@@ -116,6 +142,14 @@ class Connections:
         chosen: RequestHandler = next(one for transport, one in idle if self._keys.get(transport) == group)
         chosen.force_close()
         return True
+
+
+async def _open(connection: socket.socket, server: web.Server) -> None:
+    try:
+        await asyncio.get_running_loop().connect_accepted_socket(server, connection)
+    except OSError as error:
+        logger.warning("a connection was lost at once: %s", error)
+        connection.close()
 
 
 async def bound_sockets(host: str, port: int) -> list[socket.socket]:
@@ -131,7 +165,7 @@ async def bound_sockets(host: str, port: int) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             one.bind((address[0], port, *address[2:]))
-            one.listen(_BACKLOG)
+            one.listen(BACKLOG)
             port = one.getsockname()[1]
     except BaseException:
         for one in bound:
@@ -144,5 +178,5 @@ def bound_file(path: Path) -> socket.socket:
     """A listening socket at a path."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     one.bind(str(path))
-    one.listen(_BACKLOG)
+    one.listen(BACKLOG)
     return one
