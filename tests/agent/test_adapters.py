@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -26,6 +27,7 @@ from slime.agent.adapters.common import (
 )
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
 from slime.data.sample import Sample
+from slime.engine.http.answers import parse_json
 from slime.errors import UserError
 from tests.agent.scripted_engine import ScriptedEngine, Turn, log_prob
 
@@ -167,6 +169,57 @@ def test_whose_request_it_is(serve: Any, spoken: list[Turn], kind: Any, headers:
         adapter.open_session(sid)
     assert post(handle.url + path, {**BODY, **more}, **headers)[0] == 200
     assert adapter.manager.has_session(sid)
+
+
+@pytest.mark.parametrize(
+    ("kind", "headers", "more"),
+    [
+        (OpenAIAdapter, {"Authorization": "Bearer s"}, {}),
+        (OpenAIAdapter, {}, {"user": "s"}),
+        (AnthropicAdapter, {"X-Api-Key": "s"}, {}),
+    ],
+)
+def test_a_large_body_is_parsed_beside_the_event_loop(
+    serve: Any, spoken: list[Turn], monkeypatch: pytest.MonkeyPatch, kind: Any, headers: Any, more: Any
+) -> None:
+    in_threads: list[bool] = []
+
+    class Noting(kind):  # type: ignore[misc]
+        def _translate(self, dialect: Any, request: Any, body: Any) -> Any:
+            in_threads.append(threading.current_thread().name.startswith("agents"))
+            return super()._translate(dialect, request, body)
+
+    def noted(body: bytes) -> Any:
+        in_threads.append(threading.current_thread().name.startswith("agents"))
+        return parse_json(body)
+
+    monkeypatch.setattr("slime.agent.adapters.base.parse_json", noted)
+    _, adapter, handle = serve(Noting, spoken[1:] * 2)
+    adapter.open_session("s", sampling_defaults=DEFAULTS)
+    path = "/v1/messages" if kind is AnthropicAdapter else "/v1/chat/completions"
+    for blanks in (0, 100_000):
+        status, _ = post(handle.url + path, {**BODY, **more, "metadata": {"x": " " * blanks}}, **headers)
+        assert (status, in_threads) == (200, [blanks > 0] * 2)
+        in_threads.clear()
+
+
+def test_a_body_without_a_session_has_a_limit_before_it_is_read(serve: Any, spoken: list[Turn]) -> None:
+    _, adapter, handle = serve(OpenAIAdapter, spoken[1:])
+    adapter.open_session("s", sampling_defaults=DEFAULTS)
+
+    def begin(*lines: str) -> bytes:
+        """The answer to a request of which only the headers are sent."""
+        head = ["POST /v1/chat/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines]
+        with socket.create_connection((handle.host, handle.port), timeout=120) as client:
+            client.sendall("\r\n".join([*head, "Connection: close", "", ""]).encode())
+            return client.makefile("rb").read()
+
+    for lines in ((), ("Authorization: Bearer other",)):
+        assert b"the body has more than 4194304 bytes" in begin(*lines, f"Content-Length: {5 << 20}")
+    assert b"the body has more than 67108864 bytes" in begin("Authorization: Bearer s", f"Content-Length: {65 << 20}")
+    body = {"model": "m", "messages": [ASK], "metadata": {"x": " " * (5 << 20)}}
+    assert post(f"{handle.url}/v1/chat/completions", body, Authorization="Bearer s")[0] == 200
+    assert post(f"{handle.url}/v1/chat/completions", body)[0] == 400
 
 
 def test_a_turn_cap_and_the_end_of_a_session_end_a_client_at_once(serve: Any, spoken: list[Turn]) -> None:

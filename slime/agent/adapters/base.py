@@ -20,6 +20,7 @@ from slime.agent.adapters.common import DEFAULT_SID, Session
 from slime.agent.sampling.model import ChatModel
 from slime.agent.server.answering import answer_stream, answer_whole, json_response
 from slime.agent.server.dialects import Asked, Dialect, Kind, Problem, dialect_of, models_body, refusal_problem
+from slime.agent.server.intake import INLINE_BODY_BYTES, Intake
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import Opening
 from slime.agent.session.limits import SessionRefusal
@@ -33,7 +34,8 @@ from slime.engine.sglang.router import RoutedPool
 from slime.parsers.formats import Formats
 
 MODEL = "slime-actor"
-MOST_BODY_BYTES = 64 << 20
+MOST_UNKNOWN = 1024
+"""Requests whose session is not known yet."""
 REMEMBERED = 16384
 NEW_TOKENS = 4096
 """Of a turn that neither the session nor the client bounds: engines would stop after 128."""
@@ -48,7 +50,8 @@ class BaseAdapter:
     `tool_parser` and `reasoning_parser` are SGLang's names; without them the chat template says. The sampling
     parameters of a session win over its client's. `fork_threshold_tokens` decides nothing: no sampled turn is ever
     written over. `debug_callback` is called with a dict for each turn that was recorded. A session is touched by its id
-    alone, so ids should not be guessable where agents are not to reach each other's.
+    alone, so ids should not be guessable where agents are not to reach each other's. Requests whose headers have the id
+    of no open session share the limits of one until their bodies are read.
     """
 
     dialects: tuple[Dialect, ...] = ()
@@ -78,9 +81,10 @@ class BaseAdapter:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: EnginePool | None = None
         self._sessions: Sessions | None = None
+        self._unknown: Intake | None = None
         self._held: dict[str, OpenSession] = {}
         self._idle: dict[str, asyncio.Event] = {}
-        self.app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[no_foreign_pages])
+        self.app = web.Application(middlewares=[no_foreign_pages])
         self.app.on_startup.append(self._start)
         self.app.on_cleanup.append(self._stop)
         self._register_routes()
@@ -162,20 +166,44 @@ class BaseAdapter:
 
     async def _post(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         try:
-            body = self._preprocess_body(await _object_of(request))
-            sid = self._session_id(request, body)
-            if sid == DEFAULT_SID and (found := foreign(request.headers)) is not None:  # an id that everybody knows
-                raise Problem(Kind.NO_SESSION, found.message)
-            held = self._session_of(sid)
-            asked = self._translate(dialect, request, body)
-            with _Answering(self, sid):
-                return await self._respond(request, held, dialect, asked)
+            intake = self._intake_of(dialect.key(request.headers))
+            with intake.request() as room:
+                raw = await room.body(request, is_decompressed=True)
+                is_small = len(raw) <= INLINE_BODY_BYTES
+                body = self._preprocess_body(await intake.run(partial(_object_of, raw), inline=is_small))
+                sid = self._session_id(request, body)
+                if sid == DEFAULT_SID and (found := foreign(request.headers)) is not None:  # an id that everybody knows
+                    raise Problem(Kind.NO_SESSION, found.message)
+                intake = self._session_of(sid).intake
+                room.move_to(intake)
+                understood = partial(self._understood, dialect, request, body, intake.context)
+                asked = await intake.run(understood, inline=is_small)
+                held = self._session_of(sid)  # it may have ended meanwhile
+                with _Answering(self, sid):
+                    return await self._respond(request, held, dialect, asked)
         except SessionRefusal as refusal:
             return self._build_reply(dialect, refusal_problem(refusal))
         except TemplateRefused as refused:
             return self._build_reply(dialect, Problem(Kind.BAD_BODY, str(refused)))
         except Problem as problem:
             return self._build_reply(dialect, problem)
+
+    def _intake_of(self, key: str | None) -> Intake:
+        """What limits a request whose headers show this key, before its body says whose it is."""
+        if self._unknown is None:
+            raise Problem(Kind.SHUTTING_DOWN, "the endpoints are shutting down")
+        if key is None or key not in self.store or key in self.closed:
+            return self._unknown
+        return self._session_of(key).intake
+
+    def _understood(
+        self, dialect: Dialect, request: web.Request, body: Mapping[str, Any], context: int | None
+    ) -> Asked:
+        """What a body asks for, which may have a prompt that fits; raises `Problem`."""
+        asked = self._translate(dialect, request, body)
+        if self._sessions is not None and not asked.count_only:
+            self._sessions.check_length(asked.request, context)
+        return asked
 
     def _session_of(self, sid: str) -> OpenSession:
         """The session of an id, which begins with its first request."""
@@ -244,13 +272,14 @@ class BaseAdapter:
         self._loop = asyncio.get_running_loop()
         self._pool = RoutedPool([self.sglang_url], self.sglang_url, router_only=True)  # keys go along for a router
         self._sessions = Sessions(self._model, self._pool, fault_tolerant=False, version=None)
+        self._unknown = self._sessions.common_intake(None, MOST_UNKNOWN, "sessions that no header names")
 
     async def _stop(self, app: web.Application) -> None:
         assert self._sessions is not None
         assert self._pool is not None
         await self._sessions.close_all(Problem(Kind.SHUTTING_DOWN, "the endpoints are shutting down"))
         await self._pool.aclose()
-        self._loop = self._sessions = self._pool = None
+        self._loop = self._sessions = self._pool = self._unknown = None
 
 
 class Trajectories:
@@ -290,14 +319,12 @@ class _Answering:
         adapter._told(sid, list(self._turns.values())[self._before :])
 
 
-async def _object_of(request: web.Request) -> dict[str, Any]:
-    """The body of a request, or a `Problem`."""
+def _object_of(raw: bytes) -> dict[str, Any]:
+    """The object that a body is, or a `Problem`."""
     try:
-        body = parse_json(await request.read())
+        body = parse_json(raw)
     except (ValueError, RecursionError) as error:
         raise Problem(Kind.BAD_BODY, f"the body is not JSON: {error}") from error
-    except web.HTTPRequestEntityTooLarge as error:
-        raise Problem(Kind.BAD_BODY, f"the body has more than {MOST_BODY_BYTES} bytes") from error
     if not isinstance(body, dict):
         raise Problem(Kind.BAD_BODY, "the body must be an object")
     return body

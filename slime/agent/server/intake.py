@@ -1,8 +1,9 @@
 """What one session's requests may occupy of the process, and the threads that do the work on large ones.
 
-Invariants: nothing of a body is read before its key is known; work whose cost grows with a body is done on the event
-loop only below a size that takes it a few milliseconds; one session has one such job in the threads at a time, also
-when its client has gone away, so that the jobs of other sessions do not queue behind it.
+Invariants: nothing of a body is read before its key is known, or, where only the body names its session, all such
+requests together have the limits of one session; work whose cost grows with a body is done on the event loop only below
+a size that takes it a few milliseconds; one session has one such job in the threads at a time, also when its client has
+gone away, so that the jobs of other sessions do not queue behind it.
 """
 
 from __future__ import annotations
@@ -54,12 +55,21 @@ class IntakeLimits:
 
 
 class Intake:
-    """The requests of one session that are being read and answered."""
+    """The requests of one session, or of `whose`, that are being read and answered."""
 
-    def __init__(self, context: int | None, workers: ThreadPoolExecutor) -> None:
-        """`context`: the most tokens of a prompt; None where nothing limits it."""
+    def __init__(
+        self,
+        context: int | None,
+        workers: ThreadPoolExecutor,
+        *,
+        limits: IntakeLimits | None = None,
+        whose: str = "this session",
+    ) -> None:
+        """`context`: the most tokens of a prompt; None where nothing limits it. It gives the limits unless they are
+        given."""
         self.context = context
-        self.limits = IntakeLimits.of_context(context)
+        self.limits = limits or IntakeLimits.of_context(context)
+        self.whose = whose
         self._workers = workers
         self._requests = self._bytes = 0
         self._working = asyncio.Semaphore(1)
@@ -67,15 +77,25 @@ class Intake:
     @contextmanager
     def request(self) -> Iterator[Room]:
         """The room of one request until it is answered; a `Problem` where the session has too many."""
-        if self._requests >= self.limits.requests:
-            raise Problem(Kind.FULL, f"{self._requests} requests of this session are in flight: ask again soon")
-        self._requests += 1
         room = Room(self)
         try:
             yield room
         finally:
-            self._requests -= 1
-            self._bytes -= room.bytes
+            room.leave()
+
+    def take(self, requests: int, size: int) -> None:
+        """Count so many more requests and bytes, or a `Problem`."""
+        if self._requests + requests > self.limits.requests:
+            raise Problem(Kind.FULL, f"{self._requests} requests of {self.whose} are in flight: ask again soon")
+        if self._bytes + size > self.limits.held_bytes:
+            raise Problem(Kind.FULL, f"requests of {self.whose} hold {self._bytes} bytes: ask again soon")
+        self._requests += requests
+        self._bytes += size
+
+    def give_back(self, requests: int, size: int) -> None:
+        """Count so many fewer."""
+        self._requests -= requests
+        self._bytes -= size
 
     async def run(self, work: Callable[[], T], *, inline: bool) -> T:
         """What `work` returns: at once if it is small (`inline`), else in a thread, after the session's other jobs."""
@@ -97,10 +117,23 @@ class Room:
     """What one request occupies."""
 
     def __init__(self, intake: Intake) -> None:
+        intake.take(1, 0)
         self._intake, self.bytes = intake, 0
 
-    async def body(self, http: web.Request) -> bytes:
-        """The body, decompressed; a `Problem` where it is too large, too slow or broken."""
+    def move_to(self, intake: Intake) -> None:
+        """From now on the request counts with those of another session, or a `Problem`."""
+        if intake is not self._intake:
+            intake.take(1, self.bytes)
+            self._intake.give_back(1, self.bytes)
+            self._intake = intake
+
+    def leave(self) -> None:
+        """The request is answered."""
+        self._intake.give_back(1, self.bytes)
+
+    async def body(self, http: web.Request, *, is_decompressed: bool = False) -> bytes:
+        """The body, decompressed if the server has not done so; a `Problem` where it is too large, too slow or
+        broken."""
         intake, limits = self._intake, self._intake.limits
         if (http.content_length or 0) > limits.body_bytes:
             raise _too_large(limits)
@@ -112,7 +145,7 @@ class Room:
         except web.RequestPayloadError as error:
             raise Problem(Kind.BAD_BODY, f"the body cannot be read: {error}") from error
         coding = http.headers.get("Content-Encoding", "identity").strip().lower()
-        if coding not in ("", "identity"):
+        if coding not in ("", "identity") and not is_decompressed:
             body = await intake.run(lambda: _decompressed(body, coding, limits), inline=False)
             self._take(len(body))
         if len(body) > INLINE_BODY_BYTES and sum(map(body.count, _STRUCTURE)) > limits.values:
@@ -129,11 +162,8 @@ class Room:
         return b"".join(pieces)
 
     def _take(self, size: int) -> None:
-        intake = self._intake
-        if intake._bytes + size > intake.limits.held_bytes:
-            raise Problem(Kind.FULL, f"requests of this session hold {intake._bytes} bytes: ask again soon")
+        self._intake.take(0, size)
         self.bytes += size
-        intake._bytes += size
 
 
 def _too_large(limits: IntakeLimits) -> Problem:

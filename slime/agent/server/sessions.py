@@ -19,7 +19,7 @@ from slime.agent.sampling.engines import EngineSampler
 from slime.agent.sampling.model import ChatModel
 from slime.agent.sampling.turn import OnEvent, ParserFactory, TakenTurn, take_prepared
 from slime.agent.server.dialects import Kind, Problem, refusal_problem
-from slime.agent.server.intake import INLINE_CHARACTERS, WORKERS, Intake
+from slime.agent.server.intake import INLINE_CHARACTERS, WORKERS, Intake, IntakeLimits
 from slime.agent.server.settings import Opening
 from slime.agent.session.journal import Attempt, TurnJournal
 from slime.agent.session.limits import Limits, SessionRefusal
@@ -226,6 +226,12 @@ class Sessions:
     def intake(self, context: int | None) -> Intake:
         """The limits of the requests of one session, whose prompts have at most so many tokens."""
         return Intake(context or self._model.context, self.workers)
+
+    def common_intake(self, context: int | None, requests: int, whose: str) -> Intake:
+        """The limits of all requests together of which nobody knows the session before their bodies are read."""
+        context = context or self._model.context
+        limits = IntakeLimits() if context is None else IntakeLimits.of_context(context)
+        return Intake(context, self.workers, limits=replace(limits, requests=requests), whose=whose)
 
     def check_length(self, request: TurnRequest, context: int | None) -> None:
         """Raise `PromptTooLong` where a prompt certainly exceeds the context, before all of it is tokenized."""
