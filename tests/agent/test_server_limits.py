@@ -213,6 +213,26 @@ def test_a_text_far_beyond_the_context_is_not_tokenized_to_its_end(
         model.check_length(TurnRequest((Message("user", ""),) * (CONTEXT + 1)), CONTEXT)
 
 
+def test_tools_count_where_the_template_renders_them(agent_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offering(*described: str) -> TurnRequest:
+        tools = [{"type": "function", "function": {"name": "f", "description": text}} for text in described]
+        return TurnRequest((Message("user", "hi"),), tools=tuple(tools))
+
+    model = ChatModel(agent_tokenizer)
+    seen: list[int] = []
+    count = model._token_count
+    monkeypatch.setattr(model, "_token_count", lambda text: seen.append(len(text)) or count(text))
+    for tools in (offering("a b " * 1_000_000), offering(*["a b"] * 200_000)):
+        with pytest.raises(PromptTooLong):
+            model.check_length(tools, CONTEXT)
+        assert sum(seen) < 100_000
+        seen.clear()
+    model.check_length(offering("a b " * 2000), CONTEXT)
+    assert seen == []
+    model.sources[True] = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    model.check_length(offering("a b " * 1_000_000), CONTEXT)
+
+
 def test_a_long_prompt_is_tokenized_beside_the_loop_and_gives_the_same_ids(agent_tokenizer: Any) -> None:
     async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
         held = sessions.find("k")

@@ -16,6 +16,7 @@ from slime.agent.messages import TurnRequest
 from slime.agent.sampling.turn import ParserFactory
 from slime.agent.session.limits import PromptTooLong
 from slime.agent.session.rendering import template_source
+from slime.agent.session.special_text import texts_in
 from slime.agent.session.template import ChatTemplate
 from slime.parsers.events import OutputParser
 from slime.parsers.formats import TOOL_CALL_PARSERS, Formats, formats_of, make_parser
@@ -70,6 +71,8 @@ class ChatModel:
             raise PromptTooLong(len(request.messages), context - 1)
         texts = [text for message in request.messages for text in (message.content, message.reasoning or "")]
         texts += [call.arguments for message in request.messages for call in message.tool_calls]
+        if _renders_tools(self.sources[True]):
+            texts.append("\n".join(texts_in(request.tools)))
         characters = sum(map(len, texts))
         if characters <= _CHARACTERS_PER_TOKEN * context:
             return
@@ -100,9 +103,13 @@ class ChatModel:
         return make_parser(formats, tools=request.tools, starts_in_reasoning=in_reasoning)
 
 
+def _renders_tools(source: str) -> bool:
+    return re.search(r"\btools\b", re.sub(r"{#.*?#}", "", source, flags=re.DOTALL)) is not None
+
+
 def _why_calls_stay_text(source: str) -> str:
     flag = f"--sglang-tool-call-parser ({', '.join(TOOL_CALL_PARSERS)})"
-    if not re.search(r"\btools\b", re.sub(r"{#.*?#}", "", source, flags=re.DOTALL)):
+    if not _renders_tools(source):
         return (
             "the model's chat template does not render tools: the model does not see the tools that clients offer, and "
             f"its tool calls stay text; use a template that renders tools, and name the format of calls with {flag}"
