@@ -10,17 +10,21 @@ import logging
 import socket
 import weakref
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from slime.agent.live.door import NAME, Door
+from slime.agent.live.settings import LiveSettings
 from slime.agent.messages import Message, TurnRequest
 from slime.agent.sampling.model import ChatModel
 from slime.agent.server.app import AgentApp
 from slime.agent.server.dialects import Kind, Problem
 from slime.agent.server.intake import INLINE_CHARACTERS, Room
-from slime.agent.server.sessions import Sessions
+from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import Opening
 from slime.agent.session.limits import PromptTooLong
 from slime.agent.session.session import Outdated, SampledTurn, Session
@@ -32,7 +36,13 @@ from tests.agent.byte_template import END, ByteTemplate
 CONTEXT = 4096
 
 
-def in_server(tokenizer: Any, use: Callable[[Sessions, Connections, int], Awaitable[Any]], *, most: int = 16) -> Any:
+def in_server(
+    tokenizer: Any,
+    use: Callable[[Sessions, Connections, int], Awaitable[Any]],
+    *,
+    most: int = 16,
+    door_of: Callable[[Sessions], Door] | None = None,
+) -> Any:
     """What `use` returns, beside a server with a session `k` whose prompts have at most `CONTEXT` tokens."""
 
     async def run() -> Any:
@@ -40,7 +50,8 @@ def in_server(tokenizer: Any, use: Callable[[Sessions, Connections, int], Awaita
         sessions = Sessions(ChatModel(tokenizer, context=CONTEXT), pool)
         sessions.open(Opening(key="k", params={}))
         connections = Connections(most)
-        app = AgentApp(sessions, tokenizer, ["m"], connections).app
+        door = None if door_of is None else door_of(sessions)
+        app = AgentApp(sessions, tokenizer, ["m"], connections, door).app
         runner = web.AppRunner(app, handler_cancellation=True, auto_decompress=False, lingering_time=0.1)
         await runner.setup()
         [listening] = await bound_sockets("127.0.0.1", 0)
@@ -53,6 +64,8 @@ def in_server(tokenizer: Any, use: Callable[[Sessions, Connections, int], Awaita
             await runner.cleanup()
             await sessions.close_all(Problem(Kind.CLOSED, "over"))
             await pool.aclose()
+            if door is not None:
+                await door.aclose()
 
     return asyncio.run(run())
 
@@ -149,6 +162,50 @@ def test_bodies_of_one_session_share_one_allowance(agent_tokenizer: Any) -> None
         assert intake._bytes == 0
 
     in_server(agent_tokenizer, use)
+
+
+def test_conversations_that_are_not_open_yet_share_one_allowance(
+    agent_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients choose the names of conversations, as many as they like."""
+    live = LiveSettings("live", str(tmp_path / "live.sqlite"), {}, {}, {}, most_conversations=3)
+    doors: list[Door] = []
+    key = "Authorization: Bearer live"
+
+    def door_of(sessions: Sessions) -> Door:
+        doors.append(Door(live, sessions))
+        return doors[0]
+
+    async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
+        entering = doors[0].intake({NAME: "new"})
+        while_answered: list[tuple[int, int]] = []
+        count = OpenSession.count_tokens
+
+        def noted(held: OpenSession, request: TurnRequest) -> Awaitable[int]:
+            while_answered.append((entering._requests, held.intake._requests))
+            return count(held, request)
+
+        monkeypatch.setattr(OpenSession, "count_tokens", noted)
+
+        async def ask(name: str) -> tuple[int, Any]:
+            return await exchanged(port, asking("hi"), key, f"{NAME}: {name}")
+
+        answers = [(await ask("open"))[0]]
+        with entering.request() as room:
+            room._take(entering.limits.held_bytes)
+            answers += [(await ask(name))[0] for name in ("open", "new", "other")]
+        with ExitStack() as stack:
+            for number in range(entering.limits.requests):
+                stack.enter_context(doors[0].intake({NAME: str(number)}).request())
+            answers += [(await ask(name))[0] for name in ("open", "new")]
+            told = (await ask("other"))[1]["error"]["message"]
+        answers.append((await ask("new"))[0])
+        return answers, told, while_answered
+
+    answers, told, while_answered = in_server(agent_tokenizer, use, door_of=door_of)
+    assert answers == [200, 200, 429, 429, 200, 429, 200]
+    assert told == "128 requests of new conversations are in flight: ask again soon"
+    assert while_answered == [(0, 1), (1, 1), (128, 1), (0, 1)]  # one that is answered counts with its conversation
 
 
 def test_idle_connections_give_way_to_a_client_with_a_key(agent_tokenizer: Any) -> None:

@@ -20,13 +20,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 from slime.agent.live.exchange import Exchange, exchange_of
 from slime.agent.live.settings import LiveSettings
 from slime.agent.live.store import ExchangeStore
 from slime.agent.server.dialects import Kind, Problem
-from slime.agent.server.intake import Intake
+from slime.agent.server.intake import Intake, IntakeLimits
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import Opening
 from slime.agent.session.session import Prompt
@@ -64,8 +63,9 @@ class Door:
         self._filter = _filter_of(settings.filter_path)
         self._open: OrderedDict[str, _Conversation] = OrderedDict()
         """By name, the one that was heard of longest ago first."""
-        self._entering: WeakValueDictionary[str, Intake] = WeakValueDictionary()
-        """Of conversations whose first request is being read."""
+        most = max(settings.most_conversations, IntakeLimits.requests)
+        self._entering = sessions.common_intake(settings.limits.get("max_context"), most, "new conversations")
+        """The first requests of conversations, until they are read: a client may choose any number of names."""
         self._keeping: set[asyncio.Task[None]] = set()
         self._arrived = asyncio.Event()
         self.counts: Counter[str] = Counter()
@@ -77,13 +77,8 @@ class Door:
 
     def intake(self, headers: Mapping[str, str]) -> Intake:
         """What limits the requests of a conversation, which may not be open yet; or a `Problem`."""
-        name = _name_of(headers)
-        if (found := self._open.get(name)) is not None:
-            return found.held.intake
-        intake = self._entering.get(name)
-        if intake is None:
-            intake = self._entering[name] = self._sessions.intake(self._settings.limits.get("max_context"))
-        return intake
+        found = self._open.get(_name_of(headers))
+        return self._entering if found is None else found.held.intake
 
     async def enter(self, headers: Mapping[str, str]) -> OpenSession:
         """The session of the conversation that a request belongs to, or a `Problem`."""

@@ -73,6 +73,7 @@ class AgentApp:
                 understood = partial(self._understood, dialect, http.path, body, http.headers, intake.context)
                 asked = await intake.run(understood, inline=len(body) <= INLINE_BODY_BYTES)
                 held = self._sessions.find(key) if door is None else await door.enter(http.headers)
+                room.move_to(held.intake)
                 return await self._answered(http, held, dialect, asked)
         except Problem as problem:
             return _refused(dialect, problem)
