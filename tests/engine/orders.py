@@ -541,11 +541,14 @@ class Orders:
                     await asyncio.sleep(0)
                 for _ in range(self.rng.randrange(3)):
                     await self.rng.choice([self.abort, self.pause, self.go_on, self.flush, self.release])()
-                if self.rng.random() < 0.5:
-                    await self.order("/destroy_weights_update_group", {"group_name": name}, 200)
+                way = self.rng.choice(["leave", "die", "hang up"])
+                if way == "leave":
+                    await self._leave(name, version)
                     left = True
+                if way == "hang up":
+                    arriving.cancel()
                 trainer = None
-                await arriving
+                await asyncio.gather(arriving, return_exceptions=way == "hang up")
                 break
             if expected == 200:
                 assert trainer is not None
@@ -556,8 +559,14 @@ class Orders:
                 self._wrote(names, content, version, (number, count))
             await self._interrupted()
         if not left:
-            await self.order("/destroy_weights_update_group", {"group_name": name}, 200)
+            await self._leave(name, version)
         del trainer
+
+    async def _leave(self, name: str, version: str) -> None:
+        """Leave a group; the rest of the version that it brought a part of can no longer come."""
+        if self.known.unfinished is not None and self.known.unfinished[0] == version:
+            self._doubt()
+        await self.order("/destroy_weights_update_group", {"group_name": name}, 200)
 
     async def _in_thread(self, run: Callable[[], Any]) -> Any:
         async with asyncio.timeout(PATIENCE_S):

@@ -498,6 +498,39 @@ def test_a_trainer_that_sends_nothing_delays_nobody_and_leaving_its_group_ends_t
     del trainer
 
 
+@pytest.mark.parametrize("way", ["the group is left", "the trainer dies"])
+def test_an_update_that_cannot_be_finished_makes_the_weights_stale(
+    engine: EngineProcess, qwen3_folder: Path, way: str
+) -> None:
+    """While the rest may come the engine is paused; afterwards requests and health are answered with 503."""
+    before = engine.generate(**bodies(1)[0])["output_ids"]
+    norm = load_file(qwen3_folder / "model.safetensors")["model.norm.weight"]
+    trainer = joined(engine, way)
+    body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "group_name": way}
+
+    def announce(number: int) -> Any:
+        bucket = {**body, "weight_version": "2", "bucket": [number, 3]}
+        return engine.in_background(lambda: engine.post("/update_weights_from_distributed", bucket))
+
+    first = announce(1)
+    trainer.broadcast(norm, 0).wait()
+    assert first.result(240)[0] == 200
+    asked = engine.in_background(lambda: engine.post("/generate", bodies(1)[0]))
+    assert engine.get("/health_generate") == (200, {"status": "paused"})
+    if way == "the trainer dies":
+        del trainer
+        assert announce(2).result(240)[0] == 503
+    else:
+        assert engine.post("/destroy_weights_update_group", {"group_name": way})[0] == 200
+    for status, answer in (asked.result(240), engine.get("/health_generate"), engine.post("/generate", bodies(1)[0])):
+        assert (status, "only 1 of 3 buckets of version 2 came" in answer["error"]["message"]) == (503, True)
+    if way == "the trainer dies":
+        assert engine.post("/destroy_weights_update_group", {"group_name": way})[0] == 200
+    whole_again(engine, qwen3_folder)
+    assert engine.get("/health_generate") == (200, {"status": "ok"})
+    assert engine.generate(**bodies(1)[0])["output_ids"] == before
+
+
 def test_a_bucket_that_does_not_follow_the_one_before_is_refused(engine: EngineProcess, qwen3_folder: Path) -> None:
     """Between the buckets of an update the engine makes no step; another update in between ends it."""
     before = engine.generate(**bodies(1)[0])["output_ids"]

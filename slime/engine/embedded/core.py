@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +51,7 @@ class Unfinished:
     version: str | None
     number: int
     count: int
+    group_name: str = field(compare=False)
 
     def __str__(self) -> str:
         return f"only {self.number} of {self.count} buckets of version {self.version} came"
@@ -244,12 +245,17 @@ class EngineCore(LoadedEngine):
         self.stale, self._unfinished, self._mended = reason, None, set()
         self.adapter.overwritten()
 
+    def break_off(self, group_name: str) -> None:
+        """Nothing more comes through this group: an update of which it brought a part cannot be finished."""
+        if self._unfinished is not None and self._unfinished.group_name == group_name:
+            self.mark_stale(str(self._unfinished))
+
     def check_update(self, bucket: Announced | None = None, version: str | None = None) -> None:
         """Refuse an update for which there is no memory, and a bucket that does not follow the one before it."""
         self._require_weights()
         if bucket is None or bucket.number == 1:
             return
-        if self._unfinished != Unfinished(version, bucket.number - 1, bucket.count):
+        if self._unfinished != Unfinished(version, bucket.number - 1, bucket.count, bucket.group_name):
             raise Conflict(
                 f"bucket {bucket.number} of {bucket.count} of version {version} does not follow bucket "
                 f"{bucket.number - 1}: send the update again from its first bucket"
@@ -307,7 +313,7 @@ class EngineCore(LoadedEngine):
         if bucket is None or bucket.is_last:
             self._unfinished = None
         else:
-            self._unfinished = Unfinished(version, bucket.number, bucket.count)
+            self._unfinished = Unfinished(version, bucket.number, bucket.count, bucket.group_name)
         if self.stale is None:
             return
         if version != self._mended_by:

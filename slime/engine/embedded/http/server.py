@@ -29,7 +29,7 @@ from slime.engine.embedded.http.wire import (
     json_body,
     send_event,
 )
-from slime.engine.embedded.refusals import BadRequest
+from slime.engine.embedded.refusals import BadRequest, NotArrived
 
 log = logging.getLogger(__name__)
 
@@ -310,8 +310,12 @@ class EngineServer:
         bucket = announced(body)
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
         await self._engine.call(lambda: self.core.expect_from_group(bucket, version), meets_steps=True)
-        tensors = await asyncio.wrap_future(self.core.groups.receive(bucket, self.core.runner.device))
-        return await self._updated(lambda: self.core.update_from_group(bucket, tensors, version, flush=flush))
+        try:
+            tensors = await asyncio.wrap_future(self.core.groups.receive(bucket, self.core.runner.device))
+            return await self._updated(lambda: self.core.update_from_group(bucket, tensors, version, flush=flush))
+        except (NotArrived, asyncio.CancelledError):  # or whoever announced it is gone, and its bucket is lost
+            self.core.call(lambda: self.core.break_off(bucket.group_name))
+            raise
 
     async def update_weights_from_handle(self, request: web.Request) -> web.Response:
         """A bucket in the memory of a process of this machine (`slime.engine.embedded.weights.shared`). It is opened
@@ -331,6 +335,7 @@ class EngineServer:
     async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
         name = group_name(await json_body(request))
         await in_daemon_thread(lambda: self.core.groups.leave(name))
+        await self._engine.call(lambda: self.core.break_off(name))
         return json_answer({"success": True, "message": "left"})
 
     async def load_lora_adapter(self, request: web.Request) -> web.Response:
