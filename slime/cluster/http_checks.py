@@ -60,15 +60,15 @@ def not_json(request: web.Request) -> Refusal | None:
 
 
 def guard(key: str | None = None) -> Middleware:
-    """The checks of a server whose routes are all alike. With a `key`, all but /health ask for it; without one,
-    requests must come from this machine."""
+    """The checks of a server whose routes are all alike but for /health, which is open to everybody. With a `key`, they
+    ask for it; without one, requests must come from this machine."""
 
     @web.middleware
     async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
         found = None
-        if not shows_key(request.headers, key):
+        if request.path != "/health" and not shows_key(request.headers, key):
             found = foreign(request.headers)
-            if key is not None and request.path != "/health":
+            if key is not None:
                 found = Refusal(401, "give the key of this server: Authorization: Bearer KEY")
         return await _unless(found or not_json(request), request, handler)
 

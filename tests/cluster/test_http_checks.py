@@ -64,6 +64,10 @@ def test_a_router_beyond_loopback_asks_for_a_key() -> None:
     asked = [("POST", "/generate", headers) for headers in (JSON, wrong, {**JSON, **SHOWN})]
     assert statuses(router(KEY), *asked) == [401, 401, 502]
     assert statuses(router(KEY), ("GET", "/workers", {}), ("GET", "/health", {})) == [401, 503]
+    from_elsewhere = {"Host": "gpu1.cluster"}
+    for kept in (KEY, None):  # health is open to everybody
+        assert statuses(router(kept), ("GET", "/health", from_elsewhere)) == [503]
+    assert statuses(router(KEY), ("GET", "/workers", from_elsewhere)) == [401]
     named = {**JSON, **SHOWN, "Host": "gpu1.cluster", "Origin": "http://evil.example"}
     assert statuses(router(KEY), ("POST", "/generate", named)) == [502]  # who has the key may come from anywhere
 
