@@ -80,6 +80,22 @@ def test_files_with_a_part_do_not_make_stale_weights_good(qwen3_folder: Path, tm
     assert core.stale is None
 
 
+def test_updates_without_a_version_do_not_add_up_and_the_buckets_of_one_do(qwen3_folder: Path, tmp_path: Path) -> None:
+    core = loaded(qwen3_folder)
+    tensors = load_file(qwen3_folder / "model.safetensors")
+    parts = [{name: tensors[name] for name in sorted(tensors)[at::2]} for at in range(2)]
+    core.mark_stale("a delta did not fit")
+    for number, part in enumerate(parts):  # of two publications, as far as anybody knows
+        save_file(part, tmp_path / f"{number}.safetensors")
+        core.update_from_files([str(tmp_path / f"{number}.safetensors")], None, flush=True)
+    assert core.stale is not None
+    for number, part in enumerate(parts, start=1):
+        names, shapes = list(part), [tuple(tensor.shape) for tensor in part.values()]
+        bucket = Announced("g", names, [torch.float32] * len(names), shapes, number, len(parts))
+        core.update_from_group(bucket, part, None, flush=True)
+    assert core.stale is None
+
+
 OWN_CODE = """
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM

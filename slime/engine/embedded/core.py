@@ -307,8 +307,10 @@ class EngineCore(LoadedEngine):
             raise BadRequest("the weights are released: call /resume_memory_occupation first")
 
     def _note_written(self, names: Collection[str] | None, bucket: Announced | None, version: str | None) -> None:
-        """Weights that are stale are good again once one version has written every tensor since they went stale."""
-        if self._unfinished is not None and (bucket is None or bucket.number == 1):
+        """Weights that are stale are good again once one version has written every tensor since they went stale.
+        Updates without a version may be of different ones."""
+        begins = bucket is None or bucket.number == 1
+        if self._unfinished is not None and begins:
             self.mark_stale(str(self._unfinished))  # the rest of it can no longer come
         if bucket is None or bucket.is_last:
             self._unfinished = None
@@ -316,7 +318,7 @@ class EngineCore(LoadedEngine):
             self._unfinished = Unfinished(version, bucket.number, bucket.count, bucket.group_name)
         if self.stale is None:
             return
-        if version != self._mended_by:
+        if version != self._mended_by or (version is None and begins):
             self._mended, self._mended_by = set(), version
         self._mended |= set(names or ())
         if self._unfinished is None and (names is None or loading.is_whole(self.views, self._mended)):
