@@ -184,6 +184,14 @@ def test_a_served_engine_keeps_its_key_in_a_file_of_its_user_where_an_attached_r
         assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
         elsewhere = attached.replace(rollout_external_engine_addrs=["10.0.0.1:7"])
         assert engine_key(elsewhere) is None  # another machine's engine never sees it
+        mixed = attached.replace(rollout_external_engine_addrs=["10.0.0.1:7", "127.0.0.1:7"])
+        with pytest.raises(
+            UserError, match=r"127\.0\.0\.1:7 .* not for 10\.0\.0\.1:7: start all of them with the same"
+        ):
+            engine_key(mixed)
+        monkeypatch.setenv(KEY_VARIABLE, KEY)
+        assert engine_key(mixed) == KEY
+        monkeypatch.delenv(KEY_VARIABLE)
         with (
             control_key(options, 8),
             pytest.raises(UserError, match=r"127\.0\.0\.1:7 and localhost:8 have different keys: start all"),

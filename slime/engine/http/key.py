@@ -53,14 +53,22 @@ def authorization(key: str | None) -> dict[str, str]:
 
 
 def _kept_by(addresses: Sequence[str]) -> str | None:
-    keys = {}
+    keys, others = {}, []
     for address in addresses:
         host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
-        if is_loopback(host) and port.isdigit() and (key := kept_key(int(port))) is not None:
+        if not is_loopback(host):
+            others.append(address)
+        elif port.isdigit() and (key := kept_key(int(port))) is not None:
             keys[key] = address
+    why = None
     if len(keys) > 1:
+        why = f"the engines at {' and '.join(keys.values())} have different keys"
+    elif keys and others:
+        [address] = keys.values()
+        why = f"the key of the engine at {address} is kept for this machine's programs and not for {' '.join(others)}"
+    if why is not None:
         raise UserError(
-            f"--rollout-external-engine-addrs: the engines at {' and '.join(keys.values())} have different keys: start "
-            f"all of them with the same {KEY_VARIABLE} in the environment, and this run too"
+            f"--rollout-external-engine-addrs: {why}: start all of them with the same {KEY_VARIABLE} in the "
+            "environment, and this run too"
         )
     return next(iter(keys), None)
