@@ -7,10 +7,12 @@ ARGS ?=
 SGLANG_VENV := .venv-sglang
 ROUTER_VENV := .venv-router
 AGENTS_CLI := .agents-cli
-WORKERS ?= auto
-PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# One worker more than cores: tests that wait for a process leave a core to another.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+unexport PYTHONDONTWRITEBYTECODE  # workers and the processes they start would compile every module again
 
-.PHONY: quickstart test test-fast test-learning test-migration test-megatron test-ray test-examples test-long test-crash test-fuzz test-sglang test-agents test-agents-all lint format example-smollm2 benchmark clean help
+.PHONY: quickstart test test-fast test-kernels test-learning test-migration test-megatron test-ray test-examples test-long test-crash test-fuzz test-sglang test-agents test-agents-all lint format example-smollm2 benchmark clean help
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 20
@@ -18,26 +20,32 @@ help:            ## this list
 quickstart: $(VENV)/.installed   ## train a tiny model on arithmetic, whole system, a few minutes on a CPU (ARGS="--device cuda")
 	$(RUN) examples/quickstart/run.py $(ARGS)
 
-test: $(VENV)/.installed-dev lint   ## lint, and all tests but the learning, migration, Megatron, Ray, example and agent program ones
-	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not migration and not megatron and not ray and not examples and not agents and not long'
+SUITE := 'not slow and not migration and not megatron and not ray and not examples and not agents and not kernels and not long'
+test: $(VENV)/.installed-dev   ## lint, and all tests but those of the next targets
+	@$(RUN) -m pytest --collect-only -qq -m $(SUITE) > /dev/null 2>&1 & \
+	$(MAKE) --no-print-directory lint; linted=$$?; wait; exit $$linted   # workers find the tests compiled
+	$(RUN) -m pytest $(PARALLEL) -m $(SUITE)
 
 test-fast: $(VENV)/.installed-dev   ## the tests that start no run, no engine and no trainer: two minutes, for the inner loop
-	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not processes and not megatron and not ray and not examples and not agents and not long'
+	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not processes and not megatron and not ray and not examples and not agents and not kernels and not long'
 
 test-learning: $(VENV)/.installed-dev   ## every estimator learns a little: short whole runs
-	$(RUN) -m pytest $(PARALLEL) --dist load -m slow
+	$(RUN) -m pytest $(PARALLEL) --dist load -m 'slow and not long' tests/learning
 
 test-migration: $(VENV)/.installed-dev   ## plugins, scripts and commands that were written for upstream slime, in whole runs
-	$(RUN) -m pytest $(PARALLEL) -m migration tests/migration
+	$(RUN) -m pytest $(PARALLEL) -m 'migration and not long' tests/migration
+
+test-kernels: $(VENV)/.installed-dev   ## Triton's kernels in its interpreter against torch, and through its compiler
+	$(RUN) -m pytest $(PARALLEL) -m 'kernels and not long' tests/algorithms tests/engine tests/train tests/examples
 
 test-megatron: $(VENV)/.installed-dev   ## Megatron-Core on a CPU: layouts against FSDP, weights and checkpoints in and out, whole runs
-	$(RUN) -m pytest $(PARALLEL) -m megatron tests/megatron
+	$(RUN) -m pytest $(PARALLEL) -m 'megatron and not long' tests/megatron
 
 test-ray: $(VENV)/.installed-dev   ## runs over several nodes: a Ray cluster on this machine, and hosts with networks and files of their own
-	$(RUN) -m pytest -m ray tests/ray
+	$(RUN) -m pytest -m 'ray and not long' tests/ray
 
 test-examples: $(VENV)/.installed-dev   ## every example of examples/README.md in short form: it runs, and it learns
-	$(RUN) -m pytest $(PARALLEL) --dist load -m examples tests/examples
+	$(RUN) -m pytest $(PARALLEL) --dist load -m 'examples and not long' tests/examples
 
 test-long: $(VENV)/.installed-dev   ## what takes too long for every change: all rows of tests of which `make test` runs some
 	$(RUN) -m pytest $(PARALLEL) -m long
@@ -51,7 +59,7 @@ test-fuzz: $(VENV)/.installed-dev   ## 100,000 malformed and half-sent requests 
 
 test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed $(ROUTER_VENV)/.installed   ## the engine contract with real SGLang servers and sglang-router, on a CPU
 	SLIME_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python SLIME_ROUTER_PYTHON=$(abspath $(ROUTER_VENV))/bin/python \
-	$(RUN) -m pytest $(PARALLEL) tests/engine_contract
+	$(RUN) -m pytest $(PARALLEL) -m 'not long' tests/engine_contract
 
 test-agents: $(VENV)/.installed-dev $(AGENTS_CLI)/npm/.installed   ## real agent programs (Claude Code, Codex) work in sandboxes for an engine that plays a script
 	$(RUN) -m pytest $(PARALLEL) --dist load -m agents tests/agents_cli

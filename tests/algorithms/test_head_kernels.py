@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.kernels
+
 PROGRAM = r"""
 import torch
 from slime.algorithms import fused_head, head_kernels, logprobs

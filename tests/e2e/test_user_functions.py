@@ -59,6 +59,7 @@ def test_rewards_that_raise_cost_their_samples_and_only_all_of_them_the_run(plac
     assert log.count('raise ValueError(f"no verdict on sample') == 1
 
 
+@pytest.mark.long
 def test_two_turns_with_a_tool_from_python(place: Path) -> None:
     (place / "notebook.py").write_text(NOTEBOOK.format(root=str(ROOT)))
     done = run([sys.executable, "notebook.py"], place)

@@ -13,6 +13,8 @@ from slime.engine.embedded.model.compiled import CompiledLayers, decoder_layers
 from slime.engine.embedded.model.runner import ModelRunner
 from tests.tiny_models import SMALL
 
+pytestmark = pytest.mark.kernels
+
 
 def make_runner(model_type: str, **own: Any) -> ModelRunner:
     torch.manual_seed(0)

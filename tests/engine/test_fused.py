@@ -132,6 +132,7 @@ def test_weights_of_one_product_are_a_view_that_updates_reach() -> None:
     assert torch.equal(whole[q + k :], before[q + k :])
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("cases", [("qwen2", "qwen3_moe"), long(("qwen3", "llama", "mistral", "long"))])
 def test_bodies_from_the_kernels_compute_what_transformers_does(cases: tuple[str, ...]) -> None:
     done = subprocess.run(
@@ -168,6 +169,7 @@ print("combine", stream[1:].unique().item(), out.unique().item())
 """
 
 
+@pytest.mark.kernels
 def test_what_layers_add_to_the_residual_stream_is_not_rounded_away() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", ADDS], env=environment, capture_output=True, text=True, timeout=240)
@@ -194,6 +196,7 @@ print(*sorted({"sympy", "transformers", "torch._dynamo"} & sys.modules.keys()))
 """
 
 
+@pytest.mark.kernels
 def test_compiling_ahead_imports_nothing_that_takes_longer_than_kernels_from_the_cache() -> None:
     command = [sys.executable, "-c", COMPILES, "qwen3-0.6B", "qwen3-30B-A3B", "qwen2.5-0.5B"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

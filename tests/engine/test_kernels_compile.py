@@ -14,6 +14,8 @@ from slime.engine.embedded.sampling.draw import KernelDraw
 from tests.gpu_compiler import compile_launches
 from tests.rows import some
 
+pytestmark = pytest.mark.kernels
+
 SMALL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024,

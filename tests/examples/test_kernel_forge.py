@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.examples.conftest import EXAMPLES, Ran, modules_of
+from tests.rows import long
 
 HERE = EXAMPLES / "kernel_forge"
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
@@ -47,7 +48,7 @@ def judged(forge: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Call
     return judge
 
 
-@pytest.mark.parametrize("problem", ["row sums of relu", "column sums of square", "product of leak"])
+@pytest.mark.parametrize("problem", ["product of leak", long("row sums of relu"), long("column sums of square")])
 def test_what_the_pupil_writes_is_right_but_for_its_mistakes(
     problem: str, forge: Callable[[str], Any], judged: Callable[..., list[Any]]
 ) -> None:

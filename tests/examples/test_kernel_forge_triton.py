@@ -22,6 +22,8 @@ from slime.agent.sandbox import SandboxError
 from slime.errors import UserError
 from tests.examples.conftest import EXAMPLES, modules_of
 
+pytestmark = pytest.mark.kernels
+
 HERE = EXAMPLES / "kernel_forge"
 pytest.importorskip("triton")
 SMALL = {"row sums": (64, 64, 2), "column sums": (64, 64, 2), "product": (24, 24, 2)}

@@ -87,6 +87,7 @@ for kind in ("qwen3", "qwen2"):
 """
 
 
+@pytest.mark.kernels
 def test_layers_multiply_rounded_rows_and_keep_the_gradients_of_exact_products() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300)

@@ -8,6 +8,8 @@ import pytest
 
 from tests.rows import long
 
+pytestmark = pytest.mark.kernels
+
 PROGRAM = r"""
 import copy, sys
 import numpy as np

@@ -16,6 +16,8 @@ from tests.gpu_compiler import compile_launches
 from tests.rows import long
 from tests.train.test_shared_prompts import make_row
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 
 from slime.config.start import check_weight_sources, find_critic_start, find_start
 from slime.train.checkpoints.saved_tensors import SavedTensors
+from tests.rows import long
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
@@ -113,7 +114,7 @@ def check_whole(config: Any, weights: list[Pair]) -> int | None:
     return number
 
 
-@pytest.mark.parametrize(("in_background", "earlier"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("in_background", "earlier"), [(True, True), long(False, False)])
 def test_a_kill_at_any_step_of_a_save_leaves_a_whole_pair(
     in_background: bool,
     earlier: bool,

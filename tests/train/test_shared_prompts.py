@@ -183,6 +183,7 @@ print("right")
 """
 
 
+@pytest.mark.kernels
 def test_the_kernels_do_what_the_cpu_does() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, env=environment, timeout=300)

@@ -8,6 +8,7 @@ import os
 import threading
 import tracemalloc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,14 @@ def test_the_collector_is_on_again_whatever_happens() -> None:
         gc.enable()
 
 
+@pytest.fixture
+def _nothing_is_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("_nothing_is_frozen")
 def test_what_was_there_before_a_run_is_not_looked_through_in_it_and_is_again_after_it() -> None:
     class Node:
         pass
