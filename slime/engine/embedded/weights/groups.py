@@ -125,7 +125,10 @@ class WeightGroups:
         for future in ended:
             future.set_exception(NotArrived(f"the group {name!r} was left before the bucket arrived"))
         if own.group is not None:
-            leave_process_group(own.group, is_busy=bool(ended))
+            held, own.group = [own.group], None
+            leave_process_group(held[0], is_busy=bool(ended))
+            # The last reference to a gloo group waits for the collectives that were begun: it is dropped aside.
+            threading.Thread(target=held.clear, name="leave", daemon=True).start()
 
     def receive(self, bucket: Announced, device: torch.device) -> Future[Tensors]:
         """The tensors of a bucket, on `device`, once they have arrived.
