@@ -12,7 +12,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) +
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE  # workers and the processes they start would compile every module again
 
-.PHONY: quickstart test test-fast test-kernels test-learning test-migration test-megatron test-ray test-examples test-long test-crash test-fuzz test-sglang test-agents test-agents-all lint format example-smollm2 benchmark clean help
+.PHONY: quickstart test test-fast test-recovery test-kernels test-learning test-migration test-megatron test-ray test-examples test-long test-crash test-fuzz test-sglang test-agents test-agents-all lint format example-smollm2 benchmark clean help
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 20
@@ -20,20 +20,23 @@ help:            ## this list
 quickstart: $(VENV)/.installed   ## train a tiny model on arithmetic, whole system, a few minutes on a CPU (ARGS="--device cuda")
 	$(RUN) examples/quickstart/run.py $(ARGS)
 
-SUITE := 'not slow and not migration and not megatron and not ray and not examples and not agents and not kernels and not long'
+SUITE := 'not slow and not migration and not megatron and not ray and not examples and not agents and not kernels and not recovery and not long'
 test: $(VENV)/.installed-dev   ## lint, and all tests but those of the next targets
 	@$(RUN) -m pytest --collect-only -qq -m $(SUITE) > /dev/null 2>&1 & \
 	$(MAKE) --no-print-directory lint; linted=$$?; wait; exit $$linted   # workers find the tests compiled
 	$(RUN) -m pytest $(PARALLEL) -m $(SUITE)
 
 test-fast: $(VENV)/.installed-dev   ## the tests that start no run, no engine and no trainer: two minutes, for the inner loop
-	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not processes and not megatron and not ray and not examples and not agents and not kernels and not long'
+	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not processes and not megatron and not ray and not examples and not agents and not kernels and not recovery and not long'
 
 test-learning: $(VENV)/.installed-dev   ## every estimator learns a little: short whole runs
 	$(RUN) -m pytest $(PARALLEL) --dist load -m 'slow and not long' tests/learning
 
 test-migration: $(VENV)/.installed-dev   ## plugins, scripts and commands that were written for upstream slime, in whole runs
 	$(RUN) -m pytest $(PARALLEL) -m 'migration and not long' tests/migration
+
+test-recovery: $(VENV)/.installed-dev   ## processes that are killed, stopped, resumed or attacked: nothing is lost, and the cause is named
+	$(RUN) -m pytest $(PARALLEL) -m 'recovery and not long' tests/e2e tests/engine tests/agent/test_fuzz.py tests/train tests/waits
 
 test-kernels: $(VENV)/.installed-dev   ## Triton's kernels in its interpreter against torch, and through its compiler
 	$(RUN) -m pytest $(PARALLEL) -m 'kernels and not long' tests/algorithms tests/engine tests/train tests/examples

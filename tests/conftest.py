@@ -37,6 +37,13 @@ PROCESSES = (
     "weights/test_real_engine.py",
 )  # fmt: skip
 """Folders and files that start runs, engines or trainers: not part of `make test-fast`."""
+RECOVERY = (
+    "agent/test_fuzz.py", "e2e/test_agents.py", "e2e/test_crashes.py", "e2e/test_elastic_run.py", "e2e/test_endings.py",
+    "e2e/test_fault_tolerance.py", "e2e/test_hangs.py", "e2e/test_journal_of_a_run.py", "e2e/test_resume.py",
+    "e2e/test_stages.py", "e2e/test_tasks.py", "engine/test_elastic.py", "engine/test_fuzz.py", "engine/test_orders.py",
+    "engine/test_supervisor.py", "train/test_killed_saves.py", "train/test_nodes.py", "waits/test_trainers.py",
+)  # fmt: skip
+"""Files whose processes are killed, stopped, resumed or attacked (`make test-recovery`)."""
 TABLE_WALKS = ("test_names.py", "test_flags.py", "test_page.py")
 """Files of `tests/migration` that only look; the others run what was written for upstream (`make test-migration`)."""
 
@@ -80,6 +87,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if path.parts[0] == "migration" and path.name not in TABLE_WALKS:
             item.add_marker("processes")
             item.add_marker("migration")
+        if path.as_posix() in RECOVERY:
+            item.add_marker("processes")
+            item.add_marker("recovery")
         if path.parts[0] == "megatron":
             item.add_marker("processes")
             item.add_marker("megatron")

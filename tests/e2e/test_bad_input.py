@@ -11,7 +11,6 @@ import pytest
 
 from slime import cli
 from tests.e2e.conftest import grpo_flags
-from tests.e2e.runs import TRAIN, Done, run, snapshot
 from tests.model_files import add_weights
 
 FLAGS = [*grpo_flags(), "--num-rollout", "1", "--output-dir", "bad"]
@@ -87,16 +86,6 @@ def test_mistakes(
     assert not Path("bad").exists()
 
 
-def test_checkpoint_of_another_model(whole_run: tuple[Path, Done], place: Path) -> None:
-    """Found out by the trainer; what the earlier run left stays as it was."""
-    before = kept_files(whole_run[0])
-    done = run([*TRAIN, *FLAGS, "--hf-checkpoint", "wider", "--load", "whole", "--output-dir", "another"], place)
-    assert (done.code, done.err.count("\n")) == (2, 1), done.err
-    assert done.err.startswith("error: --load whole/iter_0000003 holds a qwen3 model of ")
-    assert "but --hf-checkpoint wider is a qwen3 model of " in done.err
-    assert kept_files(whole_run[0]) == before
-
-
 def test_port_in_use(bad_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(bad_files)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -105,7 +94,3 @@ def test_port_in_use(bad_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     captured = capsys.readouterr()
     assert_one_sentence(code, captured.out, captured.err, f"port {port} on 127.0.0.1 is in use")
     assert not Path("bad").exists()
-
-
-def kept_files(run_dir: Path) -> dict[str, bytes]:
-    return {name: data for name, data in snapshot(run_dir).items() if not name.startswith(("logs/", ".lock"))}

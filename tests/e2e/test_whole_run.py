@@ -18,7 +18,7 @@ from slime.config import Config, parse_args
 from slime.errors import UserError
 from slime.observe.metrics import read_metrics
 from tests.e2e.conftest import eval_flags, grpo_flags
-from tests.e2e.runs import TRAIN, Done, assert_same_records, comparable, records, run, seen_samples
+from tests.e2e.runs import TRAIN, Done, assert_same_records, comparable, records, run, seen_samples, snapshot
 from tests.warm.popen import COLD
 
 TEMPERATURE = 0.9
@@ -201,3 +201,55 @@ def test_started_from_nothing_it_is_the_same_run(whole_run: tuple[Path, Done], p
     done = run([*TRAIN, *flags, "--ci-test"], place, **{COLD: "1"})
     assert done.code == 0, done.err
     assert_same_records(comparable(place / "cold"), comparable(whole_run[0]), 1e-6)
+
+
+def test_a_staleness_of_zero_is_the_synchronous_run(whole_run: tuple[Path, Done], place: Path) -> None:
+    whole, _ = whole_run
+    flags = [*grpo_flags(), *eval_flags(), "--num-rollout", "4", "--save", "zero", "--save-interval", "2"]
+    done = run([*TRAIN, *flags, "--async-mode", "full", "--max-weight-staleness", "0"], place)
+    assert (done.code, done.err) == (0, "")
+    assert_same_records(comparable(place / "zero"), comparable(whole), 1e-7)
+
+
+def test_two_and_two_train_like_one_and_one(whole_run: tuple[Path, Done], place: Path) -> None:
+    processes = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--num-rollout", "2"]
+    done = run([*TRAIN, *grpo_flags(), *processes, "--output-dir", "two"], place)
+    assert (done.code, done.err) == (0, "")
+    assert {path.name for path in (place / "two/logs").iterdir()} == {
+        *("driver.log", "engine-0.log", "engine-1.log", "trainer-0.log", "trainer-1.log")
+    }
+    ones = {s["index"]: s for s in seen_samples(whole_run[0]) if not s["evaluation"]}
+    twos = {s["index"]: s for s in seen_samples(place / "two")}
+    assert sorted(twos) == list(range(32))
+    assert all(twos[index]["tokens"] == ones[index]["tokens"] for index in twos)
+    expected = [r for r in comparable(whole_run[0]) if r["kind"] != "eval" and r["rollout_id"] < 2]
+    assert len(expected) == 6
+    assert_same_records(comparable(place / "two"), expected, 1e-5)
+
+
+def test_checkpoint_of_another_model(whole_run: tuple[Path, Done], place: Path) -> None:
+    """Found out by the trainer; what the earlier run left stays as it was."""
+    before = kept_files(whole_run[0])
+    done = run(
+        [
+            *TRAIN,
+            *grpo_flags(),
+            "--num-rollout",
+            "1",
+            "--hf-checkpoint",
+            "wider",
+            "--load",
+            "whole",
+            "--output-dir",
+            "another",
+        ],
+        place,
+    )
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert done.err.startswith("error: --load whole/iter_0000003 holds a qwen3 model of ")
+    assert "but --hf-checkpoint wider is a qwen3 model of " in done.err
+    assert kept_files(whole_run[0]) == before
+
+
+def kept_files(run_dir: Path) -> dict[str, bytes]:
+    return {name: data for name, data in snapshot(run_dir).items() if not name.startswith(("logs/", ".lock"))}

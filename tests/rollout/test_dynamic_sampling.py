@@ -444,7 +444,21 @@ def test_a_source_that_observes_sees_what_the_filter_dropped_when_the_batch_is_m
             self.seen = [(rollout_id, group[0].prompt, group[0].reward) for group in groups]
 
     answer(a="7</s>", b="77</s>", c="777</s>", d="7777</s>")
-    only = write_plugin("def f(args, samples):\n    return samples[0].prompt in 'bd'\n", "only")
+    judged, respond = tmp_path / "judged", engine.respond
+    judged.touch()
+
+    async def last(body):
+        while body["input_ids"] == engine.encode("d") and len(judged.read_text()) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return respond(body)
+
+    engine.respond = last
+    only = write_plugin(
+        "def f(args, samples):\n"
+        f"    with open({str(judged)!r}, 'a') as file:\n        file.write(samples[0].prompt)\n"
+        "    return samples[0].prompt in 'bd'\n",
+        "only",
+    )
     runtime = make_runtime(
         [engine.url],
         custom_rm_path=write_plugin(LENGTH, "length"),
