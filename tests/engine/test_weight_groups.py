@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,44 +15,55 @@ from slime.cluster.ports import free_port
 from slime.engine.embedded.refusals import NotArrived
 from slime.engine.embedded.weights import groups as module
 from slime.engine.embedded.weights.groups import Announced, Rendezvous, WeightGroups
+from tests.e2e.runs import wait_until
 from tests.engine.orders import rank_zero
 
 
 def test_leaving_waits_for_no_collective_that_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer sends nothing, and the receiving thread ends between the first broadcast and the second."""
+    """The trainer sends nothing; a broadcast begins while the group is left, and the receiving thread ends with the next."""
     port, groups, was_left = free_port(), WeightGroups(), threading.Event()
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(groups.join, Rendezvous("g", "gloo", "127.0.0.1", port, 1, 2))
         trainer = rank_zero("g", port)
         joining.result(60)
-    begun: list[Any] = []
-    broadcast, leave_group = module.dist.broadcast, module.leave_process_group
+    aborted, begun = threading.Event(), threading.Event()
+    broadcast = module.dist.broadcast
 
     def slow_broadcast(*arguments: Any, **options: Any) -> Any:
-        if begun:
+        if begun.is_set():
             assert was_left.wait(60)
             raise RuntimeError("the group is not registered")
-        begun.append(None)
-        return broadcast(*arguments, **options)
+        assert aborted.wait(60)
+        work = broadcast(*arguments, **options)
+        begun.set()
+        return work
 
-    def left(*arguments: Any, **options: Any) -> None:
-        leave_group(*arguments, **options)
+    def leave_slowly(group: Any, *, is_busy: bool) -> None:
+        assert is_busy
+        group.abort()
+        aborted.set()
+        assert begun.wait(60)
+        module.dist.destroy_process_group(group)
         was_left.set()
         [thread] = [one for one in threading.enumerate() if one.name == "load"]
         thread.join(60)  # so that nobody else has the group
 
+    known = weakref.ref(groups._groups["g"].group)
+    gc.collect()
+    gc.disable()  # a cycle would keep the group
     monkeypatch.setattr(module.dist, "broadcast", slow_broadcast)
-    monkeypatch.setattr(module, "leave_process_group", left)
+    monkeypatch.setattr(module, "leave_process_group", leave_slowly)
     bucket = Announced("g", ("a", "b"), (torch.float32,) * 2, ((4,), (4,)), 1, 1)
     arriving = groups.receive(bucket, torch.device("cpu"))
-    while not begun:
-        pass
     leaving = threading.Thread(target=groups.leave, args=("g",), daemon=True)
     leaving.start()
-    leaving.join(20)
-    is_held = leaving.is_alive()
-    del trainer  # ends what was begun
-    leaving.join(60)
-    assert not is_held
+    try:
+        leaving.join(60)
+        is_held = leaving.is_alive()
+        del trainer  # ends what was begun
+        assert not is_held
+        assert wait_until(lambda: known() is None, 60), "only a collection would end the group"
+    finally:
+        gc.enable()
     with pytest.raises(NotArrived, match="left before the bucket arrived"):
         arriving.result(1)

@@ -168,8 +168,9 @@ class WeightGroups:
             if not future.done():
                 tensors = self._arrived(group, bucket, device)
         except Exception as cause:  # noqa: BLE001 - torch has no narrower type for all that can go wrong
+            # Without the cause, whose frames have the group: the last reference to a gloo group waits for collectives
+            # that were begun, and a cycle would drop it in whichever thread collects garbage, such as the event loop.
             failure = NotArrived(f"bucket {bucket.number} of {bucket.count} did not arrive: {cause}")
-            failure.__cause__ = cause
         with self._lock:
             if future not in own.arriving:
                 return  # the group was left
