@@ -22,8 +22,10 @@ quickstart: $(VENV)/.installed   ## train a tiny model on arithmetic, whole syst
 
 SUITE := 'not slow and not migration and not megatron and not ray and not examples and not agents and not kernels and not recovery and not long'
 test: $(VENV)/.installed-dev   ## lint, and all tests but those of the next targets
-	@$(RUN) -m pytest --collect-only -qq -m $(SUITE) > /dev/null 2>&1 & \
-	$(MAKE) --no-print-directory lint; linted=$$?; wait; exit $$linted   # workers find the tests compiled
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	@echo "mypy, while the tests are compiled for the workers"
+	@$(RUN) -m pytest --collect-only -qq -m $(SUITE) > /dev/null 2>&1 & $(RUN) -m mypy; found=$$?; wait; exit $$found
 	$(RUN) -m pytest $(PARALLEL) -m $(SUITE)
 
 test-fast: $(VENV)/.installed-dev   ## the tests that start no run, no engine and no trainer: two minutes, for the inner loop
@@ -36,7 +38,7 @@ test-migration: $(VENV)/.installed-dev   ## plugins, scripts and commands that w
 	$(RUN) -m pytest $(PARALLEL) -m 'migration and not long' tests/migration
 
 test-recovery: $(VENV)/.installed-dev   ## processes that are killed, stopped, resumed or attacked: nothing is lost, and the cause is named
-	$(RUN) -m pytest $(PARALLEL) -m 'recovery and not long' tests/e2e tests/engine tests/agent/test_fuzz.py tests/train tests/waits
+	$(RUN) -m pytest $(PARALLEL) -m 'recovery and not long' tests/e2e tests/engine tests/agent tests/data tests/train tests/waits
 
 test-kernels: $(VENV)/.installed-dev   ## Triton's kernels in its interpreter against torch, and through its compiler
 	$(RUN) -m pytest $(PARALLEL) -m 'kernels and not long' tests/algorithms tests/engine tests/train tests/examples
@@ -51,7 +53,7 @@ test-examples: $(VENV)/.installed-dev   ## every example of examples/README.md i
 	$(RUN) -m pytest $(PARALLEL) --dist load -m 'examples and not long' tests/examples
 
 test-long: $(VENV)/.installed-dev   ## what takes too long for every change: all rows of tests of which `make test` runs some
-	$(RUN) -m pytest $(PARALLEL) -m long
+	SLIME_LONG=1 $(RUN) -m pytest $(PARALLEL) -m 'long or hypothesis'
 
 test-crash: $(VENV)/.installed-dev   ## twenty processes of one run are killed at random moments, in every mode (SLIME_CRASH_SEED=2 for others)
 	SLIME_CRASH_KILLS=20 $(RUN) -m pytest --cold --timeout 3000 tests/e2e/test_crashes.py

@@ -38,10 +38,12 @@ PROCESSES = (
 )  # fmt: skip
 """Folders and files that start runs, engines or trainers: not part of `make test-fast`."""
 RECOVERY = (
-    "agent/test_fuzz.py", "e2e/test_agents.py", "e2e/test_crashes.py", "e2e/test_elastic_run.py", "e2e/test_endings.py",
-    "e2e/test_fault_tolerance.py", "e2e/test_hangs.py", "e2e/test_journal_of_a_run.py", "e2e/test_resume.py",
-    "e2e/test_stages.py", "e2e/test_tasks.py", "engine/test_elastic.py", "engine/test_fuzz.py", "engine/test_orders.py",
-    "engine/test_supervisor.py", "train/test_killed_saves.py", "train/test_nodes.py", "waits/test_trainers.py",
+    "agent/sandbox/test_containment.py", "agent/test_fuzz.py", "data/test_journal_recovery.py", "e2e/test_agents.py",
+    "e2e/test_crashes.py", "e2e/test_elastic_run.py", "e2e/test_endings.py", "e2e/test_fault_tolerance.py",
+    "e2e/test_hangs.py", "e2e/test_journal_of_a_run.py", "e2e/test_live.py", "e2e/test_resume.py", "e2e/test_stages.py",
+    "e2e/test_tasks.py", "engine/test_elastic.py", "engine/test_fuzz.py", "engine/test_isolation.py",
+    "engine/test_orders.py", "engine/test_supervisor.py", "train/test_killed_saves.py", "train/test_nodes.py",
+    "waits/test_trainers.py",
 )  # fmt: skip
 """Files whose processes are killed, stopped, resumed or attacked (`make test-recovery`)."""
 TABLE_WALKS = ("test_names.py", "test_flags.py", "test_page.py")

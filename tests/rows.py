@@ -1,7 +1,8 @@
-"""Rows of parametrised tests."""
+"""Rows of parametrised tests, and numbers of examples."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -18,3 +19,8 @@ def some(names: Any, *, of: Any) -> list[Any]:
     rest = set(names) - set(of)
     assert not rest, rest
     return [name if name in names else long(name) for name in of]
+
+
+def examples(count: int) -> int:
+    """So many examples of Hypothesis in `make test-long`, and a third of them otherwise."""
+    return count if os.environ.get("SLIME_LONG") else max(5, count // 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from slime.algorithms.overlong import overlong_penalties
 from slime.algorithms.rewards import POPULATIONS, normalize_group_rewards
 from slime.algorithms.rloo import leave_one_out_rewards
+from tests.rows import examples
 
 SAMPLES = st.lists(
     st.tuples(st.floats(-5, 5), st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=1, max_size=16
@@ -51,7 +51,7 @@ def test_a_reward_is_normalised_by_the_population_it_belongs_to(samples, divide:
 REWARDS = st.one_of(st.sampled_from([0.0, 0.1, 0.8, 1.0]), st.floats(-1e9, 1e9))
 
 
-@settings(max_examples=int(os.environ.get("SLIME_EXAMPLES", "200")))
+@settings(max_examples=examples(600))
 @given(
     st.lists(st.tuples(REWARDS, st.integers(0, 2), st.integers(0, 4), st.booleans()), min_size=1, max_size=24),
     st.sampled_from(POPULATIONS),

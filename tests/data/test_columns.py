@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from slime.data.check import BadSample, Bounds, check_sample
 from slime.data.columns import Packed
 from slime.data.sample import COLUMNS, Sample
+from tests.rows import examples
 
 whole = st.lists(st.integers(-(2**70), 2**70) | st.integers(0, 200_000), max_size=20)
 floats = st.lists(st.floats() | st.floats(width=32), max_size=20)
@@ -36,7 +37,7 @@ def finished(tokens: int = 1000, *, log_prob: float = -0.5) -> Sample:
     return sample
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(values=st.fixed_dictionaries(dict.fromkeys(COLUMNS, columns)))
 def test_packing_changes_nothing_that_a_plugin_sees(values: dict[str, Any]) -> None:
     sample = Sample(index=3, **copy.deepcopy(values))

@@ -24,6 +24,7 @@ from slime.data.journal.rows import RowCodec
 from slime.data.sample import Sample
 from slime.errors import RunFailed, UserError
 from tests.data.journal_samples import finish, finished, open_journal, prompts
+from tests.rows import examples
 
 
 def rows(journal: Journal, query: str, *values: Any) -> list[tuple[Any, ...]]:
@@ -95,7 +96,7 @@ def types(value: Any) -> Any:
     return type(value), getattr(value, "dtype", None)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(sample=samples, extra=plain, is_compact=st.booleans())
 def test_a_sample_is_read_back_exactly(sample: Sample, extra: Any, is_compact: bool) -> None:
     sample.kept_by_a_plugin = extra  # type: ignore[attr-defined]
@@ -112,7 +113,7 @@ def test_a_sample_is_read_back_exactly(sample: Sample, extra: Any, is_compact: b
     assert types(back.to_dict()) == types(sample.to_dict())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(array=arrays, key=st.tuples(st.integers(), texts))
 def test_arrays_keep_type_and_shape_wherever_they_stand(array: np.ndarray, key: tuple[int, str]) -> None:
     codec = Codec()
@@ -125,7 +126,7 @@ def test_arrays_keep_type_and_shape_wherever_they_stand(array: np.ndarray, key: 
     assert types(back[key][1][1]) == types(scalar)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_a_batch_with_fan_outs_is_read_back_exactly(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

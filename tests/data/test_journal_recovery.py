@@ -29,6 +29,7 @@ from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.data.user_source import UserSource
 from slime.errors import UserError
 from tests.data.journal_samples import finish, finished, open_journal, prompts
+from tests.rows import examples
 
 
 def indices(groups: list[Any]) -> list[int]:
@@ -263,7 +264,7 @@ class Machine(RuleBasedStateMachine):
         assert all(state == "dropped" for state, _, _ in places.values())
 
 
-Machine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+Machine.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=25, deadline=None)
 TestJournalAgainstAModel = Machine.TestCase
 
 

@@ -21,6 +21,7 @@ from slime.engine.http.calls import LONG_ANSWER_BYTES
 from slime.engine.http.client import EngineClient
 from slime.engine.http.errors import EngineProtocolError
 from slime.engine.http.protocol import GenerateResult
+from tests.rows import examples
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
@@ -29,7 +30,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(value=plain)
 def test_a_body_means_what_pythons_reader_says(value: Any) -> None:
     body = json.dumps(value).encode()
@@ -72,7 +73,7 @@ def test_what_is_no_json_is_a_value_error(body: bytes) -> None:
         parse_json(body)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     payload=st.dictionaries(st.text(), plain, max_size=3),
     ids=st.none() | st.lists(st.integers() | st.integers(0, 200_000)),

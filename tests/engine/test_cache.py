@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.engine.embedded.cache import KVCache
+from tests.rows import examples
 
 
 def test_longest_prefix_is_found_to_the_token() -> None:
@@ -33,7 +34,7 @@ def test_the_last_token_is_always_computed() -> None:
     assert len(cache.reuse([5, 6, 7])) == 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 2), min_size=1, max_size=12)), max_size=60))
 def test_reference_counts_balance(actions: list[tuple[int, list[int]]]) -> None:
     capacity = 40

@@ -17,7 +17,10 @@ from tests.examples.conftest import EXAMPLES, Ran, modules_of
 from tests.rows import long
 
 HERE = EXAMPLES / "kernel_forge"
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"),
+]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slime.parsers.events import CallArguments, CallEnded, Event, IllFormed, Text, gathered
 from slime.parsers.formats import Formats, call_opening, make_parser, opens_reasoning
 from tests.parsers.writers import MARKS, WRITERS, written
+from tests.rows import examples
 
 TYPES = {"text": "string", "count": "integer", "share": "number", "yes": "boolean", "some": "array", "all": "object"}
 PROPERTIES = {name: {"type": type_} for name, type_ in TYPES.items()}
@@ -61,7 +62,7 @@ def called(events: list[Event]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data(), thought=st.none() | plain, before=plain, cuts=st.lists(st.integers(0), max_size=40))
 def test_what_is_written_is_read(
     name: str, data: st.DataObject, thought: str | None, before: str, cuts: list[int]
@@ -102,7 +103,7 @@ def broken(draw: st.DrawFn, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(data=st.data(), thinking=st.booleans(), cuts=st.lists(st.integers(0), max_size=40))
 def test_nothing_is_lost_of_what_cannot_be_read(
     name: str, data: st.DataObject, thinking: bool, cuts: list[int]
@@ -119,7 +120,7 @@ def test_nothing_is_lost_of_what_cannot_be_read(
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data(), end=st.integers(1, 40))
 def test_a_call_that_breaks_off_becomes_text(name: str, data: st.DataObject, end: int) -> None:
     made = data.draw(calls(name))

@@ -22,6 +22,7 @@ from slime.train.samples.plugin_batch import batch_for_plugins
 from slime.train.samples.rollout_data import make_rollout_data
 from slime.train.topology import Ranks
 from tests.peers import together
+from tests.rows import long
 from tests.train.test_packed import LENGTHS, packed_policy, sequences
 from tests.train.tiny_training import CONFIGS, make_samples
 
@@ -91,7 +92,7 @@ def compare_policies(ranks: Ranks, recompute: bool) -> None:
         expect_same_gradients(ranks, shared, alone)
 
 
-@pytest.mark.parametrize(("count", "recompute"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("count", "recompute"), [(4, True), long(2, False)])
 def test_policies_of_every_kind(count, recompute, tmp_path) -> None:
     together(count, compare_policies, recompute, folder=tmp_path)
 

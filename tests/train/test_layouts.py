@@ -91,8 +91,8 @@ def one_process(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) 
     "layout",
     some(
         [
-            "4, by tokens", "ppo, 2 copies of 2", "moe, 2 copies of 2, recomputed", "lora, 3, one without rows",
-            "2 contexts, by tokens", "moe, a context on 4 copies", "custom loss, 2 of a context",
+            "ppo, 2 copies of 2", "moe, 2 copies of 2, recomputed", "lora, 3, one without rows",
+            "2 contexts, by tokens", "custom loss, 2 of a context",
         ],
         of=LAYOUTS,
     ),

@@ -55,7 +55,7 @@ def samples() -> list[list[Sample]]:
     [
         ({"model_type": "qwen3"}, {}),
         long({"model_type": "llama", "tie_word_embeddings": True}, {"num_steps_per_rollout": 2}),
-        ({"model_type": "qwen3"}, {"recompute_activations": True, "use_kl_loss": True}),
+        long({"model_type": "qwen3"}, {"recompute_activations": True, "use_kl_loss": True}),
         ({"model_type": "qwen3"}, {"fsdp_cpu_offload": True}),
         long({"model_type": "qwen3"}, {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
         long({"model_type": "qwen3"}, {"lora_rank": 8, "use_kl_loss": True}),

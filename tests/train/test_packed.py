@@ -21,6 +21,7 @@ from slime.train.backends.fsdp.attention import ATTENTION_NAME, attach_context, 
 from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.samples.packing import PackedLayout, pack
 from slime.train.topology import Ranks
+from tests.rows import long
 from tests.train.tiny_training import CONFIGS, SPARSE_CONFIGS, WINDOWED_CONFIGS, build_model
 
 IMPORTED = """
@@ -228,7 +229,7 @@ def test_head_facts_reproduce_the_models_own_logits(kind) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("device", "is_imported"), [("cuda", True), ("cpu", False)])
+@pytest.mark.parametrize(("device", "is_imported"), [("cuda", True), long("cpu", False)])
 def test_what_unequal_lengths_take_is_imported_at_the_start(device: str, is_imported: bool) -> None:
     """On a GPU; else it would be two seconds of the first such step, and on a CPU two seconds for nothing."""
     done = subprocess.run([sys.executable, "-c", IMPORTED, device], capture_output=True, text=True, check=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from slime.agent.server.dialects import DIALECTS, Dialect, Problem
 from tests.agent.dialects.bodies import CLAUDE_CODE, CODEX, MINI, OPENCODE, QWEN_CODE
+from tests.rows import examples
 
 CHAT, RESPONSES, MESSAGES = DIALECTS
 BODIES: list[tuple[Dialect, dict[str, Any]]] = [
@@ -86,7 +87,7 @@ def check(dialect: Dialect, body: Any) -> None:
 
 
 @pytest.mark.parametrize(("dialect", "body"), BODIES, ids=["opencode", "qwen", "mini", "codex", "claude"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_any_value_at_any_place(dialect: Dialect, body: dict[str, Any], data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 3))):
@@ -96,7 +97,7 @@ def test_any_value_at_any_place(dialect: Dialect, body: dict[str, Any], data: st
     check(dialect, body)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(VALUES)
 def test_any_body(body: Any) -> None:
     for dialect in DIALECTS:

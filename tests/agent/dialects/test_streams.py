@@ -17,6 +17,7 @@ from slime.agent.messages import Message, ToolCall
 from slime.agent.server.dialects import DIALECTS, Asked, Dialect, Finished, Kind, Problem, TokenLogProb, Usage
 from slime.parsers.events import CallArguments, CallBegun, CallEnded, Event, IllFormed, Reasoning, Text, gathered
 from tests.agent.dialects.bodies import CODEX, SHELL
+from tests.rows import examples
 
 CHAT, RESPONSES, MESSAGES = DIALECTS
 USAGE = Usage(prompt=120, cached=100, completion=33, reasoning=5)
@@ -281,7 +282,7 @@ def answers(draw: Any) -> list[Event]:
     return events
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(answers())
 def test_a_stream_tells_what_the_whole_tells(events: list[Event]) -> None:
     output = gathered(events)
