@@ -41,7 +41,7 @@ test-recovery: $(VENV)/.installed-dev   ## processes that are killed, stopped, r
 	$(RUN) -m pytest $(PARALLEL) -m 'recovery and not long' tests/e2e tests/engine tests/agent tests/data tests/train tests/waits
 
 test-kernels: $(VENV)/.installed-dev   ## Triton's kernels in its interpreter against torch, and through its compiler
-	$(RUN) -m pytest $(PARALLEL) -m 'kernels and not long' tests/algorithms tests/engine tests/train tests/examples
+	$(RUN) -m pytest $(PARALLEL) -m 'kernels and not examples and not long' tests/algorithms tests/engine tests/train tests/examples
 
 test-megatron: $(VENV)/.installed-dev   ## Megatron-Core on a CPU: layouts against FSDP, weights and checkpoints in and out, whole runs
 	$(RUN) -m pytest $(PARALLEL) -m 'megatron and not long' tests/megatron
@@ -64,7 +64,7 @@ test-fuzz: $(VENV)/.installed-dev   ## 100,000 malformed and half-sent requests 
 
 test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed $(ROUTER_VENV)/.installed   ## the engine contract with real SGLang servers and sglang-router, on a CPU
 	SLIME_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python SLIME_ROUTER_PYTHON=$(abspath $(ROUTER_VENV))/bin/python \
-	$(RUN) -m pytest $(PARALLEL) -m 'not long' tests/engine_contract
+	$(RUN) -m pytest -m 'not long' tests/engine_contract   # one process, one server of each kind
 
 test-agents: $(VENV)/.installed-dev $(AGENTS_CLI)/npm/.installed   ## real agent programs (Claude Code, Codex) work in sandboxes for an engine that plays a script
 	$(RUN) -m pytest $(PARALLEL) --dist load -m agents tests/agents_cli

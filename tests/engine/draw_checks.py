@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -113,7 +114,7 @@ def hard_cuts() -> Iterator[str]:
         {"top_k": 40, "min_p": 1.0},
         {"top_k": 4000, "top_p": 0.5, "temperature": 1e-3},
     ]
-    yield from faults(40, 16, rows, asked, seed=6)
+    yield from faults(40, 16, rows, asked if os.environ.get("SLIME_LONG") else asked[1::2], seed=6)
 
 
 def full_brackets() -> Iterator[str]:

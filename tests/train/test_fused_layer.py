@@ -132,6 +132,6 @@ def test_values_and_gradients_are_those_of_the_layers_they_replace(kinds: list[s
     run(kinds)
 
 
-@pytest.mark.parametrize("kind", ["qwen2:q_proj:v_proj:up_proj:down_proj", long("qwen3:all-linear")])
+@pytest.mark.parametrize("kind", [long("qwen2:q_proj:v_proj:up_proj:down_proj"), long("qwen3:all-linear")])
 def test_so_they_are_with_adapters_at_all_matrices_or_some(kind: str) -> None:
     run([kind])
