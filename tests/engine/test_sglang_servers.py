@@ -64,8 +64,8 @@ def options(argv: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for word in argv:
         if word.startswith("--"):
-            last = word[2:]
-            found[last] = ""
+            last, _, value = word[2:].partition("=")
+            found[last] = value
         else:
             found[last] = f"{found[last]} {word}".strip()
     return found
@@ -130,6 +130,15 @@ def test_the_command_line_of_a_server(model: str, tmp_path: Path) -> None:
         "enable-metrics": "", "cuda-graph-bs": "1 2",
     }  # fmt: skip
     assert told[0]["env"]["SGLANG_USE_CPU_ENGINE"] == "1"
+
+
+def test_keys_and_values_may_begin_with_a_dash(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "-key-of-mine")
+    config = config_for(model, carried={"sglang_context_length": "-9"}, rollout_router="sglang")
+    with Engines(config, device="cpu", run_dir=tmp_path) as engines:
+        server, router = (options(report(tmp_path, name)["argv"]) for name in ("engine-0", "router"))
+        assert (server["api-key"], server["context-length"]) == ("-key-of-mine", "-9")
+        assert router["api-key"] == engines.key == "-key-of-mine"
 
 
 def test_servers_get_their_gpus_and_parallel_sizes(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def write_flags(flags: Mapping[str, Any], installed: Installed) -> list[str]:
         elif isinstance(value, list | tuple):
             words += [f"--{name}", *(_word(item) for item in value)]
         elif value is not None:
-            words += [f"--{name}", _word(value)]
+            words += [f"--{name}={_word(value)}"]  # in one word: a value may begin with a dash
     return words
 
 
@@ -117,7 +117,7 @@ def _word(value: Any) -> str:
 _WITH_KEY = (
     "import os, runpy, stat, sys; "
     "[os.fchmod(log, 0o600) for log in (1, 2) if stat.S_ISREG(os.fstat(log).st_mode)]; "
-    f"sys.argv = [*sys.argv[1:], '--api-key', os.environ.pop('{KEY_VARIABLE}')]; "
+    f"sys.argv = [*sys.argv[1:], '--api-key=' + os.environ.pop('{KEY_VARIABLE}')]; "
     "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
 
