@@ -2,7 +2,8 @@
 
 The whole run goes on until at least 85 % of held-out tasks end well (its README has the figures); what is asked for
 here, after a shorter warm-up and a few steps, is that the sampled attempts at training tasks end well clearly more often
-than at first, and more of the held-out tasks, answered greedily, than before.
+than at first, and more of the held-out tasks, answered greedily, than before. `make test-examples` has the same way of
+learning in examples/fully_async, so this is part of `make test-long`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WARM_UP_STEPS = 180
