@@ -80,6 +80,7 @@ def test_a_number_is_one_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.examples
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_partial_rollouts_learn_from_answers_that_several_weights_sampled(run_example: Callable[..., Ran]) -> None:
     ran = run_example("april/run.py", "--warm-up-steps", "70", "--steps", "14", "--modes", "partial")

@@ -282,6 +282,7 @@ def test_the_same_seed_shows_the_same_work(forge: Callable[[str], Any]) -> None:
     assert all(len(row["messages"]) == 2 for row in shown[0])
 
 
+@pytest.mark.long
 @pytest.mark.examples
 def test_it_learns_to_write_kernels_that_are_right_and_fast(run_example: Callable[..., Ran]) -> None:
     ran = run_example("kernel_forge/run.py", "--seed", "1")

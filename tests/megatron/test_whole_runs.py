@@ -10,6 +10,7 @@ import pytest
 
 import slime
 from tests.learning.test_learning import share_of_low_tokens
+from tests.rows import some
 from tests.tiny_models import make_model_folder
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
@@ -28,7 +29,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 ROLLOUTS = 14
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", some(["experts, ep2"], of=RUNS))
 def test_the_reward_rises(name: str, tmp_path: Path) -> None:
     model_type, shape, flags = RUNS[name]
     folder = make_model_folder(tmp_path / "model", model_type, initializer_range=0.02, **shape)
