@@ -49,7 +49,7 @@ test-megatron: $(VENV)/.installed-dev   ## Megatron-Core on a CPU: layouts again
 test-ray: $(VENV)/.installed-dev   ## runs over several nodes: a Ray cluster on this machine, and hosts with networks and files of their own
 	$(RUN) -m pytest -m 'ray and not long' tests/ray
 
-test-examples: $(VENV)/.installed-dev   ## every example of examples/README.md in short form: it runs, and it learns
+test-examples: $(VENV)/.installed-dev   ## examples of examples/README.md in short form: they run, and they learn (the others: make test-long)
 	$(RUN) -m pytest $(PARALLEL) --dist load -m 'examples and not long' tests/examples
 
 test-long: $(VENV)/.installed-dev   ## what takes too long for every change: all rows of tests of which `make test` runs some

@@ -114,7 +114,7 @@ WITHIN_OTHERS = {
     "moe tp2 sp ep2 dp2", "glm ep2", "sinks ep2", "followed tp2", "custom loss tp2 sp", "ppo pp2", "own experts pp2",
     "latent pp2", "frozen dp2, copies", "engine's experts cp2 ep2",
 }  # fmt: skip
-"""Layouts whose dimensions a larger layout has too, and trainings that another layout has."""
+"""Layouts covered by larger layouts, or whose training another layout covers: part of `make test-long`."""
 
 
 @pytest.fixture(scope="module")
