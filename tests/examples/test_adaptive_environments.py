@@ -126,6 +126,7 @@ def test_a_state_goes_on_with_the_same_problems(source: Any, tmp_path: Path, mon
 
 
 @pytest.mark.examples
+@pytest.mark.long
 def test_levels_rise(run_example: Callable[..., Ran]) -> None:
     ran = run_example("adaptive_environments/run.py", "--warm-up-steps", "160", "--steps", "13", "--seed", "3")
     history = json.loads((ran.folder / "difficulty.json").read_text())

@@ -109,6 +109,7 @@ def test_the_exit_code_is_about_both_placements_and_their_agreement(
 
 
 @pytest.mark.examples
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_student_learns_from_its_teacher_alone_in_both_placements(
     run_example: Callable[..., Ran], module: Callable[[str], ModuleType]

@@ -69,6 +69,7 @@ def test_the_files_fit_together(tasks: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.examples
+@pytest.mark.long
 def test_it_learns_all_three(run_example: Callable[..., Ran]) -> None:
     ran = run_example("multi_task/run.py", "--warm-up-steps", "120", "--steps", "10", "--seed", "3")
     rises = {task: scores[-1] - scores[0] for task in TASKS for scores in [ran.series(f"eval/{task}")]}
