@@ -50,6 +50,15 @@ class Moves:
         self.names = names  # (old module, name) -> new name
         self.notes: list[str] = []
 
+    @property
+    def renamed_in(self) -> set[str]:
+        return {module for module, _ in self.names}
+
+    def words(self) -> set[str]:
+        """Words of which a text has at least one if a move or a new name concerns it."""
+        found = {module.rpartition(".")[2] for module in self.modules}
+        return found | {Path(old).stem for old in self.paths} | {name.split(".")[-1] for _, name in self.names}
+
     def module(self, name: str) -> str:
         return self.modules.get(name, name)
 
@@ -71,8 +80,18 @@ class Source:
         return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
 
 
+BOUND: dict[ast.AST, set[str]] = {}
+
+
 def bound_in(function: ast.AST) -> set[str]:
     """Names that a function binds itself: parameters, targets, imports and inner definitions."""
+    if function in BOUND:
+        return BOUND[function]
+    BOUND[function] = found_in = _bound_in(function)
+    return found_in
+
+
+def _bound_in(function: ast.AST) -> set[str]:
     found: set[str] = set()
     declared: set[str] = set()
     arguments = getattr(function, "args", None)
@@ -303,7 +322,7 @@ def rewrite_python(path: str, text: str, moves: Moves, known: set[str]) -> str:
                         lines[package].append(last)
                         edits += rename_uses(source, alias.name, last, below)
                     old_use = alias.name
-                for use, parents in uses(source, old_use, below):  # names renamed inside that module
+                for use, parents in uses(source, old_use, below) if inner in moves.renamed_in else ():
                     parent = parents[-1] if parents else None
                     if isinstance(parent, ast.Attribute) and (inner, parent.attr) in moves.names:
                         _, stop = attribute_span(source, use, parent, parents)
@@ -341,6 +360,8 @@ def rewrite_python(path: str, text: str, moves: Moves, known: set[str]) -> str:
     for (owner, name), new in moves.names.items():
         if "." in name:
             method = name.split(".")[1]
+            if method not in text:
+                continue
             for node in ast.walk(source.tree):
                 if isinstance(node, ast.Attribute) and node.attr == method:
                     stop = source.span(node)[1]
@@ -579,12 +600,15 @@ def main() -> int:
             collisions(olds, moves)
     files = tracked()
     known = {dotted(name) for name in files if name.endswith(".py")}
+    words = moves.words()
     after: dict[str, str] = {}
     for name in files:
         if name in {"tools/move_modules.py"}:
             continue
         text = (ROOT / name).read_text()
-        if name.endswith(".py"):
+        if name not in moves.paths and words.isdisjoint(re.findall(r"\w+", text)):
+            after[name] = text
+        elif name.endswith(".py"):
             after[name] = rewrite_python(name, text, moves, known)
         else:
             after[name] = apply(text, list(text_edits(text, moves)), name)
