@@ -4,9 +4,8 @@
 
 A row of MOVES.tsv is `new <tab> old, old, ...`: paths of Python files from the repository root. Several old files are
 merged into the new one: imports first, then the bodies in the order of their imports. A row of NAMES.tsv is
-`path:name <tab> new name`, with the path as it is before the move; `path:Class.method` renames a method wherever an
-attribute has that name, and is for names that occur once. A file that moves
-to a folder `compat/` keeps its dotted name.
+`path:name <tab> new name`, with the path as it is before the move; `path:Class.method` renames the method in every class
+that defines it and wherever an attribute has that name. A file that moves to a folder `compat/` keeps its dotted name.
 
 References are rewritten in every text file that git tracks: import statements, uses of imported modules, dotted paths
 and file paths in strings and documents. Names that two merged files define are made distinct and printed.
@@ -58,6 +57,9 @@ class Moves:
         """Words of which a text has at least one if a move or a new name concerns it."""
         found = {module.rpartition(".")[2] for module in self.modules}
         return found | {Path(old).stem for old in self.paths} | {name.split(".")[-1] for _, name in self.names}
+
+    def methods(self) -> dict[str, str]:
+        return {name.split(".")[1]: new for (_, name), new in self.names.items() if "." in name}
 
     def module(self, name: str) -> str:
         return self.modules.get(name, name)
@@ -357,20 +359,16 @@ def rewrite_python(path: str, text: str, moves: Moves, known: set[str]) -> str:
             if chain and (chain.rpartition(".")[0], node.attr) in moves.names and chain.startswith("slime."):
                 stop = source.span(node)[1]
                 edits.append((stop - len(node.attr), stop, moves.names[chain.rpartition(".")[0], node.attr]))
-    for (owner, name), new in moves.names.items():
-        if "." in name:
-            method = name.split(".")[1]
-            if method not in text:
-                continue
-            for node in ast.walk(source.tree):
-                if isinstance(node, ast.Attribute) and node.attr == method:
-                    stop = source.span(node)[1]
-                    if source.text[stop - len(method) : stop] == method:
-                        edits.append((stop - len(method), stop, new))
-                elif (
-                    isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == method and owner == module
-                ):
-                    edits.append((*name_of_definition(source, node, method), new))
+    methods = {method: new for method, new in moves.methods().items() if method in text}
+    for node in ast.walk(source.tree) if methods else ():
+        if isinstance(node, ast.Attribute) and node.attr in methods:
+            stop = source.span(node)[1]
+            if source.text[stop - len(node.attr) : stop] == node.attr:
+                edits.append((stop - len(node.attr), stop, methods[node.attr]))
+        elif isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and inner.name in methods:
+                    edits.append((*name_of_definition(source, inner, inner.name), methods[inner.name]))
     ranges = sorted(covered)
     edits += [
         (start, end, new) for start, end, new in text_edits(text, moves) if not any(a <= start < b for a, b in ranges)
