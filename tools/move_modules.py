@@ -4,8 +4,9 @@
 
 A row of MOVES.tsv is `new <tab> old, old, ...`: paths of Python files from the repository root. Several old files are
 merged into the new one: imports first, then the bodies in the order of their imports. A row of NAMES.tsv is
-`path:name <tab> new name`, with the path as it is before the move; `path:Class.method` renames the method in every class
-that defines it and wherever an attribute has that name. A file that moves to a folder `compat/` keeps its dotted name.
+`path:name <tab> new name`, with the path as it is before the move; `path:Class.method` renames the method in every
+class that defines it and wherever an attribute has that name. A file that moves to a folder `compat/` keeps its dotted
+name.
 
 References are rewritten in every text file that git tracks: import statements, uses of imported modules, dotted paths
 and file paths in strings and documents. Names that two merged files define are made distinct and printed.
