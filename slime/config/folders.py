@@ -2,7 +2,7 @@
 
 Nothing is written into a model folder that is read. A folder that is replaced as a whole (`--save-hf`, the local copy
 for deltas) takes nothing along that no run wrote. What is there already under a name that the run will write carries
-the mark of a run (`slime.owned`). Writing is tried, with a file that is removed again: permissions alone say nothing
+the mark of a run (`slime.storage.files`). Writing is tried, with a file that is removed again: permissions alone say nothing
 about read-only mounts, full disks and root.
 """
 
@@ -21,7 +21,7 @@ from slime.config.megatron_folder import LATEST
 from slime.config.rollout_paths import RolloutPath
 from slime.config.train_datasets import all_datasets
 from slime.errors import UserError
-from slime.owned import is_checkpoint, is_dump, is_marked, not_from_a_run
+from slime.storage.files import is_checkpoint, is_dump, is_marked, not_from_a_run
 
 LOCAL_FILES = ".weight_sync/files.json"
 """Says which files of a folder are a local copy that deltas are applied to."""

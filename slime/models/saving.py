@@ -16,10 +16,8 @@ from typing import Any
 import torch
 
 from slime.models.delta.folder import safetensors_entries
-from slime.models.files import fsync_path
 from slime.models.shards import NamedTensors, ShardWriter, iter_named, write_index
-from slime.models.taken import refuse_to_replace
-from slime.owned import MANIFEST, mark_written
+from slime.storage.files import MANIFEST, fsync_path, mark_written, refuse_to_replace
 
 MAX_SHARD_BYTES = 5 * 1000**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from slime.models.files import fsync_path
+from slime.storage.files import fsync_path
 
 NOTES = "notes"
 """In the header of a file: what was noted of its tensors, as JSON."""

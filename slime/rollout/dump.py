@@ -23,10 +23,10 @@ from slime.config import Config
 from slime.data.jsonable import sample_from_json, sample_to_json, to_json
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.owned import is_dump
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.report.completions import evaluated_samples
 from slime.rollout.types import Group, Produced, RolloutFnTrainOutput, leaves
+from slime.storage.files import is_dump
 
 FORMAT = "slime-rollout"
 VERSION = 1

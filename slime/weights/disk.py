@@ -16,7 +16,7 @@ from pathlib import Path
 
 from slime.engine.http.client import EngineClient
 from slime.models.delta.folder import INDEX_NAME, safetensors_entries
-from slime.owned import is_marked, mark_written
+from slime.storage.files import is_marked, mark_written
 from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}

@@ -19,8 +19,7 @@ from pathlib import Path
 from slime.config.folders import LOCAL_FILES
 from slime.errors import RunFailed
 from slime.models.delta.folder import BadDelta, read_index
-from slime.models.files import fsync_path
-from slime.owned import MANIFEST
+from slime.storage.files import MANIFEST, fsync_path
 
 _FILES = LOCAL_FILES
 _SYNC = Path(LOCAL_FILES).parts[0]

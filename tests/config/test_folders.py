@@ -14,7 +14,7 @@ from slime.config import Config, resolve
 from slime.config.rollout_paths import RolloutPath
 from slime.config.start import LATEST
 from slime.errors import UserError
-from slime.owned import mark_written
+from slime.storage.files import mark_written
 from tests.model_files import add_weights
 from tests.small_disk import small_disk
 

@@ -11,7 +11,7 @@ import torch
 from slime.config import Config
 from slime.config.start import LATEST, Start, check_checkpoint, find_reference, find_start
 from slime.errors import UserError
-from slime.owned import is_checkpoint
+from slime.storage.files import is_checkpoint
 from slime.train.checkpoints.draft import _remove_old
 from slime.train.checkpoints.parts import Part, write_parts
 

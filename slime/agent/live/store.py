@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.agent.session.row_file import RowFile, RowKind
 from slime.data.journal.codec import Codec
+from slime.storage.sqlite_table import RowFile, RowKind
 
 logger = logging.getLogger(__name__)
 

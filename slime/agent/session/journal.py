@@ -20,11 +20,11 @@ from typing import Any
 
 from slime.agent.session.limits import Limits
 from slime.agent.session.records import BadRecord
-from slime.agent.session.row_file import RowFile, RowKind
 from slime.agent.session.session import Session, Template
 from slime.data.journal.codec import Codec
-from slime.data.journal.commits import Change
 from slime.data.sample import Sample
+from slime.storage.group_commit import Change
+from slime.storage.sqlite_table import RowFile, RowKind
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.data.journal.commits import Change, Commits
 from slime.data.journal.database import Database
 from slime.data.journal.keeping import (
     Content,
@@ -50,6 +49,7 @@ from slime.data.jsonable import from_json, to_json
 from slime.data.sample import Sample
 from slime.data.source import Group
 from slime.errors import UserError
+from slime.storage.group_commit import Change, Commits
 
 logger = logging.getLogger(__name__)
 

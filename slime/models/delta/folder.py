@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from slime.models.files import fsync_path
+from slime.storage.files import fsync_path
 
 INDEX_NAME = "model.safetensors.index.json"
 COMPRESSION = "zstd"

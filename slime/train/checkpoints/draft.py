@@ -29,10 +29,8 @@ from safetensors.torch import save_file
 
 from slime.config.megatron_folder import LATEST
 from slime.data.state_file import state_path
-from slime.models.files import fsync_path
 from slime.models.saving import replace_folder
-from slime.models.taken import FolderTaken
-from slime.owned import is_checkpoint
+from slime.storage.files import FolderTaken, fsync_path, is_checkpoint
 from slime.train.checkpoints.not_written import agreed
 from slime.train.checkpoints.parts import Part, write_parts
 from slime.train.checkpoints.under_way import LEFT_BEHIND, staging_folder, staging_folders

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from safetensors import SafetensorError
 
 from slime.errors import RunFailed
-from slime.models.taken import FolderTaken
+from slime.storage.files import FolderTaken
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.data.state_file import write_durably
 from slime.errors import UserError
-from slime.owned import is_dump
+from slime.storage.files import is_dump
 
 if TYPE_CHECKING:
     from slime.train.samples.rollout_data import RolloutData

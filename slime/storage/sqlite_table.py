@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.data.journal import JournalFailed
-from slime.data.journal.commits import Commits
+from slime.storage.group_commit import Commits
 
 logger = logging.getLogger(__name__)
 

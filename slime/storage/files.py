@@ -11,11 +11,14 @@ or holds anything that was put there later.
 from __future__ import annotations
 
 import json
+import os
 import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from slime.errors import UserError
 
 MANIFEST = ".slime-written.json"
 DUMP_FORMATS = ("slime-rollout", "slime-train-dump")
@@ -98,3 +101,31 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 def _size(path: Path) -> int:
     """Of a plain file; -1 for what is none."""
     return path.stat().st_size if path.is_file() and not path.is_symlink() else -1
+
+
+# Paths at which a folder cannot be saved, because something is there that no run put there.
+
+
+class FolderTaken(UserError):
+    """There is something at the path of a folder to be saved that no run put there."""
+
+
+def refuse_to_replace(target: Path) -> None:
+    """Raise for a path with anything else than what a run saved there."""
+    if target.exists() and not target.is_dir():
+        raise FolderTaken(f"{target} is a file: choose another path for the saved model")
+    stranger = not_from_a_run(target)
+    if stranger is not None:
+        raise FolderTaken(f"{target} has {stranger}, which no run saved there: choose another path for the saved model")
+
+
+# Files that must outlive a power cut.
+
+
+def fsync_path(path: Path) -> None:
+    """Return when the file, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
