@@ -8,7 +8,7 @@ from slime.cli import main
 
 def train(args: Any) -> Any:
     """A whole run with the flags of `args`."""
-    from slime.driver import train as run
+    from slime.driver.loop import train as run
 
     return run(args)
 

@@ -28,7 +28,7 @@ from rich.table import Table
 from workload import engine, make_model
 
 from slime.config import Config
-from slime.driver import train
+from slime.driver.loop import train
 
 TAIL_SHARE, TAIL_FACTOR = 0.06, 10
 MODES: dict[str, dict[str, Any]] = {

@@ -32,7 +32,7 @@ from rich.table import Table
 from workload import make_model
 
 from slime.config import Config, parse_flags
-from slime.driver import train
+from slime.driver.loop import train
 from slime.models.loading import load_config
 from slime.train.flops import FlopsModel
 

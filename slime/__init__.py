@@ -17,7 +17,7 @@ __all__ = ["__version__", "run"]
 def __getattr__(name: str) -> Any:
     if name != "run":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from slime.keywords import run
+    from slime.driver.keywords import run
 
     globals()["run"] = run  # its signature is made from the flags, whose import takes a while
     return run

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
 
-from slime.result import TrainingResult
+from slime.driver.inputs import TrainingResult
 
 __version__: str
 

@@ -116,22 +116,22 @@ def _eval(words: Sequence[str]) -> int:
 
 def _run(config: Config) -> int:
     if config.dry_run:
-        from slime.plan import make_plan
-        from slime.plan_cluster import planned_machines
+        from slime.driver.plan.plan import make_plan
+        from slime.driver.plan.schedule import planned_machines
 
         found = planned_machines(config)
         print(make_plan(config, device=found.device, gpu_count=found.gpus, nodes=found.nodes).render(), end="")
         return EXIT_OK
     if config.progress != "none":  # importing what a run needs takes seconds
         print(f"checking the model and the prompts; the run's files go to {config.output_dir}", flush=True)
-    from slime.driver import train
+    from slime.driver.loop import train
 
     train(config)
     return EXIT_OK
 
 
 def _stages(words: Sequence[str]) -> int:
-    from slime.stages import read_stages
+    from slime.driver.stages import read_stages
 
     if not words or words[0].startswith("-"):
         raise UserError("slime stages needs the config file first: slime stages FILE [FLAGS of slime train]")
@@ -173,7 +173,7 @@ def _samples(words: Sequence[str]) -> int:
 
 
 def _convert(words: Sequence[str]) -> int:
-    from slime.convert import convert_command
+    from slime.driver.convert import convert_command
 
     return convert_command(words)
 
@@ -191,7 +191,7 @@ def _flags(words: Sequence[str]) -> int:
         print(format_markdown(), end="")
         return EXIT_OK
     if list(words) == ["--stub"]:
-        from slime.keywords import format_stub
+        from slime.driver.keywords import format_stub
 
         print(format_stub(), end="")
         return EXIT_OK

@@ -111,7 +111,7 @@ def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_the_first_line_comes_before_the_driver_is_imported(
     command_line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "slime.driver", None)  # importing it raises
+    monkeypatch.setitem(sys.modules, "slime.driver.loop", None)  # importing it raises
     with pytest.raises(ImportError):
         cli.main(["train", *command_line])
     line = f"checking the model and the prompts; the run's files go to {tmp_path / 'out'}\n"
@@ -129,7 +129,7 @@ def test_nothing_but_a_real_run_imports_torch(command_line: list[str]) -> None:
         "assert cli.main(['train', '--lrr', '1']) == 2\n"
         "assert cli.main(['flags', '--markdown']) == 0\n"
         "assert cli.main(['flags', 'batch']) == 0\n"
-        "import slime.driver\n"  # starts what imports torch first, and does without it as long as it can
+        "import slime.driver.loop\n"  # starts what imports torch first, and does without it as long as it can
         "heavy = {'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if 'torch' in heavy or 'transformers' in heavy else 0)\n"
     )

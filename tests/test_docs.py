@@ -22,9 +22,9 @@ from slime.config.not_yet import REFUSED
 from slime.config.parser import parse_args
 from slime.config.plugin_checks import check_plugins
 from slime.data.sample import Sample
+from slime.driver.plan.plan import make_plan
 from slime.engine.embedded.options import parse_options
 from slime.engine.fleet.serve import wants_fleet
-from slime.plan import make_plan
 from slime.plugins import CONTRACTS
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.train.samples.batch import batch_metrics, make_train_batch

@@ -10,8 +10,8 @@ import pytest
 
 import slime
 from slime.data.sample import Sample
+from slime.driver.inputs import TrainingResult
 from slime.plugins import load_function
-from slime.result import TrainingResult
 
 FILE = Path(__file__).resolve().parents[1] / "examples/smollm2/word_problems.py"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slime.config import Config
+from slime.driver.inputs import finished_before
 from slime.errors import UserError
-from slime.result import finished_before
 
 RECORDS = [
     {"kind": "rollout", "step": 0, "rollout_id": 0, "rollout/raw_reward": 0.25},

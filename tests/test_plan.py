@@ -10,11 +10,11 @@ import slime
 from slime import cli
 from slime.cluster import precision
 from slime.config import Config, resolve
+from slime.driver.plan.memory import engine_memory, trainer_memory
+from slime.driver.plan.plan import choose_rollout_backend, make_plan
+from slime.driver.plan.schedule import planned_machines
 from slime.errors import UserError
 from slime.models.shape import ModelShape
-from slime.plan import choose_rollout_backend, make_plan
-from slime.plan_cluster import planned_machines
-from slime.plan_memory import engine_memory, trainer_memory
 from tests.model_files import add_weights
 
 # Qwen3-0.6B, whose published size is 0.6 B parameters (596,049,920)
@@ -389,14 +389,14 @@ def test_sampling_from_a_part_of_the_vocabulary_is_noted(
 def test_without_save_the_models_of_save_hf_are_all_that_is_kept(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.plan.available_memory", lambda: 2**40)  # a full machine would be noted too
+    monkeypatch.setattr("slime.driver.plan.plan.available_memory", lambda: 2**40)  # a full machine would be noted too
     kept = resolve(Config(**(flags | {"save": None, "save_hf": "hf/{rollout_id}"})))
     (note,) = make_plan(kept, device="cpu", gpu_count=0).notes
     assert note.startswith("no --save: only the models of --save-hf hf/{rollout_id} are kept")
 
 
 def test_too_little_memory_is_noted(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.plan.available_memory", lambda: 2**30)
+    monkeypatch.setattr("slime.driver.plan.plan.available_memory", lambda: 2**30)
     notes = make_plan(resolve(Config(**flags)), device="cpu", gpu_count=0).notes
     assert any("more than the 1.00 GiB there are: with --recompute-activations" in note for note in notes)
 

@@ -14,8 +14,8 @@ import pytest
 from slime.config import Config, resolve
 from slime.data.first_rows import read_first_rows
 from slime.data.rows import open_rows
+from slime.driver.plan.plan import make_plan
 from slime.errors import UserError
-from slime.plan import make_plan
 from tests.test_plan import flags
 
 __all__ = ["flags"]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from slime.config import parse_args
+from slime.driver.plan.plan import Plan, make_plan
+from slime.driver.plan.schedule import planned_machines
 from slime.models.published import published_model
-from slime.plan import Plan, make_plan
-from slime.plan_cluster import planned_machines
 
 GIB = 2**30
 USUAL = (

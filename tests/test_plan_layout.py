@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from slime.config import Config, resolve
+from slime.driver.plan.megatron import layers_as_written, stage_layers
+from slime.driver.plan.plan import make_plan
 from slime.errors import UserError
-from slime.plan import make_plan
-from slime.plan_layout import layers_as_written, stage_layers
 from tests.model_files import add_weights
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"

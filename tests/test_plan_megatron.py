@@ -9,12 +9,11 @@ import pytest
 
 from slime.config import Config, parse_args
 from slime.config.resolve import derive
+from slime.driver.plan.megatron import check_layout, local_weights, megatron_memory, planned_trainer
 from slime.models.families.family import family_of
 from slime.models.listing import layout_words
 from slime.models.published import published_models
 from slime.models.shape import ModelShape
-from slime.plan_layout import check_layout
-from slime.plan_megatron import local_weights, megatron_memory, planned_trainer
 from tests.test_plan_layout import DENSE, EXPERTS
 from tools.model_plans import WORKLOAD
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from slime.config import Config, resolve
+from slime.driver.plan.plan import Plan, make_plan
 from slime.errors import UserError
-from slime.plan import Plan, make_plan
 from tests.test_plan import flags
 
 __all__ = ["flags"]

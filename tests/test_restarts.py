@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-import slime.driver
-import slime.restarts
+import slime.driver.loop
+import slime.driver.recovery
 from slime.cluster.node import NodeLost
 from slime.config import Config, derive
+from slime.driver.inputs import TrainingResult
+from slime.driver.recovery import LOST, Lives, going_on
 from slime.engine.http.errors import EngineRejected
 from slime.errors import RunFailed, UserError
 from slime.observe.metrics import MetricsLog, read_metrics
-from slime.restarts import LOST, Lives, going_on
-from slime.result import TrainingResult
 from slime.train.checkpoints.not_written import NotWritten
 from slime.train.processes import TrainerDied
 from tests.tiny_models import make_model_folder
@@ -37,7 +37,7 @@ class Lived:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long runs paused, without pausing."""
     slept: list[float] = []
-    monkeypatch.setattr(slime.restarts.time, "sleep", slept.append)
+    monkeypatch.setattr(slime.driver.recovery.time, "sleep", slept.append)
     return slept
 
 
@@ -157,9 +157,9 @@ def test_only_losses_start_a_run_again_with_a_data_source_of_its_own(
         of.began(Lived())
         raise error
 
-    monkeypatch.setattr(slime.driver, "_live", live)
+    monkeypatch.setattr(slime.driver.loop, "_live", live)
     with pytest.raises(type(error)):
-        slime.driver.train(Config(**run_flags))
+        slime.driver.loop.train(Config(**run_flags))
     assert isinstance(error, LOST) == (lives > 1)
     assert len({id(one) for one in seen}) == len(seen) == lives
 

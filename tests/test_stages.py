@@ -9,8 +9,8 @@ import pytest
 
 from slime import cli
 from slime.config.plugin_args import plugin_args
+from slime.driver.stages import read_stages
 from slime.errors import UserError
-from slime.stages import read_stages
 from tests.tiny_models import make_model_folder
 
 FILE = """\

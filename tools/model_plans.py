@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.config import parse_args
+from slime.driver.plan.megatron import planned_trainer
 from slime.models.listing import layout_words
 from slime.models.published import Published, published_models
 from slime.models.shape import ModelShape
-from slime.plan_megatron import planned_trainer
 
 WORKLOAD = (
     "--label-key label --rm-type math --rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout 100 "

@@ -18,8 +18,8 @@ import task  # noqa: E402
 import tiny_copying  # noqa: E402
 from drawing import draw_stages  # noqa: E402
 
+from slime.driver.stages import run_stages  # noqa: E402
 from slime.errors import RunFailed, UserError  # noqa: E402
-from slime.stages import run_stages  # noqa: E402
 
 BATCH = 64
 LEARNED = 0.6

@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 
 from slime.config import parse_args
+from slime.driver.plan.plan import Plan, make_plan
+from slime.driver.plan.schedule import planned_machines
 from slime.models.published import published_model
-from slime.plan import Plan, make_plan
-from slime.plan_cluster import planned_machines
 
 HERE = Path(__file__).resolve().parent
 GIB = 2**30

@@ -17,7 +17,7 @@ __all__ = ["parse_args", "slime_validate_args"]
 def parse_args(add_custom_arguments: AddCustomArguments | None = None) -> argparse.Namespace:
     """The flags of this process's command line, checked, with those that `add_custom_arguments(parser)` adds.
 
-    What is changed in the namespace counts when it is given to `train` (`slime.driver`, `train.py`). A mistake ends the
+    What is changed in the namespace counts when it is given to `train` (`slime.driver.loop`, `train.py`). A mistake ends the
     process with one sentence and exit code 2, as argparse does it.
     """
     try:

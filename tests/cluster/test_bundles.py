@@ -9,8 +9,8 @@ import pytest
 
 from slime.cluster.remote.bundles import ENGINE, TRAINER, Bundle, NodeFacts, fit, make_bundles
 from slime.config import Config
+from slime.driver.plan.schedule import plan_nodes
 from slime.errors import UserError
-from slime.plan_cluster import plan_nodes
 
 
 def node(name: str, gpus: int, cpus: int = 8) -> NodeFacts:

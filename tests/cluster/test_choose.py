@@ -8,7 +8,7 @@ import pytest
 
 from slime.cluster.choose import cluster_kind, open_cluster
 from slime.config import Config
-from slime.parts import places
+from slime.driver.components import places
 
 
 def config_of(**flags: Any) -> Config:

@@ -18,6 +18,7 @@ from slime.cluster.devices import cpu_cores
 from slime.cluster.local import LocalNode
 from slime.cluster.node import Placement, Slot
 from slime.config import Config
+from slime.driver.components import outliving_nodes
 from slime.engine.embedded.options import parse_options
 from slime.engine.fleet.engines import Engines
 from slime.engine.fleet.processes import EngineDied, EngineFleet, EngineRetired, EngineStartTimeout
@@ -25,7 +26,6 @@ from slime.engine.fleet.supervisor import Supervisor, Watch
 from slime.engine.http.pool import EnginePool
 from slime.engine.launch import Launch, Ports
 from slime.errors import RunFailed, UserError
-from slime.parts import outliving_nodes
 from slime.rollout.loop import LoopThread
 from tests.cluster.nodes import FarNode
 

@@ -15,8 +15,8 @@ from slime.config import Config, load_config, parse_args, resolve, save_config
 from slime.config.config import FLAG_SPECS
 from slime.config.parser import config_of_keywords, parse_flags
 from slime.config.reference import format_markdown
+from slime.driver.keywords import format_stub
 from slime.errors import UserError
-from slime.keywords import format_stub
 
 RICH: dict[str, Any] = {
     "eval_prompt_data": [("a", "x.jsonl"), ("b", "y.jsonl@[0:3]")],

@@ -12,8 +12,8 @@ from slime.config import Config, resolve
 from slime.config.lora import reference_is_base
 from slime.config.megatron_folder import LATEST
 from slime.config.start import Start, base_of, find_start
+from slime.driver.plan.plan import make_plan
 from slime.errors import UserError
-from slime.plan import make_plan
 from tests.config.conftest import TINY_QWEN3
 from tests.model_files import add_weights, write_safetensors
 

@@ -15,8 +15,8 @@ from slime.config.megatron_folder import LATEST
 from slime.config.start import find_critic_start, find_reference, find_start, model_folders, resumes_at
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource
+from slime.driver.plan.plan import Plan, make_plan
 from slime.errors import UserError
-from slime.plan import Plan, make_plan
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.carry import load_carried, save_carried
 from tests.config.conftest import TINY_QWEN3

@@ -12,8 +12,8 @@ from slime.config import Config, derive
 from slime.config.plugin_args import plugin_args
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.driver.inputs import eval_prompts, open_data_source
 from slime.errors import UserError
-from slime.inputs import eval_prompts, open_data_source
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.data_source import RolloutDataSourceWithBuffer as PluginSource
 

@@ -17,7 +17,7 @@ import pytest
 from slime.data.journal import Journal, JournaledSource, JournalFailed
 from slime.data.journal.database import Database
 from slime.data.sample import Sample
-from slime.driver import Run
+from slime.driver.loop import Run
 from slime.errors import UserError
 from slime.storage.group_commit import Commits
 from tests.data.journal_samples import finish, finished, open_journal, prompts

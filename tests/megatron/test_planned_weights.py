@@ -12,9 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from slime.config.start import Start
+from slime.driver.plan.megatron import family_fields, local_weights
 from slime.models.shape import ModelShape
-from slime.plan_layout import family_fields
-from slime.plan_megatron import local_weights
 from slime.train.backends.megatron.builder import MegatronBuilder
 from slime.train.progress import Progress
 from slime.train.topology import Ranks

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.convert import Conversion
+from slime.driver.convert import Conversion
 from slime.errors import UserError
 from slime.models.weight_reader import weights_of
 from slime.train.checkpoints.saved_tensors import SavedTensors

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.convert import Conversion
+from slime.driver.convert import Conversion
 from slime.models.weight_reader import weights_of
 from tests.megatron.ranks import RankGroup, model_parallel
 

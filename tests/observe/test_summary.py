@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from slime.config import Config
+from slime.driver.inputs import TrainingResult
 from slime.observe.summary import show_summary
-from slime.result import TrainingResult
 
 SUPERVISED = {"train/loss": 2.0, "perf/rollout_wait_time": 0.25, "perf/train_time": 0.75, "perf/step_time": 1.0}
 GENERATED = {

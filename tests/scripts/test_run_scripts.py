@@ -17,8 +17,8 @@ import pytest
 
 from slime.cli import main
 from slime.config import parse_args
+from slime.driver.plan.plan import make_plan
 from slime.errors import UserError
-from slime.plan import make_plan
 from tests.model_files import add_weights
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

@@ -18,8 +18,8 @@ from slime.algorithms.estimators import ESTIMATORS as REGISTRY
 from slime.algorithms.estimators import Estimator, RewardGroups, Scored
 from slime.config.algorithm import algorithm_contradictions, compares_siblings
 from slime.data.sample import Sample
+from slime.driver.recovery import LOST
 from slime.errors import UserError
-from slime.restarts import LOST
 from slime.train.group import TrainerGroup
 from slime.train.losses.advantages import set_advantages
 from slime.train.samples.batch import flatten_samples, make_train_batch

@@ -9,8 +9,7 @@ import pytest
 
 from slime.algorithms import logprobs
 from slime.data.sample import Sample
-from slime.models.shape import ModelShape
-from slime.plan_memory import (
+from slime.driver.plan.memory import (
     CHUNK_LOGITS,
     COMPILE_MIN_PARAMETERS,
     FUSED_TYPES,
@@ -18,6 +17,7 @@ from slime.plan_memory import (
     STREAMED_ELEMENTS,
     trainer_memory,
 )
+from slime.models.shape import ModelShape
 from slime.train.backends.fsdp import sharding, streamed_adam
 from slime.train.backends.fsdp.fused.layer import is_plain
 from tests.rows import long

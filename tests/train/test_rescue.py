@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import slime.rescue
+import slime.driver.recovery
 from slime.config import Config
 from slime.data.journal.database import JournalFailed
+from slime.driver.recovery import weights_rescued
 from slime.errors import RunFailed, UserError
-from slime.rescue import weights_rescued
 from slime.train.checkpoints.not_written import NotWritten, written_together
 from tests.small_disk import small_disk
 from tests.train.in_process import InProcess, config_for
@@ -64,7 +64,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("tmp", "shm"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(slime.rescue, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(slime.driver.recovery, "SHARED_MEMORY", tmp_path / "shm")
     return tmp_path
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.convert import Conversion
+from slime.driver.convert import Conversion
 from slime.errors import UserError
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import build_model, make_samples

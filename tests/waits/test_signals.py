@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.endings import leave_closed_terminal, terminated_like_interrupt
+from slime.driver.inputs import leave_closed_terminal, terminated_like_interrupt
 from slime.waits import ending_signals, watch_signals
 
 WAITER = """\

@@ -33,7 +33,7 @@ _python, _libc = ctypes.pythonapi, ctypes.PyDLL(None, use_errno=True)
 
 
 PRELOADED = (
-    "slime.train.worker", "slime.engine.embedded.__main__", "slime.driver", "slime.agent.server.__main__",
+    "slime.train.worker", "slime.engine.embedded.__main__", "slime.driver.loop", "slime.agent.server.__main__",
     "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.utils.tensorboard", "matplotlib.figure",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3",

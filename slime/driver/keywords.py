@@ -14,7 +14,7 @@ from slime.config.parser import config_of_keywords
 from slime.config.spec import FlagSpec
 
 if TYPE_CHECKING:
-    from slime.result import TrainingResult
+    from slime.driver.inputs import TrainingResult
 
 _TYPES = {
     "bool": "bool",
@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
 
-from slime.result import TrainingResult
+from slime.driver.inputs import TrainingResult
 
 __version__: str
 
@@ -58,7 +58,7 @@ def run(*, reward: Callable[..., Any] | None = None, **flags: Any) -> TrainingRe
     flag means.
     """
     config = config_of_keywords(flags)
-    from slime.driver import train
+    from slime.driver.loop import train
 
     return train(config, reward=reward)
 

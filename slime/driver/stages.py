@@ -31,7 +31,7 @@ from slime.config.parser import config_of_settings
 from slime.errors import UserError
 
 if TYPE_CHECKING:
-    from slime.result import TrainingResult
+    from slime.driver.inputs import TrainingResult
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _DECIDED = ("save", "load")
@@ -69,7 +69,7 @@ class Stage:
 
 def run_stages(path: str | Path, flags: Sequence[str] = ()) -> list[TrainingResult]:
     """Run all stages of a file, or go on with them; `flags` as on the command line, for every stage."""
-    from slime.driver import train
+    from slime.driver.loop import train
 
     results = []
     for stage in read_stages(path, flags):

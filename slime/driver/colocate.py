@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from slime.driver.components import Parts
 from slime.observe.phases import PhaseMemory
-from slime.parts import Parts
 from slime.weights.transport import sends_whole_weights
 
 WEIGHTS, CACHE = "weights", "kv_cache"

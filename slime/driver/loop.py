@@ -37,9 +37,20 @@ from slime.config.start import model_folders, start_in_words
 from slime.config.train_datasets import prompt_files
 from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.state_file import saved_rollouts
-from slime.endings import failures_with_context, terminated_like_interrupt
+from slime.driver.colocate import Turns
+from slime.driver.components import Parts
+from slime.driver.inputs import (
+    TrainingResult,
+    eval_prompts,
+    failures_with_context,
+    finished_before,
+    open_data_source,
+    rollouts_of_run,
+    terminated_like_interrupt,
+)
+from slime.driver.plan.plan import make_plan, needs_engines
+from slime.driver.recovery import LOST, Lives, weights_rescued
 from slime.engine.fleet.processes import fixed_ports
-from slime.inputs import eval_prompts, open_data_source, rollouts_of_run
 from slime.models.folder import check_model
 from slime.observe.curves import Curves
 from slime.observe.display import make_progress
@@ -51,13 +62,8 @@ from slime.observe.phases import PhaseMemory, used_memory
 from slime.observe.progress import Progress
 from slime.observe.run_dir import RunDir
 from slime.observe.summary import show_summary
-from slime.parts import Parts
-from slime.plan import make_plan, needs_engines
 from slime.plugins import check_given, load_function
 from slime.plugins.tracking import logged_to
-from slime.rescue import weights_rescued
-from slime.restarts import LOST, Lives
-from slime.result import TrainingResult, finished_before
 from slime.rollout.dump import DumpedRollouts, save_evaluation
 from slime.rollout.evaluate import checked_evaluation
 from slime.rollout.feed import Feed, Generated, RolloutMaker, make_feed
@@ -66,7 +72,6 @@ from slime.rollout.report.concerns import Concerns
 from slime.rollout.types import RolloutFnEvalOutput, call_rollout_fn, leaves
 from slime.step_seconds import idle_seconds, straggler_seconds
 from slime.train.self_check import check_grad_norms, check_numbers
-from slime.turns import Turns
 from slime.waits import watch_signals
 
 logger = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from slime.config import Config
 from slime.config.algorithm import serves_teacher
 from slime.config.batch import num_trainers
 from slime.config.start import model_folders
+from slime.driver.plan.plan import choose_rollout_backend, needs_engines, precisions
 from slime.engine.elastic.door import open_door
 from slime.engine.elastic.joined import JoinedEngines
 from slime.engine.elastic.listing import fleet_rows
@@ -37,7 +38,6 @@ from slime.errors import RunFailed, UserError
 from slime.models.shape import count_parameters
 from slime.observe.progress import Progress
 from slime.observe.run_dir import RunDir
-from slime.plan import choose_rollout_backend, needs_engines, precisions
 from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.trajectory import generate_and_rm_group

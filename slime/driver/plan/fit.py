@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.config import Config
 from slime.config.layout import uses_megatron
-from slime.plan_memory import MemoryEstimate, longest_sample, tokens_per_forward
+from slime.driver.plan.memory import MemoryEstimate, longest_sample, tokens_per_forward
 
 _LEAST_TOKENS = 1024
 _SMALL_CHUNK = 512

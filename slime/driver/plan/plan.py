@@ -31,6 +31,17 @@ from slime.config.planned_cluster import PlannedCluster
 from slime.config.shape_flags import read_model_config
 from slime.config.start import reference_in_words, start_in_words, start_notes
 from slime.config.train_datasets import all_datasets, train_datasets
+from slime.driver.plan.data import check_data, data_rows
+from slime.driver.plan.fit import Room, Taken, fit_notes, in_gib
+from slime.driver.plan.megatron import check_layout, family_fields, layout_in_words, planned_trainer
+from slime.driver.plan.memory import (
+    MemoryEstimate,
+    available_memory,
+    engine_memory,
+    longest_sample,
+    planned_adapter,
+)
+from slime.driver.plan.schedule import batch_rows, check_one_machine, length_rows, optimizer_steps, plan_nodes
 from slime.engine.fleet.backend import EMBEDDED, EXTERNAL, SGLANG_SERVER, choose_backend
 from slime.engine.fleet.engines import check_engines, count_engines, refuse_quantised
 from slime.engine.fleet.external import ExternalEngines
@@ -38,19 +49,6 @@ from slime.engine.http.plain_http import why_unreachable
 from slime.engine.launch import EMBEDDED_PARSERS
 from slime.errors import UserError
 from slime.models.shape import ModelShape, check_context_parallel
-from slime.plan_cluster import check_one_machine, plan_nodes
-from slime.plan_data import check_data, data_rows
-from slime.plan_fit import Room, Taken, fit_notes, in_gib
-from slime.plan_layout import check_layout, family_fields, layout_in_words
-from slime.plan_length import batch_rows, length_rows, optimizer_steps
-from slime.plan_megatron import planned_trainer
-from slime.plan_memory import (
-    MemoryEstimate,
-    available_memory,
-    engine_memory,
-    longest_sample,
-    planned_adapter,
-)
 from slime.weights.transport import choose_transport
 
 _SERVICE_TIMEOUT_S = 10.0
