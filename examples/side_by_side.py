@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from slime.observe.metrics import read_metrics
-from slime.observe.plots import eval_points
+from slime.observability.metrics import read_metrics
+from slime.observability.plots import eval_points
 
 WARM_UP = 3
 """Steps that no speed is taken from: engines and trainers run in."""

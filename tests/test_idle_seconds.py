@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.step_seconds import idle_seconds, straggler_seconds
+from slime.observability.metrics import idle_seconds, straggler_seconds
 
 STEP = {
     "perf/step_time": 10.0,

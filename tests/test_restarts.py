@@ -16,7 +16,7 @@ from slime.driver.inputs import TrainingResult
 from slime.driver.recovery import LOST, Lives, going_on
 from slime.engine.http.errors import EngineRejected
 from slime.errors import RunFailed, UserError
-from slime.observe.metrics import MetricsLog, read_metrics
+from slime.observability.metrics import MetricsLog, read_metrics
 from slime.train.checkpoints.not_written import NotWritten
 from slime.train.processes import TrainerDied
 from tests.tiny_models import make_model_folder

@@ -19,7 +19,7 @@ import tiny_run  # noqa: E402
 from tiny_chat import make_model  # noqa: E402
 
 import slime  # noqa: E402
-from slime.observe.plots import draw_comparison  # noqa: E402
+from slime.observability.plots import draw_comparison  # noqa: E402
 
 LEARNED = 0.3
 DEMONSTRATIONS = 32

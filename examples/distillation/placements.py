@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slime.observe.metrics import read_metrics
-from slime.observe.plots import eval_points
+from slime.observability.metrics import read_metrics
+from slime.observability.plots import eval_points
 
 REVERSE_KL = "rollout/opd_reverse_kl"
 TRAIN_DUMP = "train_{rollout_id}.jsonl"

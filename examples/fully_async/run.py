@@ -17,7 +17,7 @@ import side_by_side  # noqa: E402
 import task  # noqa: E402
 import tiny_run  # noqa: E402
 
-from slime.observe.plots import draw_comparison  # noqa: E402
+from slime.observability.plots import draw_comparison  # noqa: E402
 
 LEARNED = 0.5
 

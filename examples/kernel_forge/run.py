@@ -26,7 +26,7 @@ from problems import MAPS, split_problems  # noqa: E402
 from tiny_chat import make_model  # noqa: E402
 
 from slime.errors import RunFailed, UserError  # noqa: E402
-from slime.observe.metrics import read_metrics  # noqa: E402
+from slime.observability.metrics import read_metrics  # noqa: E402
 
 LEARNED = 0.7
 """The held-out reward after GRPO: right at once and full speed, in most attempts, or soon."""

@@ -31,7 +31,7 @@ from slime.agent.live.store import FILE_NAME  # noqa: E402
 from slime.data.journal.codec import Codec  # noqa: E402
 from slime.data.journal.reader import Choice, reading  # noqa: E402
 from slime.errors import UserError  # noqa: E402
-from slime.observe.metrics import read_metrics  # noqa: E402
+from slime.observability.metrics import read_metrics  # noqa: E402
 
 LEARNED = 0.85
 HELD_OUT = 96

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slime.driver.components import Parts
-from slime.observe.phases import PhaseMemory
+from slime.observability.memory import PhaseMemory
 from slime.weights.transport import sends_whole_weights
 
 WEIGHTS, CACHE = "weights", "kv_cache"

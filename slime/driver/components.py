@@ -36,8 +36,8 @@ from slime.engine.http.errors import EngineError, EngineProtocolError
 from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed, UserError
 from slime.models.shape import count_parameters
-from slime.observe.progress import Progress
-from slime.observe.run_dir import RunDir
+from slime.observability.progress import Progress
+from slime.observability.run_dir import RunDir
 from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.trajectory import generate_and_rm_group

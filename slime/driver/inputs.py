@@ -23,9 +23,9 @@ from slime.data.tokenizer import load_tokenizer
 from slime.data.user_source import make_data_source
 from slime.driver.plan.plan import needs_engines
 from slime.errors import RunFailed, UserError
-from slime.observe.metrics import read_metrics
-from slime.observe.progress import Progress
-from slime.observe.summary import earlier_metrics
+from slime.observability.metrics import read_metrics
+from slime.observability.progress import Progress
+from slime.observability.summary import earlier_metrics
 from slime.rollout.dump import DumpedRollouts
 from slime.rollout.evaluate import read_eval_datasets
 from slime.waits import ending_signals

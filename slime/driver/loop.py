@@ -52,16 +52,14 @@ from slime.driver.plan.plan import make_plan, needs_engines
 from slime.driver.recovery import LOST, Lives, weights_rescued
 from slime.engine.fleet.processes import fixed_ports
 from slime.models.folder import check_model
-from slime.observe.curves import Curves
-from slime.observe.display import make_progress
-from slime.observe.logs import configure_logging, repeated_warnings
-from slime.observe.memory import MemorySampler
-from slime.observe.metrics import MetricsLog, read_metrics
-from slime.observe.patience import told_if_slow
-from slime.observe.phases import PhaseMemory, used_memory
-from slime.observe.progress import Progress
-from slime.observe.run_dir import RunDir
-from slime.observe.summary import show_summary
+from slime.observability.logs import configure_logging, repeated_warnings
+from slime.observability.memory import MemorySampler, PhaseMemory, used_memory
+from slime.observability.metrics import MetricsLog, idle_seconds, read_metrics, straggler_seconds
+from slime.observability.plots import Curves
+from slime.observability.progress import Progress, told_if_slow
+from slime.observability.run_dir import RunDir
+from slime.observability.summary import show_summary
+from slime.observability.terminal import make_progress
 from slime.plugins import check_given, load_function
 from slime.plugins.tracking import logged_to
 from slime.rollout.dump import DumpedRollouts, save_evaluation
@@ -70,7 +68,6 @@ from slime.rollout.feed import Feed, Generated, RolloutMaker, make_feed
 from slime.rollout.report.completions import PER_DATASET, PER_ROLLOUT, completion_rows, evaluated_samples
 from slime.rollout.report.concerns import Concerns
 from slime.rollout.types import RolloutFnEvalOutput, call_rollout_fn, leaves
-from slime.step_seconds import idle_seconds, straggler_seconds
 from slime.train.self_check import check_grad_norms, check_numbers
 from slime.waits import watch_signals
 

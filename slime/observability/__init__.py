@@ -1,1 +1,27 @@
-"""Import paths of traces, timers and metrics that slime plugins use: the names of `slime.utils`."""
+"""What a run shows and leaves behind: its folder, metrics, progress, logs, plots, and its peak of memory."""
+
+from __future__ import annotations
+
+from slime.observability.logs import configure_logging
+from slime.observability.memory import MemorySampler, memory_bytes
+from slime.observability.metrics import MetricsLog, read_metrics
+from slime.observability.plots import draw_curves
+from slime.observability.progress import Progress, print_summary
+from slime.observability.run_dir import RunDir
+from slime.observability.terminal import make_progress
+
+__all__ = [
+    "MemorySampler",
+    "MetricsLog",
+    "Progress",
+    "RunDir",
+    "configure_logging",
+    "draw_curves",
+    "make_progress",
+    "memory_bytes",
+    "print_summary",
+    "read_metrics",
+]
+
+
+# Import paths of traces, timers and metrics that slime plugins use: the names of `slime.utils`.

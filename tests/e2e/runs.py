@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.observe.metrics import read_metrics
+from slime.observability.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 TRAIN = (sys.executable, str(ROOT / "train.py"))

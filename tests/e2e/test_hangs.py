@@ -17,7 +17,7 @@ import slime
 from slime.cluster.process import process_tree
 from slime.data.sample import Sample
 from slime.errors import RunFailed
-from slime.observe.progress import NoProgress, Source
+from slime.observability.progress import NoProgress, Source
 from slime.train.group import TrainerGroup
 from slime.train.processes import RankProcesses
 from slime.waits.timeouts import Reports

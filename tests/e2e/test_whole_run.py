@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slime.cli import main
 from slime.config import Config, parse_args
 from slime.errors import UserError
-from slime.observe.metrics import read_metrics
+from slime.observability.metrics import read_metrics
 from tests.e2e.conftest import eval_flags, grpo_flags
 from tests.e2e.runs import TRAIN, Done, assert_same_records, comparable, records, run, seen_samples, snapshot
 from tests.warm.popen import COLD

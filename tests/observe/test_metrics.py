@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.observe.metrics import MetricsLog, read_metrics
-from slime.observe.trackers import markdown_table
+from slime.observability.metrics import MetricsLog, read_metrics
+from slime.observability.trackers import markdown_table
 
 CONFIG = Config(hf_checkpoint="x", use_tensorboard=False)
 BOARD = Config(hf_checkpoint="x", use_tensorboard=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slime.observe.phases import PhaseMemory, host_used_bytes
-from slime.observe.plots import draw_curves, memory_points
+from slime.observability.memory import PhaseMemory, host_used_bytes
+from slime.observability.plots import draw_curves, memory_points
 
 GIB = 2**30
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from slime.observe.curves import Curves
-from slime.observe.memory import MemorySampler, memory_bytes
-from slime.observe.plots import (
+from slime.observability.memory import MemorySampler, memory_bytes
+from slime.observability.plots import (
+    Curves,
     draw_comparison,
     draw_curves,
     eval_points,

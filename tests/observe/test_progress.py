@@ -8,11 +8,9 @@ import pytest
 from rich.console import Console
 
 from slime.config import Config
-from slime.observe.display import make_progress
-from slime.observe.figures import figures_of, format_seconds, step_line
-from slime.observe.live import RichProgress
-from slime.observe.patience import told_if_slow
-from slime.observe.progress import QUIET_S, NoProgress, PlainProgress, StepClock, print_summary
+from slime.observability.metric_format import figures_of, format_seconds, step_line
+from slime.observability.progress import QUIET_S, NoProgress, PlainProgress, StepClock, print_summary, told_if_slow
+from slime.observability.terminal import RichProgress, make_progress
 
 METRICS = {
     "rollout/raw_reward": 0.51234,
@@ -202,7 +200,7 @@ def test_a_display_of_lines_is_never_silent_for_long() -> None:
 
 
 def test_the_displays_of_lines_listens_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.observe.progress.QUIET_S", 0.01)
+    monkeypatch.setattr("slime.observability.progress.QUIET_S", 0.01)
     said = threading.Event()
 
     def doing() -> tuple[str, bool]:
@@ -276,11 +274,11 @@ def test_summary_holds_every_row() -> None:
 
 def test_slow_work_before_the_display_is_told_and_quick_work_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("slime.observe.patience.FIRST_S", 600.0)
+    monkeypatch.setattr("slime.observability.progress.FIRST_S", 600.0)
     with told_if_slow("reading the prompts", say=said.append):
         pass
     assert said == []
-    monkeypatch.setattr("slime.observe.patience.FIRST_S", 0.01)
+    monkeypatch.setattr("slime.observability.progress.FIRST_S", 0.01)
     heard = threading.Event()
     with told_if_slow("reading the prompts", say=lambda text: (said.append(text), heard.set())[0]):
         assert heard.wait(240)

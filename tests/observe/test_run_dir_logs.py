@@ -20,10 +20,10 @@ import pytest
 from rich.console import Console
 
 from slime.errors import UserError
-from slime.observe import run_dir
-from slime.observe.logs import configure_logging, repeated_warnings
-from slime.observe.progress import NoProgress, PlainProgress
-from slime.observe.run_dir import RunDir
+from slime.observability import run_dir
+from slime.observability.logs import configure_logging, repeated_warnings
+from slime.observability.progress import NoProgress, PlainProgress
+from slime.observability.run_dir import RunDir
 
 
 def test_a_run_folder_is_made_and_locked(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_run_folder_is_made_and_locked(tmp_path: Path) -> None:
 
 
 def test_the_lock_ends_with_the_process_however_it_ends(tmp_path: Path) -> None:
-    code = "import os,signal,sys; from slime.observe.run_dir import RunDir; r = RunDir(sys.argv[1]); "
+    code = "import os,signal,sys; from slime.observability.run_dir import RunDir; r = RunDir(sys.argv[1]); "
     code += "print('locked', flush=True); sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)"
     other = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

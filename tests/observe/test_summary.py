@@ -11,7 +11,7 @@ from rich.console import Console
 
 from slime.config import Config
 from slime.driver.inputs import TrainingResult
-from slime.observe.summary import show_summary
+from slime.observability.summary import show_summary
 
 SUPERVISED = {"train/loss": 2.0, "perf/rollout_wait_time": 0.25, "perf/train_time": 0.75, "perf/step_time": 1.0}
 GENERATED = {

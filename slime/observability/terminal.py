@@ -15,8 +15,17 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from slime.observe.figures import COLUMNS, figures_of, fitting, format_scores, format_seconds, format_when, known
-from slime.observe.progress import Shown
+from slime.config import Config
+from slime.observability.metric_format import (
+    COLUMNS,
+    figures_of,
+    fitting,
+    format_scores,
+    format_seconds,
+    format_when,
+    known,
+)
+from slime.observability.progress import NoProgress, PlainProgress, Progress, Shown
 
 _SHOWN_STEPS = 8
 _GAP = 2
@@ -113,3 +122,19 @@ class _Figures:
         for step, figures in self._steps:
             table.add_row(str(step + 1), *(figures[i] for i in shown), style="bold" if step == newest else "")
         yield table
+
+
+# Which display a run has.
+
+
+def make_progress(config: Config, total: int, *, start: int = 0, title: str = "slime") -> Progress:
+    """The display for `--progress`; rollouts are numbered `start` .. `total - 1`."""
+    console = Console(highlight=False)
+    kind = config.progress
+    if kind == "auto":
+        kind = "rich" if console.is_terminal else "plain"
+    if kind == "none":
+        return NoProgress(console, total)
+    if kind == "rich":
+        return RichProgress(total, start=start, title=title, console=console)
+    return PlainProgress(total, start=start, console=console)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -18,8 +19,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slime.observe.figures import STEP_TIME, format_scores, format_seconds, format_when, step_line
-from slime.observe.logs import ON_SCREEN
+from slime.observability.logs import ON_SCREEN
+from slime.observability.metric_format import (
+    STEP_TIME,
+    format_scores,
+    format_seconds,
+    format_when,
+    step_line,
+)
 
 PLAIN_INTERVAL_S = 2.0
 QUIET_S = 30.0
@@ -288,3 +295,31 @@ def print_summary(rows: Sequence[tuple[str, str]], *, title: str = "Summary", co
     for name, value in rows:
         table.add_row(Text(name), Text(value))
     console.print(table)
+
+
+# A word about work that turns out to take long, before there is a display: reading a large file of prompts, say.
+#
+# Invariant: quick work is not mentioned, and slow work is never silent for longer than a display of lines would be.
+
+FIRST_S = 3.0
+
+
+@contextmanager
+def told_if_slow(what: str, *, silent: bool = False, say: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Say `what` after a few seconds, and then again and again, until the body is done; `silent` says nothing."""
+    done = threading.Event()
+    began = time.monotonic()
+    tell = say or (lambda text: print(text, flush=True))
+
+    def listen() -> None:
+        wait_s = FIRST_S
+        while not done.wait(wait_s):
+            tell(f"[{format_seconds(time.monotonic() - began)}] {what}")
+            wait_s = QUIET_S
+
+    if not silent:
+        threading.Thread(target=listen, name="patience", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

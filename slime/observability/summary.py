@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from slime.config import Config
-from slime.observe.figures import format_seconds
-from slime.observe.progress import print_summary
+from slime.observability.metric_format import format_seconds
+from slime.observability.progress import print_summary
 
 
 class Finished(Protocol):
