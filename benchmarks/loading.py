@@ -42,7 +42,7 @@ def load(way: str, folder: str, ranks: Any, device: str) -> Any:
     import torch
 
     from slime.config import Config, derive
-    from slime.config.start import Start
+    from slime.config.initial_weights import Start
     from slime.models.loading import load_causal_lm
     from slime.train.backends.fsdp import builder, loading
     from slime.train.backends.fsdp.attention import ATTENTION_NAME

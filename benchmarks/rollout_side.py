@@ -125,7 +125,7 @@ def drive(url: str, groups: int, samples: int, length: int, rollouts: int, profi
     """Make rollouts, one for each line of the standard input, as a run does; says when each part ended."""
     from slime.cluster.memory.arena import SharedArena
     from slime.config import Config, derive
-    from slime.config.plugin_args import plugin_args
+    from slime.config.plugins.view import plugin_args
     from slime.data.journal.source import JournaledSource, open_journal
     from slime.data.user_source import make_data_source
     from slime.rollout.feed import RolloutMaker

@@ -31,7 +31,7 @@ from torch.autograd import DeviceType
 from workload import make_model
 
 from slime.config import Config, derive, parse_flags
-from slime.config.sharing import shares_prompts
+from slime.config.parallelism import shares_prompts
 from slime.data.sample import Sample
 from slime.models.loading import load_config
 from slime.train.flops import FlopsModel

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
-    from slime.config.suggest import did_you_mean
+    from slime.config.fields import did_you_mean
 
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "train": _train,
@@ -92,7 +92,7 @@ def _train(words: Sequence[str]) -> int:
 
 def _train_async(words: Sequence[str]) -> int:
     from slime.config import resolve
-    from slime.config.asynchronous import mode_of_train_async
+    from slime.config.async_mode import mode_of_train_async
     from slime.config.parser import parse_flags
 
     config = parse_flags(words)
@@ -103,7 +103,7 @@ def _train_async(words: Sequence[str]) -> int:
 
 def _eval(words: Sequence[str]) -> int:
     from slime.config import resolve
-    from slime.config.eval_datasets import evaluates
+    from slime.config.datasets import evaluates
     from slime.config.parser import parse_flags
 
     config = parse_flags(words)
@@ -186,7 +186,7 @@ def _models(words: Sequence[str]) -> int:
 
 def _flags(words: Sequence[str]) -> int:
     if list(words) == ["--markdown"]:
-        from slime.config.reference import format_markdown
+        from slime.config.help import format_markdown
 
         print(format_markdown(), end="")
         return EXIT_OK
@@ -196,7 +196,7 @@ def _flags(words: Sequence[str]) -> int:
         print(format_stub(), end="")
         return EXIT_OK
     if words:
-        from slime.config.search import search_flags
+        from slime.config.help import search_flags
         from slime.engine.sglang.flags import OF_THE_ROUTER, OF_THE_RUN
 
         decided = {f"sglang-{name}": flag for name, flag in OF_THE_RUN.items()}

@@ -15,17 +15,16 @@ import pytest
 
 from slime.config import Config
 from slime.config.config import FLAG_SPECS
+from slime.config.flag_aliases import REFUSED
 from slime.config.help import FILE_FLAGS
-from slime.config.megatron_fields import FIELD_FLAGS
-from slime.config.megatron_flags import MEGATRON_FLAGS, SWITCH
-from slime.config.not_yet import REFUSED
+from slime.config.megatron_flags import FIELD_FLAGS, MEGATRON_FLAGS, SWITCH
 from slime.config.parser import parse_args
-from slime.config.plugin_checks import check_plugins
+from slime.config.plugins import CONTRACTS
+from slime.config.plugins.view import check_plugins
 from slime.data.sample import Sample
 from slime.driver.plan.plan import make_plan
 from slime.engine.embedded.options import parse_options
 from slime.engine.fleet.serve import wants_fleet
-from slime.plugins import CONTRACTS
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.train.samples.batch import batch_metrics, make_train_batch
 from slime.weights.publisher import PublishResult

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.plugins import load_function
+from slime.config.plugins import load_function
 
 HERE = Path(__file__).resolve().parents[1] / "examples/retool"
 

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from slime.config.plugins import load_function
 from slime.data.sample import Sample
-from slime.plugins import load_function
 
 HERE = Path(__file__).resolve().parents[1] / "examples/search-r1"
 

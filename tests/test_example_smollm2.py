@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import slime
+from slime.config.plugins import load_function
 from slime.data.sample import Sample
 from slime.driver.inputs import TrainingResult
-from slime.plugins import load_function
 
 FILE = Path(__file__).resolve().parents[1] / "examples/smollm2/word_problems.py"
 

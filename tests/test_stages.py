@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime import cli
-from slime.config.plugin_args import plugin_args
+from slime.config.plugins.view import plugin_args
 from slime.driver.stages import read_stages
 from slime.errors import UserError
 from tests.tiny_models import make_model_folder

@@ -15,7 +15,7 @@ from slime.cluster.local import LocalCluster
 from slime.cluster.node import Cluster
 from slime.cluster.remote.bundles import NodeFacts
 from slime.config import Config
-from slime.config.gpus import nvidia_gpu_count
+from slime.config.devices import nvidia_gpu_count
 from slime.errors import UserError
 
 LOCAL = "local"

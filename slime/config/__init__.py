@@ -1,7 +1,6 @@
 """The typed configuration: flags, files, derived values and checks. Imports neither torch nor anything above it."""
 
-from slime.config.config import Config
-from slime.config.files import load_config, save_config
+from slime.config.config import Config, load_config, save_config
 from slime.config.parser import parse_args, parse_flags
 from slime.config.resolve import derive, resolve
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.algorithms.estimators import CISPO, ESTIMATORS, GSPO, Estimator, estimators_that
-from slime.config.asynchronous import may_be_older
+from slime.config.async_mode import may_be_older
 from slime.config.config import Config
 
 _log = logging.getLogger(__name__)

@@ -10,25 +10,63 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from slime.config.algorithm import algorithm_contradictions, cut_sampling
-from slime.config.asynchronous import async_contradictions
+from slime.algorithms.estimators import NONZERO_STD_FILTER
+from slime.config.algorithm import algorithm_contradictions, cut_sampling, estimator_of
+from slime.config.async_mode import async_contradictions
 from slime.config.config import FLAG_SPECS, Config
-from slime.config.eval_datasets import eval_datasets
-from slime.config.folders import check_folders
-from slime.config.groups.data import DEFAULT_DATA_SOURCE
-from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slime.config.layout import layout_contradictions, uses_megatron
-from slime.config.live import live_contradictions
+from slime.config.datasets import eval_datasets, mixture_contradictions, reads_prompts, train_datasets
+from slime.config.fields import FlagSpec
+from slime.config.flags.data import DEFAULT_DATA_SOURCE
+from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, FULL
+from slime.config.initial_weights import check_weight_sources, find_start
 from slime.config.lora import check_adapter, lora_contradictions
-from slime.config.megatron_fields import CHOICES, given_settings
-from slime.config.megatron_flags import NEUTRAL, REFUSED_BY_MEGATRON
+from slime.config.megatron_flags import CHOICES, NEUTRAL, REFUSED_BY_MEGATRON, given_settings
 from slime.config.model_folder import dataset_hint
-from slime.config.sharing import sharing_contradictions
-from slime.config.spec import FlagSpec
-from slime.config.start import check_weight_sources, find_start
-from slime.config.train_datasets import mixture_contradictions, reads_prompts, train_datasets
+from slime.config.parallelism import layout_contradictions, sharing_contradictions, uses_megatron
+from slime.config.paths import check_folders
 from slime.errors import UserError
+
+# What a live service implies, and what does not go together with it.
+
+LIVE_GENERATE = "slime.agent.live.service.generate"
+TRAFFIC_BASELINE = "slime.agent.live.baseline.traffic_baseline"
+
+
+def derive_live(config: Config) -> Config:
+    """Samples are exchanges of clients: no prompt file, one answer a prompt, and the traffic for a baseline."""
+    if config.live_judge_path is None:
+        return config
+    changes: dict[str, Any] = {"disable_rollout_global_dataset": True}
+    if config.custom_generate_function_path is None:
+        changes["custom_generate_function_path"] = LIVE_GENERATE
+    if config.custom_reward_post_process_path is None and estimator_of(config).group_relative:
+        changes["custom_reward_post_process_path"] = TRAFFIC_BASELINE
+    return config.replace(**changes)
+
+
+def live_contradictions(config: Config) -> Iterator[str]:
+    """Sentences about flags that exclude each other."""
+    if config.live_judge_path is None:
+        if config.live_filter_path is not None:
+            yield "--live-filter-path is for a live service: name what judges its answers with --live-judge-path"
+        return
+    if config.async_mode != FULL or config.max_weight_staleness == 0:
+        yield "--live-judge-path serves clients while it trains: use slime train-async --async-mode full"
+    if config.n_samples_per_prompt != 1:
+        yield (
+            f"--n-samples-per-prompt {config.n_samples_per_prompt}: a client gets one answer to what it asks, so a "
+            "live service has groups of 1"
+        )
+    if config.dynamic_sampling_filter_path == NONZERO_STD_FILTER:
+        yield (
+            f"--dynamic-sampling-filter-path {NONZERO_STD_FILTER} drops every group of a live service, whose groups "
+            "have one sample: drop the flag"
+        )
+    if config.prompt_data is not None:
+        yield "--prompt-data is not read by a live service, whose prompts are what clients ask: drop it"
+
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 """Kinds of files that hold prompts."""

@@ -8,38 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config.foreign_flags import foreign_hint, in_python
-from slime.config.groups.agent import AgentFlags
-from slime.config.groups.algorithm import AlgorithmFlags
-from slime.config.groups.asynchronous import AsyncFlags
-from slime.config.groups.checkpoint import CheckpointFlags
-from slime.config.groups.cluster import ClusterFlags
-from slime.config.groups.correction import CorrectionFlags
-from slime.config.groups.critic import CriticFlags
-from slime.config.groups.data import DataFlags
-from slime.config.groups.debug import DebugFlags
-from slime.config.groups.distillation import DistillationFlags
-from slime.config.groups.engine import EngineFlags
-from slime.config.groups.evaluation import EvalFlags
-from slime.config.groups.live import LiveFlags
-from slime.config.groups.logs import LoggingFlags
-from slime.config.groups.lora import LoraFlags
-from slime.config.groups.megatron import MegatronFlags
-from slime.config.groups.model import ModelFlags
-from slime.config.groups.optimizer import OptimizerFlags
-from slime.config.groups.reward import RewardFlags
-from slime.config.groups.rollout import RolloutFlags
-from slime.config.groups.upstream import UpstreamFlags
-from slime.config.groups.weights import WeightFlags
-from slime.config.not_yet import refusal
-from slime.config.spec import FlagSpec, specs_of_group
-from slime.config.suggest import did_you_mean, one_message
-from slime.config.values import coerce
+import yaml
+
+from slime.config.fields import FlagSpec, coerce, did_you_mean, one_message, specs_of_group
+from slime.config.flag_aliases import foreign_hint, in_python, refusal
+from slime.config.flags.agent import AgentFlags, LiveFlags
+from slime.config.flags.algorithm import AlgorithmFlags, CorrectionFlags, CriticFlags, DistillationFlags
+from slime.config.flags.cluster import ClusterFlags
+from slime.config.flags.data import DataFlags, EvalFlags
+from slime.config.flags.engine import EngineFlags, WeightFlags
+from slime.config.flags.logging import DebugFlags, LoggingFlags
+from slime.config.flags.megatron import MegatronFlags
+from slime.config.flags.model import LoraFlags, ModelFlags
+from slime.config.flags.optimizer import CheckpointFlags, OptimizerFlags
+from slime.config.flags.rollout import AsyncFlags, RewardFlags, RolloutFlags
+from slime.config.flags.upstream import UpstreamFlags
+from slime.config.plugins.args import Overlay
 from slime.errors import UserError
-from slime.plugins.args import Overlay
 
 GROUPS: tuple[type, ...] = (
     ModelFlags,
@@ -98,7 +88,7 @@ class Config(
     """Flags handed through to others: sglang_*, router_*, Megatron's, and the user's own."""
 
     overlay: Overlay = dataclasses.field(default_factory=Overlay, compare=False, repr=False)
-    """What plugins see and write (`slime.config.plugin_args`): shared by all copies, read by no part of the run."""
+    """What plugins see and write (`slime.config.plugins.view`): shared by all copies, read by no part of the run."""
 
     if not TYPE_CHECKING:  # for the type checker an attribute that is no field stays an error
 
@@ -157,3 +147,43 @@ def _plain(value: Any) -> Any:
 
 FLAG_SPECS: dict[str, FlagSpec] = {spec.name: spec for group in GROUPS for spec in specs_of_group(group)}
 """Every flag by field name, in the order of the groups."""
+
+
+# Configs in files: TOML or YAML with the names of the flags.
+#
+# Invariant: `load_config(save_config(config)) == config`, carried flags included.
+
+RESOLVED = "# The resolved config of a run; "
+"""How a config begins that a run wrote."""
+
+
+def read_config_file(path: str, *, what: str = "--config") -> dict[str, Any]:
+    """The top-level mapping of a TOML (.toml) or YAML (.yaml, .yml, .json) file."""
+    file = Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"{what}: there is no file {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{what}: cannot read {path} ({error})") from error
+    try:
+        content = tomllib.loads(text) if file.suffix == ".toml" else yaml.safe_load(text)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        kind = "TOML" if file.suffix == ".toml" else "YAML"
+        raise UserError(f"{what}: {path} is not valid {kind}: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UserError(f"{what}: {path} must hold a mapping of flag names to values")
+    return content
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write the config as YAML that `--config` reads back to the identical object."""
+    text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=120)
+    Path(path).write_text(f"{RESOLVED}start it again with --config {path}\n{text}", encoding="utf-8")
+
+
+def load_config(path: str | Path) -> Config:
+    """The config that `save_config` wrote."""
+    return Config.from_dict(read_config_file(str(path), what="config file"))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.config import Config
-from slime.config.start import base_of, base_path, find_reference, find_start
-from slime.config.weight_files import read_header
+from slime.config.initial_weights import base_of, base_path, find_reference, find_start
+from slime.config.model_folder import read_header
 from slime.errors import UserError
 
 ALL_LINEAR = "all-linear"

@@ -1,15 +1,23 @@
-"""Megatron-LM flags that existing slime scripts pass: read with their type and carried through under their name.
+"""The fields of Megatron's classes of settings as flags of their names, beside the flags that Megatron-LM has for them.
 
-Each is of one of four classes, and none is ignored in silence. SHAPE: what the model is; the trainer takes that from
-the Hugging Face config, and a flag that says another number is refused (`shape_flags`). NUMBERS: it changes what is
-computed; only the values in `NEUTRAL`, with which it changes nothing here, are taken. SPEED: kernels and their
-rounding, which cannot change what is learned: Megatron gets them; with FSDP plan and run name those that were given.
-OTHERS: what slime does in its own way with both, such as files and logs; those that were given are named.
+Every field of TransformerConfig, OptimizerConfig and DistributedDataParallelConfig is one of these, and a test holds
+the table to the classes: a flag of the config; a flag of Megatron-LM (`slime.config.megatron_flags`), of which SPEED
+reaches its class as it was given; a flag of `FIELD_FLAGS`, which does too; one of `REFUSED_FIELDS`, with the reason; or
+`MADE`, which no text can say. What reaches a class changes speed, memory or rounding, never what is learned.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+# Megatron-LM flags that existing slime scripts pass: read with their type and carried through under their name.
+#
+# Each is of one of four classes, and none is ignored in silence. SHAPE: what the model is; the trainer takes that from
+# the Hugging Face config, and a flag that says another number is refused (`shape_flags`). NUMBERS: it changes what is
+# computed; only the values in `NEUTRAL`, with which it changes nothing here, are taken. SPEED: kernels and their
+# rounding, which cannot change what is learned: Megatron gets them; with FSDP plan and run name those that were given.
+# OTHERS: what slime does in its own way with both, such as files and logs; those that were given are named.
 
 SWITCH, INT, FLOAT, NUMBER, TEXT, TEXTS = "switch", "int", "float", "number", "text", "texts"
 SHAPE, NUMBERS, SPEED, OTHERS = "shape", "numbers", "speed", "others"
@@ -92,7 +100,7 @@ MEGATRON_FLAGS: dict[str, str] = {name: kind for (_, kind), names in _TABLE.item
 MEGATRON_CLASSES: dict[str, str] = {name: role for (role, _), names in _TABLE.items() for name in names.split()}
 """Flag -> SHAPE, NUMBERS, SPEED or OTHERS."""
 
-_HALF = "training computes in float32 or bfloat16, --dtype chooses: drop it"
+_HALF_megatron_flags = "training computes in float32 or bfloat16, --dtype chooses: drop it"
 _STATE = "gradients and master weights are float32: give fp32, or drop it"
 _ROUTER = "experts are trained by the loss alone: give 0, or drop it"
 _TOKENS = "no token of an expert is dropped: drop it"
@@ -115,9 +123,9 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
         (1,),
         "positions are what the model's config.json says: write its rope scaling there, and drop it",
     ),
-    "fp16": ((), _HALF),
-    "fp8-format": ((), _HALF),
-    "fp8-param-gather": ((), _HALF),
+    "fp16": ((), _HALF_megatron_flags),
+    "fp8-format": ((), _HALF_megatron_flags),
+    "fp8-param-gather": ((), _HALF_megatron_flags),
     "main-grads-dtype": (("fp32",), _STATE),
     "main-params-dtype": (("fp32",), _STATE),
     "use-checkpoint-opt-param-scheduler": ((), "learning rate and weight decay are those of the flags: drop it"),
@@ -129,14 +137,14 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 """Of each flag that changes numbers: the values that change nothing here, and why others are refused. `finetune` is
 taken where there is no checkpoint to go on from."""
 
-_MOMENTS = "moments are float32 on the device of the weights: drop it, or use --train-backend fsdp"
+_MOMENTS_megatron_flags = "moments are float32 on the device of the weights: drop it, or use --train-backend fsdp"
 
 REFUSED_BY_MEGATRON: dict[str, str] = {
-    "use-precision-aware-optimizer": _MOMENTS,
-    "overlap-cpu-optimizer-d2h-h2d": _MOMENTS,
-    "optimizer-offload-fraction": _MOMENTS,
+    "use-precision-aware-optimizer": _MOMENTS_megatron_flags,
+    "overlap-cpu-optimizer-d2h-h2d": _MOMENTS_megatron_flags,
+    "optimizer-offload-fraction": _MOMENTS_megatron_flags,
     "moe-use-legacy-grouped-gemm": "megatron-core 0.16 is about to drop it: drop the flag",
-    "moe-router-padding-for-fp8": _HALF,
+    "moe-router-padding-for-fp8": _HALF_megatron_flags,
     "moe-extended-tp": "megatron-core has it no more: give --expert-tensor-parallel-size",
     "use-tp-pp-dp-mapping": "processes are numbered by tensor, context, data and pipeline, in this order: drop it",
 }
@@ -144,3 +152,181 @@ REFUSED_BY_MEGATRON: dict[str, str] = {
 
 DONE_BY_MEGATRON = ("bf16", "accumulate-allreduce-grads-in-fp32", "variable-seq-lengths")
 """What is so anyway, or asked for elsewhere: nothing needs to be said about it."""
+
+
+_SETTABLE: dict[str, str] = {
+    SWITCH: """
+        use_te_rng_tracker tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs
+        tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
+        tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 ep_overlap_early_attn_memory_release batch_p2p_sync
+        use_ring_exchange_p2p deallocate_pipeline_outputs overlap_p2p_comm_warmup_flush cpu_offloading
+        cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering barrier_with_L1_time
+        gradient_accumulation_fusion async_tensor_model_parallel_allreduce disable_bf16_reduced_precision_matmul
+        bias_activation_fusion masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm bias_dropout_fusion
+        apply_rope_fusion use_fused_weighted_squared_relu moe_per_layer_logging
+        clone_scatter_output_in_embedding batch_invariant_mode use_te_activation_func
+        fine_grained_activation_offloading align_param_gather pad_buckets_for_high_nccl_busbw
+        reduce_scatter_with_fp32_accumulation nccl_ub disable_symmetric_registration
+        """,
+    INT: """
+        num_microbatches_with_partial_activation_checkpoints cpu_offloading_num_layers moe_hybridep_num_sms
+        min_offloaded_tensor_size bucket_size
+        """,
+    TEXT: """
+        pipeline_model_parallel_comm_backend tp_comm_bootstrap_backend symmetric_ar_type config_logger_dir
+        """,
+    TEXTS: "offload_modules",
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "pipeline_model_parallel_comm_backend": ("nccl", "ucc"),
+    "tp_comm_bootstrap_backend": ("nccl", "mpi", "gloo"),
+    "symmetric_ar_type": ("two_shot", "one_shot", "multimem_all_reduce"),
+    "moe_flex_dispatcher_backend": ("deepep", "hybridep"),
+    "moe_router_dtype": ("fp32", "fp64"),
+    "cp_comm_type": ("p2p", "all_gather", "a2a"),
+}
+"""Of fields that take a few words: these."""
+
+FIELD_FLAGS: dict[str, str] = {
+    name.replace("_", "-"): kind for kind, names in _SETTABLE.items() for name in names.split()
+}
+"""Flag -> kind of value, of the fields that Megatron-LM has no flag of the same name for."""
+
+_OTHERWISE: dict[str, tuple[str, Any]] = {
+    "no-rope-fusion": ("apply_rope_fusion", False),
+    "no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
+    "no-masked-softmax-fusion": ("masked_softmax_fusion", False),
+    "no-bias-gelu-fusion": ("bias_activation_fusion", False),
+    "no-bias-swiglu-fusion": ("bias_activation_fusion", False),
+    "no-bias-dropout-fusion": ("bias_dropout_fusion", False),
+    "no-persist-layer-norm": ("persist_layer_norm", False),
+}
+"""Flags of Megatron-LM that say a field in other words."""
+
+_QUANTISED = "training computes in float32 or bfloat16, --dtype chooses: drop it"
+_MODEL = "the model is what its config.json says: drop it"
+_GRAPHS = "rows have another length each time, which a CUDA graph cannot have: drop it"
+_ENGINES = "engines generate, trainers never do: drop it"
+_SHARDED = "Megatron's own FSDP is not used: --train-backend fsdp shards the model over all processes"
+_ADAM = "the optimizer is AdamW: drop it"
+_SUMMED = "gradients are summed in float32 over all samples, and every token has its final weight: drop it"
+_MOMENTS = "moments are float32 on the device of the weights: drop it"
+_HALF = "losses are not scaled, in float32 or bfloat16: drop it"
+_CLIPPED = "attention is not clipped: drop it"
+_PREDICTS = "layers that predict several tokens at once are not trained: drop it"
+_MTP = "gradients of the output layer come out of chunks of log-probs, and nothing of them is deferred: drop it"
+_CUT = "a sequence is cut evenly over --context-parallel-size processes: drop it"
+_FINITE = "a norm of the gradients that is not finite is found out anyway: drop it"
+_PACKED = "rows hold several sequences, which it cannot take: drop it"
+_RATE = "all weights have one learning rate, --lr and --min-lr: drop it"
+
+_REFUSED_BY_REASON: dict[str, str] = {
+    _QUANTISED: """
+        fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_wgrad
+        fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red first_last_layers_bf16
+        num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 use_kitchen use_kitchen_attention
+        kitchen_attention_backend fp4 fp4_recipe fp4_param fp4_quantizer_factory activation_func_fp8_input_store
+        reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache moe_router_padding_for_quantization
+        disable_parameter_transpose_cache enable_autocast
+        """,
+    _MODEL: """
+        softmax_scale fp32_residual_connection apply_residual_connection_post_layernorm
+        layernorm_zero_centered_gamma add_bias_linear gated_linear_unit
+        num_moe_experts qk_l2_norm no_rope_freq mrope_section is_hybrid_model
+        mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
+        heterogeneous_block_specs hetereogenous_dist_checkpoint moe_latent_size moe_apply_probs_on_input
+        apply_query_key_layer_scaling dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss moe_token_dropping
+        moe_router_topk_limited_devices
+        """,
+    _GRAPHS: """
+        enable_cuda_graph external_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph
+        cuda_graph_warmup_steps cuda_graph_impl cuda_graph_scope
+        """,
+    _ENGINES: """
+        flash_decode inference_rng_tracker inference_sampling_seed use_inference_optimized_layers
+        inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents
+        """,
+    _SHARDED: """
+        use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy fsdp_double_buffer
+        fsdp_manual_registration suggested_communication_unit_size preserve_fp32_weights
+        num_distributed_optimizer_instances
+        """,
+    _ADAM: """
+        muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps
+        muon_tp_mode muon_extra_scale_factor decoupled_weight_decay apply_wd_to_qk_layernorm
+        overlap_param_gather_with_optimizer_step log_num_zeros_in_grad
+        """,
+    _SUMMED: "average_in_collective gradient_reduce_div_fusion grad_reduce_in_fp32",
+    _MOMENTS: "store_param_remainders use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params",
+    _HALF: "loss_scale_window hysteresis",
+    _CLIPPED: "qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit",
+    _PREDICTS: "mtp_standalone",
+    _MTP: "defer_embedding_wgrad_compute wgrad_deferral_limit",
+    _CUT: "hierarchical_context_parallel_sizes hybrid_context_parallel",
+    _FINITE: "check_for_nan_in_grad check_for_large_grads",
+    _RATE: "decoupled_lr decoupled_min_lr",
+    _PACKED: "fused_single_qkv_rope",
+    "it follows from the layout: drop it": "overlap_p2p_comm batch_p2p_comm",
+    "weights are read from a folder: drop it": "embedding_init_method_std",
+    "give --num-virtual-stages-per-pipeline-rank": "virtual_pipeline_model_parallel_size",
+    "give --decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
+    "give --decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
+    "give --microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
+    "give --use-routing-replay": "moe_enable_routing_replay",
+    "give --max-tokens-per-gpu with --use-dynamic-batch-size": "max_seqlen_per_dp_cp_rank",
+}  # fmt: skip
+
+REFUSED_FIELDS: dict[str, str] = {
+    name.replace("_", "-"): why for why, names in _REFUSED_BY_REASON.items() for name in names.split()
+}
+"""Flag -> why it is not taken, and what to do."""
+
+MADE = (
+    "params_dtype", "pipeline_dtype", "autocast_dtype", "timers", "finalize_model_grads_func", "grad_scale_func",
+    "no_sync_func", "grad_sync_func", "param_sync_func", "perform_initialization", "_cpu_offloading_context",
+    "activation_func", "init_method", "output_layer_init_method", "embedding_init_method",
+    "init_model_with_meta_device", "test_mode", "quant_recipe",
+)  # fmt: skip
+"""Fields that hold functions, dtypes and the like: the trainer makes them, and no flag has their names."""
+
+
+_ENGINE_FIELDS = """
+    attention_backend cp_comm_type masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm
+    apply_rope_fusion moe_permute_fusion moe_router_fusion use_te_activation_func use_te_rng_tracker
+    gradient_accumulation_fusion symmetric_ar_type batch_invariant_mode use_precision_aware_optimizer
+    store_param_remainders cpu_offloading cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
+    cpu_offloading_double_buffering tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag
+    tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
+    tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend
+    """
+OF_TRANSFORMER_ENGINE = frozenset(_ENGINE_FIELDS.split())
+"""Fields about kernels of Transformer Engine's layers: plain torch has no use for them, and gets none of them."""
+_GPU_FIELDS = """
+    nccl_ub disable_symmetric_registration fine_grained_activation_offloading offload_modules
+    min_offloaded_tensor_size pin_cpu_grads pin_cpu_params
+    """
+OF_GPUS = frozenset(_GPU_FIELDS.split())
+"""Fields that a CPU has no use for."""
+
+
+def unused_fields(*, transformer_engine: bool, on_gpu: bool) -> frozenset[str]:
+    """Fields that change nothing where layers are not Transformer Engine's, or where there is no GPU."""
+    return (frozenset() if transformer_engine else OF_TRANSFORMER_ENGINE) | (frozenset() if on_gpu else OF_GPUS)
+
+
+def given_settings(carried: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of Megatron's classes, with the values that flags beyond those of the config gave them."""
+    found: dict[str, Any] = {}
+    for name, value in carried.items():
+        flag = name.replace("_", "-")
+        if flag in _OTHERWISE:
+            field, said = _OTHERWISE[flag]
+            if value:
+                found[field] = said
+        elif flag in FIELD_FLAGS or MEGATRON_CLASSES.get(flag) == SPEED:
+            found[name] = value
+    kinds = found.get("cp_comm_type")
+    if isinstance(kinds, list) and len(kinds) == 1:
+        found["cp_comm_type"] = kinds[0]
+    return found

@@ -9,15 +9,188 @@ from __future__ import annotations
 import json
 import math
 import re
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.config.megatron_folder import LATEST, refuse_megatron
-from slime.config.shape_flags import read_model_config
-from slime.config.suggest import nearest
-from slime.config.weight_files import check_weights
+from slime.config.fields import nearest
+from slime.config.megatron_model_flags import read_model_config
 from slime.errors import UserError
+
+# Whether the weights of a folder are all there, told from their headers and lengths.
+#
+# Invariant: a folder that passes has every file that its index names, each as long as its header says and with every
+# tensor that the index finds in it. No weight is read, so the check takes milliseconds for a model of any size.
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+AGAIN = "download the folder again"
+_LONGEST_HEADER = 100_000_000
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def check_weights(folder: Path, flag: str) -> dict[str, dict[str, Any]]:
+    """The header entries of all tensors by name; a `UserError` unless the safetensors weights of a folder are complete.
+
+    A single file goes before an index, as it does in transformers.
+    """
+    if (folder / SINGLE).exists():
+        return read_header(folder / SINGLE, flag)
+    if (folder / INDEX).exists():
+        return _check_index(folder / INDEX, flag)
+    if any(folder.glob("*.safetensors")):
+        names = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3])
+        raise UserError(f"{flag} {folder} has {names}, but no {INDEX} that says what lies where: {AGAIN}")
+    raise UserError(f"{flag} {folder} has no weights: {_remedy(folder)}")
+
+
+def read_header(file: Path, flag: str) -> dict[str, Any]:
+    """The tensors of a safetensors file by name; a `UserError` when it is cut off or no such file."""
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(8)
+            if start + opened.read(len(_LFS_POINTER) - 8) == _LFS_POINTER:
+                raise UserError(f"{flag}: {file} is only a Git LFS pointer: run git lfs pull in that folder")
+            size = file.stat().st_size
+            (length,) = struct.unpack("<Q", start) if len(start) == 8 else (0,)
+            opened.seek(8)
+            header = json.loads(opened.read(length)) if 2 <= length <= min(size - 8, _LONGEST_HEADER) else None
+    except OSError as error:
+        raise UserError(f"{flag}: cannot read {file} ({error.strerror})") from error
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise UserError(f"{flag}: {file} is no safetensors file, or only the beginning of one: {AGAIN}")
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    try:
+        wanted = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+    except (TypeError, KeyError, IndexError, ValueError):
+        raise UserError(f"{flag}: the header of {file} is broken: {AGAIN}") from None
+    if size != wanted:
+        raise UserError(f"{flag}: {file} has {size} of the {wanted} bytes that its header names: {AGAIN}")
+    return tensors
+
+
+def _check_index(index: Path, flag: str) -> dict[str, dict[str, Any]]:
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: index.parent / file for name, file in places.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{flag}: {index} is no index of weights ({type(error).__name__}): {AGAIN}") from error
+    absent = sorted({file.name for file in files.values() if not file.exists()})
+    if absent:
+        of = f"{len(absent)} of {len(set(files.values()))} weight files"
+        raise UserError(f"{flag}: {index.parent} lacks {of}, {absent[0]} first: {AGAIN}")
+    found = {file: read_header(file, flag) for file in sorted(set(files.values()))}
+    for name, file in files.items():
+        if name not in found[file]:
+            raise UserError(f"{flag}: {file} lacks {name}, which {INDEX} finds in it: {AGAIN}")
+    return {name: found[file][name] for name, file in files.items()}
+
+
+def _remedy(folder: Path) -> str:
+    if any(folder.glob("*.bin")):
+        return f"its .bin files are not read (they may run code), convert them with {conversion(folder)}"
+    if any(folder.glob("*.pth")) or any(folder.glob("*.pt")):
+        return "its .pt or .pth files are not read, take the model's safetensors"
+    return f"there is no {SINGLE}, {AGAIN}"
+
+
+def conversion(folder: Path) -> str:
+    """A command that makes a safetensors folder of one with .bin files."""
+    target = f"{folder.absolute()}-safetensors"
+    return (
+        'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+        f"[c.from_pretrained('{folder}').save_pretrained('{target}') for c in (M, T)]\""
+    )
+
+
+# Megatron's checkpoints, told by what lies in a folder: a run says what it was given instead of half reading it.
+#
+#     <folder>/latest_checkpointed_iteration.txt   a number, or `release`
+#              iter_0000100/ or release/           .metadata and *.distcp (torch_dist), or mp_rank_* (torch)
+#
+# Of torch_dist checkpoints weights are read (`slime.models.torch_dist`); here nothing is opened, their index is
+# pickled.
+
+LATEST = "latest_checkpointed_iteration.txt"
+"""Names the newest checkpoint of a folder, in Megatron and here."""
+_RELEASE = "release"
+_INDEX = ".metadata"
+_KINDS = {"torch_dist": ("*.distcp", "common.pt"), "torch": ("mp_rank_*",)}
+
+
+def read_latest(folder: Path) -> str | None:
+    """What a folder's file about the newest checkpoint says; None where there is no such file."""
+    file = folder / LATEST
+    if not file.is_file():
+        return None
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}): choose another folder") from error
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """One of Megatron's checkpoints; its kind is None where nothing but its name says so."""
+
+    path: Path
+    kind: str | None
+
+    def __str__(self) -> str:
+        return self.path.name if self.kind is None else f"{self.kind}, {self.path.name}"
+
+
+def find_megatron(folder: Path, step: int | None = None) -> MegatronCheckpoint | None:
+    """The Megatron checkpoint that a folder is, or the one it names as its newest (or `step`); None for others."""
+    if not folder.is_dir():
+        return None
+    latest = read_latest(folder)
+    if latest is None:
+        kind = _kind(folder)
+        return None if kind is None else MegatronCheckpoint(folder, kind)
+    name = _RELEASE if latest == _RELEASE else f"iter_{int(latest):07d}" if latest.isdecimal() else latest
+    if step is not None:
+        name = f"iter_{step:07d}"
+    kind = _kind(folder / name)
+    if kind is None and latest != _RELEASE:  # which no other program writes
+        return None
+    return MegatronCheckpoint(folder / name, kind)
+
+
+def megatron_to_read(folder: Path, what: str, step: int | None = None) -> Path | None:
+    """The torch_dist checkpoint in a folder; None where there is none of Megatron's. `what` names the folder."""
+    found = find_megatron(folder, step)
+    if found is None:
+        return None
+    if found.kind == "torch":
+        raise UserError(
+            f"{what} is a Megatron checkpoint ({found}) of pickled objects, which are never opened here: have Megatron "
+            "make a torch_dist one of it (--ckpt-convert-format torch_dist)"
+        )
+    if not (found.path / _INDEX).is_file():
+        raise UserError(f"{what} is a Megatron checkpoint ({found}) without {_INDEX}: it is not whole, copy it again")
+    return found.path
+
+
+def refuse_megatron(folder: str, flag: str) -> None:
+    """Raise a `UserError` for a Megatron checkpoint where a model folder is needed."""
+    found = find_megatron(Path(folder))
+    if found is not None:
+        raise UserError(
+            f"{flag} {folder} is a Megatron checkpoint ({found}), but a Hugging Face folder is needed: make one of it "
+            "with slime convert, or give it with --load or --ref-load"
+        )
+
+
+def _kind(folder: Path) -> str | None:
+    if not folder.is_dir():
+        return None
+    return next((kind for kind, patterns in _KINDS.items() if any(any(folder.glob(one)) for one in patterns)), None)
+
 
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?\w[\w.-]*")
 _CHECKPOINTS = (LATEST, "meta.json")

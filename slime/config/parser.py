@@ -16,17 +16,22 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from slime.config.config import FLAG_SPECS, Config
-from slime.config.files import read_config_file
-from slime.config.foreign_flags import foreign_hint, foreign_setting
+from slime.config.config import FLAG_SPECS, Config, read_config_file
+from slime.config.fields import FlagSpec, coerce, did_you_mean, guess, nearest, one_message, parse_text, plain_value
+from slime.config.flag_aliases import REFUSED, foreign_hint, foreign_setting, refusal
 from slime.config.help import FILE_FLAGS, format_help
-from slime.config.megatron_fields import FIELD_FLAGS
-from slime.config.megatron_flags import FLOAT, INT, MEGATRON_CLASSES, MEGATRON_FLAGS, NUMBER, OTHERS, SWITCH, TEXTS
-from slime.config.not_yet import REFUSED, refusal
+from slime.config.megatron_flags import (
+    FIELD_FLAGS,
+    FLOAT,
+    INT,
+    MEGATRON_CLASSES,
+    MEGATRON_FLAGS,
+    NUMBER,
+    OTHERS,
+    SWITCH,
+    TEXTS,
+)
 from slime.config.resolve import resolve
-from slime.config.spec import FlagSpec
-from slime.config.suggest import did_you_mean, nearest, one_message
-from slime.config.values import coerce, guess, parse_text, plain_value
 from slime.errors import UserError
 
 AddCustomArguments = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]

@@ -11,22 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.algorithm import derive_algorithm, has_critic
-from slime.config.asynchronous import derive_async, is_async
+from slime.config.async_mode import derive_async, is_async
 from slime.config.batch import derive_batch_sizes, num_trainers
-from slime.config.checks import check_all_there, check_files, check_flags_fit, check_numbers_stay, check_trackers
+from slime.config.checks import (
+    check_all_there,
+    check_files,
+    check_flags_fit,
+    check_numbers_stay,
+    check_trackers,
+    derive_live,
+)
 from slime.config.config import FLAG_SPECS, Config
-from slime.config.eval_datasets import evaluates
-from slime.config.groups.data import DEFAULT_DATA_SOURCE
-from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
-from slime.config.layout import uses_megatron
-from slime.config.live import derive_live
+from slime.config.critic import critic_flags, role_overrides
+from slime.config.datasets import evaluates
+from slime.config.fields import coerce
+from slime.config.flags.data import DEFAULT_DATA_SOURCE
+from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.config.initial_weights import from_its_folder
 from slime.config.lora import derive_lora, take_from_adapter
-from slime.config.plugin_args import with_own_overlay
-from slime.config.plugin_checks import check_plugins
-from slime.config.roles import critic_flags, role_overrides
-from slime.config.shape_flags import check_has_routers, check_shape_flags
-from slime.config.start import from_its_folder
-from slime.config.values import coerce
+from slime.config.megatron_model_flags import check_has_routers, check_shape_flags
+from slime.config.parallelism import uses_megatron
+from slime.config.plugins.view import check_plugins, with_own_overlay
 from slime.errors import UserError
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recipe(Protocol):
-    """What a run says about one of its datasets (`slime.config.train_datasets`)."""
+    """What a run says about one of its datasets (`slime.config.datasets`)."""
 
     @property
     def name(self) -> str: ...

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slime.config.plugins import load_function
 from slime.data.buffer_state import Records, buffer_from_state, buffer_state
 from slime.data.jsonable import from_json, to_json
 from slime.data.labels import use_of_labels
@@ -25,7 +26,6 @@ from slime.data.source_args import changed, completed, given_input_key
 from slime.data.state_file import latest_state_path, read_state, state_path, write_state
 from slime.data.tokenizer import load_tokenizer, model_context_length
 from slime.errors import UserError
-from slime.plugins import load_function
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from slime.config.plugins import load_plugin, takes_nothing
 from slime.data.jsonable import from_json, to_json
 from slime.data.sample import Sample
 from slime.data.source import (
@@ -26,7 +27,6 @@ from slime.data.source import (
 )
 from slime.data.state_file import latest_state_path, read_state, state_path, write_state
 from slime.errors import UserError
-from slime.plugins import load_plugin, takes_nothing
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from slime.cluster.secrets import is_secret
 from slime.config import Config
 from slime.config.algorithm import serves_teacher
 from slime.config.batch import num_trainers
-from slime.config.start import model_folders
+from slime.config.initial_weights import model_folders
 from slime.driver.plan.plan import choose_rollout_backend, needs_engines, precisions
 from slime.engine.elastic.door import open_door
 from slime.engine.elastic.joined import JoinedEngines

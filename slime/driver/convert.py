@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from slime.config.megatron_folder import megatron_to_read
+from slime.config.model_folder import megatron_to_read
 from slime.errors import UserError
 
 if TYPE_CHECKING:

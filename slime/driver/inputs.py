@@ -15,10 +15,10 @@ from types import FrameType
 from typing import Any
 
 from slime.config import Config
-from slime.config.eval_datasets import evaluates
-from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slime.config.plugin_args import plugin_args
-from slime.config.start import continues_itself, find_start, resumes_at
+from slime.config.datasets import evaluates
+from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.config.initial_weights import continues_itself, find_start, resumes_at
+from slime.config.plugins.view import plugin_args
 from slime.data.tokenizer import load_tokenizer
 from slime.data.user_source import make_data_source
 from slime.driver.plan.plan import needs_engines

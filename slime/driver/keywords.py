@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from slime.config.config import FLAG_SPECS
+from slime.config.fields import FlagSpec
 from slime.config.parser import config_of_keywords
-from slime.config.spec import FlagSpec
 
 if TYPE_CHECKING:
     from slime.driver.inputs import TrainingResult

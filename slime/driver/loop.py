@@ -30,11 +30,12 @@ from slime.cluster.choose import find_machines
 from slime.cluster.collector import old_objects_left_alone
 from slime.cluster.process import process_tree
 from slime.config import Config, resolve, save_config
-from slime.config.asynchronous import is_async
-from slime.config.eval_datasets import eval_datasets, evaluates
-from slime.config.plugin_args import as_config
-from slime.config.start import model_folders, start_in_words
-from slime.config.train_datasets import prompt_files
+from slime.config.async_mode import is_async
+from slime.config.datasets import eval_datasets, evaluates, prompt_files
+from slime.config.initial_weights import model_folders, start_in_words
+from slime.config.plugins import check_given, load_function
+from slime.config.plugins.tracking import logged_to
+from slime.config.plugins.view import as_config
 from slime.data.journal import Journal, JournaledSource, open_journal
 from slime.data.state_file import saved_rollouts
 from slime.driver.colocate import Turns
@@ -60,8 +61,6 @@ from slime.observability.progress import Progress, told_if_slow
 from slime.observability.run_dir import RunDir
 from slime.observability.summary import show_summary
 from slime.observability.terminal import make_progress
-from slime.plugins import check_given, load_function
-from slime.plugins.tracking import logged_to
 from slime.rollout.dump import DumpedRollouts, save_evaluation
 from slime.rollout.evaluate import checked_evaluation
 from slime.rollout.feed import Feed, Generated, RolloutMaker, make_feed

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config import Config, resolve
-from slime.config.config import FLAG_SPECS
-from slime.config.files import read_config_file
-from slime.config.megatron_folder import read_latest
+from slime.config.config import FLAG_SPECS, read_config_file
+from slime.config.model_folder import read_latest
 from slime.config.parser import config_of_settings
 from slime.errors import UserError
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config import Config
-from slime.config.asynchronous import DEFAULT_STALENESS, versions_behind
+from slime.config.async_mode import DEFAULT_STALENESS, versions_behind
 from slime.data.sample import Sample
 from slime.rollout.failures import refuse_all_failed
 from slime.rollout.filters import DynamicFilterOutput, GroupJudge, call_plugins

@@ -1,6 +1,6 @@
 """Evaluation over several datasets, all of them in flight together.
 
-Every prompt is sampled as often and in the way its dataset says (`slime.config.eval_datasets`). Datasets are read once
+Every prompt is sampled as often and in the way its dataset says (`slime.config.datasets`). Datasets are read once
 per runtime. Failed samples are reported apart (`failed`), so the aligned lists hold only what was scored.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config import Config
-from slime.config.eval_datasets import EvalDataset, eval_datasets
+from slime.config.datasets import EvalDataset, eval_datasets
 from slime.data.labels import BY_RM_TYPE, LabelUse, use_by_verifier
 from slime.data.prompts import PromptDataset
 from slime.data.sample import Reward, Sample

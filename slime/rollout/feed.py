@@ -19,9 +19,9 @@ from typing import Any, Protocol, TypeVar
 
 from slime.config import Config
 from slime.config.algorithm import trains_on_log_probs
-from slime.config.asynchronous import is_async, may_be_older
-from slime.config.groups.asynchronous import ONE_STEP
-from slime.config.plugin_args import plugin_args
+from slime.config.async_mode import is_async, may_be_older
+from slime.config.flags.rollout import ONE_STEP
+from slime.config.plugins.view import plugin_args
 from slime.data.journal import JournaledSource
 from slime.data.sample import Sample
 from slime.data.source import observes

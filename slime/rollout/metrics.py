@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any
 
 from slime.config import Config
-from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
+from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN
 from slime.data.sample import Sample
 from slime.errors import UserError
 

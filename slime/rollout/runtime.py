@@ -20,8 +20,10 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from slime.config import Config
-from slime.config.plugin_args import changed_by, plugin_args, tell_plugins, with_own_overlay
-from slime.config.train_datasets import train_datasets
+from slime.config.datasets import train_datasets
+from slime.config.plugins import is_async, load_function, load_plugin
+from slime.config.plugins.args import run_mark
+from slime.config.plugins.view import changed_by, plugin_args, tell_plugins, with_own_overlay
 from slime.data.check import Bounds
 from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Keep, Sample
@@ -32,8 +34,6 @@ from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
 from slime.engine.sglang.router import RoutedPool
 from slime.errors import UserError
-from slime.plugins import is_async, load_function, load_plugin
-from slime.plugins.args import run_mark
 from slime.rollout.adapters import as_generate
 from slime.rollout.failures import FailureLog, contained
 from slime.rollout.gate import Seats, clock_stopped, evaluating, ticket_here

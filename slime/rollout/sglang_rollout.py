@@ -18,11 +18,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from slime import plugins
-from slime.config import Config
-from slime.config.plugin_args import as_config
+from slime.config import Config, plugins
+from slime.config.plugins.args import RUN_MARK, run_mark
+from slime.config.plugins.view import as_config
 from slime.data.sample import Sample
-from slime.plugins.args import RUN_MARK, run_mark
 from slime.rollout import requests, trajectory
 from slime.rollout.batch import generate_batch
 from slime.rollout.continuous import taken_from_continuous

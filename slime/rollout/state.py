@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.config import Config
-from slime.config.plugin_args import plugin_args
+from slime.config.plugins.view import plugin_args
 from slime.data.sample import Sample
 from slime.engine.http.protocol import rollout_sampling_params
 from slime.rollout.gate import Gate, Ticket, evaluating, ticket_here

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from slime.config import Config
-from slime.config.groups.reward import compares_with_label
+from slime.config.flags.rollout import compares_with_label
 from slime.data.bad_sample import keep_bad_sample
 from slime.data.journal import JournalFailed
 from slime.data.sample import Sample

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from slime.config import Config
 from slime.config.algorithm import needs_reference
-from slime.config.asynchronous import versions_behind
+from slime.config.async_mode import versions_behind
+from slime.config.initial_weights import Start, base_of, find_reference, find_start
 from slime.config.lora import uses_lora
-from slime.config.start import Start, base_of, find_reference, find_start
 from slime.train.backends.protocol import POLICY, Builder, Outcome
 from slime.train.checkpoints.draft import Draft
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState

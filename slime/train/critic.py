@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from slime.config import Config
+from slime.config.critic import critic_flags
+from slime.config.initial_weights import base_of, find_critic_start
 from slime.config.lora import uses_lora
-from slime.config.roles import critic_flags
-from slime.config.start import base_of, find_critic_start
 from slime.train.backends.protocol import Builder, Outcome
 from slime.train.checkpoints.draft import Draft
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState

@@ -16,7 +16,7 @@ from typing import Any
 
 from slime.cluster.node import Node
 from slime.config import Config
-from slime.plugins import CONTRACTS
+from slime.config.plugins import CONTRACTS
 
 _READ = (
     "hf_checkpoint", "ref_load", "load", "lora_load", "opd_teacher_load", "critic_hf_checkpoint", "critic_load",

@@ -24,7 +24,7 @@ from slime.cluster.node import Placement
 from slime.config import Config
 from slime.config.algorithm import weighs_what_it_can
 from slime.config.batch import tokens_per_row
-from slime.config.sharing import shares_prompts
+from slime.config.parallelism import shares_prompts
 from slime.data.sample import Sample
 from slime.errors import RunFailed
 from slime.train.checkpoints.not_written import NotWritten

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from slime.config import Config
-from slime.config.asynchronous import may_be_older, versions_behind
-from slime.config.start import find_reference, find_start
+from slime.config.async_mode import may_be_older, versions_behind
+from slime.config.initial_weights import find_reference, find_start
 from slime.errors import RunFailed, UserError
 
 KL_BEFORE_UPDATE = 1e-8

@@ -20,13 +20,13 @@ from slime.algorithms.reduce import weighted_sum
 from slime.cluster.precision import resolve_dtype, resolve_rollout_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic
-from slime.config.plugin_args import plugin_args, tell_plugins
-from slime.config.sharing import shares_prompts
+from slime.config.parallelism import shares_prompts
+from slime.config.plugins import load_function
+from slime.config.plugins.tracking import logged_to
+from slime.config.plugins.view import plugin_args, tell_plugins
 from slime.errors import UserError
 from slime.models.adapter import write_adapter
 from slime.models.shape import count_parameters
-from slime.plugins import load_function
-from slime.plugins.tracking import logged_to
 from slime.train.actor import Actor
 from slime.train.backends.causal_attention import prepare_attention
 from slime.train.backends.choose import make_builder

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime import config
 from slime.config.parser import AddCustomArguments
-from slime.config.plugin_args import as_config, own_namespace
+from slime.config.plugins.view import as_config, own_namespace
 from slime.errors import UserError
 
 __all__ = ["parse_args", "slime_validate_args"]

@@ -1,5 +1,5 @@
 """Evaluation datasets under the path that slime plugins import them from."""
 
-from slime.config.eval_datasets import EvalDataset as EvalDatasetConfig
+from slime.config.datasets import EvalDataset as EvalDatasetConfig
 
 __all__ = ["EvalDatasetConfig"]

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from slime.cluster.ports import free_range, host_address, port_is_free
-from slime.config.plugin_args import num_engines
+from slime.config.plugins.view import num_engines
 from slime.engine.http.errors import EngineError, EngineFailed, EngineRejected, EngineTimeout, EngineUnreachable
 from slime.engine.http.key import authorization
 from slime.engine.http.protocol import error_message

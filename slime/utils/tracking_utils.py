@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slime.plugins.tracking import log_metrics
+from slime.config.plugins.tracking import log_metrics
 
 
 def init_tracking(args: Any, primary: bool = True, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slime.config.folders import LOCAL_FILES
+from slime.config.paths import LOCAL_FILES
 from slime.errors import RunFailed
 from slime.models.delta.folder import BadDelta, read_index
 from slime.storage.files import MANIFEST, fsync_path

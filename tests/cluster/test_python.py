@@ -12,9 +12,9 @@ import pytest
 
 import slime
 from slime.cluster.python import module_command
+from slime.config.plugins import load_function
 from slime.data.prompts import PromptDataset
 from slime.errors import UserError
-from slime.plugins import load_function
 from slime.rollout.rewards.guard import GuardedPool
 
 OURS = str(Path(slime.__file__).resolve().parent)

@@ -10,7 +10,7 @@ import pytest
 from slime.algorithms.estimators import NONZERO_STD_FILTER
 from slime.config import Config, derive
 from slime.config.algorithm import algorithm_contradictions
-from slime.config.roles import critic_flags, role_overrides
+from slime.config.critic import critic_flags, role_overrides
 from slime.errors import UserError
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from slime.config import Config, resolve
 from slime.config.algorithm import weighs_importance, weighs_what_it_can
-from slime.config.asynchronous import is_async, loop_in_words, mode_of_train_async, versions_behind
-from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
-from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.config.async_mode import is_async, loop_in_words, mode_of_train_async, versions_behind
+from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.errors import UserError
 from tests.model_files import add_weights
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.config import gpus
-from slime.config.gpus import nvidia_gpu_count, nvidia_gpu_memory
+from slime.config import devices
+from slime.config.devices import nvidia_gpu_count, nvidia_gpu_memory
 
 TWO_GPUS = """#!/bin/sh
 case "$1" in
@@ -22,7 +22,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.setattr(gpus, "_DRIVER_FOLDER", tmp_path / "no-driver")
+    monkeypatch.setattr(devices, "_DRIVER_FOLDER", tmp_path / "no-driver")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return folder
 

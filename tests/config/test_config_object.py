@@ -13,8 +13,8 @@ import pytest
 import slime
 from slime.config import Config, load_config, parse_args, resolve, save_config
 from slime.config.config import FLAG_SPECS
+from slime.config.help import format_markdown
 from slime.config.parser import config_of_keywords, parse_flags
-from slime.config.reference import format_markdown
 from slime.driver.keywords import format_stub
 from slime.errors import UserError
 

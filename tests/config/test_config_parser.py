@@ -8,8 +8,8 @@ import pytest
 
 from slime.config import Config, parse_args, parse_flags
 from slime.config.config import FLAG_SPECS
+from slime.config.flag_aliases import REFUSED
 from slime.config.megatron_flags import MEGATRON_FLAGS
-from slime.config.not_yet import REFUSED
 from slime.errors import UserError
 
 

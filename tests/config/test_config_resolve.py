@@ -9,7 +9,7 @@ import pytest
 
 from slime.config import Config, parse_args, resolve
 from slime.config.batch import data_parallel_size, tokens_per_row
-from slime.config.plugin_args import upstream_view
+from slime.config.plugins.view import upstream_view
 from slime.errors import UserError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, derive, resolve
-from slime.config.eval_datasets import eval_datasets
+from slime.config.datasets import eval_datasets
 from slime.errors import UserError
 
 YAML = """

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from slime.config.config import FLAG_SPECS
-from slime.config.search import search_flags
+from slime.config.help import search_flags
 from slime.errors import UserError
 
 DECIDED = {"sglang-tp-size": "--rollout-num-gpus-per-engine"}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from slime.config import Config, resolve
-from slime.config.rollout_paths import RolloutPath
-from slime.config.start import LATEST
+from slime.config.initial_weights import LATEST
+from slime.config.paths import RolloutPath
 from slime.errors import UserError
 from slime.storage.files import mark_written
 from tests.model_files import add_weights

@@ -10,9 +10,8 @@ import pytest
 import slime
 from slime.config import Config
 from slime.config.config import FLAG_SPECS
-from slime.config.foreign_flags import FOREIGN_FLAGS
+from slime.config.flag_aliases import FOREIGN_FLAGS, REFUSED
 from slime.config.megatron_flags import MEGATRON_FLAGS
-from slime.config.not_yet import REFUSED
 from slime.config.parser import parse_flags
 from slime.errors import UserError
 

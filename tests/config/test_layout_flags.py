@@ -9,9 +9,9 @@ import pytest
 
 from slime.config import Config, parse_flags, resolve
 from slime.config.batch import data_parallel_size
-from slime.config.groups.megatron import HOOKS
-from slime.config.plugin_args import upstream_view
-from slime.config.spec import flag_name
+from slime.config.fields import flag_name
+from slime.config.flags.megatron import HOOKS
+from slime.config.plugins.view import upstream_view
 from slime.errors import UserError
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"

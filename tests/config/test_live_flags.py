@@ -5,7 +5,7 @@ import pytest
 from slime.algorithms.estimators import ESTIMATORS, NONZERO_STD_FILTER
 from slime.config import Config, derive
 from slime.config.algorithm import algorithm_contradictions
-from slime.config.live import LIVE_GENERATE, TRAFFIC_BASELINE, live_contradictions
+from slime.config.checks import LIVE_GENERATE, TRAFFIC_BASELINE, live_contradictions
 
 LIVE = {"rollout_batch_size": 4, "num_rollout": 2, "live_judge_path": "judge.py:judge", "device": "cpu"}
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from slime.config import Config, resolve
+from slime.config.initial_weights import Start, base_of, find_start
 from slime.config.lora import reference_is_base
-from slime.config.megatron_folder import LATEST
-from slime.config.start import Start, base_of, find_start
+from slime.config.model_folder import LATEST
 from slime.driver.plan.plan import make_plan
 from slime.errors import UserError
 from tests.config.conftest import TINY_QWEN3

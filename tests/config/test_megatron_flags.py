@@ -10,7 +10,7 @@ import pytest
 
 from slime.config import Config, parse_args, resolve
 from slime.config.checks import check_numbers_stay
-from slime.config.megatron_fields import given_settings
+from slime.config.ignored_flags import flags_without_effect
 from slime.config.megatron_flags import (
     MEGATRON_CLASSES,
     MEGATRON_FLAGS,
@@ -22,9 +22,9 @@ from slime.config.megatron_flags import (
     SPEED,
     SWITCH,
     TEXT,
+    given_settings,
 )  # fmt: skip
-from slime.config.no_effect import flags_without_effect
-from slime.config.shape_flags import COMPARED
+from slime.config.megatron_model_flags import COMPARED
 from slime.errors import UserError
 
 OF_NUMBERS = [name for name, role in MEGATRON_CLASSES.items() if role == NUMBERS and name != "finetune"]

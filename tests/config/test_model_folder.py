@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, resolve
-from slime.config.weight_files import INDEX, conversion
+from slime.config.model_folder import INDEX, conversion
 from slime.errors import UserError
 from tests.model_files import add_weights, write_safetensors
 

@@ -8,7 +8,7 @@ import pytest
 
 from slime.config import Config, parse_flags, resolve
 from slime.config.config import FLAG_SPECS
-from slime.config.no_effect import flags_without_effect, unused_by_layers
+from slime.config.ignored_flags import flags_without_effect, unused_by_layers
 
 
 def notes(*words: str) -> list[str]:

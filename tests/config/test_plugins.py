@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from slime.config.plugins import load_function
 from slime.errors import UserError
-from slime.plugins import load_function
 
 
 @pytest.fixture

@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 
 from slime.config import Config, resolve
-from slime.config.megatron_folder import LATEST
-from slime.config.start import find_critic_start, find_reference, find_start, model_folders, resumes_at
+from slime.config.initial_weights import (
+    find_critic_start,
+    find_reference,
+    find_start,
+    model_folders,
+    resumes_at,
+)
+from slime.config.model_folder import LATEST
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource
 from slime.driver.plan.plan import Plan, make_plan

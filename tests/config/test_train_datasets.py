@@ -10,9 +10,8 @@ import pytest
 
 from slime.cli import main
 from slime.config import Config, derive, resolve
-from slime.config.eval_datasets import eval_datasets
-from slime.config.plugin_args import plugin_args
-from slime.config.train_datasets import prompt_files, train_datasets
+from slime.config.datasets import eval_datasets, prompt_files, train_datasets
+from slime.config.plugins.view import plugin_args
 from slime.errors import UserError
 
 BOTH = """

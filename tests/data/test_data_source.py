@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, derive
-from slime.config.plugin_args import plugin_args
+from slime.config.plugins.view import plugin_args
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.driver.inputs import eval_prompts, open_data_source

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config import Config
-from slime.config.plugin_args import plugin_args
+from slime.config.plugins.view import plugin_args
 from slime.data.journal import JournaledSource, run_identity
 from slime.data.labels import BY_RM_TYPE
 from slime.data.mixture import whose_turn

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from slime.plugins import load_plugin
+from slime.config.plugins import load_plugin
 from slime.utils.types import Sample
 from tests.examples.conftest import EXAMPLES, Ran
 

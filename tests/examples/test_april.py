@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slime.plugins import load_function
+from slime.config.plugins import load_function
 from tests.examples.conftest import EXAMPLES, Ran
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slime.agent.tools import ToolOutcome
-from slime.plugins import load_function
+from slime.config.plugins import load_function
 from tests.examples.conftest import EXAMPLES, Ran
 
 HERE = EXAMPLES / "fully_async"

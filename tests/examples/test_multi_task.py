@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 from slime.config import Config, derive
-from slime.config.eval_datasets import eval_datasets
-from slime.config.train_datasets import train_datasets
-from slime.plugins import load_plugin
+from slime.config.datasets import eval_datasets, train_datasets
+from slime.config.plugins import load_plugin
 from slime.utils.types import Sample
 from tests.examples.conftest import EXAMPLES, Ran, modules_of
 

@@ -9,8 +9,18 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from slime.config.config import FLAG_SPECS
-from slime.config.megatron_fields import CHOICES, FIELD_FLAGS, MADE, REFUSED_FIELDS, given_settings, unused_fields
-from slime.config.megatron_flags import MEGATRON_CLASSES, MEGATRON_FLAGS, SPEED, SWITCH
+from slime.config.megatron_flags import (
+    CHOICES,
+    FIELD_FLAGS,
+    MADE,
+    MEGATRON_CLASSES,
+    MEGATRON_FLAGS,
+    REFUSED_FIELDS,
+    SPEED,
+    SWITCH,
+    given_settings,
+    unused_fields,
+)
 
 FIELDS = {
     field.name: field

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.config import Config
-from slime.config.start import Start
+from slime.config.initial_weights import Start
 from slime.train.backends.choose import make_builder
 from slime.train.backends.protocol import Outcome
 from slime.train.progress import Progress

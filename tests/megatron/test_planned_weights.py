@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.config.start import Start
+from slime.config.initial_weights import Start
 from slime.driver.plan.megatron import family_fields, local_weights
 from slime.models.shape import ModelShape
 from slime.train.backends.megatron.builder import MegatronBuilder

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from slime.plugins import CONTRACTS
-from slime.plugins.contracts import Contract
+from slime.config.plugins import CONTRACTS
+from slime.config.plugins.contracts import Contract
 from tests.migration.tables import VERDICTS, Behaviour, Flag, Name, read_behaviours, read_flags, read_names
 
 INTRODUCTION = """\

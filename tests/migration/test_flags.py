@@ -13,8 +13,8 @@ import pytest
 from slime.config import Config, parse_flags
 from slime.config.checks import check_numbers_stay
 from slime.config.config import FLAG_SPECS
+from slime.config.flag_aliases import REFUSED
 from slime.config.megatron_flags import MEGATRON_FLAGS, NEUTRAL
-from slime.config.not_yet import REFUSED
 from slime.errors import UserError
 
 FLAGS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("flags.toml").read_text())["flag"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, derive
-from slime.config.plugin_args import plugin_args, tell_plugins, upstream_view, with_own_overlay
+from slime.config.plugins.view import plugin_args, tell_plugins, upstream_view, with_own_overlay
 from slime.data.sample import Sample
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 

@@ -11,10 +11,10 @@ import pytest
 import slime
 from slime.config import Config
 from slime.config.config import FLAG_SPECS
-from slime.config.plugin_checks import check_plugins
+from slime.config.plugins import CONTRACTS, check, contract_of, load_function
+from slime.config.plugins.view import check_plugins
 from slime.config.resolve import derive
 from slime.errors import UserError
-from slime.plugins import CONTRACTS, check, contract_of, load_function
 
 Write = Callable[[str, str], str]
 

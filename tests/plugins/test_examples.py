@@ -12,10 +12,10 @@ import torch
 
 from slime.config import Config
 from slime.config.config import FLAG_SPECS
-from slime.config.plugin_checks import check_plugins
+from slime.config.plugins import CONTRACTS, contract_of, load_plugin
+from slime.config.plugins.view import check_plugins
 from slime.data.sample import Sample
 from slime.data.user_source import make_data_source
-from slime.plugins import CONTRACTS, contract_of, load_plugin
 from slime.rollout.base_types import call_rollout_fn, leaves
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rm_hub import async_rm, batched_async_rm

@@ -8,7 +8,7 @@ import pytest
 
 from slime.config import Config
 from slime.config.parser import parse_flags
-from slime.config.plugin_checks import check_plugins
+from slime.config.plugins.view import check_plugins
 from slime.data.sample import Sample
 from slime.data.user_source import make_data_source
 from slime.errors import UserError

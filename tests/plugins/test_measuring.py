@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from slime.config.plugins import tracking
+from slime.config.plugins.tracking import logged_to
 from slime.errors import UserError
-from slime.plugins import tracking
-from slime.plugins.tracking import logged_to
 from slime.utils.logging_utils import configure_logger
 from slime.utils.metric_utils import (
     compression_ratio,

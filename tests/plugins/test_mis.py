@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from examples.train_infer_mismatch_helper import mis as ours
+from slime.config.plugins import load_function
 from slime.errors import UserError
-from slime.plugins import load_function
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import build_model, make_samples
 

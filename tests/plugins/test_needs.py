@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from slime.config import Config
-from slime.config.plugin_checks import check_plugins
+from slime.config.plugins import constructor_values
+from slime.config.plugins.view import check_plugins
 from slime.errors import UserError
-from slime.plugins import constructor_values
 
 GENERATE = "async def generate(args, sample, sampling_params):\n    {body}\n    return sample\n"
 

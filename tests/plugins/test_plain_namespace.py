@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config
-from slime.config.plugin_args import as_config, plugin_args
+from slime.config.plugins.view import as_config, plugin_args
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.data_source import RolloutDataSourceWithBuffer

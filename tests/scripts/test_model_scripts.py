@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoConfig
 
 from slime.config import Config
+from slime.config.megatron_model_flags import check_shape_flags
 from slime.config.parser import parse_flags
-from slime.config.shape_flags import check_shape_flags
 from slime.errors import UserError
 from slime.models.model_args import scripts
 from slime.models.published import published_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime.config import Config
-from slime.config.start import LATEST, Start, check_checkpoint, find_reference, find_start
+from slime.config.initial_weights import LATEST, Start, check_checkpoint, find_reference, find_start
 from slime.errors import UserError
 from slime.storage.files import is_checkpoint
 from slime.train.checkpoints.draft import _remove_old

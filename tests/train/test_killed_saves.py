@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.config.start import check_weight_sources, find_critic_start, find_start
+from slime.config.initial_weights import check_weight_sources, find_critic_start, find_start
 from slime.train.checkpoints.saved_tensors import SavedTensors
 from tests.rows import long
 from tests.train.in_process import InProcess, config_for

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from slime.config.start import Start
+from slime.config.initial_weights import Start
 from slime.models.loading import load_causal_lm
 from slime.models.regions import region_shape
 from slime.models.slices import Stored

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen3Config
 
-from slime.config.start import Start
+from slime.config.initial_weights import Start
 from slime.errors import UserError
 from slime.train.backends.fsdp.builder import FSDPBuilder
 from slime.train.backends.fsdp.recompute import recompute_layers

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from slime.config.start import Start
+from slime.config.initial_weights import Start
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.train.backends.fsdp.builder import FSDPBuilder
 from slime.train.backends.fsdp.packed_model import PolicyModel

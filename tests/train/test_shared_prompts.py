@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config.checks import check_flags_fit
-from slime.config.sharing import shares_prompts
+from slime.config.parallelism import shares_prompts
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.backends.fsdp.copies import spread, take_first

@@ -29,7 +29,7 @@ from slime.agent.server.intake import Intake, IntakeLimits
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import Opening
 from slime.agent.session.session import Prompt
-from slime.plugins import load_plugin
+from slime.config.plugins import load_plugin
 
 NAME, CONSENT, DONE = "X-Session-Id", "X-Consent", "X-Session-Done"
 LONGEST_NAME = 200

@@ -27,7 +27,7 @@ from slime.agent.session.journal import FILE_NAME, Attempt, TurnJournal
 from slime.agent.talk import session_limits
 from slime.cluster.process import ChildProcess
 from slime.cluster.python import module_command
-from slime.config.train_datasets import prompt_files
+from slime.config.datasets import prompt_files
 from slime.data.journal import run_identity
 from slime.data.tokenizer import model_context_length
 from slime.errors import UserError

@@ -13,11 +13,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from slime.config import Config
-from slime.config.eval_datasets import EvalDataset, eval_datasets
-from slime.config.groups.asynchronous import FULLY_ASYNC_ROLLOUT_FUNCTION
-from slime.config.groups.reward import RM_TYPES, compares_with_label, known_rm_type
-from slime.config.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
-from slime.config.train_datasets import TrainDataset, prompt_files, reading_flags, reads_prompts, train_datasets
+from slime.config.datasets import (
+    EvalDataset,
+    TrainDataset,
+    eval_datasets,
+    prompt_files,
+    reading_flags,
+    reads_prompts,
+    train_datasets,
+)
+from slime.config.flags.rollout import (
+    DEFAULT_ROLLOUT_FUNCTION,
+    FULLY_ASYNC_ROLLOUT_FUNCTION,
+    RM_TYPES,
+    SFT_ROLLOUT_FUNCTION,
+    compares_with_label,
+    known_rm_type,
+)
 from slime.data.first_rows import count_rows, read_first_rows
 from slime.data.messages import is_conversation
 from slime.data.prototype import USUAL_KEY, Located, PrototypeBuilder, takes_any_prompt

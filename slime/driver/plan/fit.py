@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from slime.config import Config
-from slime.config.layout import uses_megatron
+from slime.config.parallelism import uses_megatron
 from slime.driver.plan.memory import MemoryEstimate, longest_sample, tokens_per_forward
 
 _LEAST_TOKENS = 1024

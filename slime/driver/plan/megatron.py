@@ -17,12 +17,12 @@ from typing import Any
 from slime.cluster.precision import resolve_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
-from slime.config.asynchronous import versions_behind
+from slime.config.async_mode import versions_behind
 from slime.config.batch import data_parallel_size, num_trainers
-from slime.config.layout import expert_tensor_size, uses_megatron, virtual_stages
-from slime.config.roles import critic_flags
-from slime.config.shape_flags import read_model_config
-from slime.config.start import find_reference, find_start
+from slime.config.critic import critic_flags
+from slime.config.initial_weights import find_reference, find_start
+from slime.config.megatron_model_flags import read_model_config
+from slime.config.parallelism import expert_tensor_size, uses_megatron, virtual_stages
 from slime.driver.plan.memory import (
     CHUNK_LOGITS,
     MemoryEstimate,
@@ -37,7 +37,7 @@ from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
 # Whether a model can be cut the way the flags say, and how that looks: the plan of Megatron's layouts.
 #
 # Invariant: what is refused here is refused with its arithmetic, the flag and the number of the model, before any
-# process is started. What a layout may be whatever the model is, is checked with the flags (`slime.config.layout`).
+# process is started. What a layout may be whatever the model is, is checked with the flags (`slime.config.parallelism`).
 
 Fields = Mapping[str, Any]
 """What a family says of a model, in Megatron's names."""

@@ -11,8 +11,8 @@ import dataclasses
 from slime.cluster.precision import resolve_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
-from slime.config.asynchronous import versions_behind
-from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
+from slime.config.async_mode import versions_behind
+from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN
 from slime.config.lora import reference_is_base, uses_lora
 from slime.models.activations import layer_bytes, layer_input_bytes, root_bytes
 from slime.models.lora import adapter_shapes, choose_targets, linears_of

@@ -18,19 +18,15 @@ from slime.cluster.remote.bundles import NodeFacts
 from slime.config import Config
 from slime.config.algorithm import compares_siblings, cut_sampling, has_critic, needs_reference, serves_teacher
 from slime.config.batch import copy_size, num_trainers
-from slime.config.eval_datasets import evaluates
-from slime.config.gpus import nvidia_gpu_memory
-from slime.config.groups.asynchronous import ONE_STEP
-from slime.config.groups.reward import compares_with_label
-from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN, SFT_ROLLOUT_FUNCTION
-from slime.config.layout import uses_megatron
+from slime.config.datasets import all_datasets, evaluates, train_datasets
+from slime.config.devices import PlannedCluster, nvidia_gpu_memory
+from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN, ONE_STEP, SFT_ROLLOUT_FUNCTION, compares_with_label
+from slime.config.ignored_flags import flag_list, flags_without_effect, unused_by_layers
+from slime.config.initial_weights import reference_in_words, start_in_words, start_notes
 from slime.config.lora import uses_lora
-from slime.config.no_effect import flag_list, flags_without_effect, unused_by_layers
+from slime.config.megatron_model_flags import read_model_config
+from slime.config.parallelism import uses_megatron
 from slime.config.parser import flags_of_custom_file, near_flags_of_custom_file
-from slime.config.planned_cluster import PlannedCluster
-from slime.config.shape_flags import read_model_config
-from slime.config.start import reference_in_words, start_in_words, start_notes
-from slime.config.train_datasets import all_datasets, train_datasets
 from slime.driver.plan.data import check_data, data_rows
 from slime.driver.plan.fit import Room, Taken, fit_notes, in_gib
 from slime.driver.plan.megatron import check_layout, family_fields, layout_in_words, planned_trainer

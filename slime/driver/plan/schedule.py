@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from slime.cluster.choose import RAY, Machines, cluster_kind, find_machines
 from slime.cluster.remote.bundles import ENGINE, TRAINER, NodeFacts, fit, make_bundles
 from slime.config import Config
-from slime.config.asynchronous import loop_in_words
+from slime.config.async_mode import loop_in_words
 from slime.config.batch import model_parallel_size, tokens_per_row
-from slime.config.eval_datasets import eval_datasets, evaluates
-from slime.config.gpus import nvidia_gpu_count
-from slime.config.layout import uses_megatron
-from slime.config.planned_cluster import PlannedCluster
+from slime.config.datasets import eval_datasets, evaluates
+from slime.config.devices import PlannedCluster, nvidia_gpu_count
+from slime.config.parallelism import uses_megatron
 from slime.driver.plan.data import steps_per_epoch, training_prompts
 from slime.errors import UserError
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 
-from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
+from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN
 from slime.data.routed_experts import flat_experts
 from slime.engine.http.answers import token_columns
 from slime.engine.http.errors import EngineProtocolError

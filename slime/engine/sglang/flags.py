@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.config import Config
-from slime.config.suggest import did_you_mean
+from slime.config.fields import did_you_mean
 from slime.engine.http.key import KEY_VARIABLE
 from slime.engine.sglang.installed import Installed, Option
 from slime.errors import UserError

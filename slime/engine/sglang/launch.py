@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.cluster.node import OWN_PYTHON, Command
 from slime.config import Config
-from slime.config.suggest import did_you_mean
+from slime.config.fields import did_you_mean
 from slime.engine.http.key import KEY_VARIABLE
 from slime.engine.launch import (
     STREAM_INTERVAL,

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import yaml
 
 from slime.config import Config
-from slime.config.suggest import did_you_mean
+from slime.config.fields import did_you_mean
 from slime.errors import UserError
 
 DEFAULT_MODEL = "default"

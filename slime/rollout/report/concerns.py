@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from slime.config import Config
 from slime.config.algorithm import compares_siblings
 from slime.config.batch import num_trainers
-from slime.config.groups.rollout import DEFAULT_RESPONSE_LEN
+from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN
 from slime.data.sample import Sample
 from slime.rollout.metrics import has_number
 

@@ -26,13 +26,13 @@ from threading import Lock
 from typing import Any
 
 from slime.config import Config
-from slime.config.groups.reward import RM_TYPES, compares_with_label
-from slime.config.plugin_args import plugin_args
+from slime.config.flags.rollout import RM_TYPES, compares_with_label
+from slime.config.plugins import is_async, load_plugin, takes_samples
+from slime.config.plugins.args import run_mark
+from slime.config.plugins.view import plugin_args
 from slime.data.labels import BY_RM_TYPE
 from slime.data.sample import Reward, Sample
 from slime.errors import UserError
-from slime.plugins import is_async, load_plugin, takes_samples
-from slime.plugins.args import run_mark
 from slime.rollout.adapters import as_reward
 from slime.rollout.failures import contained
 from slime.rollout.loop import DaemonThreads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from slime.config import Config
-from slime.config.layout import uses_megatron
+from slime.config.parallelism import uses_megatron
 from slime.train.backends.protocol import Builder
 from slime.train.progress import Progress
 from slime.train.topology import Ranks

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from slime.config import Config
-from slime.config.start import Start
+from slime.config.initial_weights import Start
 from slime.models.adapter import AdapterFacts
 from slime.train.backends.hf import Earlier, HfBucket, HfTensor
 from slime.train.checkpoints.parts import Part
@@ -88,7 +88,7 @@ class TrainedAdapter:
     """The folder of the weights that it is trained beside."""
 
     def to_meta(self) -> dict[str, Any]:
-        """What a checkpoint says of it; `slime.config.start.adapter_of` reads it."""
+        """What a checkpoint says of it; `slime.config.initial_weights.adapter_of` reads it."""
         facts = self.facts.to_dict()
         own = {"rank": self.facts.rank, "alpha": self.facts.alpha, "targets": list(self.targets)}
         return {**own, "base": str(self.base), "base_dtype": facts["base_dtype"]}

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save_file
 
-from slime.config.megatron_folder import LATEST
+from slime.config.model_folder import LATEST
 from slime.data.state_file import state_path
 from slime.models.saving import replace_folder
 from slime.storage.files import FolderTaken, fsync_path, is_checkpoint

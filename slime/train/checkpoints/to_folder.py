@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slime.config.start import LATEST, adapter_of, iteration
+from slime.config.initial_weights import LATEST, adapter_of, iteration
 from slime.errors import UserError
 from slime.models.adapter import Adapter, AdapterFacts, merged, peft_name
 from slime.models.loading import as_in_folder, load_config

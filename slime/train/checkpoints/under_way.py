@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from slime.config.megatron_folder import read_latest
+from slime.config.model_folder import read_latest
 from slime.waits import waiting
 
 POLL_S = 0.2

@@ -14,9 +14,9 @@ from slime.algorithms.kl import approximate_kl
 from slime.algorithms.whitening import whiten, whitening_sums
 from slime.config import Config
 from slime.config.algorithm import estimator_of
-from slime.config.plugin_args import plugin_args
+from slime.config.plugins import load_function
+from slime.config.plugins.view import plugin_args
 from slime.errors import UserError
-from slime.plugins import load_function
 from slime.train.samples.rollout_data import RolloutData, check_columns
 from slime.train.topology import Summing
 

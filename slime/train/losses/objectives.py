@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from slime.algorithms.reduce import weighted_sum
 from slime.algorithms.value_loss import clipped_value_loss
 from slime.config import Config
-from slime.config.plugin_args import plugin_args
+from slime.config.plugins import load_function
+from slime.config.plugins.view import plugin_args
 from slime.errors import UserError
-from slime.plugins import load_function
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.plugin_batch import batch_for_plugins
 from slime.train.samples.rollout_data import RolloutData

@@ -24,9 +24,9 @@ from slime.algorithms.ratio import finite_ratio
 from slime.algorithms.reduce import weighted_sum
 from slime.algorithms.rejection import rejection_mask
 from slime.config import Config
-from slime.config.plugin_args import plugin_args
+from slime.config.plugins import load_function
+from slime.config.plugins.view import plugin_args
 from slime.errors import UserError
-from slime.plugins import load_function
 from slime.train.losses.loss_settings import Correction, LossSettings
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.topology import Summing

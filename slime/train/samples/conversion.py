@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from slime.config import Config
-from slime.config.plugin_args import plugin_args
+from slime.config.plugins import load_function
+from slime.config.plugins.view import plugin_args
 from slime.data.routed_experts import narrowed
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.plugins import load_function
 from slime.train.samples.batch import TrainBatch
 
 FLAG = "--custom-convert-samples-to-train-data-path"

@@ -15,12 +15,12 @@ from slime.algorithms.estimators import TOKEN, RewardGroups
 from slime.algorithms.overlong import overlong_penalties
 from slime.config import Config
 from slime.config.algorithm import estimator_of
-from slime.config.plugin_args import plugin_args
+from slime.config.plugins import load_function
+from slime.config.plugins.view import plugin_args
 from slime.data.bad_sample import keep_bad_sample
 from slime.data.check import BadSample, turn_rewards
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.plugins import load_function
 
 
 def shape_rewards(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from slime.agent.tools import PythonInterpreter, ToolEnvironment
+from slime.config.plugins import load_function
 from slime.data.sample import Sample
-from slime.plugins import load_function
 from tests.agent.scripted_engine import Turn
 
 pytestmark = pytest.mark.processes

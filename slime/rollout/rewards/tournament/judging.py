@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from slime.config.plugins import is_async
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineRejected
 from slime.errors import UserError
-from slime.plugins import is_async
 from slime.rollout.failures import FailureLog, contained
 from slime.rollout.loop import DaemonThreads
 from slime.rollout.rewards.errors import RewardError

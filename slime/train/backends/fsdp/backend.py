@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from slime.config import Config
-from slime.config.start import Start, base_path
+from slime.config.initial_weights import Start, base_path
 from slime.models.loading import as_in_folder, persistent_buffers
 from slime.models.lora import is_adapter
 from slime.train.backends.fsdp.adapted import AdaptedModel

@@ -8,7 +8,7 @@ import torch
 
 from slime.config import Config
 from slime.config.batch import copy_size
-from slime.config.start import Start, base_path
+from slime.config.initial_weights import Start, base_path
 from slime.models.sources import Held
 from slime.train.backends.fsdp.backend import FSDPBackend
 from slime.train.backends.fsdp.check import check_packed

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from slime.config.start import Start
+from slime.config.initial_weights import Start
 from slime.train.backends.fsdp.fused.layer import check_float8, fuse_layers
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
 from slime.train.backends.fsdp.sharding import local_part, reshard, shard, whole

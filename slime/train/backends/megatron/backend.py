@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime.config import Config
-from slime.config.start import Start
+from slime.config.initial_weights import Start
 from slime.models.families.forms import Whole
 from slime.models.families.rules import Entry
 from slime.train.backends.hf import Earlier, HfBucket, HfTensor

@@ -9,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from slime.config import Config
-from slime.config.start import Start
+from slime.config.initial_weights import Start
 from slime.models.head import OutputHead
 from slime.models.sources import Source
 from slime.models.torch_dist.hugging_face import read_in_place_of

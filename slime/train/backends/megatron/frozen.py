@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from slime.config.start import Start
+from slime.config.initial_weights import Start
 from slime.train.backends.megatron.names import global_buffers, global_names
 from slime.train.backends.megatron.passes import StagedModel
 from slime.train.backends.protocol import Resident

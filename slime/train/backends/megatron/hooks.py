@@ -13,9 +13,9 @@ from typing import Any
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from slime.config import Config
-from slime.config.plugin_args import plugin_args
+from slime.config.plugins import load_plugin
+from slime.config.plugins.view import plugin_args
 from slime.errors import UserError
-from slime.plugins import load_plugin
 from slime.train.rates import Rates
 
 Hook = Callable[..., Any]

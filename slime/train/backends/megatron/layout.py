@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config import Config
-from slime.config.layout import expert_tensor_size, virtual_stages
+from slime.config.parallelism import expert_tensor_size, virtual_stages
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Megatron's classes of settings, filled from the model, the flags and the layout.
 
 Invariant: what the model is comes from its config.json, what a flag says from the flag, how processes share it from the
-layout. Whatever else Megatron's classes have is set by the flag of its name (`slime.config.megatron_fields`).
+layout. Whatever else Megatron's classes have is set by the flag of its name (`slime.config.megatron_flags`).
 Numbers are those of the other backend: gradients are sums, nothing is dropped out, routers are not balanced.
 """
 
@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch.nn import functional
 
 from slime.config import Config
-from slime.config.layout import uses_transformer_engine
-from slime.config.megatron_fields import given_settings, unused_fields
+from slime.config.megatron_flags import given_settings, unused_fields
+from slime.config.parallelism import uses_transformer_engine
 from slime.errors import UserError
 from slime.train.backends.megatron.layout import Layout
 

@@ -1,0 +1,464 @@
+"""Files that list datasets, each with values of its own: what `--eval-config` and `--prompt-config` have in common.
+
+Invariant: what comes out has a name, a path and only known keys, each of the right kind and in range; anything else is
+a `UserError` that says where. A file looks like this, with `eval` or `train` as the section (a mapping from names to
+datasets will do for the list; TOML and JSON likewise); one file may have both sections:
+
+    eval:
+      defaults: {rm_type: math}
+      datasets:
+        - {name: aime, path: aime.jsonl, max_response_len: 4096}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+from slime.config.config import Config, read_config_file
+from slime.config.fields import Check, above, at_least, between, did_you_mean, minus_one_or_at_least
+from slime.config.flags.data import OUR_DATA_SOURCES
+from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN, known_rm_type
+from slime.errors import UserError
+
+_SECTIONS = ("eval", "train")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a value in the file must be."""
+
+    kind: str
+    fits: Callable[[Any], bool]
+    check: Check | None = None
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One dataset of a file: its own values over the file's defaults."""
+
+    name: str
+    path: str
+    origin: str
+    """Where it was named, for error messages."""
+    values: dict[str, Any]
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(fits(item) for item in value)
+
+
+def text(check: Check | None = None) -> Entry:
+    """A text, perhaps one of some."""
+    return Entry("text", _is_text, check)
+
+
+def integer(check: Check) -> Entry:
+    """A whole number in a range."""
+    return Entry("an integer", _is_integer, check)
+
+
+def number(check: Check) -> Entry:
+    """A number in a range."""
+    return Entry("a number", _is_number, check)
+
+
+SWITCH = Entry("true or false", lambda value: isinstance(value, bool))
+MAPPING = Entry("a mapping", lambda value: isinstance(value, dict))
+
+READING: dict[str, Entry] = {
+    "rm_type": text(known_rm_type),
+    "custom_rm_path": text(),
+    "custom_generate_function_path": text(),
+    "input_key": text(),
+    "label_key": text(),
+    "metadata_key": text(),
+    "tool_key": text(),
+    "prompt_suffix": text(),
+    "apply_chat_template": SWITCH,
+    "apply_chat_template_kwargs": MAPPING,
+    "max_prompt_len": integer(at_least(1)),
+    "max_response_len": integer(at_least(1)),
+    "min_new_tokens": integer(at_least(0)),
+    "stop": Entry("a list of texts", _list_of(_is_text)),
+    "stop_token_ids": Entry("a list of integers", _list_of(_is_integer)),
+    "metadata_overrides": MAPPING,
+}
+"""How prompts are read and judged, and where answers end: keys of every such file."""
+
+
+def read_datasets(
+    path: str, *, flag: str, section: str, known: Mapping[str, Entry], elsewhere: Mapping[str, str] | None = None
+) -> list[Listed]:
+    """The datasets of a section; `elsewhere` says of keys that are not `known` what to use instead."""
+    where = f"{flag} {path}"
+    content = read_config_file(path, what=flag)
+    content = _mapping(content.get(section, content), f"{where}: {section}")
+    if other := next((name for name in _SECTIONS if name != section and name in content), None):
+        raise UserError(f"{where} has no section {section}, only {other}: list its datasets under {section}: datasets")
+    _refuse_unknown(content, ("defaults", "datasets"), where)
+    check = _Checked(known, elsewhere or {})
+    defaults = check(_mapping(content.get("defaults") or {}, f"{where}: defaults"), f"{where}: defaults")
+    datasets = list(_named(content.get("datasets"), where))
+    if not datasets:
+        raise UserError(f"{where} has no datasets: list them under {section}: datasets, each with a name and a path")
+    found = []
+    for name, entries in datasets:
+        origin = f"{where}, dataset {name}"
+        own = check({key: value for key, value in entries.items() if key != "path"}, origin)
+        file = entries.get("path")
+        if not isinstance(file, str):
+            raise UserError(f"{origin}: path is missing: name a .jsonl or .parquet file")
+        shared = {key: value for key, value in defaults.items() if key != "custom_rm_path" or "rm_type" not in own}
+        found.append(Listed(name, file, origin, {**shared, **own}))
+    return found
+
+
+def refuse_twins(names: Sequence[str], where: str) -> None:
+    """Each dataset has its own name."""
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{where} has two datasets named {name}: give each its own name")
+
+
+def _named(datasets: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and entries of each dataset, from either form."""
+    if isinstance(datasets, dict):
+        for name, entries in datasets.items():
+            yield str(name), {"path": entries} if _is_text(entries) else _mapping(entries, f"{where}: {name}")
+        return
+    if not isinstance(datasets, list | None):
+        raise UserError(f"{where}: datasets must be a list or a mapping, not {datasets!r:.80}")
+    for place, one in enumerate(datasets or [], start=1):
+        entries = _mapping(one, f"{where}: dataset {place}")
+        name = entries.get("name")
+        if not _is_text(name) or not name:
+            raise UserError(f"{where}: dataset {place} has no name")
+        yield name, {key: value for key, value in entries.items() if key != "name"}
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """The entries that have a value, each of the right kind and in range."""
+
+    known: Mapping[str, Entry]
+    elsewhere: Mapping[str, str]
+
+    def __call__(self, entries: dict[str, Any], where: str) -> dict[str, Any]:
+        for key in entries:
+            if key in self.elsewhere:
+                raise UserError(f"{where}: {key} {self.elsewhere[key]}")
+        _refuse_unknown(entries, (*self.known, "path", "name"), where)
+        given = {key: value for key, value in entries.items() if value is not None}
+        for key, value in given.items():
+            if key not in self.known:
+                raise UserError(f"{where}: {key} belongs to a dataset of its own")
+            entry = self.known[key]
+            if not entry.fits(value):
+                raise UserError(f"{where}: {key} must be {entry.kind}, not {value!r:.80}")
+            complaint = entry.check(value) if entry.check else None
+            if complaint:
+                raise UserError(f"{where}: {key} {complaint}, not {value}")
+        return given
+
+
+def _refuse_unknown(entries: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in entries:
+        if key not in known:
+            raise UserError(f"{where}: unknown key {key}{did_you_mean(str(key), known)}")
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{where} must be a mapping, not {value!r:.80}")
+    return value
+
+
+# The datasets of an evaluation: `--eval-prompt-data` and the file of `--eval-config` as one list.
+#
+# Precedence for each value of a dataset in the file: its own entry, the file's `defaults`, the `--eval-*` flag, the
+# rollout's flag. Datasets of `--eval-prompt-data` know only the flags. The file looks like this (a mapping from names
+# to datasets will do for the list; TOML and JSON likewise):
+#
+#     eval:
+#       defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}
+#       datasets:
+#         - {name: aime, path: aime.jsonl, rm_type: math, max_response_len: 4096}
+
+
+@dataclass(frozen=True)
+class EvalDataset:
+    """One dataset, with every value it is evaluated with; a plugin that makes one by hand leaves out what it likes.
+
+    Sampling parameters that are None are the rollout's.
+    """
+
+    name: str
+    path: str
+    _: KW_ONLY
+    origin: str = "a plugin"
+    """Where it was named, for error messages."""
+    input_key: str | None = None
+    """None: `input`, else the only usual one that the file has."""
+    label_key: str | None = None
+    metadata_key: str = "metadata"
+    tool_key: str = "tools"
+    prompt_suffix: str | None = None
+    apply_chat_template: bool = False
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_prompt_len: int | None = None
+    n_samples_per_eval_prompt: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_response_len: int | None = None
+    min_new_tokens: int | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool = False
+    repetition_penalty: float | None = None
+    no_stop_trim: bool = True
+    rm_type: str | None = None
+    custom_rm_path: str | None = None
+    custom_generate_function_path: str | None = None
+    metadata_overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cache_key(self) -> tuple[Any, ...]:
+        """What the prompts depend on."""
+        template = (self.prompt_suffix, self.apply_chat_template, repr(self.apply_chat_template_kwargs))
+        return (self.name, self.path, self.input_key, self.label_key, self.tool_key, self.metadata_key, *template)
+
+    def inject_metadata(self, sample_metadata: dict[str, Any] | None) -> dict[str, Any]:
+        """A prompt's metadata with this dataset's entries over it."""
+        own = {} if self.rm_type is None else {"rm_type": self.rm_type}
+        return {**(sample_metadata or {}), **own, **self.metadata_overrides}
+
+    def sampling_params(self, base: dict[str, Any]) -> dict[str, Any]:
+        """The rollout's sampling parameters with this dataset's values over them."""
+        own = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "max_new_tokens": self.max_response_len,
+            "min_new_tokens": self.min_new_tokens,
+            "repetition_penalty": self.repetition_penalty,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        always = {
+            "skip_special_tokens": self.skip_special_tokens,
+            "no_stop_trim": self.no_stop_trim,
+        }
+        unsaid = {"stop": None, "stop_token_ids": None}
+        return {**unsaid, **base, **always, **{name: value for name, value in own.items() if value is not None}}
+
+
+_ENTRIES: dict[str, Entry] = {
+    **READING,
+    "n_samples_per_eval_prompt": integer(at_least(1)),
+    "temperature": number(at_least(0)),
+    "top_p": number(between(0, 1, low_open=True)),
+    "top_k": integer(minus_one_or_at_least(1)),
+    "skip_special_tokens": SWITCH,
+    "repetition_penalty": number(above(0)),
+    "no_stop_trim": SWITCH,
+}
+
+
+def evaluates(config: Config) -> bool:
+    """Whether there is anything to evaluate on."""
+    return bool(config.eval_prompt_data) or config.eval_config is not None
+
+
+def eval_datasets(config: Config) -> list[EvalDataset]:
+    """All datasets of a config with derived values; a `UserError` for what is wrong with the file."""
+    flags = _flag_values(config)
+    datasets = [
+        EvalDataset(name=name, path=path, origin=f"--eval-prompt-data {name}", **flags)
+        for name, path in config.eval_prompt_data
+    ]
+    if config.eval_config is not None:
+        datasets += _from_file(config.eval_config, flags)
+    flag = "--eval-prompt-data" if config.eval_config is None else f"--eval-config {config.eval_config}"
+    refuse_twins([dataset.name for dataset in datasets], flag)
+    return datasets
+
+
+def _flag_values(config: Config) -> dict[str, Any]:
+    return {
+        "input_key": config.eval_input_key or config.input_key,
+        "label_key": config.eval_label_key or config.label_key,
+        "metadata_key": config.metadata_key,
+        "tool_key": config.eval_tool_key or config.tool_key,
+        "prompt_suffix": config.prompt_suffix,
+        "apply_chat_template": config.apply_chat_template,
+        "apply_chat_template_kwargs": config.apply_chat_template_kwargs,
+        "max_prompt_len": config.eval_max_prompt_len,
+        "n_samples_per_eval_prompt": config.n_samples_per_eval_prompt,
+        "temperature": config.eval_temperature,
+        "top_p": config.eval_top_p,
+        "top_k": config.eval_top_k,
+        "max_response_len": config.eval_max_response_len,
+        "min_new_tokens": config.eval_min_new_tokens,
+        "stop": config.rollout_stop,
+        "stop_token_ids": config.rollout_stop_token_ids,
+        "skip_special_tokens": bool(config.rollout_skip_special_tokens),
+    }
+
+
+def _from_file(path: str, flags: dict[str, Any]) -> list[EvalDataset]:
+    found = read_datasets(path, flag="--eval-config", section="eval", known=_ENTRIES)
+    return [EvalDataset(name=one.name, path=one.path, origin=one.origin, **{**flags, **one.values}) for one in found]
+
+
+# The datasets that training draws its prompts from: the file of `--prompt-config` as a list.
+#
+# Precedence for each value of a dataset: its own entry, the file's `defaults`, the rollout's flag. The file looks like
+# this (other forms: `slime.config.datasets`); weights are shares of the prompts, in relation to one another:
+#
+#     train:
+#       defaults: {label_key: answer}
+#       datasets:
+#         - {name: math, path: math.jsonl, weight: 2, rm_type: math}
+#         - {name: chat, path: chat.jsonl, custom_rm_path: judge.py:score, max_response_len: 512}
+
+FLAG = "--prompt-config"
+
+
+@dataclass(frozen=True)
+class TrainDataset:
+    """One dataset with all that its prompts are read, sampled and judged with; None is what the flags say."""
+
+    name: str
+    path: str
+    _: KW_ONLY
+    origin: str = "a plugin"
+    """Where it was named, for error messages."""
+    weight: float = 1.0
+    input_key: str | None = None
+    """None: `input`, else the only usual one that the file has."""
+    label_key: str | None = None
+    metadata_key: str = "metadata"
+    tool_key: str = "tools"
+    prompt_suffix: str | None = None
+    apply_chat_template: bool = False
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_prompt_len: int | None = None
+    max_response_len: int | None = None
+    min_new_tokens: int | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    rm_type: str | None = None
+    custom_rm_path: str | None = None
+    custom_generate_function_path: str | None = None
+    metadata_overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sampling_params(self) -> dict[str, Any]:
+        """What goes over the rollout's sampling parameters."""
+        own = {
+            "max_new_tokens": self.max_response_len,
+            "min_new_tokens": self.min_new_tokens,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        return {name: value for name, value in own.items() if value is not None}
+
+
+def _share(value: float) -> str | None:
+    return None if math.isfinite(value) and value > 0 else "must be a number greater than 0"
+
+
+_ENTRIES_train_datasets: dict[str, Entry] = {**READING, "weight": number(_share)}
+_SAME_FOR_ALL = "is one value for all of training, because the trainer computes with it: give {flag} instead"
+_ELSEWHERE = {
+    "temperature": _SAME_FOR_ALL.format(flag="--rollout-temperature"),
+    "top_p": _SAME_FOR_ALL.format(flag="--rollout-top-p"),
+    "top_k": _SAME_FOR_ALL.format(flag="--rollout-top-k"),
+    "n_samples_per_prompt": "is one value for all datasets: give --n-samples-per-prompt instead",
+    "n_samples_per_eval_prompt": "is for evaluations: give --n-samples-per-prompt instead",
+}
+
+
+def train_datasets(config: Config) -> list[TrainDataset]:
+    """The datasets of `--prompt-config`, none without it; a `UserError` for what is wrong with the file."""
+    if config.prompt_config is None:
+        return []
+    found = read_datasets(
+        config.prompt_config, flag=FLAG, section="train", known=_ENTRIES_train_datasets, elsewhere=_ELSEWHERE
+    )
+    refuse_twins([one.name for one in found], f"{FLAG} {config.prompt_config}")
+    flags = reading_flags(config)
+    return [TrainDataset(one.name, one.path, origin=one.origin, **{**flags, **one.values}) for one in found]
+
+
+def all_datasets(config: Config) -> list[TrainDataset | EvalDataset]:
+    """What is trained on and what is evaluated on, of files and flags that list datasets."""
+    return [*train_datasets(config), *eval_datasets(config)]
+
+
+def prompt_files(config: Config) -> list[str]:
+    """All files that prompts to train on come from."""
+    if config.prompt_config is not None:
+        return [dataset.path for dataset in train_datasets(config)]
+    return [] if config.prompt_data is None else [config.prompt_data]
+
+
+def reads_prompts(config: Config) -> bool:
+    """Whether a data source of ours reads the files of prompts to train on."""
+    own_source = config.disable_rollout_global_dataset or config.data_source_path not in OUR_DATA_SOURCES
+    return not own_source and config.load_debug_rollout_data is None
+
+
+def mixture_contradictions(config: Config) -> Iterator[str]:
+    """Sentences about flags that do not go together with `--prompt-config`."""
+    if config.prompt_config is None:
+        return
+    if config.prompt_data is not None:
+        yield f"--prompt-data and {FLAG} both name prompts: make the former a dataset of the latter's file, and drop it"
+    if config.disable_rollout_global_dataset:
+        yield f"--disable-rollout-global-dataset reads no prompts, {FLAG} names some: drop one of them"
+    if config.live_judge_path is not None:
+        yield f"{FLAG} is not read by a live service, whose prompts are what clients ask: drop it"
+    most = config.rollout_max_response_len or DEFAULT_RESPONSE_LEN
+    for dataset in train_datasets(config):
+        limit = dataset.max_response_len
+        if limit is not None and limit > most:
+            yield (
+                f"{dataset.origin}: max_response_len {limit} is more than --rollout-max-response-len {most}, which is "
+                "the most for all datasets: raise that"
+            )
+        if limit is not None and config.overlong_buffer_len:
+            yield (
+                f"{dataset.origin}: max_response_len cannot be used with --overlong-buffer-len, whose penalty begins "
+                "at a length that is the same for all: drop one of them"
+            )
+
+
+def reading_flags(config: Config) -> dict[str, Any]:
+    """How the flags have prompts read, where a dataset says nothing else."""
+    return {
+        "input_key": config.input_key,
+        "label_key": config.label_key,
+        "metadata_key": config.metadata_key,
+        "tool_key": config.tool_key,
+        "prompt_suffix": config.prompt_suffix,
+        "apply_chat_template": config.apply_chat_template,
+        "apply_chat_template_kwargs": config.apply_chat_template_kwargs,
+        "max_prompt_len": config.rollout_max_prompt_len,
+    }

@@ -1,0 +1,161 @@
+"""How responses are sampled, and which functions of the user take part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config.fields import above, at_least, between, flag, minus_one_or_at_least
+
+# ruff: noqa: RUF009 (`flag` declares a dataclass field)
+
+
+DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
+SFT_ROLLOUT_FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
+
+DEFAULT_RESPONSE_LEN = 128
+"""Where no limit is given, requests go out without one, and this is what SGLang takes then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFlags:
+    """Rollout: sampling responses"""
+
+    rollout_function_path: str = flag(
+        DEFAULT_ROLLOUT_FUNCTION,
+        "function (args, rollout_id, data_source, evaluation=False) that makes one rollout step; "
+        "with --loss-type sft_loss the default reads answers instead of sampling them",
+    )
+    custom_generate_function_path: str | None = flag(
+        None, "async function (args, sample, sampling_params) that makes one sample: tools, several turns"
+    )
+    rollout_temperature: float = flag(1.0, "sampling temperature; also divides the logits in training", check=above(0))
+    rollout_top_p: float = flag(1.0, "nucleus sampling", check=between(0, 1, low_open=True))
+    rollout_top_k: int = flag(-1, "sample from the k likeliest tokens; -1: all", check=minus_one_or_at_least(1))
+    allow_biased_sampling: bool = flag(
+        False,
+        "train on tokens that were drawn from a part of the vocabulary (--rollout-top-p, --rollout-top-k): log-probs "
+        "are taken over all of it, so the gradient is biased",
+    )
+    rollout_max_response_len: int | None = flag(
+        None, "most new tokens of one response", check=at_least(1), derived=f"{DEFAULT_RESPONSE_LEN}, as in SGLang"
+    )
+    rollout_stop: list[str] | None = flag(None, "strings that end a response", metavar="TEXT")
+    rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response", metavar="ID")
+    rollout_skip_special_tokens: bool | None = flag(
+        None,
+        "leave all special tokens out of the response text; not given: only the one that ends it; with --no-: none",
+    )
+    rollout_sample_timeout: float = flag(
+        7200.0, "seconds until one sample must be generated, tools and hooks included", check=above(0)
+    )
+    rollout_sample_filter_path: str | None = flag(
+        None, "function (args, groups) that marks samples to leave out of training"
+    )
+    rollout_sample_hook_path: list[str] = flag(
+        [], "function (args, sample) called after generation, before the reward; may be repeated", repeat=True
+    )
+    over_sampling_batch_size: int = flag(
+        None,
+        "prompts asked for at a time; more than a batch lets the slowest be left behind",
+        check=at_least(1),
+        derived="--rollout-batch-size",
+    )
+    dynamic_sampling_filter_path: str | None = flag(
+        None,
+        "function (args, samples) that says whether a finished group is worth training on",
+        derived="groups with different rewards, with dapo",
+    )
+    partial_rollout: bool = flag(False, "responses cut off when the batch is full are continued in the next one")
+    mask_offpolicy_in_partial_rollout: bool = flag(
+        False, "tokens of earlier rollouts in a continued response are not trained on"
+    )
+    rollout_all_samples_process_path: str | None = flag(
+        None, "function (args, all_groups, data_source) called with every finished group, those dropped included"
+    )
+    rollout_data_postprocess_path: str | None = flag(
+        None, "function (args, rollout_id, rollout_data) called on every training rank once advantages are there"
+    )
+    custom_convert_samples_to_train_data_path: str | None = flag(
+        None, "function (args, samples) that makes the training batch, a dict of lists"
+    )
+    sglang_server_concurrency: int = flag(512, "requests in flight per engine", check=at_least(1))
+
+
+# How a response is scored.
+
+RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")
+LABEL_FREE_RM_TYPES = ("ifbench", "remote_rm", "random")
+"""Those that judge without a label."""
+
+
+def compares_with_label(rm_type: str, metadata: Mapping[str, Any]) -> bool:
+    """Whether this verifier needs the sample's label; gpqa also takes the letter that a row's metadata names."""
+    kind = rm_type.removeprefix("boxed_")
+    return kind not in LABEL_FREE_RM_TYPES and not (kind == "gpqa" and metadata.get("correct_letter"))
+
+
+def known_rm_type(value: str) -> str | None:
+    """A built-in verifier, with or without the boxed_ prefix."""
+    return None if value.removeprefix("boxed_") in RM_TYPES else f"must be one of {', '.join(RM_TYPES)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFlags:
+    """Reward: scoring responses"""
+
+    rm_type: str | None = flag(
+        None,
+        f"built-in verifier: {', '.join(RM_TYPES)}; the prefix boxed_ extracts the boxed answer first",
+        check=known_rm_type,
+    )
+    rm_url: str | None = flag(None, "address of the reward service, for --rm-type remote_rm", metavar="URL")
+    custom_rm_path: str | None = flag(None, "function (args, sample) that returns the reward")
+    reward_key: str | None = flag(None, "entry to train on where rewards are dicts")
+    eval_reward_key: str | None = flag(None, "entry to report in evaluation", derived="--reward-key")
+    group_rm: bool = flag(False, "score all samples of a prompt in one call: custom function gets (args, samples)")
+    reward_timeout: float = flag(600.0, "seconds until a reward function must have answered", check=above(0))
+    reward_workers: int | None = flag(
+        None,
+        "processes that compare answers, for --rm-type math and deepscaler",
+        check=at_least(1),
+        derived="cores / 2",
+    )
+    custom_reward_post_process_path: str | None = flag(
+        None, "function (args, samples) -> (raw_rewards, rewards) instead of group normalisation"
+    )
+
+
+# Whether generation goes on while the trainers work, and how old a sample may be when it is trained on.
+
+SYNC, ONE_STEP, FULL = "sync", "one-step", "full"
+FULLY_ASYNC_ROLLOUT_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncFlags:
+    """Asynchronous: generating while training"""
+
+    async_mode: str = flag(
+        None,
+        "sync: generate, then train; one-step: the next rollout is generated while one is trained on; full: generation "
+        "never stops, and weights change under running requests",
+        choices=(SYNC, ONE_STEP, FULL),
+        derived="sync; one-step for slime train-async and train_async.py",
+    )
+    update_weights_interval: int = flag(
+        1, "new weights go to the engines every so many rollout steps", check=at_least(1)
+    )
+    async_buffer_size: int = flag(1, "one-step: rollouts that may lie ready before the trainers", check=at_least(1))
+    max_weight_staleness: int | None = flag(
+        None,
+        "most rollout steps that the weights which sampled a token may be behind when it is trained on; 0: synchronous",
+        check=at_least(0),
+        derived="2 in full mode, else no bound",
+    )
+    stale_samples: str = flag(
+        "regenerate",
+        "what becomes of samples that are older than --max-weight-staleness all the same: sampled anew, or left out",
+        choices=("regenerate", "drop"),
+    )

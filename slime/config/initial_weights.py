@@ -1,0 +1,349 @@
+"""Where the weights of a run come from: a checkpoint or model at `--load`, else `--ref-load`, else `--hf-checkpoint`.
+
+Invariant: every folder that a run reads weights from is looked at before anything starts, as the kind of folder that
+it is: a model folder, or a checkpoint with whole files. Config and tokenizer are always those of `--hf-checkpoint`, so
+the policy's weights are of a model of that shape.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.config.algorithm import has_critic, needs_reference
+from slime.config.config import Config
+from slime.config.critic import critic_flags
+from slime.config.model_folder import (
+    LATEST,
+    check_model_folder,
+    check_same_shape,
+    megatron_to_read,
+    read_header,
+    read_latest,
+)
+from slime.errors import UserError
+
+_META = "meta.json"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint, another model folder, Megatron's weights, or (all None) `--hf-checkpoint`; `flag` names it."""
+
+    checkpoint: Path | None = None
+    hf_folder: Path | None = None
+    flag: str = "--hf-checkpoint"
+    megatron: Path | None = None
+    """A torch_dist checkpoint, of which only weights are read."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Whatever it is that is read; None for `--hf-checkpoint`."""
+        return self.checkpoint or self.hf_folder or self.megatron
+
+    @property
+    def resumes(self) -> bool:
+        """Whether optimizer, counters and random state go on too; a reference gives nothing but its weights."""
+        return self.checkpoint is not None and self.flag != "--ref-load"
+
+
+def from_its_folder(config: Config) -> Config:
+    """A run that loads one `iter_<n>` of a folder of checkpoints loads that folder with `--ckpt-step <n>`.
+
+    The data position, the rollouts that wait for training and the critic's checkpoints lie beside the iteration.
+    """
+    one = None if config.load is None or config.ckpt_step is not None else Path(config.load)
+    number = None if one is None else re.fullmatch(r"iter_(\d+)", one.name)
+    if one is None or number is None or not (one / _META).is_file() or read_latest(one.parent) is None:
+        return config
+    return config.replace(load=str(one.parent), ckpt_step=int(number[1]))
+
+
+def find_start(config: Config, flag: str = "--load") -> Start:
+    """Where the policy starts: from what lies at `--load`, and if that is nothing yet as its reference does."""
+    if config.load is None:
+        return find_reference(config)
+    found = _read_folder(config.load, flag, config.ckpt_step)
+    return find_reference(config) if found is None else found
+
+
+def find_reference(config: Config) -> Start:
+    """Where the reference comes from, which a policy without checkpoint starts from too."""
+    if config.ref_load is None:
+        return Start()
+    found = _read_folder(config.ref_load, "--ref-load", config.ref_ckpt_step)
+    return Start(hf_folder=Path(config.ref_load), flag="--ref-load") if found is None else found
+
+
+def _read_folder(folder: str, flag: str, step: int | None) -> Start | None:
+    """A folder of checkpoints, one checkpoint, or a Hugging Face folder; None when there is nothing of the kind."""
+    path = Path(folder)
+    megatron = megatron_to_read(path, f"{flag} {folder}", step)
+    if megatron is not None:
+        return Start(megatron=megatron, flag=flag)
+    text = read_latest(path)
+    if text is not None:
+        number = step if step is not None else int(text) if text.isdecimal() else None
+        chosen = None if number is None else iteration(path, number)
+        if chosen is None:
+            named = f"{flag} {folder} has no iteration {step}"
+            if step is None:
+                named = f"{path / LATEST} names iteration {text!r}, which is not there"
+            raise UserError(f"{named}: choose another {flag if step is None else 'one'}")
+        return Start(checkpoint=chosen, flag=flag)
+    if step is not None and path.is_dir():
+        raise UserError(f"{flag} {folder} is no folder of checkpoints to pick iteration {step} from: drop the step")
+    if (path / _META).is_file():
+        return Start(checkpoint=path, flag=flag)
+    if (path / "config.json").is_file():
+        return Start(hf_folder=path, flag=flag)
+    return None
+
+
+def base_of(config: Config, start: Start) -> Start:
+    """What an adapter is trained beside: where the run began, which a checkpoint that it resumes from names."""
+    if not start.resumes or start.checkpoint is None:
+        return start
+    named = Path(str((adapter_of(start.checkpoint) or {}).get("base")))
+    reference = find_reference(config)
+    if named == base_path(config, reference) or not named.is_dir():
+        return reference
+    found = _read_folder(str(named), "--ref-load", None)
+    return reference if found is None else found
+
+
+def base_path(config: Config, base: Start) -> Path:
+    """The folder that a checkpoint of an adapter names as its base."""
+    return Path(base.folder or config.hf_checkpoint).resolve()
+
+
+def adapter_of(checkpoint: Path) -> dict[str, Any] | None:
+    """Rank, alpha, targets and base of the adapter that a checkpoint holds; None for one of all weights."""
+    try:
+        found = json.loads((checkpoint / _META).read_text()).get("lora")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error
+    return found if isinstance(found, dict) else None
+
+
+def iteration(root: Path, number: int) -> Path | None:
+    """The checkpoint of a number; where it was put aside, if a run was killed while it replaced it."""
+    folder = root / f"iter_{number:07d}"
+    found = [folder, *sorted(root.glob(f".{folder.name}.old-*"))]
+    return next((path for path in found if (path / _META).is_file()), None)
+
+
+def find_critic_start(config: Config) -> Start:
+    """Where the critic starts: from its checkpoint of the rollout that the policy's is of, whatever it saved since.
+
+    A run that ended between the two checkpoints of a rollout leaves the critic's without the policy's.
+    """
+    critic = critic_flags(config)
+    if critic.load is None:
+        return find_reference(critic)
+    start = find_start(config)
+    policy = start.checkpoint if start.resumes else None
+    number = None if policy is None else re.search(r"iter_(\d+)", policy.name)
+    pair = None if number is None else iteration(Path(critic.load), int(number[1]))
+    if pair is not None:
+        return Start(checkpoint=pair, flag="--critic-load")
+    start = find_start(critic, "--critic-load")
+    if policy is None and start.resumes and continues_itself(critic):
+        return find_reference(critic)
+    return start
+
+
+def reads_reference(config: Config) -> bool:
+    """Whether anything is read from `--ref-load`: a reference is needed, or the policy starts from there."""
+    if config.ref_load is None or config.debug_rollout_only:
+        return False
+    return needs_reference(config) or _found_nothing(config) or (has_critic(config) and _critic_reads(config))
+
+
+def _critic_reads(config: Config) -> bool:
+    critic = critic_flags(config)
+    return critic.ref_load is not None and _found_nothing(critic)
+
+
+def _found_nothing(config: Config) -> bool:
+    return config.load is None or _read_folder(config.load, "--load", config.ckpt_step) is None
+
+
+def start_in_words(config: Config) -> str:
+    """Which folder the policy starts from, with the flag that names it."""
+    start = find_start(config)
+    only_weights = start.megatron is not None or (start.checkpoint is not None and not start.resumes)
+    return f"{start.flag} {start.folder or config.hf_checkpoint}" + (", weights only" if only_weights else "")
+
+
+def reference_in_words(config: Config) -> str:
+    """Which folder the reference is read from, with the flag that names it."""
+    reference = find_reference(config)
+    return f"{reference.flag} {reference.folder or config.hf_checkpoint}"
+
+
+def start_notes(config: Config) -> Iterator[str]:
+    """What somebody who gave `--load` or `--ref-load` may not expect."""
+    if config.debug_rollout_only:
+        return
+    if config.load is not None and not continues_itself(config) and _found_nothing(config):
+        yield f"--load {config.load} has no checkpoint: the actor starts from {start_in_words(config)}"
+    if find_start(config).megatron is not None and config.load is not None and not _found_nothing(config):
+        yield (
+            f"--load {config.load} is a Megatron checkpoint: its weights are read; the optimizer starts anew, and "
+            "rollouts count from 0"
+        )
+    if config.ref_load is not None and not reads_reference(config):
+        yield (
+            f"--ref-load {config.ref_load} is not read: the actor starts from {start_in_words(config)}, and without "
+            "--use-kl-loss there is no reference"
+        )
+
+
+def model_folders(config: Config) -> dict[str, str]:
+    """Every model folder that a run loads, under the flag that names it; one that two flags name only once."""
+    found = {"--hf-checkpoint": config.hf_checkpoint}
+    given = {"--opd-teacher-load": config.opd_teacher_load}
+    if reads_reference(config):
+        given["--ref-load"] = _hf_folder(find_reference(config))
+    if not config.debug_rollout_only:
+        given["--load"] = _hf_folder(find_start(config)) if config.load is not None else None
+    if has_critic(config):
+        critic = critic_flags(config)
+        given["--critic-hf-checkpoint"] = critic.hf_checkpoint
+        given["--critic-load"] = _hf_folder(find_critic_start(config)) if critic.load is not None else None
+    for flag, folder in given.items():
+        if folder is not None and folder not in found.values():
+            found[flag] = folder
+    return found
+
+
+def _hf_folder(start: Start) -> str | None:
+    return None if start.hf_folder is None else str(start.hf_folder)
+
+
+def resumes_at(config: Config) -> int:
+    """The first rollout that a run with this `--load` has still to do; 0 when nothing was trained there."""
+    start = find_start(config)
+    if start.checkpoint is None or not start.resumes:
+        return 0
+    try:
+        return int(json.loads((start.checkpoint / _META).read_text())["next_rollout_id"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{start.checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error
+
+
+def continues_itself(config: Config) -> bool:
+    """Whether the same command, given again, goes on from its own last checkpoint."""
+    if config.load is None or config.save is None:
+        return False
+    return Path(config.load).absolute() == Path(config.save).absolute()
+
+
+def check_weight_sources(config: Config) -> None:
+    """Raise a `UserError` for the first folder that the engines or trainers of this run could not load."""
+    served_elsewhere = config.rollout_external_engine_addrs or config.carried.get("sglang_load_format") == "dummy"
+    only_described = (config.debug_rollout_only and bool(served_elsewhere)) or config.plan_cluster is not None
+    for step, flag, folder in (
+        (config.ckpt_step, "--load", config.load),
+        (config.ref_ckpt_step, "--ref-load", config.ref_load),
+    ):
+        if step is not None and folder is None:
+            named = "--ckpt-step" if flag == "--load" else "--ref-ckpt-step"
+            raise UserError(f"{named} {step} picks a checkpoint of {flag}: give it, or drop {named}")
+    for flag, folder in model_folders(config).items():
+        check_model_folder(folder, flag, weights=not only_described)
+    if config.debug_rollout_only:
+        return
+    _check_start(config, find_start(config))
+    if reads_reference(config):
+        _check_reference(config)
+    if has_critic(config):
+        _check_critic_load(config)
+        _check_start(critic_flags(config), find_critic_start(config))
+
+
+def _check_reference(config: Config) -> None:
+    """A checkpoint is whole; a folder that the policy does not start from may be of another shape, not vocabulary."""
+    reference = find_reference(config)
+    if reference.checkpoint is not None:
+        check_checkpoint(reference.checkpoint, "--ref-load")
+        if adapter_of(reference.checkpoint) is not None:
+            raise UserError(
+                f"--ref-load {reference.checkpoint} holds an adapter, not all weights: make a model folder of it with "
+                "slime convert"
+            )
+        if has_critic(config) and _critic_reads(config):
+            raise UserError(
+                f"--ref-load {config.ref_load} is a checkpoint of a policy, which a critic cannot start from: give "
+                "--critic-hf-checkpoint"
+            )
+    elif reference.hf_folder is not None:
+        check_same_shape(reference.hf_folder, "--ref-load", config.hf_checkpoint, only=("vocab_size",))
+
+
+def _check_critic_load(config: Config) -> None:
+    """Only a folder that follows from --load or --save may still have to be made."""
+    load = config.critic_load
+    if load is None or Path(load).is_dir() or load == config.critic_save:
+        return
+    if config.load is None or Path(load) != Path(config.load) / "critic":
+        raise UserError(f"--critic-load: there is no folder {load}")
+
+
+def _check_start(config: Config, start: Start) -> None:
+    if config.load is not None and Path(config.load).is_file():
+        raise UserError(f"--load {config.load} is a file, but a folder is needed")
+    if start.checkpoint is not None:
+        check_checkpoint(start.checkpoint, start.flag)
+        if start.resumes:
+            _check_same_adapter(config, start)
+    elif start.hf_folder is not None:
+        check_same_shape(start.hf_folder, start.flag, config.hf_checkpoint)
+
+
+def _check_same_adapter(config: Config, start: Start) -> None:
+    """A run with LoRA resumes from a checkpoint of the same adapter, one without from a checkpoint of all weights."""
+    assert start.checkpoint is not None
+    saved, flag = adapter_of(start.checkpoint), f"{start.flag} {start.checkpoint}"
+    if saved is None and config.lora_rank:
+        raise UserError(
+            f"{flag} holds all weights and no adapter: give it with --ref-load to train one beside them, or drop "
+            "--lora-rank"
+        )
+    if saved is None:
+        return
+    theirs = f"--lora-rank {saved.get('rank')} --lora-alpha {saved.get('alpha'):g}"
+    theirs += f" --lora-target-modules {' '.join(saved.get('targets') or ())}"
+    if not config.lora_rank:
+        raise UserError(
+            f"{flag} holds an adapter, not all weights: add {theirs}, or make a model folder of it with slime convert"
+        )
+    ours = (config.lora_rank, config.lora_alpha, sorted(config.lora_target_modules or ()))
+    if ours != (saved.get("rank"), saved.get("alpha"), sorted(saved.get("targets") or ())):
+        raise UserError(f"{flag} holds another adapter than the flags ask for: resume with {theirs}")
+
+
+def check_checkpoint(checkpoint: Path, flag: str) -> None:
+    """Raise a `UserError` unless the weight files of a checkpoint are there and whole."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    if not any(file.name.startswith("model-") for file in files):
+        raise UserError(f"{flag}: checkpoint {checkpoint} has no weights (model-*.safetensors): choose another one")
+    for file in files:
+        read_header(file, flag)
+    missing = sorted(_named_files(checkpoint) - {file.name for file in files})
+    if missing:
+        named = f"{len(missing)} of its files, {missing[0]} first"
+        raise UserError(f"{flag}: checkpoint {checkpoint} lacks {named}: choose another one")
+
+
+def _named_files(checkpoint: Path) -> set[str]:
+    """The parts that a checkpoint consists of; those of the first format are not named."""
+    try:
+        return set(json.loads((checkpoint / _META).read_text()).get("files", ()))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error

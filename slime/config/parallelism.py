@@ -1,0 +1,216 @@
+"""How the training processes are cut into groups, and which of these flags contradict each other.
+
+Arithmetic over flags alone: what the model has to say about a layout (heads, layers, experts) is asked in the plan.
+Invariant: with Megatron, `tensor x pipeline x context x data` is the number of training processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+
+from slime.config.batch import copy_size, num_trainers
+from slime.config.config import Config
+from slime.config.fields import flag_name
+from slime.config.flags.megatron import HOOKS, RECOMPUTED_MODULES
+
+_FSDP_BUILDS = {
+    "custom_model_provider_path": "models are built by transformers from the model folder: put the code into the "
+    "folder and give --trust-remote-code, or train with --train-backend megatron",
+}
+_INSIDE = "it is called inside Megatron, and the trainer is FSDP: drop the flag, or give --train-backend megatron"
+
+
+def uses_megatron(config: Config) -> bool:
+    """Whether Megatron-Core trains."""
+    return config.train_backend == "megatron"
+
+
+def virtual_stages(config: Config, num_layers: int) -> int:
+    """Stages of one process of the pipeline; more than one where they are interleaved."""
+    if config.pipeline_model_parallel_layout is not None:
+        return written_stages(config.pipeline_model_parallel_layout) // config.pipeline_model_parallel_size
+    if config.num_virtual_stages_per_pipeline_rank is not None:
+        return config.num_virtual_stages_per_pipeline_rank
+    per_stage = config.num_layers_per_virtual_pipeline_stage
+    if per_stage is None or config.pipeline_model_parallel_size == 1:
+        return 1
+    return num_layers // config.pipeline_model_parallel_size // per_stage
+
+
+def written_stages(text: str) -> int:
+    """Stages of a layout that is written out: `Et*3|(tt|)*2tL` has three bars between four of them."""
+    return re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), text).count("|") + 1
+
+
+def expert_tensor_size(config: Config) -> int:
+    """Processes that share each matrix of an expert."""
+    return config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+
+
+def uses_transformer_engine(config: Config, device: str) -> bool:
+    """Whether Megatron's layers are Transformer Engine's; they are plain torch otherwise."""
+    if config.transformer_impl is not None:
+        return config.transformer_impl == "transformer_engine"
+    return device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+
+
+def layout_contradictions(config: Config) -> Iterator[str]:
+    """One sentence for each layout that cannot be, whatever the model is."""
+    if uses_megatron(config):
+        yield from _processes(config)
+        yield from _pipeline(config)
+        yield from _recompute(config)
+        yield from _offload(config)
+        yield from _only_of_fsdp(config)
+        yield from _installed(config)
+        return
+    for name in HOOKS:
+        if getattr(config, name) is not None:
+            yield f"{flag_name(name)} is not taken: {_FSDP_BUILDS.get(name, _INSIDE)}"
+    trainers, sharing = num_trainers(config), copy_size(config)
+    if trainers % sharing:
+        yield (
+            f"--fsdp-shard-size {sharing} does not divide {_are(config)}: copies of the model have equally many "
+            "processes each"
+        )
+    if trainers % config.context_parallel_size:
+        yield (
+            f"--context-parallel-size {config.context_parallel_size} does not divide {_are(config)}: as many processes "
+            "share each sequence"
+        )
+
+
+def _are(config: Config) -> str:
+    return (
+        f"the {num_trainers(config)} training processes (--actor-num-nodes {config.actor_num_nodes} x "
+        f"--actor-num-gpus-per-node {config.actor_num_gpus_per_node})"
+    )
+
+
+def _processes(config: Config) -> Iterator[str]:
+    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    context, trainers = config.context_parallel_size, num_trainers(config)
+    if trainers % (tensor * pipeline * context):
+        yield (
+            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} x "
+            f"--context-parallel-size {context} = {tensor * pipeline * context}, which does not divide {_are(config)}: "
+            "every copy of the model needs as many"
+        )
+    expert, expert_tensor = config.expert_model_parallel_size, expert_tensor_size(config)
+    if trainers % (expert_tensor * expert * pipeline):
+        yield (
+            f"--expert-tensor-parallel-size {expert_tensor} x --expert-model-parallel-size {expert} x "
+            f"--pipeline-model-parallel-size {pipeline} = {expert_tensor * expert * pipeline}, which does not divide "
+            f"{_are(config)}: every copy of the experts needs as many"
+        )
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    size = config.pipeline_model_parallel_size
+    ways = [
+        flag_name(name)
+        for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+        if getattr(config, name) is not None
+    ]
+    if len(ways) == 2:
+        yield f"{ways[0]} and {ways[1]} are two ways to say the same: keep one"
+    if ways and size == 1:
+        yield f"{ways[0]} cuts the stages of a pipeline: add --pipeline-model-parallel-size, or drop it"
+    if config.microbatch_group_size_per_virtual_pipeline_stage is not None and not ways:
+        yield (
+            "--microbatch-group-size-per-virtual-pipeline-stage is about interleaved stages: add "
+            "--num-virtual-stages-per-pipeline-rank, or drop it"
+        )
+    uneven = [
+        flag_name(name)
+        for name in (
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        )
+        if getattr(config, name)
+    ]
+    if uneven and size == 1:
+        yield f"{uneven[0]} is about the stages of a pipeline: add --pipeline-model-parallel-size, or drop it"
+    written = config.pipeline_model_parallel_layout
+    if written is not None and written_stages(written) % size:
+        yield (
+            f"--pipeline-model-parallel-layout {written} has {written_stages(written)} stages, which "
+            f"--pipeline-model-parallel-size {size} does not divide"
+        )
+    if written is not None and (uneven or ways):
+        yield f"--pipeline-model-parallel-layout says all of {(uneven + ways)[0]} already: keep one"
+
+
+def _recompute(config: Config) -> Iterator[str]:
+    unknown = [name for name in config.recompute_modules or () if name not in RECOMPUTED_MODULES]
+    if unknown:
+        yield f"--recompute-modules {unknown[0]} is none of {', '.join(RECOMPUTED_MODULES)}"
+    if config.recompute_granularity != "full" and config.recompute_method is not None:
+        yield f"--recompute-method {config.recompute_method} needs --recompute-granularity full"
+    if config.recompute_method is not None and config.recompute_num_layers is None:
+        yield f"--recompute-method {config.recompute_method} needs --recompute-num-layers, the layers it counts"
+    if config.recompute_granularity == "full" and config.recompute_modules:
+        yield "--recompute-modules needs --recompute-granularity selective: full recomputes whole layers"
+
+
+def _offload(config: Config) -> Iterator[str]:
+    if config.carried.get("fine_grained_activation_offloading") and not config.carried.get("offload_modules"):
+        yield "--fine-grained-activation-offloading needs --offload-modules, the modules whose inputs leave the GPU"
+
+
+def _only_of_fsdp(config: Config) -> Iterator[str]:
+    """What the other backend alone has: each would change numbers or memory."""
+    for flag, given in (
+        (f"--fsdp-shard-size {config.fsdp_shard_size}", config.fsdp_shard_size is not None),
+        ("--fsdp-cpu-offload", config.fsdp_cpu_offload),
+        (f"--lora-rank {config.lora_rank}", config.lora_rank > 0),
+        ("--use-stateless-adam", config.use_stateless_adam),
+        ("--fp8", config.fp8),
+        ("--share-prompts", config.share_prompts),
+        (f"--log-probs-keep-gib {config.log_probs_keep_gib}", config.log_probs_keep_gib is not None),
+        (f"--exp-avg-dtype {config.exp_avg_dtype}", config.exp_avg_dtype != "fp32"),
+        (f"--exp-avg-sq-dtype {config.exp_avg_sq_dtype}", config.exp_avg_sq_dtype != "fp32"),
+        ("--optimizer-cpu-offload", config.optimizer_cpu_offload),
+    ):
+        if given:
+            yield f"{flag} is a matter of FSDP alone, and Megatron trains: drop it, or use --train-backend fsdp"
+
+
+def _installed(config: Config) -> Iterator[str]:
+    if config.plan_cluster is None and importlib.util.find_spec("megatron") is None:
+        yield "--train-backend megatron needs Megatron-Core, which is not installed: pip install 'slime[megatron]'"
+
+
+# Whether the trainer computes what samples begin with in common once, `--share-prompts`.
+
+
+def shares_prompts(config: Config) -> bool:
+    """Whether rows say which of their tokens are the same.
+
+    Unless it was asked for, a model that cannot use it, since more than attention mixes tokens there, does not.
+    """
+    if config.share_prompts is not None:
+        return config.share_prompts
+    return not uses_megatron(config) and next(_obstacles(config), None) is None
+
+
+def sharing_contradictions(config: Config) -> Iterator[str]:
+    """What contradicts the flag where it was given."""
+    return _obstacles(config) if config.share_prompts else iter(())
+
+
+def _obstacles(config: Config) -> Iterator[str]:
+    if config.context_parallel_size > 1:
+        yield (
+            f"--share-prompts does not go with --context-parallel-size {config.context_parallel_size}: ranks that "
+            "share a row take equal parts of all its tokens; drop one"
+        )
+    if config.use_routing_replay:
+        yield (
+            "--share-prompts does not go with routing replay: the copies of a prompt may have gone to other experts; "
+            "drop one"
+        )

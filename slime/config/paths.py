@@ -1,0 +1,363 @@
+"""What a run reads stays as it is, what it writes can be written: both are made sure of before anything starts.
+
+Nothing is written into a model folder that is read. A folder that is replaced as a whole (`--save-hf`, the local copy
+for deltas) takes nothing along that no run wrote. What is there already under a name that the run will write carries
+the mark of a run (`slime.storage.files`). Writing is tried, with a file that is removed again: permissions alone say nothing
+about read-only mounts, full disks and root.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
+
+from slime.config.config import RESOLVED, Config
+from slime.config.datasets import all_datasets
+from slime.config.model_folder import LATEST
+from slime.errors import UserError
+from slime.storage.files import is_checkpoint, is_dump, is_marked, not_from_a_run
+
+# Paths of which a run makes one per rollout: `{rollout_id}` in them is filled in.
+
+
+@dataclass(frozen=True)
+class RolloutPath:
+    """A path, with or without the placeholder; links in the part before it are followed.
+
+    `named` are other words than a number that may stand in the placeholder's place, in front of one.
+    """
+
+    template: str
+    named: str = ""
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is the same for every rollout."""
+        return all(field is None for _, field, _, _ in Formatter().parse(self.template))
+
+    @property
+    def real(self) -> str:
+        """The template as an absolute one, without links up to the part that has the placeholder."""
+        fixed, rest = self._split()
+        return os.path.join(os.path.realpath(fixed), rest) if rest else os.path.realpath(fixed)
+
+    @property
+    def fixed_folder(self) -> Path:
+        """The folder that all of these paths are in."""
+        fixed, rest = self._split()
+        real = Path(os.path.realpath(fixed))
+        return real if rest else real.parent
+
+    def rollout_of(self, path: Path) -> int | None:
+        """The rollout whose path this would be; 0 for a path that is every rollout's."""
+        fixed, rest = self._split()
+        folder = os.path.realpath(fixed)
+        if not rest:
+            return 0 if str(path) == folder else None
+        inner = os.path.relpath(path, folder)
+        for number in re.findall(r"\d+", inner):
+            for word in (int(number), f"{self.named}{int(number)}"):
+                if self._filled(rest, word) == inner:
+                    return int(number)
+        return None
+
+    def present(self) -> Iterator[tuple[int, Path]]:
+        """Those that exist, with their rollouts."""
+        fixed, rest = self._split()
+        names = "".join(glob.escape(text) + "*" * (field is not None) for text, field, _, _ in Formatter().parse(rest))
+        pattern = os.path.join(glob.escape(os.path.realpath(fixed)), names) if rest else glob.escape(self.real)
+        for name in glob.glob(pattern):
+            rollout_id = self.rollout_of(Path(name))
+            if rollout_id is not None:
+                yield rollout_id, Path(name)
+
+    def folders_on_the_way(self) -> Iterator[Path]:
+        """The existing folders that the paths lead through from where they part, and they themselves."""
+        for template in (self.template, *map(str, Path(self.template).parents)):
+            path = RolloutPath(template)
+            if not path.is_one or template == self.template:
+                yield from (Path(os.path.realpath(found)) for _, found in path.present())
+
+    def _split(self) -> tuple[str, str]:
+        """The folders before the first part with the placeholder, and the rest (nothing, where there is none)."""
+        parts = Path(os.path.abspath(self.template)).parts
+        first = next((i for i, part in enumerate(parts) if not RolloutPath(part).is_one), len(parts))
+        before = "".join(text for text, _, _, _ in Formatter().parse(os.path.join(*parts[:first])))
+        return before, os.path.join(*parts[first:]) if first < len(parts) else ""
+
+    def _filled(self, template: str, word: int | str) -> str | None:
+        try:
+            return template.format(rollout_id=word)
+        except ValueError:  # a format that is for numbers alone
+            return None
+
+
+LOCAL_FILES = ".weight_sync/files.json"
+"""Says which files of a folder are a local copy that deltas are applied to."""
+_PROBE_BYTES = 4096
+_RUN_FILES = ("metrics.jsonl", "completions.jsonl", "reward.png", "loss.png")
+_RUN_LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A path that a flag names; a folder `is_replaced` when its old content goes as a whole."""
+
+    flag: str
+    path: str
+    is_replaced: bool = False
+
+    @property
+    def real(self) -> Path:
+        return Path(os.path.realpath(self.path))
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.path}"
+
+
+def check_folders(config: Config) -> None:
+    """Refuse paths with which a run would overwrite or delete what is not its own, or that it cannot write."""
+    for sentence in _collisions(config):
+        raise UserError(sentence)
+    for sentence in _strangers(config):
+        raise UserError(sentence)
+    _check_tensorboard_names(config)
+    for place in _written(config):
+        _try_writing(place)
+
+
+# what is read, what is written
+
+
+def _models_read(config: Config) -> Iterator[Place]:
+    named = (
+        ("--hf-checkpoint", config.hf_checkpoint),
+        ("--critic-hf-checkpoint", config.critic_hf_checkpoint),
+        ("--ref-load", config.ref_load),
+        ("--opd-teacher-load", config.opd_teacher_load),
+        ("--load", config.load if _is_one_model(config.load) else None),
+        ("--critic-load", config.critic_load if _is_one_model(config.critic_load) else None),
+    )
+    for flag, path in named:
+        if path is not None:
+            yield Place(flag, path)
+
+
+def _is_one_model(folder: str | None) -> bool:
+    """A model folder or a single checkpoint; not a folder of checkpoints, to which a run may add its own."""
+    if folder is None or Path(folder, LATEST).is_file():
+        return False
+    return any(Path(folder, name).is_file() for name in ("config.json", "meta.json", ".metadata"))
+
+
+def _other_things_read(config: Config) -> Iterator[Place]:
+    named = [
+        ("--prompt-data", config.prompt_data),
+        *((dataset.origin, dataset.path) for dataset in all_datasets(config)),
+        ("--load", config.load),
+        ("--critic-load", config.critic_load),
+        ("--prompt-config", config.prompt_config),
+        ("--eval-config", config.eval_config),
+        ("--critic-config", config.critic_config),
+        ("--megatron-config-path", config.megatron_config_path),
+    ]
+    for flag, path in named:
+        if path is not None:
+            yield Place(flag, path.partition("@[")[0])
+    if config.load_debug_rollout_data is not None:
+        yield Place("--load-debug-rollout-data", str(Path(config.load_debug_rollout_data).parent))
+
+
+def _written(config: Config) -> list[Place]:
+    named = (
+        ("--output-dir", config.output_dir, False),
+        ("--save", config.save, False),
+        ("--critic-save", config.critic_save, False),
+        ("--save-hf", config.save_hf, True),
+        ("--update-weight-disk-dir", config.update_weight_disk_dir, False),
+        ("--update-weight-local-checkpoint-dir", config.update_weight_local_checkpoint_dir, True),
+        ("--save-debug-rollout-data", _parent(config.save_debug_rollout_data), False),
+        ("--save-debug-train-data", _parent(config.save_debug_train_data), False),
+    )
+    return [Place(flag, path, replaced) for flag, path, replaced in named if path is not None]
+
+
+def _parent(template: str | None) -> str | None:
+    return None if template is None else str(Path(template).parent)
+
+
+# collisions of flags
+
+
+def _collisions(config: Config) -> Iterator[str]:
+    models, written = list(_models_read(config)), _written(config)
+    others = [*_other_things_read(config)]
+    for place in written:
+        for model in models:
+            if _overwrites(place, model):
+                yield f"{place} would write into the model folder that {model} reads: choose another folder"
+        for other in [*models, *others, *(one for one in written if one.flag != place.flag)]:
+            if place.is_replaced and _takes_along(place, other):
+                yield f"{place} is replaced as a whole, and {other} with it: choose another folder"
+    checkpoints = [os.path.realpath(path) for path in (config.save, config.critic_save) if path is not None]
+    if len(checkpoints) > len(set(checkpoints)):
+        yield f"--critic-save and --save are both {config.save}: their checkpoints would overwrite one another"
+    writes_versions = config.update_weight_transport == "disk" or config.update_weight_mode == "delta"
+    for model in models if writes_versions else ():
+        if model.real.parent == _version_root(config) and model.real.name.startswith("weight_v"):
+            yield f"{model} is among the versions of the weights that this run removes: copy it elsewhere first"
+
+
+def _overwrites(place: Place, model: Place) -> bool:
+    """A model folder is no place for a run; one that replaces folders may not touch what is in it either."""
+    path = RolloutPath(place.path)
+    if place.flag.startswith("--save-debug"):
+        return False  # single files, which are looked at one by one
+    if not place.is_replaced:
+        return place.real == model.real
+    reached = [path.fixed_folder, *path.folders_on_the_way()]
+    return path.rollout_of(model.real) is not None or any(_is_within(one, model.real) for one in reached)
+
+
+def _takes_along(place: Place, other: Place) -> bool:
+    """Whether replacing `place` removes `other`."""
+    path, inner = RolloutPath(place.path), RolloutPath(other.path)
+    folder = Path(inner.real) if inner.is_one else inner.fixed_folder
+    linked = {Path(os.path.realpath(found)) for _, found in path.present()}
+    return any(path.rollout_of(one) is not None or one in linked for one in (folder, *folder.parents))
+
+
+def _is_within(path: Path, folder: Path) -> bool:
+    return path == folder or folder in path.parents
+
+
+# what is there already and is not a run's
+
+
+def _strangers(config: Config) -> Iterator[str]:
+    yield from _strange_exports(config)
+    yield from _strange_checkpoints(config)
+    yield from _strange_versions(config)
+    yield from _strange_dumps(config)
+    yield from _strange_run_folder(config)
+
+
+def _strange_exports(config: Config) -> Iterator[str]:
+    if config.save_hf is not None:
+        for rollout_id, folder in RolloutPath(config.save_hf).present():
+            if config.num_rollout is not None and rollout_id > config.num_rollout:
+                continue
+            if not folder.is_dir():
+                yield f"--save-hf {config.save_hf} is a file, but a folder is needed: {folder}"
+            elif (name := not_from_a_run(Path(os.path.realpath(folder)))) is not None:
+                yield (
+                    f"--save-hf {config.save_hf} would replace {folder}, which holds what no run saved there ({name}): "
+                    "choose another folder, or move that away"
+                )
+    local = config.update_weight_local_checkpoint_dir
+    if local is not None and _has_something(Path(local)) and not Path(local, LOCAL_FILES).is_file():
+        yield f"--update-weight-local-checkpoint-dir {local} holds what no run wrote there: name an empty folder"
+
+
+def _strange_checkpoints(config: Config) -> Iterator[str]:
+    for flag, folder, load in (("--save", config.save, config.load), ("--critic-save", config.critic_save, None)):
+        if folder is None or not Path(folder).is_dir():
+            continue
+        found = sorted(path for path in Path(folder).glob("iter_*") if path.name[5:].isdigit())
+        strange = next((path for path in found if not is_checkpoint(path)), None)
+        if strange is not None:
+            yield (
+                f"{flag} {folder} has a checkpoint that this slime did not write, or that something was added to "
+                f"({strange.name}): choose another folder"
+            )
+        continues = load is not None and _is_within(Path(os.path.realpath(load)), Path(os.path.realpath(folder)))
+        if flag == "--save" and found and not continues and not config.debug_rollout_only:
+            yield (
+                f"--save {folder} holds the checkpoints of an earlier run (up to {found[-1].name}), which this one "
+                f"would overwrite: add --load {folder} to go on from them, or choose another folder"
+            )
+
+
+def _version_root(config: Config) -> Path:
+    return Path(os.path.realpath(config.update_weight_disk_dir or Path(config.output_dir) / "weights"))
+
+
+def _strange_versions(config: Config) -> Iterator[str]:
+    for folder in sorted(_version_root(config).glob("weight_v*")):
+        if folder.name[8:].isdigit() and not is_marked(folder):
+            yield (
+                f"{folder} is named like a version of the weights, but no run wrote it: choose another "
+                "--update-weight-disk-dir, or move it away"
+            )
+
+
+def _strange_dumps(config: Config) -> Iterator[str]:
+    read = {place.real: place for place in _other_things_read(config)}
+    for flag, template in (
+        ("--save-debug-rollout-data", config.save_debug_rollout_data),
+        ("--save-debug-train-data", config.save_debug_train_data),
+    ):
+        if template is None:
+            continue
+        loaded = config.load_debug_rollout_data
+        if loaded is not None and os.path.realpath(loaded) == os.path.realpath(template):
+            yield f"{flag} and --load-debug-rollout-data are both {template}: a dump would be written over itself"
+        for _, path in RolloutPath(template, named="eval_").present():
+            if Path(os.path.realpath(path)) in read:
+                yield f"{flag} {template} would overwrite {read[Path(os.path.realpath(path))]}: choose another name"
+            if not is_dump(path):
+                yield f"{flag} {template} would overwrite {path}, which no run wrote: choose another name"
+
+
+def _strange_run_folder(config: Config) -> Iterator[str]:
+    folder = Path(config.output_dir)
+    written = folder / "config.yaml"
+    by_a_run = written.is_file() and written.read_bytes().startswith(RESOLVED.encode())
+    if written.exists() and not by_a_run:
+        yield f"--output-dir {folder} has a config.yaml that no run wrote and this one would overwrite: choose another"
+    if not by_a_run and not (folder / _RUN_LOCK).exists():
+        for name in _RUN_FILES:
+            if (folder / name).exists():
+                yield f"--output-dir {folder} has a {name} that no run wrote: choose another folder"
+
+
+def _check_tensorboard_names(config: Config) -> None:
+    named = {"--tb-project-name": config.tb_project_name, "--tb-experiment-name": config.tb_experiment_name}
+    for flag, name in named.items():
+        if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
+            raise UserError(f"{flag} {name} leads out of the run folder: it is the name of a folder in it")
+
+
+# writing
+
+
+def _try_writing(place: Place) -> None:
+    """Write and remove a file where the place is, or where it will be made."""
+    path = RolloutPath(place.path)
+    folder = path.fixed_folder if place.is_replaced or not path.is_one else Path(path.real)
+    if path.is_one and os.path.lexists(path.real) and not os.path.isdir(path.real):
+        raise UserError(f"{place} is a file, but a folder is needed")
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UserError(f"{place} cannot be made: {folder} is a file")
+    probe = folder / f".slime-probe-{uuid.uuid4().hex}"
+    try:
+        probe.mkdir()
+        try:
+            (probe / "file").write_bytes(bytes(_PROBE_BYTES))
+        finally:
+            shutil.rmtree(probe, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"{place} cannot be written ({error.strerror} in {folder}): choose another folder") from error
+
+
+def _has_something(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())

@@ -1,0 +1,30 @@
+"""Functions of the user: finding them by name (`loading`) and what each flag expects of them (`contracts`)."""
+
+from slime.config.plugins.contracts import (
+    CONTRACTS,
+    Contract,
+    check,
+    check_given,
+    computed_with,
+    constructor_values,
+    contract_of,
+    is_async,
+    takes_nothing,
+    takes_samples,
+)
+from slime.config.plugins.loading import load_function, load_plugin
+
+__all__ = [
+    "CONTRACTS",
+    "Contract",
+    "check",
+    "check_given",
+    "computed_with",
+    "constructor_values",
+    "contract_of",
+    "is_async",
+    "load_function",
+    "load_plugin",
+    "takes_nothing",
+    "takes_samples",
+]

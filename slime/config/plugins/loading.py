@@ -1,0 +1,172 @@
+"""Finding the user's functions by name.
+
+Invariant: `load_function` returns a callable that accepts the positional arguments it will get, or raises a UserError
+that names the flag, the path and the remedy; a plugin file is executed once per process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slime.config.plugins.contracts import check, check_call, contract_of
+from slime.errors import UserError
+
+_NOT_NEEDED = {
+    "megatron": "Megatron-Core is not installed: pip install 'slime[megatron]', or drop the import, which "
+    "slime.backends.megatron_utils works without",
+    "ray": "Ray is not installed: functions of yours are called in the processes of the run and need none; drop the "
+    "import, or pip install 'slime[ray]'",
+}
+"""Packages that functions written for upstream slime may import, and what to do where they are not installed."""
+_OWN_PACKAGE = __name__.partition(".")[0]
+_OWN_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def load_function(path: str, *, what: str, params: Sequence[str] | None = None) -> Callable[..., Any]:
+    """The callable behind `pkg.module.name`, `pkg.module:name`, `file.py:name` or `file.py`.
+
+    A file alone stands for the function named like the file, else the one that has a name usual for the flag, else
+    the only class with the methods that the flag asks of one, else the only public one. `what` names the flag or field
+    for error messages; `params` are the positional arguments it will be called with.
+    """
+    module_name, attribute = _split(path, what)
+    if module_name.endswith(".py"):
+        module = _load_file(Path(module_name), what)
+    else:
+        module = _import_module(module_name, path, what)
+    found = _attribute(module, attribute or _implied_name(module, path, what), path, what)
+    if not callable(found):
+        raise UserError(f"{what} {path} is a {type(found).__name__}, not a function: name a callable")
+    if params is not None:
+        check_call(found, params, f"{what} {path}")
+    return found
+
+
+def load_plugin(path: str, flag: str) -> Callable[..., Any]:
+    """The function or class of a path flag, checked against the whole of its contract."""
+    contract = contract_of(flag)
+    assert contract is not None, f"{flag} has no contract"
+    found = load_function(path, what=flag)
+    check(found, contract, path)
+    return found
+
+
+def _split(path: str, what: str) -> tuple[str, str]:
+    """Module or file, and the name in it; no name where only a file is given."""
+    module_name, colon, attribute = path.rpartition(":")
+    if not colon and path.endswith(".py"):
+        return path, ""
+    if not colon:
+        module_name, _, attribute = path.rpartition(".")
+    if not module_name or not attribute:
+        raise UserError(f"{what} {path} names no function: write it as package.module.function or file.py:function")
+    return module_name, attribute
+
+
+def _implied_name(module: ModuleType, path: str, what: str) -> str:
+    """Which function of a file is meant when only the file is named."""
+    contract = contract_of(what)
+    stem = Path(path).stem
+    for name in (stem, *(contract.names if contract is not None else ())):
+        if name in vars(module):
+            return name
+    own = _own_callables(module)
+    methods = contract.of_class if contract is not None else {}
+    fitting = [name for name in own if methods and all(hasattr(vars(module)[name], method) for method in methods)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if len(own) > 1:
+        raise UserError(f"{what} {path}: which of {', '.join(own)} is meant? write {path}:{own[0]}")
+    return own[0] if own else stem
+
+
+def _own_callables(module: ModuleType) -> list[str]:
+    """Public functions and classes that the module itself defines."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+
+
+def _load_file(file: Path, what: str) -> ModuleType:
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        raise UserError(f"{what}: there is no file {file}")
+    name = f"slime_plugin_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{what}: {file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    _make_importable(str(file.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UserError(f"{what}: {file} does not import ({_cause(error)})") from error
+    return module
+
+
+def _import_module(module_name: str, path: str, what: str) -> ModuleType:
+    _make_importable(os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        hint = _where_to_look(module_name) if _is_missing(error, module_name) else ""
+        raise UserError(f"{what} {path}: module {module_name} does not import ({_cause(error)}){hint}") from error
+
+
+def _where_to_look(module_name: str) -> str:
+    """What a user can do about a module that is not there."""
+    top, _, rest = module_name.partition(".")
+    if top == _OWN_PACKAGE and Path(os.getcwd(), top, *rest.split(".")).with_suffix(".py").is_file():
+        return f": it is in the {top} of this folder, but the run is that of {_OWN_ROOT}; name its file instead"
+    return ": is it installed, or next to where you start the run?"
+
+
+def _make_importable(folder: str) -> None:
+    """A plugin may import its neighbours, as a script may; appended, so that it shadows nothing.
+
+    Nor this package itself, in processes that are started later with the same search path.
+    """
+    if _OWN_ROOT not in sys.path:
+        sys.path.append(_OWN_ROOT)
+    if folder not in sys.path and not (folder == os.getcwd() and "" in sys.path):
+        sys.path.append(folder)
+
+
+def _is_missing(error: Exception, module_name: str) -> bool:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    return missing is not None and (module_name == missing or module_name.startswith(missing + "."))
+
+
+def _cause(error: Exception) -> str:
+    missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+    remedy = _NOT_NEEDED.get(missing.partition(".")[0])
+    return f"{type(error).__name__}: {error}" + (f"; {remedy}" if remedy else "")
+
+
+def _attribute(module: ModuleType, attribute: str, path: str, what: str) -> Any:
+    namespace = vars(module)
+    if attribute in namespace:
+        return namespace[attribute]
+    if hasattr(module, attribute):
+        return getattr(module, attribute)
+    functions = [name for name, value in namespace.items() if callable(value) and not name.startswith("__")]
+    close = difflib.get_close_matches(attribute, functions, n=1, cutoff=0.6)
+    own = [name for name in functions if getattr(namespace[name], "__module__", None) == module.__name__]
+    where = module.__file__ if path.partition(":")[0].endswith(".py") else module.__name__
+    hint = f"did you mean {close[0]}?" if close else f"it defines {', '.join(own) or 'no functions'}"
+    raise UserError(f"{what} {path}: {where} has no {attribute}: {hint}")

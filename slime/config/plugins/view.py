@@ -1,0 +1,332 @@
+"""What `args` says to plugins: every flag under upstream's name, and the values upstream derives from them.
+
+Invariant: a name means here what it means in upstream slime, and has upstream's default where the flag was not given
+or does not exist here. Values of the run go before defaults. FSDP's trainers are data and context parallel, so every
+other kind of parallelism has the size 1 there, whatever a script says.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slime.algorithms.estimators import NONZERO_STD_FILTER
+from slime.config.algorithm import has_critic, weighs_importance
+from slime.config.batch import data_parallel_size
+from slime.config.checks import LIVE_GENERATE, TRAFFIC_BASELINE
+from slime.config.config import FLAG_SPECS, Config
+from slime.config.datasets import all_datasets, eval_datasets, train_datasets
+from slime.config.fields import coerce, flag_name
+from slime.config.flags.data import DEFAULT_DATA_SOURCE
+from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
+from slime.config.megatron_flags import MEGATRON_FLAGS, SWITCH
+from slime.config.megatron_model_flags import shape_of
+from slime.config.parallelism import expert_tensor_size, uses_megatron, virtual_stages
+from slime.config.plugins import CONTRACTS, computed_with, constructor_values, load_plugin
+from slime.config.plugins.args import PLAIN, RUN_MARK, Overlay, PluginArgs, is_same
+from slime.errors import UserError
+
+# What upstream's `args` says about flags that nobody gave and that are no fields here.
+
+UPSTREAM_DEFAULTS: dict[str, Any] = {
+    "release_train": False,
+    "opd_teacher_ckpt_step": None,
+    "load_forge_rollout_data": None,
+    "enable_mtp_training": False,
+    "megatron_deepgemm_forward_layers": None,
+    "megatron_deepgemm_forward_modules": None,
+    "megatron_deepgemm_moe_forward_layers": None,
+    "megatron_deepgemm_moe_forward_modules": None,
+    "megatron_to_hf_mode": "raw",
+    "custom_config_path": None,
+    "sglang_router_ip": None,
+    "sglang_router_port": None,
+    "sglang_router_request_timeout_secs": 14400,
+    "sglang_model_routers": {},
+    "sglang_dp_size": 1,
+    "sglang_pp_size": 1,
+    "sglang_ep_size": 1,
+    "sglang_enable_deterministic_inference": False,
+    "sglang_speculative_algorithm": None,
+    "sglang_mem_fraction_static": None,
+    "sglang_context_length": None,
+    "sglang_log_level": None,
+    "sglang_cuda_graph_bs": None,
+    "sglang_enable_metrics": True,
+    "sglang_enable_ep_moe": False,
+    "sglang_enable_dp_attention": False,
+    "sglang_custom_pull_weights_pre_read_hook": None,
+    "router_policy": None,
+    "seq_length": 4096,
+}
+"""Upstream's defaults of flags and attributes that are no fields here."""
+
+MEGATRON_DEFAULTS: dict[str, Any] = {
+    "num_query_groups": 1,
+    "original_max_position_embeddings": 4096,
+    "moe_router_topk": 2,
+    "moe_deepep_num_sms": 20,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "lr_warmup_samples": 0,
+    "profile_step_start": 10,
+    "profile_step_end": 12,
+    "log_interval": 100,
+    "tensorboard_queue_size": 1000,
+    "empty_unused_memory_level": 0,
+    "num_workers": 2,
+    "manual_gc_interval": 0,
+    "timing_log_level": 0,
+    "cross_entropy_fusion_impl": "native",
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+    "norm_epsilon": 1e-05,
+    "layernorm_epsilon": 1e-05,
+    "init_method_std": 0.02,
+    "rotary_percent": 1.0,
+    "rotary_scaling_factor": 1.0,
+    "rope_scaling_factor": 8.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_bias_update_rate": 0.001,
+    "optimizer_offload_fraction": 1.0,
+    "lr_warmup_init": 0.0,
+    "initial_loss_scale": 4294967296.0,
+    "min_loss_scale": 1.0,
+    "sgd_momentum": 0.9,
+    "rotary_base": 10000,
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "rope_type": "rope",
+    "softmax_type": "vanilla",
+    "fp8_recipe": "delayed",
+    "fp8_amax_compute_algo": "most_recent",
+    "moe_layer_freq": "1",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_score_function": "softmax",
+    "moe_token_drop_policy": "probs",
+    "main_grads_dtype": "fp32",
+    "main_params_dtype": "fp32",
+    "weight_decay_incr_style": "constant",
+    "lr_wsd_decay_style": "exponential",
+    "ckpt_format": "torch_dist",
+    "dist_ckpt_strictness": "assume_ok_unexpected",
+}
+"""Megatron's own defaults; flags that are not here are off, or None."""
+
+
+OF_CONFIG = "slime_config"
+"""The attribute of a namespace of `parse_args` that has the config it was made of."""
+
+_SHOWN_OTHERWISE = ("eval_prompt_data",)
+"""Flags that plugins see in another form than the config has them in."""
+
+_TRAINERS = {"rank": 0, "local_rank": 0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+"""What the trainers are, whatever a script says of its own; other dropout is refused."""
+
+_OF_FSDP = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+}
+"""The same of FSDP's trainers: the model is cut otherwise."""
+
+
+def plugin_args(config: Config) -> PluginArgs:
+    """The `args` of plugins: one namespace for all copies of a config, which the run never reads."""
+    return config.overlay.show(config, lambda: upstream_view(config))
+
+
+def tell_plugins(config: Config, **facts: Any) -> None:
+    """Say what became known only after the flags: a rank, an address."""
+    plugin_args(config)
+    config.overlay.tell(facts)
+
+
+def with_own_overlay(config: Config) -> Config:
+    """The config for a run of its own: nothing that plugins of another run wrote is seen."""
+    return config.replace(overlay=Overlay())
+
+
+def changed_by(config: Config, args: object) -> Config:
+    """The config as a copy of its `args` says it: flags that were changed there since, checked for their types."""
+    base, values = plugin_args(config)._overlay.base, vars(args)
+    changes = {
+        name: _checked(name, values[name])
+        for name in FLAG_SPECS
+        if name in values and not is_same(values[name], base.get(name))
+    }
+    return config.replace(**changes) if changes else config
+
+
+def own_namespace(config: Config) -> argparse.Namespace:
+    """The `args` of somebody's own driver, to be read, changed and given to `train`: see `as_config`."""
+    args = argparse.Namespace(**vars(plugin_args(config)))
+    setattr(args, OF_CONFIG, config)
+    return args
+
+
+def as_config(args: Config | argparse.Namespace) -> Config:
+    """What a namespace says, as a config: flags that were changed in it count, and so do names that were added to it.
+
+    One that `parse_args` made knows its config; of any other one, flags that it does not have get their defaults.
+    """
+    if isinstance(args, Config):
+        return args
+    values = {**_of_classes(type(args)), **vars(args)}
+    config = values.get(OF_CONFIG)
+    if config is not None:
+        config = changed_by(config, args)
+        added = {name: value for name, value in values.items() if name not in config.overlay.base}
+    else:
+        known = {name for name in FLAG_SPECS if values.get(name) is not None and name not in _SHOWN_OTHERWISE}
+        config = Config(**{name: _checked(name, values[name]) for name in known})
+        added = {name: value for name, value in values.items() if name not in FLAG_SPECS}
+    carried = {name: value for name, value in added.items() if isinstance(value, PLAIN) and name != RUN_MARK}
+    return config.replace(carried={**config.carried, **carried})
+
+
+def _of_classes(kind: type) -> dict[str, Any]:
+    """What a class of the user's, as unit tests write them, says in the place of its objects."""
+    classes = [one for one in reversed(kind.__mro__) if one.__module__ not in ("builtins", "argparse", "types")]
+    found = {name: value for one in classes for name, value in vars(one).items() if not name.startswith("_")}
+    return {name: value for name, value in found.items() if value is None or isinstance(value, PLAIN)}
+
+
+def _checked(name: str, value: Any) -> Any:
+    return None if value is None else coerce(FLAG_SPECS[name], value, f"args.{name}")
+
+
+def upstream_view(config: Config) -> dict[str, Any]:
+    """All names and values: defaults first, then what the model, the flags and the run say, each over the former."""
+    view = {
+        **{flag.replace("-", "_"): False if kind == SWITCH else None for flag, kind in MEGATRON_FLAGS.items()},
+        **MEGATRON_DEFAULTS,
+        **UPSTREAM_DEFAULTS,
+        **config.carried,
+        **_model_facts(config),
+        **{name: None if spec.info.secret else getattr(config, name) for name, spec in FLAG_SPECS.items()},
+        **_derived(config),
+        "carried": config.carried,
+    }
+    fallbacks = {
+        "input_key": "input",
+        "eval_input_key": "input",
+        "eval_max_context_len": config.rollout_max_context_len,
+        "log_probs_max_tokens_per_gpu": config.max_tokens_per_gpu,
+        "train_iters": _train_iters(config),
+        "padded_vocab_size": view["vocab_size"],
+    }
+    view |= {name: value for name, value in fallbacks.items() if view.get(name) is None}
+    view["is_input_key_given"] = config.input_key is not None
+    view["wandb_random_suffix"] = not view.get("disable_wandb_random_suffix")
+    return view
+
+
+def _derived(config: Config) -> dict[str, Any]:
+    trainers = (config.actor_num_nodes or 1) * (config.actor_num_gpus_per_node or 1)
+    return {
+        **_TRAINERS,
+        **_parallel_sizes(config, trainers),
+        "world_size": trainers,
+        "actor_num_gpus": trainers,
+        "rollout_num_engines": num_engines(config),
+        "rollout_external": bool(config.rollout_external_engine_addrs),
+        "use_critic": has_critic(config),
+        "use_tis": weighs_importance(config),
+        "rollout_global_dataset": not config.disable_rollout_global_dataset,
+        "rewards_normalization": not config.disable_rewards_normalization,
+        "grpo_std_normalization": not config.disable_grpo_std_normalization and config.n_samples_per_prompt != 1,
+        "compute_advantages_and_returns": not config.disable_compute_advantages_and_returns,
+        "eval_prompt_data": [word for pair in config.eval_prompt_data or () for word in pair] or None,
+        "eval_datasets": eval_datasets(config),
+        "train_datasets": train_datasets(config),
+        "rollout_skip_special_tokens": bool(config.rollout_skip_special_tokens),
+    }
+
+
+def _parallel_sizes(config: Config, trainers: int) -> dict[str, Any]:
+    if not uses_megatron(config):
+        return {**_OF_FSDP, "data_parallel_size": trainers // config.context_parallel_size}
+    num_layers = _model_facts(config).get("num_layers", 0)
+    stages = virtual_stages(config, int(num_layers))
+    return {
+        "expert_tensor_parallel_size": expert_tensor_size(config),
+        "virtual_pipeline_model_parallel_size": stages if stages > 1 else None,
+        "data_parallel_size": data_parallel_size(config),
+    }
+
+
+def num_engines(args: Any) -> int:
+    """How many engines a run has; a namespace of the user's may leave out what it does not use."""
+    addresses = getattr(args, "rollout_external_engine_addrs", None)
+    if addresses:
+        return len(addresses)
+    return max(1, (args.rollout_num_gpus or 1) // (getattr(args, "rollout_num_gpus_per_engine", None) or 1))
+
+
+def _train_iters(config: Config) -> int | None:
+    if config.num_rollout is None or not config.global_batch_size:
+        return None
+    return config.num_rollout * config.rollout_batch_size * config.n_samples_per_prompt // config.global_batch_size
+
+
+def _model_facts(config: Config) -> dict[str, Any]:
+    """The shape of the model, as far as its folder says."""
+    file = Path(config.hf_checkpoint or "") / "config.json"
+    return shape_of(file) if file.is_file() else {}
+
+
+# The functions and classes that flags name: found, callable the way they will be called, and given what they need.
+
+_BUILT_IN = (
+    DEFAULT_DATA_SOURCE,
+    DEFAULT_ROLLOUT_FUNCTION,
+    FULLY_ASYNC_ROLLOUT_FUNCTION,
+    SFT_ROLLOUT_FUNCTION,
+    NONZERO_STD_FILTER,
+    LIVE_GENERATE,
+    TRAFFIC_BASELINE,
+)
+
+
+def check_plugins(config: Config) -> None:
+    """Every function and class the user named imports and can be called the way it will be."""
+    for contract in CONTRACTS:
+        named = getattr(config, contract.field_name)
+        for path in named if isinstance(named, list) else [named]:
+            if path is None or path in _BUILT_IN:
+                continue
+            found = load_plugin(path, contract.flag)
+            if isinstance(found, type) and not contract.is_class:
+                constructor_values(found, config, plugin_args(config), f"{contract.flag} {path}")
+            _check_needs(found, config, f"{contract.flag} {path}")
+    for dataset in all_datasets(config):
+        for flag, path in (
+            ("--custom-generate-function-path", dataset.custom_generate_function_path),
+            ("--custom-rm-path", dataset.custom_rm_path),
+        ):
+            if path is not None:
+                _check_needs(load_plugin(path, flag), config, f"{flag} {path}")
+
+
+def _check_needs(found: Callable[..., Any], config: Config, what: str) -> None:
+    """A number that the function computes with has a value: given, or known when the run starts."""
+    for name in computed_with(found):
+        spec = FLAG_SPECS.get(name)
+        comes_later = spec is None or bool(spec.info.derived) or spec.info.required or name == "num_rollout"
+        if not comes_later and getattr(config, name) is None:
+            raise UserError(
+                f"{what} computes with args.{name}, which has no value: give {flag_name(name)}, or let the function "
+                f"choose one (args.{name} or 1)"
+            )
