@@ -41,7 +41,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from slime.cluster.channel import channel_pair
+from slime.cluster.rpc.channel import channel_pair
 from slime.config import Config
 from slime.data.journal import Journal
 from slime.data.sample import Sample

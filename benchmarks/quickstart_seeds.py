@@ -30,7 +30,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from slime.cluster.cpu import bfloat16_unit  # noqa: E402
+from slime.cluster.devices import bfloat16_unit  # noqa: E402
 
 EXPECTED = 0.90
 NUMERICS: dict[str, dict[str, str]] = {

@@ -50,9 +50,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from slime.cluster.channel import Channel, ChannelClosed, Listening, channel_pair
 from slime.cluster.memory.arena import SharedArena
 from slime.cluster.node import Process
+from slime.cluster.rpc.channel import Channel, ChannelClosed, Listening, channel_pair
 from slime.config import Config
 from slime.data.journal import Journal
 from slime.data.sample import Keep, Sample

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from slime.cluster.channel import Channel
-from slime.cluster.connection import TOKEN_VARIABLE, Listener
 from slime.cluster.node import Command, NodeLost
 from slime.cluster.ports import free_ports, sockets_at
 from slime.cluster.process import ChildProcess
+from slime.cluster.rpc.channel import Channel
+from slime.cluster.rpc.connect import TOKEN_VARIABLE, Listener
 
 TOKEN = "known to the run"
 CONNECT_S = 120.0

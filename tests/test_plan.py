@@ -8,7 +8,7 @@ import pytest
 
 import slime
 from slime import cli
-from slime.cluster import precision
+from slime.cluster import devices
 from slime.config import Config, resolve
 from slime.driver.plan.memory import engine_memory, trainer_memory
 from slime.driver.plan.plan import choose_rollout_backend, make_plan
@@ -118,7 +118,7 @@ def test_copies_of_the_model_are_said_and_counted(flags: dict[str, Any]) -> None
 def test_the_precision_is_said_with_its_reason_and_counted(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch, unit: str | None, dtype: str, size: int
 ) -> None:
-    monkeypatch.setattr(precision, "bfloat16_unit", lambda: unit)
+    monkeypatch.setattr(devices, "bfloat16_unit", lambda: unit)
     config = resolve(Config(**flags, use_kl_loss=True))
     plan = make_plan(config, device="cpu", gpu_count=0)
     why = "this CPU has no bfloat16 units" if unit is None else "this CPU has units for it, amx_bf16"
@@ -129,7 +129,7 @@ def test_the_precision_is_said_with_its_reason_and_counted(
 
 
 def test_a_precision_that_the_cpu_imitates_is_noted(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "bfloat16_unit", lambda: None)
+    monkeypatch.setattr(devices, "bfloat16_unit", lambda: None)
     plan = make_plan(resolve(Config(**flags, rollout_dtype="bfloat16")), device="cpu", gpu_count=0)
     words = "float32 (this CPU has no bfloat16 units), engines bfloat16 (as asked for)"
     assert ("precision", words) in plan.sections[0][1]

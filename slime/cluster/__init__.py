@@ -1,7 +1,13 @@
 """Where processes run: child processes that never outlive the driver, and the channels, ports and devices they use."""
 
-from slime.cluster.channel import Channel, ChannelClosed, ChannelProtocolError, ChannelTimeout, channel_pair
 from slime.cluster.process import ChildProcess, ProcessSet, process_tree
+from slime.cluster.rpc.channel import (
+    Channel,
+    ChannelClosed,
+    ChannelProtocolError,
+    ChannelTimeout,
+    channel_pair,
+)
 
 __all__ = [
     "Channel",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slime.cluster.channel import Channel, channel_pair
-from slime.cluster.connection import FD_FLAG
 from slime.cluster.devices import cpu_cores, visible_gpus
 from slime.cluster.node import Command, Node, Placement, Slot
 from slime.cluster.ports import free_ports, loopback_sockets, sockets_at
 from slime.cluster.process import ChildProcess
+from slime.cluster.rpc.channel import Channel, channel_pair
+from slime.cluster.rpc.connect import FD_FLAG
 from slime.config import Config
 from slime.config.batch import num_trainers
 

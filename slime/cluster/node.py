@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from slime.cluster.channel import Channel
-from slime.cluster.python import module_command
+from slime.cluster.child_env import module_command
+from slime.cluster.rpc.channel import Channel
 from slime.errors import RunFailed
 
 OWN_PYTHON = "{python}"
@@ -103,7 +103,7 @@ class Node(Protocol):
         """Start a process there; its output is (also) in `log_path` on the driver's machine. May raise `NodeLost`."""
 
     def start_connected(self, command: Command, log_path: Path) -> tuple[Process, Channel]:
-        """The same for a process that serves a channel (`slime.cluster.connection.channel_from`). May raise
+        """The same for a process that serves a channel (`slime.cluster.rpc.connect.channel_from`). May raise
         `NodeLost`."""
 
     def free_ports(self, count: int) -> list[int]:

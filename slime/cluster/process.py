@@ -21,10 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from slime.cluster import guard
+from slime.cluster import reaper
+from slime.cluster.child_env import without_secrets
 from slime.cluster.node import Process
-from slime.cluster.secrets import without_secrets
-from slime.waits import KnownProcess, forget_process, know_process, waiting
+from slime.cluster.watchdog import KnownProcess, forget_process, know_process, waiting
 
 _POLL_S = 0.02
 _KILL_WAIT_S = 3.0
@@ -78,7 +78,7 @@ class ChildProcess:
             raise RuntimeError(f"process {self.name} was already started")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         read_fd, self._control_fd = os.pipe()
-        command = [sys.executable, "-I", "-S", guard.__file__, str(read_fd), str(os.getpid()), "--", *self.argv]
+        command = [sys.executable, "-I", "-S", reaper.__file__, str(read_fd), str(os.getpid()), "--", *self.argv]
         given = without_secrets(os.environ, passed=self._pass_env)
         environment = {**given, "PYTHONUNBUFFERED": "1", **self._env}
         try:
@@ -117,7 +117,7 @@ class ChildProcess:
         if self._popen is None or self.poll() is not None:
             return None
         if self._child_pid is None:
-            self._child_pid = guard.guarded_child(self._popen.pid)
+            self._child_pid = reaper.guarded_child(self._popen.pid)
         return self._child_pid
 
     def state(self) -> str:
@@ -162,7 +162,7 @@ class ChildProcess:
     def terminate(self) -> None:
         """SIGTERM to the whole group, without waiting for the end."""
         if self._popen is not None and self.poll() is None:
-            self._tell_guard(guard.TERMINATE)
+            self._tell_guard(reaper.TERMINATE)
 
     def stop(self, grace_s: float = 5.0) -> int | None:
         """SIGTERM to the whole group, SIGKILL to what is left after `grace_s`; the exit code. Safe to call again.
@@ -178,7 +178,7 @@ class ChildProcess:
                 forget_process(self._known)
 
     def _stop(self, grace_s: float) -> int | None:
-        for command, patience_s in ((guard.TERMINATE, grace_s), (guard.KILL, _KILL_WAIT_S)):
+        for command, patience_s in ((reaper.TERMINATE, grace_s), (reaper.KILL, _KILL_WAIT_S)):
             if self.poll() is None:
                 self._tell_guard(command)
             if (code := self._ended_within(patience_s)) is not None:
@@ -283,12 +283,12 @@ def log_tail(path: Path, n: int) -> str:
 
 def process_tree(root_pid: int) -> list[int]:
     """`root_pid` and everything below it, as alive now: all processes of a run, seen from its driver."""
-    return [root_pid, *guard.descendants(root_pid)]
+    return [root_pid, *reaper.descendants(root_pid)]
 
 
 def guarded(argv: Sequence[str]) -> list[str]:
     """The command that runs `argv` under a guard, for somebody else to start as our child in a session of its own."""
-    return [sys.executable, "-I", "-S", guard.__file__, "-", str(os.getpid()), "--", *argv]
+    return [sys.executable, "-I", "-S", reaper.__file__, "-", str(os.getpid()), "--", *argv]
 
 
 def _has_exited(pid: int) -> bool:

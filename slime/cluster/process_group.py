@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import Backend, PrefixStore, ProcessGroup, TCPStore, distributed_c10d
 
 from slime.cluster.ports import listening_socket
-from slime.waits import waiting
+from slime.cluster.watchdog import waiting
 
 
 def join_process_group(

@@ -28,17 +28,17 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from slime.cluster.connection import Listener
 from slime.cluster.local import LocalNode
 from slime.cluster.node import Node, NodeLost, Placement, Slot
 from slime.cluster.remote.agent import OK, USER_ERROR
-from slime.cluster.remote.bundles import ENGINE, TRAINER, Bundle, NodeFacts, fit, make_bundles
 from slime.cluster.remote.files import bring, bring_code
 from slime.cluster.remote.node import NodeSilent, RemoteNode
-from slime.cluster.remote.survey import agent_class, package_digest
+from slime.cluster.remote.placement import ENGINE, TRAINER, Bundle, NodeFacts, fit, make_bundles
+from slime.cluster.remote.probe import agent_class, package_digest
+from slime.cluster.rpc.connect import Listener
+from slime.cluster.watchdog import WaitTimeout, expired, waiting
 from slime.config import Config
 from slime.errors import RunFailed, UserError
-from slime.waits import WaitTimeout, expired, waiting
 
 PACKAGE = Path(__file__).resolve().parents[1]
 NEEDED = ("torch", "transformers", "safetensors", "msgpack", "numpy", "aiohttp")

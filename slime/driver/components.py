@@ -16,9 +16,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from slime.cluster.choose import open_cluster
+from slime.cluster.child_env import is_secret
+from slime.cluster.factory import open_cluster
 from slime.cluster.node import Placement
-from slime.cluster.secrets import is_secret
 from slime.config import Config
 from slime.config.algorithm import serves_teacher
 from slime.config.batch import num_trainers

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from slime.cluster.watchdog import ending_signals
 from slime.config import Config
 from slime.config.datasets import evaluates
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
@@ -28,7 +29,6 @@ from slime.observability.progress import Progress
 from slime.observability.summary import earlier_metrics
 from slime.rollout.dump import DumpedRollouts
 from slime.rollout.evaluate import read_eval_datasets
-from slime.waits import ending_signals
 
 
 def rollouts_of_run(config: Config, data_source: Any) -> int:

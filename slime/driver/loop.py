@@ -26,9 +26,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from slime.cluster.choose import find_machines
-from slime.cluster.collector import old_objects_left_alone
+from slime.cluster.factory import find_machines
+from slime.cluster.garbage_collection import old_objects_left_alone
 from slime.cluster.process import process_tree
+from slime.cluster.watchdog import watch_signals
 from slime.config import Config, resolve, save_config
 from slime.config.async_mode import is_async
 from slime.config.datasets import eval_datasets, evaluates, prompt_files
@@ -68,7 +69,6 @@ from slime.rollout.report.completions import PER_DATASET, PER_ROLLOUT, completio
 from slime.rollout.report.concerns import Concerns
 from slime.rollout.types import RolloutFnEvalOutput, call_rollout_fn, leaves
 from slime.train.self_check import check_grad_norms, check_numbers
-from slime.waits import watch_signals
 
 logger = logging.getLogger(__name__)
 

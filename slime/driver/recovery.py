@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime.cluster.choose import RAY, cluster_kind
+from slime.cluster.factory import RAY, cluster_kind
 from slime.cluster.node import NodeLost
+from slime.cluster.watchdog import waiting
 from slime.config import Config
 from slime.config.algorithm import has_critic
 from slime.data.journal.database import JournalFailed
@@ -28,7 +29,6 @@ from slime.errors import RunFailed
 from slime.train.checkpoints.not_written import NotWritten
 from slime.train.group import GradientsNotFinite, TrainerGroup
 from slime.train.processes import TrainerDied, TrainerTimeout
-from slime.waits import waiting
 from slime.weights.publisher import WeightsNotWritten
 
 LOST = (

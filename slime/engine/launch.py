@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from slime.cluster.devices import split_cores, threads_per_process
+from slime.cluster.devices import resolve_rollout_dtype, split_cores, threads_per_process
 from slime.cluster.node import Command, Node, Slot
-from slime.cluster.precision import resolve_rollout_dtype
 from slime.config import Config
 from slime.engine.http.key import key_variable
 from slime.models.shape import count_parameters

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self, TextIO
 
-from slime.cluster.memory.gpu_memory import GpuMemory, NoGpuMemory
+from slime.cluster.memory.cuda_driver import GpuMemory, NoGpuMemory
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

@@ -19,7 +19,7 @@ from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.secrets import without_secrets
+from slime.cluster.child_env import without_secrets
 from slime.observability.metric_format import STEP_TIME
 from slime.observability.metrics import read_metrics
 

@@ -18,6 +18,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
+from slime.cluster.watchdog import Background, background
 from slime.config import Config
 from slime.config.async_mode import DEFAULT_STALENESS, versions_behind
 from slime.data.sample import Sample
@@ -29,7 +30,6 @@ from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.staleness import StaleGroups, group_version
 from slime.rollout.trajectory import refuse_bad_rewards
 from slime.rollout.types import Group, RolloutFnTrainOutput, group_order, leaves, snapshot, tell_rollout_id
-from slime.waits import Background, background
 
 logger = logging.getLogger(__name__)
 

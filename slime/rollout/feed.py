@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from slime.cluster.watchdog import acting_as, background, raise_failures, waiting
 from slime.config import Config
 from slime.config.algorithm import trains_on_log_probs
 from slime.config.async_mode import is_async, may_be_older
@@ -35,7 +36,6 @@ from slime.rollout.report.pulse import Pulse
 from slime.rollout.runtime import RolloutRuntime, bounds_of, find_runtime
 from slime.rollout.staleness import staleness_metrics
 from slime.rollout.types import RolloutFnTrainOutput, call_rollout_fn, leaves
-from slime.waits import acting_as, background, raise_failures, waiting
 
 T = TypeVar("T")
 

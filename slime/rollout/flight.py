@@ -15,6 +15,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from slime.cluster.watchdog import waiting
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineError
 from slime.rollout.failures import RolloutFailed
@@ -22,7 +23,6 @@ from slime.rollout.gate import Ticket
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.state import UnderWay
 from slime.rollout.types import Group, Produced, leaves, sampled_tokens, snapshot
-from slime.waits import waiting
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Literal
 
-from slime.waits import waiting
+from slime.cluster.watchdog import waiting
 
 evaluating: ContextVar[bool] = ContextVar("evaluating", default=False)
 _ticket: ContextVar[Ticket | None] = ContextVar("ticket", default=None)

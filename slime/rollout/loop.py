@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from slime.waits import Wait, WaitTimeout, acting_as, expired, name_of, raise_failures, waiting
+from slime.cluster.watchdog import Wait, WaitTimeout, acting_as, expired, name_of, raise_failures, waiting
 
 T = TypeVar("T")
 

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
+from slime.cluster.watchdog import wait_for
 from slime.config import Config
 from slime.config.datasets import train_datasets
 from slime.config.plugins import is_async, load_function, load_plugin
@@ -42,7 +43,6 @@ from slime.rollout.loop import MOST_THREADS, STALL_S, DaemonThreads, LoopThread
 from slime.rollout.report.pulse import Pulse
 from slime.rollout.rewards.hub import RewardHub, RewardSettings
 from slime.rollout.state import Dispatch, GenerateState
-from slime.waits import wait_for
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from slime.cluster.watchdog import waiting
 from slime.config import Config, plugins
 from slime.config.plugins.args import RUN_MARK, run_mark
 from slime.config.plugins.view import as_config
@@ -36,7 +37,6 @@ from slime.rollout.runtime import RolloutRuntime, accepts, find_runtime, runtime
 from slime.rollout.staleness import prompts_of
 from slime.rollout.state import GenerateState as _GenerateState
 from slime.rollout.types import Group, Produced, RolloutFnEvalOutput, RolloutFnTrainOutput, leaves
-from slime.waits import waiting
 
 __all__ = [
     "GenerateState",

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
+from slime.cluster.watchdog import acting_as
 from slime.config import Config
 from slime.config.flags.rollout import compares_with_label
 from slime.data.bad_sample import keep_bad_sample
@@ -34,7 +35,6 @@ from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
 from slime.rollout.state import note_generated
 from slime.rollout.types import Group, Produced, leaves, snapshot
-from slime.waits import acting_as
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.cluster.collector import collector_paused
+from slime.cluster.garbage_collection import collector_paused
 from slime.cluster.memory.arena import NoRoom, SharedArena
 from slime.cluster.node import Placement
 from slime.config import Config

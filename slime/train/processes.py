@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout, Listening
 from slime.cluster.devices import split_cores, threads_per_process
 from slime.cluster.local import LocalCluster
 from slime.cluster.node import Command, Node, NodeLost, Placement, Process
 from slime.cluster.ports import loopback_sockets
+from slime.cluster.rpc.channel import Channel, ChannelClosed, ChannelTimeout, Listening
+from slime.cluster.watchdog import Wait, WaitTimeout, expired, raise_failures, waiting
 from slime.config import Config
 from slime.errors import RunFailed, UserError
 from slime.train.checkpoints.not_written import NotWritten
 from slime.train.meeting import Meeting
-from slime.waits import Wait, WaitTimeout, expired, raise_failures, waiting
 
 POLL_S = 0.2
 STOP_GRACE_S = 5.0

@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, UntypedStorage
 
-from slime.cluster.memory.pinned import pinned_bytes
+from slime.cluster.memory.regions import pinned_bytes
 from slime.train.backends.protocol import OPTIMIZER_STATE, Resident, TrainBackend
 
 SMALLEST = 1 << 16  # bytes; what is smaller stays where it is

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.reduce import weighted_sum
-from slime.cluster.precision import resolve_dtype, resolve_rollout_dtype
+from slime.cluster.devices import resolve_dtype, resolve_rollout_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic
 from slime.config.parallelism import shares_prompts

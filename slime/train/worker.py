@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from slime.cluster.channel import Channel, ChannelClosed
-from slime.cluster.connection import add_channel_flags, channel_from
+from slime.cluster.rpc.channel import Channel, ChannelClosed
+from slime.cluster.rpc.connect import add_channel_flags, channel_from
 from slime.config import Config
 from slime.errors import UserError
 from slime.train.checkpoints.not_written import NotWritten

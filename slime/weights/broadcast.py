@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.cluster.ports import free_port, is_loopback, own_address
+from slime.cluster.watchdog import named
 from slime.engine.http.client import EngineClient, EngineFailed
 from slime.errors import RunFailed
-from slime.waits import named
 from slime.weights.kind import EngineKind
 from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource, all_of, tensor_bytes
 

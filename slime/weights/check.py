@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from slime.cluster.watchdog import named
 from slime.engine.http.client import EngineClient, EngineRejected
 from slime.errors import RunFailed
-from slime.waits import named
 from slime.weights.publisher import RunAsync, WeightPublisher, WeightSource, all_of
 
 _NAMED = 3

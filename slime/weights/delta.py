@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from slime.cluster.watchdog import named
 from slime.engine.http.client import EngineClient, EngineRejected
 from slime.models.delta.folder import BadDelta, DeltaPart, join_parts, read_index
-from slime.waits import named
 from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
 from slime.weights.local_checkpoint import LocalCheckpoint, LocalCheckpointBroken
 from slime.weights.publisher import RunAsync, Settings, Staged, WeightSource, written_or_failed

@@ -17,9 +17,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from slime.cluster.watchdog import named
 from slime.engine.http.client import EngineClient, PauseMode
 from slime.errors import RunFailed
-from slime.waits import named
 
 T = TypeVar("T")
 

@@ -11,13 +11,13 @@ from typing import cast
 
 from slime.cluster.memory.staging import choose_root
 from slime.cluster.node import Cluster, Node, Placement
+from slime.cluster.watchdog import Limit
 from slime.config import Config
 from slime.config.plugins import load_function
 from slime.config.plugins.view import plugin_args
 from slime.engine.http.client import EngineClient, PauseMode
 from slime.errors import UserError
 from slime.models.delta.folder import delta_checksum, safetensors_entries
-from slime.waits import Limit
 from slime.weights.adapter import AdapterBroadcastPublisher, AdapterDiskPublisher, AdapterInMemoryPublisher
 from slime.weights.broadcast import BroadcastPublisher, Meet
 from slime.weights.check import ChecksumCheck, ReloadCheck

@@ -13,7 +13,7 @@ from slime.agent.server import answering
 from slime.agent.server.app import AgentApp
 from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import Opening
-from slime.cluster.http_connections import Connections
+from slime.cluster.http_server import Connections
 from slime.engine.http.pool import EnginePool
 from slime.rollout.failures import GivenUp
 from slime.rollout.gate import SampleClock, Ticket, as_evaluation

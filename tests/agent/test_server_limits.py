@@ -28,8 +28,7 @@ from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import Opening
 from slime.agent.session.limits import PromptTooLong
 from slime.agent.session.session import Outdated, SampledTurn, Session
-from slime.cluster.client_noise import ClientNoise
-from slime.cluster.http_connections import Connections, bound_sockets
+from slime.cluster.http_server import ClientNoise, Connections, bound_sockets
 from slime.engine.http.pool import EnginePool
 from tests.agent.byte_template import END, ByteTemplate
 

@@ -13,7 +13,7 @@ import pytest
 
 from slime.cluster.memory import arena as arenas
 from slime.cluster.memory.arena import NoRoom, SharedArena, read_places
-from slime.cluster.message import DamagedMessage
+from slime.cluster.rpc.messages import DamagedMessage
 from tests.small_disk import small_disk
 
 RNG = np.random.default_rng(0)

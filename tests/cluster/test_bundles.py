@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.remote.bundles import ENGINE, TRAINER, Bundle, NodeFacts, fit, make_bundles
+from slime.cluster.remote.placement import ENGINE, TRAINER, Bundle, NodeFacts, fit, make_bundles
 from slime.config import Config
 from slime.driver.plan.schedule import plan_nodes
 from slime.errors import UserError

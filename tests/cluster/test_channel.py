@@ -13,8 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.cluster.channel import Channel, ChannelClosed, ChannelProtocolError, ChannelTimeout, channel_pair
 from slime.cluster.process import ChildProcess
+from slime.cluster.rpc.channel import (
+    Channel,
+    ChannelClosed,
+    ChannelProtocolError,
+    ChannelTimeout,
+    channel_pair,
+)
 
 
 @pytest.fixture
@@ -211,7 +217,7 @@ def test_threads_may_send_at_the_same_time(ends: Any) -> None:
 
 CHILD = """
 import sys
-from slime.cluster.channel import Channel
+from slime.cluster.rpc.channel import Channel
 channel = Channel.from_fd(int(sys.argv[1]))
 while True:
     message = channel.recv(None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.choose import cluster_kind, open_cluster
+from slime.cluster.factory import cluster_kind, open_cluster
 from slime.config import Config
 from slime.driver.components import places
 
@@ -42,7 +42,7 @@ def test_several_training_nodes_of_gpus_that_are_there_mean_ray(
     gpus: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("slime.cluster.choose.nvidia_gpu_count", lambda: gpus)
+    monkeypatch.setattr("slime.cluster.factory.nvidia_gpu_count", lambda: gpus)
     assert cluster_kind(config_of(actor_num_nodes=2)) == kind
     assert cluster_kind(config_of(actor_num_nodes=2, device="cpu")) == "local"
     assert cluster_kind(config_of()) == "local"

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from slime.cluster import collector
-from slime.cluster.collector import collector_at_rest
+from slime.cluster import garbage_collection
+from slime.cluster.garbage_collection import collector_at_rest
 
 
 class Garbage:
@@ -46,7 +46,7 @@ def test_threads_parse_side_by_side() -> None:
 
 
 def test_the_last_who_leaves_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collector, "COLLECTS_WITHIN_CALLS", True)
+    monkeypatch.setattr(garbage_collection, "COLLECTS_WITHIN_CALLS", True)
     first, second = collector_at_rest(), collector_at_rest()
     first.__enter__()
     second.__enter__()
@@ -64,6 +64,6 @@ def test_the_last_who_leaves_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_newer_pythons_need_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collector, "COLLECTS_WITHIN_CALLS", False)
+    monkeypatch.setattr(garbage_collection, "COLLECTS_WITHIN_CALLS", False)
     with collector_at_rest():
         assert gc.isenabled()

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from slime.cluster import connection
-from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout
-from slime.cluster.connection import TOKEN_VARIABLE, Listener, add_channel_flags, channel_from, connect
+from slime.cluster.rpc import connect as connection
+from slime.cluster.rpc.channel import Channel, ChannelClosed, ChannelTimeout
+from slime.cluster.rpc.connect import TOKEN_VARIABLE, Listener, add_channel_flags, channel_from, connect
 from slime.errors import UserError
 from tests.e2e.runs import wait_until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.cluster.memory.cuda_driver import CudaRefused
-from slime.cluster.memory.device_region import AddressRange, aligned
+from slime.cluster.memory.regions import AddressRange, aligned
 
 PAGE = 2 << 20
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.cluster.http_connections import Connections, bound_sockets, most_connections
+from slime.cluster.http_server import Connections, bound_sockets, most_connections
 
 
 def test_the_limit_of_open_files_is_raised_and_never_lowered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slime.cluster.message import Joined, pack, unpack
+from slime.cluster.rpc.messages import Joined, pack, unpack
 
 LARGE = np.random.default_rng(0).integers(0, 1000, 50_000).astype(np.int32)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.cluster.memory.pinned import pinned_bytes
+from slime.cluster.memory.regions import pinned_bytes
 
 
 class Locks:
@@ -53,7 +53,7 @@ def test_a_refusal_leaves_plain_memory(
     locks: Locks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.cuda.cudart().cudaHostRegister = lambda address, size, flags: 712
-    monkeypatch.setattr("slime.cluster.memory.pinned._take_report", lambda: None)
+    monkeypatch.setattr("slime.cluster.memory.regions._take_report", lambda: None)
     data = pinned_bytes(4096)
     data.fill_(7)
     assert int(data.sum()) == 7 * 4096

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster import precision
-from slime.cluster.cpu import bfloat16_unit
+from slime.cluster import devices
+from slime.cluster.devices import bfloat16_unit, choose_dtype, resolve_rollout_dtype, slow_dtype_note
 from slime.cluster.local import LocalNode
 from slime.cluster.node import Slot
-from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dtype_note
 from slime.config import Config
 from slime.engine.launch import embedded_launch
 from slime.train.trainer import Trainer
@@ -24,7 +23,7 @@ LARGE = 135_000_000
 @pytest.fixture
 def unit(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str | None:
     """This machine's CPU, as the test wants it."""
-    monkeypatch.setattr(precision, "bfloat16_unit", lambda: request.param)
+    monkeypatch.setattr(devices, "bfloat16_unit", lambda: request.param)
     return request.param
 
 
@@ -93,7 +92,7 @@ def test_trainer_and_engines_have_the_same_precision(
 ) -> None:
     folder = make_model_folder(tmp_path / "model")
     if not small:
-        monkeypatch.setattr(precision, "SMALL_MODEL", 1000)
+        monkeypatch.setattr(devices, "SMALL_MODEL", 1000)
     expected = "float32" if unit is None or small else "bfloat16"
     config = Config(hf_checkpoint=str(folder), device="cpu")
     trainer = Trainer(config, "cpu")

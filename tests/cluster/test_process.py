@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster.channel import Channel, Listening, channel_pair
+from slime.cluster.child_env import is_secret
 from slime.cluster.process import ChildProcess, ProcessSet
-from slime.cluster.secrets import is_secret
+from slime.cluster.rpc.channel import Channel, Listening, channel_pair
 from tests.e2e.runs import wait_until
 
 CHILD = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import slime
-from slime.cluster.python import module_command
+from slime.cluster.child_env import module_command
 from slime.config.plugins import load_function
 from slime.data.prompts import PromptDataset
 from slime.errors import UserError

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.connection import Listener
 from slime.cluster.node import OWN_PYTHON, Command, NodeLost
 from slime.cluster.remote.agent import OK, USER_ERROR, NodeAgent
 from slime.cluster.remote.node import LOST_CODE, RemoteNode
+from slime.cluster.rpc.connect import Listener
+from slime.cluster.watchdog import state_of
 from slime.errors import RunFailed, UserError
-from slime.waits import state_of
 
 
 class Near:
@@ -73,7 +73,7 @@ def test_a_long_log_comes_whole_before_the_exit_code(node: RemoteNode, tmp_path:
 def test_a_process_serves_a_channel_and_ends_when_it_is_stopped(node: RemoteNode, tmp_path: Path) -> None:
     code = (
         "import argparse\n"
-        "from slime.cluster.connection import add_channel_flags, channel_from\n"
+        "from slime.cluster.rpc.connect import add_channel_flags, channel_from\n"
         "parser = argparse.ArgumentParser(); add_channel_flags(parser)\n"
         "channel = channel_from(parser.parse_args())\n"
         "while True: channel.send({'twice': 2 * channel.recv(None)['number']})\n"

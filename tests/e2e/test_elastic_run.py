@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import slime
-from slime.cluster.connection import TOKEN_VARIABLE
+from slime.cluster.rpc.connect import TOKEN_VARIABLE
 from slime.config import Config, derive
 from slime.data.sample import Sample
 from slime.engine.elastic.join import Joiner, Session

@@ -15,12 +15,12 @@ import pytest
 
 import slime
 from slime.cluster.process import process_tree
+from slime.cluster.watchdog.timeouts import Reports
 from slime.data.sample import Sample
 from slime.errors import RunFailed
 from slime.observability.progress import NoProgress, Source
 from slime.train.group import TrainerGroup
 from slime.train.processes import RankProcesses
-from slime.waits.timeouts import Reports
 from tests.e2e.test_fault_tolerance import engine_pids
 from tests.patience import with_more_time
 from tests.tiny_models import make_model_folder
@@ -33,7 +33,7 @@ ROOT = str(Path(__file__).parents[2])
 @pytest.fixture(autouse=True)
 def _own_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph is logged once a minute and process, and tests before this one may have logged theirs."""
-    monkeypatch.setattr("slime.waits.timeouts.reports", Reports())
+    monkeypatch.setattr("slime.cluster.watchdog.timeouts.reports", Reports())
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from slime.cluster.child_env import CONTROL_KEY_VARIABLE
 from slime.cluster.ports import free_port
-from slime.cluster.secrets import CONTROL_KEY_VARIABLE
 from tests.tiny_models import make_model_folder
 
 

@@ -27,8 +27,7 @@ from aiohttp import web
 from safetensors.torch import load_file, save, save_file
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from slime.cluster.memory.device_region import aligned
-from slime.cluster.memory.host_region import HostRegion
+from slime.cluster.memory.regions import HostRegion, aligned
 from slime.cluster.ports import free_port
 from slime.engine.embedded.__main__ import load
 from slime.engine.embedded.core import EngineCore

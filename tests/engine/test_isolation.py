@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch.distributed import ProcessGroupGloo
 
-from slime.cluster.memory.device_region import aligned
-from slime.cluster.memory.host_region import HostRegion
+from slime.cluster.memory.regions import HostRegion, aligned
 from slime.cluster.ports import free_port
 from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.http.requests import ModelFacts, parse_generate

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from slime.cluster.http_connections import Connections
+from slime.cluster.http_server import Connections
 from slime.engine.embedded.__main__ import bind, listen, take_short_turns
 from slime.engine.embedded.http.pieces import TokenJson, answer, final_text, whole
 from slime.engine.embedded.http.requests import GenerateRequest

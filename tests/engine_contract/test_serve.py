@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import slime
-from slime.cluster.secrets import kept_key
+from slime.cluster.child_env import kept_key
 from slime.engine.http.plain_http import ask
 from slime.errors import UserError
 from tests.e2e.runs import Running, started, wait_until

@@ -14,7 +14,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from slime.cluster.choose import find_machines, open_cluster
+from slime.cluster.factory import find_machines, open_cluster
 from slime.cluster.node import OWN_PYTHON, Command
 from slime.cluster.ray import RayCluster
 from slime.cluster.remote.node import RemoteNode

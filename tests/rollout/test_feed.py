@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from slime.cluster.watchdog import BackgroundDied, raise_failures
 from slime.rollout.feed import Ahead, Generated, OnDemand
-from slime.waits import BackgroundDied, raise_failures
 
 PATIENCE_S = 120.0
 

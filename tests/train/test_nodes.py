@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.connection import Listener
 from slime.cluster.local import LocalCluster, LocalNode
 from slime.cluster.node import Placement, Slot
+from slime.cluster.rpc.connect import Listener
 from slime.config import Config, derive
 from slime.train.files import config_on, files_to_provide
 from slime.train.group import TrainerGroup

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.channel import Channel, channel_pair
 from slime.cluster.process import ChildProcess
+from slime.cluster.rpc.channel import Channel, channel_pair
+from slime.cluster.watchdog import registry as board_module
+from slime.cluster.watchdog.registry import Wait, board
 from slime.config import Config
 from slime.train import worker
 from slime.train.group import TrainerGroup
@@ -20,8 +22,6 @@ from slime.train.processes import Rank, TrainerTimeout
 from slime.train.progress import Progress
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
-from slime.waits import board as board_module
-from slime.waits.board import Wait, board
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 

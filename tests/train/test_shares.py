@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.cluster.channel import Channel, channel_pair
-from slime.cluster.collector import collector_paused, old_objects_left_alone
+from slime.cluster.garbage_collection import collector_paused, old_objects_left_alone
 from slime.cluster.memory.arena import SharedArena
+from slime.cluster.rpc.channel import Channel, channel_pair
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.train.samples.batch import TrainBatch, make_train_batch

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from slime.cluster.watchdog.registry import board
 from slime.train.group import TrainerGroup
-from slime.waits.board import board
 from tests.e2e.runs import wait_until
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from slime.cluster.watchdog import BackgroundDied, background, raise_failures, waiting
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.flight import cancelled
 from slime.rollout.loop import _LIMIT, DaemonThreads, LoopThread, LoopTimeout
-from slime.waits import BackgroundDied, background, raise_failures, waiting
 
 
 def fall() -> None:

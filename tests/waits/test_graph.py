@@ -12,11 +12,21 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.cluster.watchdog import (
+    Limit,
+    WaitTimeout,
+    acting_as,
+    describe,
+    expired,
+    log_graph,
+    named,
+    wait_for,
+    waiting,
+)
+from slime.cluster.watchdog import registry as board_module
+from slime.cluster.watchdog.registry import board, name_of
+from slime.cluster.watchdog.timeouts import Reports, reports
 from slime.errors import RunFailed
-from slime.waits import Limit, WaitTimeout, acting_as, describe, expired, log_graph, named, wait_for, waiting
-from slime.waits import board as board_module
-from slime.waits.board import board, name_of
-from slime.waits.timeouts import Reports, reports
 
 
 def graph_lines(text: str) -> list[str]:
@@ -207,7 +217,7 @@ def test_wait_for_returns_raises_and_cancels() -> None:
 
 
 def test_who_does_not_heed_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.waits.timeouts.CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr("slime.cluster.watchdog.timeouts.CANCEL_GRACE_S", 0.05)
 
     async def stubborn(leave: asyncio.Event) -> None:
         while not leave.is_set():
@@ -230,7 +240,7 @@ def test_failures_of_samples_are_sentences_and_their_graph_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fresh = Reports()
-    monkeypatch.setattr("slime.waits.timeouts.reports", fresh)
+    monkeypatch.setattr("slime.cluster.watchdog.timeouts.reports", fresh)
 
     async def sample(number: int) -> str:
         with acting_as(f"sample {number}"):
@@ -246,7 +256,7 @@ def test_failures_of_samples_are_sentences_and_their_graph_is_logged_once(
         return await asyncio.gather(*(sample(number) for number in range(20)))
 
     assert asyncio.run(main()) == ["late"] * 20
-    logged = [record.getMessage() for record in caplog.records if record.name == "slime.waits.timeouts"]
+    logged = [record.getMessage() for record in caplog.records if record.name == "slime.cluster.watchdog.timeouts"]
     assert len(logged) == 1
     assert logged[0].startswith("late\nwho waits for whom:\n  sample ")
     assert re.search(r"and 19 more like it wait for the judge to answer: longest \d+\.\d s of 0\.1 s", logged[0])
@@ -256,7 +266,7 @@ def test_failures_of_samples_are_sentences_and_their_graph_is_logged_once(
 def test_logging_a_graph_twice_in_a_minute_does_it_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("slime.waits.timeouts.reports", Reports())
+    monkeypatch.setattr("slime.cluster.watchdog.timeouts.reports", Reports())
 
     async def main() -> None:
         with waiting("x", "y", timeout_s=0.0) as wait:

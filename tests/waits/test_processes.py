@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from slime.cluster.process import ChildProcess
-from slime.waits import describe, state_of, waiting
-from slime.waits.processes import registry
+from slime.cluster.watchdog import describe, state_of, waiting
+from slime.cluster.watchdog.stacks import registry
 from tests.e2e.runs import wait_until
 from tests.patience import with_more_time
 
@@ -36,7 +36,7 @@ DEADLY = "signal.signal(signal.SIGQUIT, lambda *_: sys.exit(3))"
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ChildProcess]]:
-    monkeypatch.setattr("slime.waits.processes.ANSWER_S", 60.0)
+    monkeypatch.setattr("slime.cluster.watchdog.stacks.ANSWER_S", 60.0)
     started: list[ChildProcess] = []
 
     def start(name: str, register: str, *, dumps_stacks: bool) -> ChildProcess:
@@ -64,7 +64,7 @@ def test_a_child_that_hangs_shows_its_stack_and_lives_on(
     process = hanging("worker-0", REGISTER, dumps_stacks=True)
 
     def check(settled_s: float) -> None:
-        monkeypatch.setattr("slime.waits.processes._SETTLED_S", settled_s)
+        monkeypatch.setattr("slime.cluster.watchdog.stacks._SETTLED_S", settled_s)
         with waiting("worker-0", "to do its work", timeout_s=9.0, flag="--patience"):
             text = describe()
         assert "did not show its stacks" not in text

@@ -59,7 +59,7 @@ def test_plain_functions_that_hang_fail_alone_and_take_nobodys_place() -> None:
 
 
 def test_async_functions_are_cancelled_and_stubborn_ones_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.waits.timeouts.CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr("slime.cluster.watchdog.timeouts.CANCEL_GRACE_S", 0.05)
     ended: list[int] = []
 
     async def judge(args: Any, sample: Sample) -> float:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from slime.cluster.watchdog import ending_signals, watch_signals
 from slime.driver.inputs import leave_closed_terminal, terminated_like_interrupt
-from slime.waits import ending_signals, watch_signals
 
 WAITER = """\
 import logging, signal, sys, threading, time
 from slime.cli import main
 from slime.errors import RunFailed
-from slime.waits import waiting, watch_signals
+from slime.cluster.watchdog import waiting, watch_signals
 import slime.cli
 logging.basicConfig(filename=sys.argv[1], level=logging.INFO, format="%(message)s")
 
@@ -107,7 +107,7 @@ def test_other_threads_watch_nothing() -> None:
 
 STUCK = """\
 import ctypes, threading
-from slime.waits import waiting, watch_signals
+from slime.cluster.watchdog import waiting, watch_signals
 c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 main, where = threading.get_native_id(), hex(ctypes.addressof(mutex))
 

@@ -63,9 +63,9 @@ def test_a_rank_killed_while_the_other_is_in_a_collective_is_the_one_named(
 def test_a_stopped_rank_is_named_with_its_state_and_the_stack_of_the_one_that_waits_for_it(
     two_ranks: TrainerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.waits.processes.ANSWER_S", 30.0)
-    monkeypatch.setattr("slime.waits.processes._SETTLED_S", 1.0)
-    monkeypatch.setattr("slime.waits.timeouts._REPORT_S", 120.0)
+    monkeypatch.setattr("slime.cluster.watchdog.stacks.ANSWER_S", 30.0)
+    monkeypatch.setattr("slime.cluster.watchdog.stacks._SETTLED_S", 1.0)
+    monkeypatch.setattr("slime.cluster.watchdog.timeouts._REPORT_S", 120.0)
     pids = [child(two_ranks, index) for index in (0, 1)]
     os.kill(pids[1], signal.SIGSTOP)
     running_out = when_rank_0_waits(two_ranks, run_out_of_time)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GUARD = str(ROOT / "slime/cluster/guard.py")
-LAUNCHER = str(ROOT / "slime/cluster/python.py")
+GUARD = str(ROOT / "slime/cluster/reaper.py")
+LAUNCHER = str(ROOT / "slime/cluster/child_env.py")
 MODULES = {"slime.cli", "slime.engine.embedded", "slime.train.worker", "slime.agent.server", "tests.peers"}
 SCRIPTS = {str(ROOT / name) for name in ("train.py", "train_async.py")}
 SCRIPTS |= {str(path) for path in (ROOT / "examples").glob("*/run.py")}

@@ -112,7 +112,7 @@ def take_over_fds(fds: list[int], targets: list[int]) -> None:
 
 def run_guard(program: Program, argv: list[str]) -> NoReturn:
     """The guard's own code; what it would execute after its fork is run in that fork instead."""
-    from slime.cluster import guard
+    from slime.cluster import reaper
 
     def execvp(file: str, words: list[str]) -> NoReturn:
         close_on_exec()
@@ -122,7 +122,7 @@ def run_guard(program: Program, argv: list[str]) -> NoReturn:
 
     os.execvp = execvp  # type: ignore[assignment]
     open_standard_files()
-    guard.main([*program.guard, "--", *argv[argv.index("--") + 1 :]])
+    reaper.main([*program.guard, "--", *argv[argv.index("--") + 1 :]])
     os._exit(1)
 
 

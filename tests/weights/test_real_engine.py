@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slime.cluster.memory.device_region import aligned
-from slime.cluster.memory.host_region import HostRegion
+from slime.cluster.memory.regions import HostRegion, aligned
 from slime.config import Config
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.cluster.memory.host_region import HostRegion
+from slime.cluster.memory.regions import HostRegion
 from slime.engine.embedded.refusals import BadRequest
 from slime.engine.embedded.weights.groups import Announced
 from slime.engine.embedded.weights.shared import HostMemory, SharedMemory

@@ -25,6 +25,7 @@ from slime.agent.server.remote import AgentServerFailed
 from slime.agent.session.records import BadRecord
 from slime.agent.session.session import Session
 from slime.agent.talk import chat_model
+from slime.cluster.watchdog import waiting
 from slime.data.journal.reader import Choice, reading
 from slime.data.sample import Sample
 from slime.rollout.gate import clock_stopped
@@ -32,7 +33,6 @@ from slime.rollout.requests import generate as generate_answer
 from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.rollout.staleness import is_stale
-from slime.waits import waiting
 
 JUDGE_FLAG = "--live-judge-path"
 MOST_STARTS = 3

@@ -18,7 +18,7 @@ from typing import Any
 
 from slime.agent.server.serve import serve
 from slime.agent.server.settings import ServerSettings
-from slime.cluster.client_noise import ClientNoise
+from slime.cluster.http_server import ClientNoise
 from slime.engine.http.key import KEY_VARIABLE
 from slime.errors import UserError
 

@@ -31,7 +31,7 @@ from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.session.limits import SessionRefusal
 from slime.agent.session.rendering import TemplateRefused
 from slime.cluster.http_checks import no_foreign_pages
-from slime.cluster.http_connections import Connections
+from slime.cluster.http_server import Connections
 from slime.engine.http.answers import parse_json
 
 MOST_NOTES = 100

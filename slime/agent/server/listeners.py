@@ -14,7 +14,7 @@ import socket
 
 from aiohttp import web
 
-from slime.cluster.http_connections import Connections
+from slime.cluster.http_server import Connections
 
 _MOST_LINE = 4096
 _PATIENCE_S = 10.0

@@ -25,15 +25,15 @@ from slime.agent.server.remote import AgentServerFailed, RemoteServer
 from slime.agent.server.settings import Opening, ServerSettings
 from slime.agent.session.journal import FILE_NAME, Attempt, TurnJournal
 from slime.agent.talk import session_limits
+from slime.cluster.child_env import module_command
 from slime.cluster.process import ChildProcess
-from slime.cluster.python import module_command
+from slime.cluster.watchdog import waiting
 from slime.config.datasets import prompt_files
 from slime.data.journal import run_identity
 from slime.data.tokenizer import model_context_length
 from slime.errors import UserError
 from slime.parsers.formats import named_formats
 from slime.rollout.runtime import RolloutRuntime
-from slime.waits import waiting
 
 NAME = "agent-server"
 

@@ -22,12 +22,12 @@ from slime.agent.server.listeners import Listeners
 from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import AGENTS, CONTROL, LISTENERS, ServerSettings
 from slime.agent.session.journal import TurnJournal
-from slime.cluster.http_connections import Connections, bound_file, bound_sockets, most_connections
+from slime.cluster.http_server import Connections, bound_file, bound_sockets, most_connections
+from slime.cluster.watchdog import ending_signals
 from slime.data.tokenizer import load_tokenizer, model_context_length
 from slime.errors import UserError
 from slime.parsers.formats import Formats
 from slime.rollout.loop import DaemonExecutor
-from slime.waits import ending_signals
 
 DEFAULT_NAMES = ("slime-actor", "default")
 

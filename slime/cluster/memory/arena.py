@@ -26,7 +26,7 @@ import numpy as np
 
 from slime.cluster.devices import cpu_cores
 from slime.cluster.memory.staging import SHARED_MEMORY, StagingFolder, remove_stale
-from slime.cluster.message import DamagedMessage, Piece, rest_of, some_at_a_time
+from slime.cluster.rpc.messages import DamagedMessage, Piece, rest_of, some_at_a_time
 
 SMALLEST = 32 * 2**20
 """Bytes of a file, where there is room. Only what is used of it takes memory."""

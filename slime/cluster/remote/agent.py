@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.connection import connect_to
 from slime.cluster.local import child_of
 from slime.cluster.node import Command
 from slime.cluster.ports import free_ports, sockets_at
 from slime.cluster.process import ChildProcess
 from slime.cluster.remote.files import Arrival, Inventory, code_inventory, inventory, node_cache
+from slime.cluster.rpc.connect import connect_to
 from slime.errors import UserError
 
 MOST_NEWS_BYTES = 4 * 2**20

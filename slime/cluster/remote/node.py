@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime.cluster.channel import Channel, ChannelTimeout
-from slime.cluster.connection import Listener
 from slime.cluster.node import Command, NodeLost
 from slime.cluster.process import log_tail
+from slime.cluster.rpc.channel import Channel, ChannelTimeout
+from slime.cluster.rpc.connect import Listener
+from slime.cluster.watchdog import forget_process, know_process
 from slime.errors import RunFailed
-from slime.waits import forget_process, know_process
 
 NEWS_EVERY_S = 0.5
 CONNECT_S = 30.0

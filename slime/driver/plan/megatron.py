@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.precision import resolve_dtype
+from slime.cluster.devices import resolve_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
 from slime.config.async_mode import versions_behind

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from slime.cluster.precision import resolve_dtype
+from slime.cluster.devices import resolve_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
 from slime.config.async_mode import versions_behind

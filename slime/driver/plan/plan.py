@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.algorithms.estimators import estimators_that
-from slime.cluster.precision import choose_dtype, resolve_rollout_dtype, slow_dtype_note
-from slime.cluster.remote.bundles import NodeFacts
+from slime.cluster.devices import choose_dtype, resolve_rollout_dtype, slow_dtype_note
+from slime.cluster.remote.placement import NodeFacts
 from slime.config import Config
 from slime.config.algorithm import compares_siblings, cut_sampling, has_critic, needs_reference, serves_teacher
 from slime.config.batch import copy_size, num_trainers

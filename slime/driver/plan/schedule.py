@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.cluster.choose import RAY, Machines, cluster_kind, find_machines
-from slime.cluster.remote.bundles import ENGINE, TRAINER, NodeFacts, fit, make_bundles
+from slime.cluster.factory import RAY, Machines, cluster_kind, find_machines
+from slime.cluster.remote.placement import ENGINE, TRAINER, NodeFacts, fit, make_bundles
 from slime.config import Config
 from slime.config.async_mode import loop_in_words
 from slime.config.batch import model_parallel_size, tokens_per_row

@@ -21,6 +21,7 @@ from aiohttp import web
 
 from slime.cluster.http_checks import no_foreign_pages
 from slime.cluster.ports import host_address
+from slime.cluster.watchdog import background
 from slime.engine.elastic.joined import Joined, JoinedEngines, Request
 from slime.engine.elastic.shelf import FILES, Shelves, listed
 from slime.engine.elastic.wire import (
@@ -39,7 +40,6 @@ from slime.engine.elastic.wire import (
     url_of,
 )
 from slime.errors import RunFailed, UserError
-from slime.waits import background
 
 T = TypeVar("T")
 

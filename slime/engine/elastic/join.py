@@ -18,9 +18,10 @@ from typing import Any
 
 import aiohttp
 
-from slime.cluster.connection import TOKEN_VARIABLE
 from slime.cluster.devices import resolve_device
 from slime.cluster.ports import own_address
+from slime.cluster.rpc.connect import TOKEN_VARIABLE
+from slime.cluster.watchdog import ending_signals
 from slime.config import Config
 from slime.config.parser import parse_flags
 from slime.engine.elastic.shelf import FetchFailed, Listed, digest, fetch
@@ -40,7 +41,6 @@ from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.plain_http import NoAnswer, ask
 from slime.errors import RunFailed, UserError
 from slime.models.folder import read_config_json
-from slime.waits import ending_signals
 
 DEFAULT_PATIENCE_S = 600.0
 _AGAIN_S = 2.0

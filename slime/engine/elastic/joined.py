@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from slime.cluster.ports import is_loopback
+from slime.cluster.watchdog import named
 from slime.config import Config
 from slime.engine.elastic.wire import Message, Refused
 from slime.engine.fleet.capabilities import Capabilities, EngineKind, probe, without_missing
@@ -27,7 +28,6 @@ from slime.engine.http.pool import EnginePool
 from slime.engine.launch import rollout_dtype
 from slime.errors import RunFailed, UserError
 from slime.models.folder import read_config_json
-from slime.waits import named
 
 DRAIN_S = 60.0
 _PROBE_S = 30.0

@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from slime.cluster.connection import TOKEN_VARIABLE
+from slime.cluster.rpc.connect import TOKEN_VARIABLE
 from slime.errors import RunFailed, UserError
 
 PROTOCOL = 1

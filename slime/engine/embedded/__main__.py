@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
-from slime.cluster.client_noise import ClientNoise
-from slime.cluster.http_connections import BACKLOG, Connections, most_connections
+from slime.cluster.child_env import CONTROL_KEY_VARIABLE, ENGINE_KEY_VARIABLE, forget_key, keep_key
+from slime.cluster.http_server import BACKLOG, ClientNoise, Connections, most_connections
 from slime.cluster.ports import is_loopback
-from slime.cluster.secrets import CONTROL_KEY_VARIABLE, ENGINE_KEY_VARIABLE, forget_key, keep_key
+from slime.cluster.watchdog import ending_signals
 from slime.config.model_folder import check_model_folder
 from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.http.bridge import EngineBridge, in_daemon_thread
@@ -34,7 +34,6 @@ from slime.engine.embedded.loaded_model import ids_in
 from slime.engine.embedded.options import EngineOptions, parse_options
 from slime.engine.embedded.tokenizer import ChatTokenizer, NoTokenizer, plain_tokenizer
 from slime.errors import UserError
-from slime.waits import ending_signals
 
 log = logging.getLogger("slime.engine.embedded")
 

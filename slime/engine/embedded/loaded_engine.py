@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slime.cluster.devices import choose_dtype, slow_dtype_note
 from slime.cluster.memory.cuda_driver import CudaRefused
-from slime.cluster.precision import choose_dtype, slow_dtype_note
 from slime.engine.embedded.bodies import make_body
 from slime.engine.embedded.cache import KVCache
 from slime.engine.embedded.capacity import affordable_slots

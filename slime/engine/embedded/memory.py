@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from slime.cluster.memory.cuda_driver import CudaRefused
-from slime.cluster.memory.device_region import DeviceRegion, aligned
-from slime.cluster.memory.pinned import pinned_bytes
+from slime.cluster.memory.regions import DeviceRegion, aligned, pinned_bytes
 from slime.engine.embedded.refusals import Conflict
 
 log = logging.getLogger(__name__)

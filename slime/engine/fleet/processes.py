@@ -21,6 +21,7 @@ from slime.cluster.local import rollout_slots
 from slime.cluster.node import Node, NodeLost, Process, Slot
 from slime.cluster.ports import require_free_port
 from slime.cluster.process import ProcessSet
+from slime.cluster.watchdog import WaitTimeout, expired, raise_failures, waiting
 from slime.config import Config
 from slime.engine.fleet.backend import EMBEDDED, choose_backend, installed_sglang
 from slime.engine.http.key import made_key
@@ -30,7 +31,6 @@ from slime.engine.sglang.installed import Installed
 from slime.engine.sglang.launch import check_server_flags, places, sglang_launch
 from slime.engine.sglang.topology import ServedModel, simple_model
 from slime.errors import RunFailed, UserError
-from slime.waits import WaitTimeout, expired, raise_failures, waiting
 
 USER_ERROR_CODE = 2
 _POLL_S = 0.1

@@ -14,10 +14,10 @@ from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from slime.cluster.devices import resolve_device
+from slime.cluster.child_env import forget_key, keep_key
+from slime.cluster.devices import choose_dtype, resolve_device, slow_dtype_note
 from slime.cluster.ports import is_loopback
-from slime.cluster.precision import choose_dtype, slow_dtype_note
-from slime.cluster.secrets import forget_key, keep_key
+from slime.cluster.watchdog import ending_signals
 from slime.config import Config
 from slime.config.parser import parse_flags
 from slime.engine.fleet.backend import choose_backend
@@ -29,7 +29,6 @@ from slime.engine.launch import engine_url
 from slime.errors import UserError
 from slime.models.folder import read_config_json
 from slime.models.shape import count_parameters
-from slime.waits import ending_signals
 
 FLEET_FLAGS = ("--rollout-backend", "--rollout-num-gpus", "--sglang-config", "--prefill-num-servers")
 """One of these means a fleet; without any of them `slime serve` is a single embedded engine."""

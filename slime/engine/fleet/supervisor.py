@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slime.cluster.watchdog import Limit, background, named, waiting
 from slime.engine.fleet.processes import EngineDied, EngineRetired
 from slime.engine.http.client import EngineClient
 from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed
-from slime.waits import Limit, background, named, waiting
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import aiohttp
 
+from slime.cluster.watchdog import Wait, log_graph, state_of, waiting
 from slime.engine.http.answers import parse_json, request_body
 from slime.engine.http.errors import (
     EngineError,
@@ -30,7 +31,6 @@ from slime.engine.http.errors import (
 )
 from slime.engine.http.key import authorization
 from slime.engine.http.protocol import error_message, quote
-from slime.waits import Wait, log_graph, state_of, waiting
 
 CONNECT_TIMEOUT_S = 30.0
 FIRST_BACKOFF_S = 0.1

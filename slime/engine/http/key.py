@@ -11,9 +11,9 @@ import os
 import secrets
 from collections.abc import Sequence
 
+from slime.cluster.child_env import CONTROL_KEY_VARIABLE, kept_key
+from slime.cluster.child_env import ENGINE_KEY_VARIABLE as KEY_VARIABLE
 from slime.cluster.ports import is_loopback
-from slime.cluster.secrets import CONTROL_KEY_VARIABLE, kept_key
-from slime.cluster.secrets import ENGINE_KEY_VARIABLE as KEY_VARIABLE
 from slime.config import Config
 from slime.errors import UserError
 

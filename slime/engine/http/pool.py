@@ -15,10 +15,10 @@ from typing import Any, TypeVar, overload
 
 import aiohttp
 
+from slime.cluster.watchdog import Limit, waiting
 from slime.engine.http.client import REQUEST_FLAG, EngineClient, Growing
 from slime.engine.http.errors import EngineError, EngineProtocolError, EngineUnreachable
 from slime.engine.http.protocol import GenerateResult
-from slime.waits import Limit, waiting
 
 T = TypeVar("T")
 

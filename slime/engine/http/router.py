@@ -14,16 +14,15 @@ from urllib.parse import unquote
 import aiohttp
 from aiohttp import web
 
-from slime.cluster.client_noise import ClientNoise
 from slime.cluster.http_checks import guard
-from slime.cluster.http_connections import Connections, bound_sockets, most_connections
+from slime.cluster.http_server import ClientNoise, Connections, bound_sockets, most_connections
 from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 MAX_BODY_BYTES = 1 << 30
 MOST_CONNECTIONS = 65536
-_NOISY = ("aiohttp.server", "slime.cluster.http_connections")
+_NOISY = ("aiohttp.server", "slime.cluster.http_server")
 """Loggers of what clients do; the other logs of the driver, or of `slime serve`, stay as they are."""
 # Headers of one connection, which must not travel to the next one (RFC 9110, 7.6.1), and those aiohttp writes itself.
 _NOT_FORWARDED = frozenset(

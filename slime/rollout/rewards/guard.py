@@ -18,8 +18,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from slime.cluster.python import module_command
-from slime.cluster.secrets import without_secrets
+from slime.cluster.child_env import module_command, without_secrets
 from slime.rollout.rewards.errors import RewardError
 
 _READ_BYTES = 1 << 16

@@ -25,6 +25,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
+from slime.cluster.watchdog import Wait, wait_for, waiting
 from slime.config import Config
 from slime.config.flags.rollout import RM_TYPES, compares_with_label
 from slime.config.plugins import is_async, load_plugin, takes_samples
@@ -46,7 +47,6 @@ from slime.rollout.rewards.ifbench import ifbench_reward
 from slime.rollout.rewards.math import JUDGED_WITHIN_S, MathVerifier, default_workers
 from slime.rollout.rewards.random import random_reward
 from slime.rollout.rewards.remote import RemoteReward
-from slime.waits import Wait, wait_for, waiting
 
 BOXED_PREFIX = "boxed_"
 GIVEN = "the given reward function"

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from slime.cluster.watchdog import waiting
 from slime.config.model_folder import read_latest
-from slime.waits import waiting
 
 POLL_S = 0.2
 NAMING_S = 5.0

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.cluster.message import Joined
+from slime.cluster.rpc.messages import Joined
 from slime.config import Config
 from slime.data.bad_sample import keep_bad_sample
 from slime.data.columns import Packed, mask_of

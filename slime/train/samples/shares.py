@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from slime.cluster.memory.arena import NoRoom, SharedArena, read_places
-from slime.cluster.message import Joined
+from slime.cluster.rpc.messages import Joined
 from slime.train.samples.batch import BY_TOKEN, TrainBatch, with_constants
 from slime.train.schedule import Schedule
 

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from slime.cluster.memory.device_region import aligned
-from slime.cluster.memory.pinned import pinned_bytes
+from slime.cluster.memory.regions import aligned, pinned_bytes
 from slime.models.delta.blob import Blob, ByteArray, Changes, checksum_function, encode
 from slime.models.delta.folder import DeltaPart, write_part
 from slime.models.delta.tensors import bytes_of, tensor_checksums

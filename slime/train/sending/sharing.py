@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from slime.cluster.memory.cuda_driver import CudaDriver, CudaRefused
-from slime.cluster.memory.device_region import ALIGNMENT, aligned
-from slime.cluster.memory.host_region import HostRegion
+from slime.cluster.memory.regions import ALIGNMENT, HostRegion, aligned
 from slime.train.backends.hf import HfBucket, HfTensor
 from slime.train.backends.protocol import TrainBackend
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from slime.cluster.collector import collector_at_rest
+from slime.cluster.garbage_collection import collector_at_rest
 from slime.engine.embedded.fused.body import FusedBody
 from slime.engine.embedded.fused.families import Block, tensor_shapes
 from slime.engine.embedded.model.attention import AttentionContext

@@ -15,7 +15,7 @@ from aiohttp import web
 
 import slime
 from slime.cluster.http_checks import Refusal, foreign, not_json, shows_key
-from slime.cluster.http_connections import Connections
+from slime.cluster.http_server import Connections
 from slime.engine.embedded.core import PAUSE_MODES
 from slime.engine.embedded.http.bodies import announced, group_name, memory_tags, rendezvous, shared_memory
 from slime.engine.embedded.http.bridge import EngineBridge, Finished, in_daemon_thread

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import triton
 
-from slime.cluster.collector import collector_at_rest
+from slime.cluster.garbage_collection import collector_at_rest
 from slime.engine.embedded.model.body import DrawBatch
 from slime.engine.embedded.model.sampler import draw_each
 from slime.engine.embedded.sampling import cut_kernels, draw_kernels

@@ -19,8 +19,7 @@ from typing import Protocol
 import torch
 
 from slime.cluster.memory.cuda_driver import CudaDriver, CudaRefused, DeviceBytes
-from slime.cluster.memory.device_region import aligned
-from slime.cluster.memory.host_region import HostRegion
+from slime.cluster.memory.regions import HostRegion, aligned
 from slime.engine.embedded.refusals import BadRequest, Conflict, HalfWritten, shown
 from slime.engine.embedded.weights.groups import Announced
 from slime.engine.embedded.weights.loading import check_shapes

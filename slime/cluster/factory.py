@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from slime.cluster.devices import gpu_count, resolve_device
 from slime.cluster.local import LocalCluster
 from slime.cluster.node import Cluster
-from slime.cluster.remote.bundles import NodeFacts
+from slime.cluster.remote.placement import NodeFacts
 from slime.config import Config
 from slime.config.devices import nvidia_gpu_count
 from slime.errors import UserError

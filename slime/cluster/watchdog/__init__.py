@@ -4,12 +4,25 @@ The invariant: a wait that goes through here is seen in the wait-for graph while
 somebody asks with a signal, the graph is shown with the stacks of everybody in it.
 """
 
-from slime.waits.background import Background, BackgroundDied, background, raise_failures
-from slime.waits.board import Limit, Wait, acting_as, name_of, named, waiting
-from slime.waits.graph import describe
-from slime.waits.processes import KnownProcess, ProcessRegistry, forget_process, know_process, state_of
-from slime.waits.signals import WaitsShown, ending_signals, watch_signals
-from slime.waits.timeouts import WaitTimeout, expired, log_graph, wait_for
+from slime.cluster.watchdog.background import Background, BackgroundDied, background, raise_failures
+from slime.cluster.watchdog.graph import describe
+from slime.cluster.watchdog.registry import Limit, Wait, acting_as, name_of, named, waiting
+from slime.cluster.watchdog.stacks import (
+    KnownProcess,
+    ProcessRegistry,
+    forget_process,
+    know_process,
+    state_of,
+)
+from slime.cluster.watchdog.timeouts import (
+    WaitsShown,
+    WaitTimeout,
+    ending_signals,
+    expired,
+    log_graph,
+    wait_for,
+    watch_signals,
+)
 
 __all__ = [
     "Background",

@@ -1,19 +1,131 @@
-"""Device memory that is given back and taken again under the same addresses.
+"""Host memory that processes of one machine share: a file in shared memory, mapped once and kept.
 
-Invariant: a tensor made in a region is at one address for as long as the process lives, so what was compiled or
-captured with it stays valid. While the region is released its tensors have no memory: nobody may touch them, and after
-`take_back` their contents are whatever is written then.
+Invariant: its maker has every page of it before anybody is told its path, so a full machine is an `OSError` there and
+never a signal later. Each process that has a GPU pins it once, so that copies run at the full speed of the bus.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+import mmap
+import os
+import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from slime.cluster.devices import cpu_cores
 from slime.cluster.memory.cuda_driver import CudaDriver, CudaRefused, DeviceBytes
+
+# Host memory that a GPU copies to and from at the full speed of the bus.
+
+_PIECE = 1 << 28
+_MOST_THREADS = 8
+
+log = logging.getLogger(__name__)
+
+
+def pinned_bytes(size: int) -> torch.Tensor:
+    """So many bytes, locked in place for as long as the tensor lives.
+
+    Torch's own pinned memory is rounded up to a power of two. Where there is no CUDA, or it refuses, they are plain
+    memory.
+    """
+    memory = np.empty(size, np.uint8)
+    _touch(memory)
+    pin(memory)
+    return torch.from_numpy(memory)
+
+
+def pin(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    """Lock memory in place while the array lives, where there is a GPU; it must have its pages already.
+
+    Memory that is given back locked would have its addresses refused when the system hands them out again.
+    """
+    if not memory.nbytes or not torch.cuda.is_available():
+        return
+    address = memory.ctypes.data
+    status = torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0)
+    if int(status):
+        log.warning(
+            "CUDA cannot pin %.1f GiB of host memory (error %d): copies will be slower",
+            memory.nbytes / 2**30,
+            int(status),
+        )
+        _take_report()
+        return
+    weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, address).atexit = False
+
+
+def _take_report() -> None:
+    """The next kernel's launch reports the refusal as its own failure: be that kernel."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+
+
+def _touch(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    """Give it its pages, by several threads: letting CUDA do it alone takes six times as long."""
+    pieces = [memory[begin : begin + _PIECE] for begin in range(0, memory.nbytes, _PIECE)]
+    with ThreadPoolExecutor(min(_MOST_THREADS, cpu_cores())) as pool:
+        list(pool.map(lambda piece: piece.fill(0), pieces))
+
+
+class HostRegion:
+    """The mapping of one file; `data` are its bytes."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._inode = os.fstat(descriptor).st_ino
+        memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
+        pin(memory)
+        self.data = torch.from_numpy(memory)
+
+    @classmethod
+    def create(cls, path: Path, size: int) -> HostRegion:
+        """A new file of so many bytes; one that was there is replaced."""
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, size)
+            else:
+                os.truncate(descriptor, size)  # macOS
+            return cls(path, descriptor)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def open(cls, path: Path) -> HostRegion:
+        """One that another process made."""
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            return cls(path, descriptor)
+        finally:
+            os.close(descriptor)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the file at the path is still this one."""
+        try:
+            return self.path.stat().st_ino == self._inode
+        except FileNotFoundError:
+            return False
+
+
+# Device memory that is given back and taken again under the same addresses.
+#
+# Invariant: a tensor made in a region is at one address for as long as the process lives, so what was compiled or
+# captured with it stays valid. While the region is released its tensors have no memory: nobody may touch them, and
+# after `take_back` their contents are whatever is written then.
 
 ALIGNMENT = 512  # as torch's own allocator
 

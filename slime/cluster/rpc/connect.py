@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.cluster.channel import Channel, ChannelClosed, ChannelTimeout
+from slime.cluster.rpc.channel import Channel, ChannelClosed, ChannelTimeout
 from slime.errors import UserError
 
 FD_FLAG = "--fd"

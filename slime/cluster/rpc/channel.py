@@ -4,7 +4,7 @@ The invariants: a message arrives whole or not at all; a receive that runs out o
 repeated; a message that cannot be packed is refused before its first byte is sent, so that the channel stays usable.
 
 A frame is `<u64 bytes that follow> <u64 body bytes> <u32 n> <u64 size> x n  body  buffer x n`. Small arrays travel
-inside the msgpack body; large ones follow as raw buffers (`slime.cluster.message`), sent from and received into their
+inside the msgpack body; large ones follow as raw buffers (`slime.cluster.rpc.messages`), sent from and received into their
 own memory uncopied.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from slime.cluster.message import DamagedMessage, Piece, pack, rest_of, some_at_a_time, unpack
+from slime.cluster.rpc.messages import DamagedMessage, Piece, pack, rest_of, some_at_a_time, unpack
 
 DEFAULT_MAX_BYTES = 64 * 2**30
 DEFAULT_SEND_TIMEOUT_S = 600.0

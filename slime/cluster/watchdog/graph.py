@@ -12,9 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slime.waits.board import Wait, board, in_brackets
-from slime.waits.processes import KnownProcess, registry, stacks_of
-from slime.waits.stacks import task_stack, thread_stacks
+from slime.cluster.watchdog.registry import Wait, board, in_brackets
+from slime.cluster.watchdog.stacks import KnownProcess, registry, stacks_of, task_stack, thread_stacks
 
 _INDENT = "  "
 NOBODY = "nobody waits for anything"

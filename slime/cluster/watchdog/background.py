@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from slime.cluster.watchdog.registry import acting_as, waiting
 from slime.errors import RunFailed, UserError
-from slime.waits.board import acting_as, waiting
 
 logger = logging.getLogger(__name__)
 
