@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from slime.utils.processing_utils import build_processor_kwargs
+
 from slime.data.prompts import PromptDataset, short_enough
 from slime.data.rows import Row, open_rows
 from slime.data.sample import Sample
-from slime.utils.processing_utils import build_processor_kwargs
 
 __all__ = ["Dataset", "filter_long_prompt", "read_file"]
 

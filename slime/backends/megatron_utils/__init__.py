@@ -1,1 +1,0 @@
-"""Helpers of custom losses under the paths that slime plugins import them from. No Megatron is needed."""

@@ -1,1 +1,0 @@
-"""Filters that say whether a finished group is worth training on."""

@@ -1,1 +1,0 @@
-"""Helpers of launch scripts under the paths that they import them from."""
