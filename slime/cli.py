@@ -179,7 +179,7 @@ def _convert(words: Sequence[str]) -> int:
 
 
 def _models(words: Sequence[str]) -> int:
-    from slime.models.listing import models_command
+    from slime.models.models_cli import models_command
 
     return models_command(words)
 

@@ -67,7 +67,7 @@ def test_the_model_writes_calls_in_few_tokens_and_its_turns_can_be_continued(
     from transformers import AutoTokenizer
 
     from slime.agent.session.template import ChatTemplate
-    from slime.parsers.formats import formats_of
+    from slime.models.parsers.formats import formats_of
 
     make_model = load_function(f"{HERE.parent / 'tiny_chat.py'}:make_model", what="make_model")
     words = load_function(f"{HERE / 'task.py'}:demonstration", what="demonstration").__globals__["WORDS"]

@@ -11,7 +11,7 @@ import pytest
 from slime.config import parse_args
 from slime.driver.plan.plan import Plan, make_plan
 from slime.driver.plan.schedule import planned_machines
-from slime.models.published import published_model
+from slime.models.catalog import published_model
 
 GIB = 2**30
 USUAL = (

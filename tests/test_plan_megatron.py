@@ -10,9 +10,9 @@ import pytest
 from slime.config import Config, parse_args
 from slime.config.resolve import derive
 from slime.driver.plan.megatron import check_layout, local_weights, megatron_memory, planned_trainer
+from slime.models.catalog import published_models
 from slime.models.families.family import family_of
-from slime.models.listing import layout_words
-from slime.models.published import published_models
+from slime.models.models_cli import layout_words
 from slime.models.shape import ModelShape
 from tests.test_plan_layout import DENSE, EXPERTS
 from tools.model_plans import WORKLOAD

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from slime.config import parse_args
 from slime.driver.plan.megatron import planned_trainer
-from slime.models.listing import layout_words
-from slime.models.published import Published, published_models
+from slime.models.catalog import Published, published_models
+from slime.models.models_cli import layout_words
 from slime.models.shape import ModelShape
 
 WORKLOAD = (

@@ -19,11 +19,9 @@ import torch
 
 from slime.engine.embedded.weights.groups import Announced
 from slime.engine.embedded.weights.shared import DeviceMemory, HostMemory, SharedMemory
-from slime.models.delta.apply import apply_on_device
-from slime.models.delta.blob import encode
+from slime.models.delta.apply import apply_on_device, bytes_of, tensor_checksums
+from slime.models.delta.blob import encode, sum64_of_bytes, sum64_of_tensors
 from slime.models.delta.folder import DeltaPart, delta_entries, join_parts, read_index, write_part
-from slime.models.delta.sum64 import sum64_of_bytes, sum64_of_tensors
-from slime.models.delta.tensors import bytes_of, tensor_checksums
 from slime.train.backends.hf import HfBucket, HfTensor
 from slime.train.progress import Progress
 from slime.train.sending.delta import Published

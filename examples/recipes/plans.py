@@ -18,7 +18,7 @@ from pathlib import Path
 from slime.config import parse_args
 from slime.driver.plan.plan import Plan, make_plan
 from slime.driver.plan.schedule import planned_machines
-from slime.models.published import published_model
+from slime.models.catalog import published_model
 
 HERE = Path(__file__).resolve().parent
 GIB = 2**30

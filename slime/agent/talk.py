@@ -27,7 +27,7 @@ from slime.agent.session.tree import Turn
 from slime.config import Config
 from slime.data.sample import Reward, Sample
 from slime.data.tokenizer import model_context_length
-from slime.parsers.formats import named_formats
+from slime.models.parsers.formats import named_formats
 from slime.rollout.gate import evaluating, ticket_here
 from slime.rollout.requests import drawn_apart
 from slime.rollout.runtime import RolloutRuntime, runtime_for

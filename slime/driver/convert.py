@@ -64,13 +64,13 @@ class Conversion:
             )
         if not (self.source / "config.json").is_file():
             raise UserError(f"{self.source} is neither a checkpoint (meta.json) nor a model folder (config.json)")
-        from slime.models.weight_reader import plain_tensors
+        from slime.models.safetensors_io import plain_tensors
 
         return self.source, plain_tensors(self.source)
 
     def _read_megatron(self, checkpoint: Path) -> tuple[Path, Iterator[tuple[str, torch.Tensor]]]:
-        from slime.models.plain import plain_sources
-        from slime.models.sources import read_whole
+        from slime.models.dequantized import plain_sources
+        from slime.models.tensor_sources import read_whole
         from slime.models.torch_dist.hugging_face import read_in_place_of
 
         folder = self.model_folder
@@ -87,7 +87,7 @@ class Conversion:
     def _write_torch_dist(self) -> Path:
         import torch
 
-        from slime.models.plain import plain_sources
+        from slime.models.dequantized import plain_sources
         from slime.models.torch_dist.hugging_face import model_entries
         from slime.models.torch_dist.writing import write_release
 
@@ -102,7 +102,7 @@ class Conversion:
     def _write(self, small_files: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
         import torch
 
-        from slime.models.block_fp8 import BlockQuantizer
+        from slime.models.safetensors_io import BlockQuantizer
         from slime.models.saving import save_hf_folder
 
         if self.dtype != FP8:

@@ -11,8 +11,8 @@ from slime.cluster.devices import resolve_rollout_dtype, split_cores, threads_pe
 from slime.cluster.node import Command, Node, Slot
 from slime.config import Config
 from slime.engine.http.key import key_variable
+from slime.models.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from slime.models.shape import count_parameters
-from slime.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 STREAM_INTERVAL = 32  # tokens between two events of a stream: what a dying engine may lose of each request
 EMBEDDED_PARSERS = {"sglang_tool_call_parser": TOOL_CALL_PARSERS, "sglang_reasoning_parser": REASONING_PARSERS}

@@ -29,8 +29,8 @@ from slime.models.folder import (
     first_line,
     read_config_json,
 )
+from slime.models.safetensors_io import plain_tensors
 from slime.models.saving import save_hf_folder
-from slime.models.weight_reader import plain_tensors
 
 REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 """What does not fit is in the report, for `check_complete`: transformers' own error names no tensor."""

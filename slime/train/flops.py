@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.errors import UserError
-from slime.models.counting import GATED_DELTA_FAMILIES
-from slime.models.shape import ModelShape
+from slime.models.shape import GATED_DELTA_FAMILIES, ModelShape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -25,7 +25,7 @@ from slime.config.plugins import load_function
 from slime.config.plugins.tracking import logged_to
 from slime.config.plugins.view import plugin_args, tell_plugins
 from slime.errors import UserError
-from slime.models.adapter import write_adapter
+from slime.models.peft_adapter import write_adapter
 from slime.models.shape import count_parameters
 from slime.train.actor import Actor
 from slime.train.backends.causal_attention import prepare_attention

@@ -34,9 +34,9 @@ from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.http.bridge import EngineBridge
 from slime.engine.embedded.http.server import EngineServer
 from slime.engine.embedded.options import parse_options
+from slime.models.delta.apply import bytes_of, tensor_checksums
 from slime.models.delta.blob import Changes, encode
 from slime.models.delta.folder import DeltaPart, join_parts, write_part
-from slime.models.delta.tensors import bytes_of, tensor_checksums
 from tests.tiny_models import VOCAB, make_model_folder
 
 KEY = "the-key-of-the-orders"

@@ -14,7 +14,7 @@ from slime.engine.embedded.core import EngineCore
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.refusals import BadRequest, Conflict
 from slime.engine.embedded.weights.groups import Announced
-from slime.models.adapter import AdapterFacts, merged, tensor_names, write_adapter
+from slime.models.peft_adapter import AdapterFacts, merged, tensor_names, write_adapter
 from tests.engine.conftest import EngineProcess
 from tests.tiny_models import make_model_folder
 

@@ -183,7 +183,7 @@ from triton.runtime.jit import JITFunction
 from slime.engine.embedded.fused.compiling import compile_kernels
 from slime.engine.embedded.fused.families import block_of
 from slime.engine.embedded.sampling.draw import KernelDraw
-from slime.models.published import published_models
+from slime.models.catalog import published_models
 
 asked = set()
 JITFunction.warmup = lambda kernel, *types, **how: asked.add(kernel.fn.__name__)

@@ -59,7 +59,7 @@ def fill(stages: Sequence[Any], folder: Path, rules: Any) -> None:
 
 def local_tensors(folder: Path, rules: Any, named: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Of every name: the tensor that was given, and this rank's part of what the folder has for it."""
-    from slime.models.families.rules import entries_by_name
+    from slime.models.families.weight_map import entries_by_name
 
     entries, saved = entries_by_name(rules), saved_tensors(folder)
     found = {}

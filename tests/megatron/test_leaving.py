@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.models.delta.apply import apply_to_tensors
+from slime.models.delta.apply import apply_to_tensors, tensor_checksums
 from slime.models.delta.folder import DeltaPart, delta_entries, join_parts, read_index
-from slime.models.delta.tensors import tensor_checksums
-from slime.models.shards import ShardWriter
-from slime.models.weight_reader import WeightReader, weights_of
+from slime.models.safetensors_io import WeightReader, weights_of
+from slime.models.saving import ShardWriter
 from slime.train.checkpoints import parts as checkpoint_parts
 from slime.train.checkpoints.not_written import NotWritten
 from slime.train.checkpoints.saved_tensors import SavedTensors

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.models.weight_reader import weights_of
+from slime.models.safetensors_io import weights_of
 from slime.train.checkpoints.saved_tensors import SavedTensors
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer

@@ -150,7 +150,7 @@ def own_gradients(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """What a rank found and what it should have, by name."""
     from slime.models.families.family import family_of
-    from slime.models.families.rules import entries_by_name
+    from slime.models.families.weight_map import entries_by_name
 
     config = family_config(folder)
     entries = entries_by_name(family_of(config).rules(config))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from slime.driver.convert import Conversion
-from slime.models.weight_reader import weights_of
+from slime.models.safetensors_io import weights_of
 from tests.megatron.ranks import RankGroup, model_parallel
 
 TP, PP, EP = (

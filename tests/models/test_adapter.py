@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from slime.models.adapter import (
+from slime.models.peft_adapter import (
     CONFIG_NAME,
     TENSORS_NAME,
     AdapterFacts,

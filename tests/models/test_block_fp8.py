@@ -15,9 +15,8 @@ from slime.cli import main
 from slime.config import Config
 from slime.driver.plan.plan import choose_rollout_backend
 from slime.errors import UserError
-from slime.models.block_fp8 import FP8, LARGEST, dequantize_block, quantize_block
 from slime.models.loading import load_causal_lm
-from slime.models.weight_reader import weights_of
+from slime.models.safetensors_io import FP8, LARGEST, dequantize_block, quantize_block, weights_of
 from tests.engine.fake_packages import write_packages
 from tests.tiny_models import make_model_folder
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from slime.errors import UserError
 from slime.models.families.family import FAMILIES, family_of
-from slime.models.families.forms import (
+from slime.models.families.tp_sharding import (
     Columns,
     DeltaInput,
     GateUp,
@@ -24,10 +24,10 @@ from slime.models.families.forms import (
     Vocab,
     Whole,
 )
-from slime.models.families.rules import Entry, as_in_folder, entries_by_name, with_vocab_divisor
-from slime.models.slices import stored_tensors
-from slime.models.sources import read_whole
-from slime.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
+from slime.models.families.weight_map import Entry, as_in_folder, entries_by_name, with_vocab_divisor
+from slime.models.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
+from slime.models.safetensors_io import stored_tensors
+from slime.models.tensor_sources import read_whole
 from tests.family_models import BASE, FAMILY_MODELS, RENAMED, WINDOWED_MODELS, family_config, make_family_folder
 
 

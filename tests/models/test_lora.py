@@ -11,8 +11,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from slime.errors import UserError
-from slime.models.adapter import AdapterFacts, merged, write_adapter
 from slime.models.lora import ALL_LINEAR, Lora, choose_targets, linears_of, peft_targets
+from slime.models.peft_adapter import AdapterFacts, merged, write_adapter
 from slime.train.backends.fsdp.lora import LoraLayers, put_adapter
 from tests.train.tiny_training import SIZES, build_model
 

@@ -16,11 +16,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from slime.config.model_folder import LLAMA_LIKE, check_model_folder
 from slime.errors import UserError
+from slime.models.dequantized import plain_sources
 from slime.models.families.model_folder import open_family_folder
 from slime.models.loading import load_causal_lm
-from slime.models.outline import outline_causal_lm
-from slime.models.plain import plain_sources
-from slime.models.sources import read_whole
+from slime.models.meta_model import outline_causal_lm
+from slime.models.tensor_sources import read_whole
 from tests.family_models import BASE, FAMILY_MODELS, make_family_folder
 from tests.tiny_models import VOCAB, make_tokenizer
 

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from slime.cli import main
 from slime.errors import UserError
+from slime.models.families.tp_sharding import Region, whole_region
 from slime.models.loading import load_causal_lm
-from slime.models.outline import ModelOutline, outline_causal_lm
-from slime.models.regions import Region, whole_region
-from slime.models.slices import Stored
-from slime.models.sources import Source, read_whole
+from slime.models.meta_model import ModelOutline, outline_causal_lm
+from slime.models.safetensors_io import Stored
+from slime.models.tensor_sources import Source, read_whole
 from tests.tiny_models import make_model_folder
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}

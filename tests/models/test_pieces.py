@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.models import pieces as module
-from slime.models.pieces import Piece, by_layer, pieces_of
+from slime.models import hf_tensor_plan as module
+from slime.models.hf_tensor_plan import Piece, by_layer, pieces_of
 
 EXPERTS = 5
 

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from slime import cli
 from slime.errors import UserError
+from slime.models.catalog import published_model
 from slime.models.loading import load_causal_lm
-from slime.models.published import published_model
 from slime.models.random_model import write_random_model
-from slime.models.weight_reader import weights_of
+from slime.models.safetensors_io import weights_of
 
 SMALL = ("num_hidden_layers=2", "hidden_size=64", "num_attention_heads=4", "num_key_value_heads=2", "vocab_size=300")
 SHAPES = {

@@ -20,13 +20,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from slime.errors import UserError
-from slime.models.plain import plain_sources
-from slime.models.sources import read_whole
+from slime.models.dequantized import plain_sources
+from slime.models.safetensors_io import weights_of
+from slime.models.tensor_sources import read_whole
 from slime.models.torch_dist.hugging_face import model_entries, read_in_place_of
-from slime.models.torch_dist.keys import find_parameter
-from slime.models.torch_dist.tensors import TorchDist
+from slime.models.torch_dist.index import TorchDist, find_parameter
 from slime.models.torch_dist.writing import write_release
-from slime.models.weight_reader import weights_of
 from tests.family_models import FAMILY_MODELS, make_family_folder
 from tests.tiny_models import make_model_folder
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slime.models.regions import whole_region
-from slime.models.sources import Computed, Held, Source, read_whole
-from slime.models.unread import Unread
+from slime.models.families.tp_sharding import whole_region
+from slime.models.lazy_tensor import Unread
+from slime.models.tensor_sources import Computed, Held, Source, read_whole
 
 ONE, TWO = torch.arange(24.0).reshape(4, 6), torch.arange(24.0, 48.0).reshape(4, 6)
 
@@ -83,7 +83,7 @@ def test_a_parameter_stays_one_and_may_be_changed_by_what_it_holds() -> None:
 
 
 def test_equal_reads_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.models.sources.CHUNK_NUMBERS", 6)
+    monkeypatch.setattr("slime.models.tensor_sources.CHUNK_NUMBERS", 6)
     other = ONE.clone()
     assert torch.equal(unread(ONE), unread(other))
     other[3, 5] += 1

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.parsers.events import CallArguments, CallEnded, Event, IllFormed, Text, gathered
-from slime.parsers.formats import Formats, call_opening, make_parser, opens_reasoning
+from slime.models.parsers.events import CallArguments, CallEnded, Event, IllFormed, Text, gathered
+from slime.models.parsers.formats import Formats, call_opening, make_parser, opens_reasoning
 from tests.parsers.writers import MARKS, WRITERS, written
 from tests.rows import examples
 

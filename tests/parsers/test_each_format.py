@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime.parsers.events import (
+from slime.models.parsers.events import (
     Call,
     CallArguments,
     CallBegun,
@@ -18,7 +18,7 @@ from slime.parsers.events import (
     Text,
     gathered,
 )
-from slime.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, Formats, make_parser
+from slime.models.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, Formats, make_parser
 
 TOOLS = [
     {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.errors import UserError
-from slime.parsers.events import (
+from slime.models.parsers.events import (
     Call,
     CallArguments,
     CallBegun,
@@ -20,7 +20,7 @@ from slime.parsers.events import (
     Text,
     gathered,
 )
-from slime.parsers.formats import Formats, call_id, formats_of, make_parser, named_formats
+from slime.models.parsers.formats import Formats, call_id, formats_of, make_parser, named_formats
 
 
 def said(formats: Formats, *pieces: str, **how: Any) -> list[Event]:

@@ -12,8 +12,8 @@ import pytest
 from slime.agent.messages import Message, TurnRequest
 from slime.agent.sampling.model import ChatModel
 from slime.errors import UserError
-from slime.parsers.events import gathered
-from slime.parsers.formats import Formats, formats_of, make_parser, opens_reasoning
+from slime.models.parsers.events import gathered
+from slime.models.parsers.formats import Formats, formats_of, make_parser, opens_reasoning
 from tests.agent.families import FAMILIES, family_tokenizer
 
 FORMATS = {

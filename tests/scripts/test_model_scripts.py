@@ -13,8 +13,8 @@ from slime.config import Config
 from slime.config.megatron_model_flags import check_shape_flags
 from slime.config.parser import parse_flags
 from slime.errors import UserError
-from slime.models.model_args import scripts
-from slime.models.published import published_model
+from slime.models.catalog import published_model
+from slime.models.models_cli import scripts
 
 MODELS = Path(__file__).parents[2] / "scripts" / "models"
 NAMES = sorted(file.stem for file in MODELS.glob("*.sh") if file.name != "lib.sh")

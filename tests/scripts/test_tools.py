@@ -13,9 +13,8 @@ from threading import Thread
 import pytest
 import torch
 
-from slime.models.block_fp8 import FP8
-from slime.models.listing import families_markdown
-from slime.models.weight_reader import weights_of
+from slime.models.models_cli import families_markdown
+from slime.models.safetensors_io import FP8, weights_of
 from tests.tiny_models import make_model_folder
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +142,7 @@ def test_every_engine_is_told_to_profile(tool: Run, capsys: pytest.CaptureFixtur
 
 
 def test_the_tables_of_models_are_those_that_the_code_gives() -> None:
-    """docs/models.md: `slime.models.listing.families_markdown` and `python tools/model_plans.py` print them."""
+    """docs/models.md: `slime.models.models_cli.families_markdown` and `python tools/model_plans.py` print them."""
     page = (ROOT / "docs" / "models.md").read_text()
     assert families_markdown() in page
     plans = subprocess.run(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.models.value import put_value_head
+from slime.models.heads import put_value_head
 from slime.train.backends.fsdp.packed_model import ValueModel
 from slime.train.backends.fsdp.ulysses import to_own_heads, to_own_tokens
 from slime.train.collectives import exchange, gather_parts

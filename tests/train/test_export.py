@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from slime.models import pieces
-from slime.models.delta.tensors import tensor_checksums
+from slime.models import hf_tensor_plan
+from slime.models.delta.apply import tensor_checksums
 from slime.models.loading import as_in_folder, persistent_buffers
-from slime.models.weight_reader import weights_of
+from slime.models.safetensors_io import weights_of
 from slime.train.backends.fsdp.exporting import HfExport
 from slime.train.backends.fsdp.sharding import local_part
 from slime.train.checkpoints.not_written import NotWritten
@@ -43,7 +43,7 @@ def in_folder(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def test_one_rank_has_what_the_folder_has(
     kind: str, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "ROWS_BYTES", EXPERT_ROWS)
+    monkeypatch.setattr(hf_tensor_plan, "ROWS_BYTES", EXPERT_ROWS)
     backend = InProcess(config_for(model_folder(kind), tmp_path)).trainer.actor.backend
     plan = backend.hf_plan(torch.bfloat16, BUCKET)
     buckets = list(backend.hf_buckets(torch.bfloat16, BUCKET))
@@ -83,7 +83,7 @@ def make_export(folder: str, size: int, copies: int) -> HfExport:
 
 def export_on_rank(peers: Ranks, folder: str, copies: int, owners: tuple[int, ...] | None) -> dict[str, Any]:
     """What this rank gets, what it sends, and what it knows before."""
-    pieces.ROWS_BYTES = EXPERT_ROWS
+    hf_tensor_plan.ROWS_BYTES = EXPERT_ROWS
     torch.set_num_threads(1)
     export = make_export(folder, peers.size, copies)
     sent: list[torch.Tensor] = []

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.errors import UserError
 from slime.models.loading import load_causal_lm, save_hf_folder
-from slime.models.outline import outline_causal_lm
+from slime.models.meta_model import outline_causal_lm
 from slime.storage.files import MANIFEST
 
 Folder = Callable[[str], Path]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.cli import main
 from slime.errors import UserError
-from slime.models.weight_reader import weights_of
+from slime.models.safetensors_io import weights_of
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 

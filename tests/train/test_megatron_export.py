@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.models.families.rules import Entry
-from slime.models.plain import plain_sources
+from slime.models.dequantized import plain_sources
+from slime.models.families.weight_map import Entry
+from slime.models.safetensors_io import weights_of
 from slime.models.torch_dist.hugging_face import model_entries
-from slime.models.weight_reader import weights_of
 from slime.train.backends.megatron.export import HfExport
 from slime.train.backends.megatron.layout import Layout
 from slime.train.backends.megatron.placement import Placement

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.algorithms.logprobs import linear_log_probs
 from slime.errors import UserError
-from slime.models.head import OutputHead
+from slime.models.heads import OutputHead
 from slime.train.backends import causal_attention as causal
 from slime.train.backends.causal_attention import _equal_attention, causal_attention
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, attach_context, register_packed_attention

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from slime.config.initial_weights import Start
+from slime.models.families.tp_sharding import region_shape
 from slime.models.loading import load_causal_lm
-from slime.models.regions import region_shape
-from slime.models.slices import Stored
+from slime.models.safetensors_io import Stored
 from slime.train.backends.fsdp.builder import FSDPBuilder
 from slime.train.backends.fsdp.sharding import local_part, local_region
 from slime.train.progress import Progress

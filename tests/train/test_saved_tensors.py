@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from slime.errors import UserError
-from slime.models.shards import NOTES
+from slime.models.saving import NOTES
 from slime.train.checkpoints import parts as parts_module
 from slime.train.checkpoints.parts import Part, write_parts
 from slime.train.checkpoints.saved_tensors import SavedTensors

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime.cli import main
-from slime.models.weight_reader import weights_of
+from slime.models.safetensors_io import weights_of
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slime.models.delta.tensors import tensor_checksums
+from slime.models.delta.apply import tensor_checksums
 from slime.models.loading import as_in_folder
 from slime.train.backends.fsdp.exporting import HfExport
 from slime.train.backends.hf import Earlier, HfBucket, HfTensor

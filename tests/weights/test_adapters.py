@@ -16,8 +16,8 @@ from slime.config import Config
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient, EngineRejected
 from slime.errors import UserError
-from slime.models.adapter import AdapterFacts, merged, tensor_names, write_adapter
-from slime.models.delta.tensors import tensor_checksums
+from slime.models.delta.apply import tensor_checksums
+from slime.models.peft_adapter import AdapterFacts, merged, tensor_names, write_adapter
 from slime.weights import choose_transport, make_publisher
 from slime.weights.transport import largest_adapter_bytes
 from tests.tiny_models import make_model_folder

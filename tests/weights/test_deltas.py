@@ -19,11 +19,24 @@ from safetensors.numpy import load_file
 from slime.config import Config
 from slime.errors import UserError
 from slime.models.delta import apply as apply_module
-from slime.models.delta.apply import HalfApplied, WrongResult, _apply_on_host, apply_on_device
-from slime.models.delta.blob import BadBlob, Blob, Changes, changed_positions, checksum_function, encode
+from slime.models.delta.apply import (
+    HalfApplied,
+    WrongResult,
+    _apply_on_host,
+    apply_on_device,
+    bytes_of,
+    tensor_checksums,
+)
+from slime.models.delta.blob import (
+    BadBlob,
+    Blob,
+    Changes,
+    changed_positions,
+    checksum_function,
+    encode,
+    sum64_of_tensors,
+)
 from slime.models.delta.folder import BadDelta, DeltaIndex, DeltaPart, delta_entries, join_parts, read_index, write_part
-from slime.models.delta.sum64 import sum64_of_tensors
-from slime.models.delta.tensors import bytes_of, tensor_checksums
 from slime.train.sending.delta import Published
 from slime.weights.transport import with_delta_checksum
 
@@ -117,8 +130,8 @@ def plain_sum64(data: bytes) -> str:
 
 @pytest.mark.parametrize("size", [0, 1, 8, 4099, 2**16])
 def test_sum64_is_the_same_on_bytes_and_on_tensors(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr("slime.models.delta.sum64._CHUNK", 1000)
-    monkeypatch.setattr("slime.models.delta.sum64._HOST_CHUNK", 300)
+    monkeypatch.setattr("slime.models.delta.blob._CHUNK", 1000)
+    monkeypatch.setattr("slime.models.delta.blob._HOST_CHUNK", 300)
     data = versions(size, seed=size)[0]
     expected = plain_sum64(data.tobytes())
     assert checksum_function("sum64")(data) == expected

@@ -18,8 +18,8 @@ from slime.agent.session.limits import PromptTooLong
 from slime.agent.session.rendering import template_source
 from slime.agent.session.special_text import texts_in
 from slime.agent.session.template import ChatTemplate
-from slime.parsers.events import OutputParser
-from slime.parsers.formats import TOOL_CALL_PARSERS, Formats, formats_of, make_parser
+from slime.models.parsers.events import OutputParser
+from slime.models.parsers.formats import TOOL_CALL_PARSERS, Formats, formats_of, make_parser
 
 _CHARACTERS_PER_TOKEN = 8
 """More than prompts have on average, in any language and in code."""

@@ -16,7 +16,7 @@ from slime.agent.messages import Message, ToolCall, TurnRequest
 from slime.agent.sampling.protocol import SampledAnswer, Sampler
 from slime.agent.session.session import Prompt, SampledTurn, Session
 from slime.agent.session.tree import Turn
-from slime.parsers.events import Event, Output, OutputParser, gathered
+from slime.models.parsers.events import Event, Output, OutputParser, gathered
 from slime.rollout.failures import GivenUp
 
 OnEvent = Callable[[Event], Awaitable[None]]

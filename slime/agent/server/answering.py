@@ -19,7 +19,7 @@ from slime.agent.server.dialects import Asked, Dialect, Finished, Kind, Problem,
 from slime.agent.server.sessions import OpenSession
 from slime.agent.session.session import Prompt
 from slime.engine.http.errors import EngineError, EngineRejected
-from slime.parsers.events import Event
+from slime.models.parsers.events import Event
 from slime.rollout.asking import AbortedTooOften
 
 KEEP_ALIVE_S = 10.0

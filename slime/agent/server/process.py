@@ -32,7 +32,7 @@ from slime.config.datasets import prompt_files
 from slime.data.journal import run_identity
 from slime.data.tokenizer import model_context_length
 from slime.errors import UserError
-from slime.parsers.formats import named_formats
+from slime.models.parsers.formats import named_formats
 from slime.rollout.runtime import RolloutRuntime
 
 NAME = "agent-server"

@@ -26,7 +26,7 @@ from slime.cluster.http_server import Connections, bound_file, bound_sockets, mo
 from slime.cluster.watchdog import ending_signals
 from slime.data.tokenizer import load_tokenizer, model_context_length
 from slime.errors import UserError
-from slime.parsers.formats import Formats
+from slime.models.parsers.formats import Formats
 from slime.rollout.loop import DaemonExecutor
 
 DEFAULT_NAMES = ("slime-actor", "default")

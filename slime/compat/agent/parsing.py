@@ -1,4 +1,4 @@
-"""Upstream slime's name for reading a whole answer of a model; new code feeds `slime.parsers` as the answer comes."""
+"""Upstream slime's name for reading a whole answer of a model; new code feeds `slime.models.parsers` as the answer comes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.parsers.events import gathered
-from slime.parsers.formats import Formats, make_parser
+from slime.models.parsers.events import gathered
+from slime.models.parsers.formats import Formats, make_parser
 
 
 @dataclass

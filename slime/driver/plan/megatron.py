@@ -31,8 +31,7 @@ from slime.driver.plan.memory import (
     trainer_memory,
 )
 from slime.errors import UserError
-from slime.models.activations import layer_bytes, layer_input_bytes, root_bytes
-from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
+from slime.models.shape import BYTES_PER_ELEMENT, ModelShape, layer_bytes, layer_input_bytes, root_bytes
 
 # Whether a model can be cut the way the flags say, and how that looks: the plan of Megatron's layouts.
 #

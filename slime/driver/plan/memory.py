@@ -14,9 +14,8 @@ from slime.config.algorithm import has_critic, needs_reference
 from slime.config.async_mode import versions_behind
 from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN
 from slime.config.lora import reference_is_base, uses_lora
-from slime.models.activations import layer_bytes, layer_input_bytes, root_bytes
 from slime.models.lora import adapter_shapes, choose_targets, linears_of
-from slime.models.shape import BYTES_PER_ELEMENT, ModelShape
+from slime.models.shape import BYTES_PER_ELEMENT, ModelShape, layer_bytes, layer_input_bytes, root_bytes
 
 KEPT_BYTES = 2 << 30
 CHUNK_LOGITS = {"cpu": 16 * 1024 * 1024, "cuda": 3072 * 151936}

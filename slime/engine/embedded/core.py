@@ -28,8 +28,8 @@ from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.adapter import ArrivingAdapter, MergedAdapter, adapter_in
 from slime.engine.embedded.weights.groups import Announced, WeightGroups
 from slime.engine.embedded.weights.shared import DeviceMemory, HostMemory, OpenBucket, SharedMemory
-from slime.models.adapter import Adapter
 from slime.models.delta.folder import BadDelta, DeltaIndex, read_index
+from slime.models.peft_adapter import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -451,7 +451,7 @@ class EngineCore(LoadedEngine):
         if action == "shapes":
             return {"shapes": self.views.shapes()}
         self._require_weights()
-        from slime.models.delta.tensors import tensor_checksums  # zstandard, xxhash
+        from slime.models.delta.apply import tensor_checksums  # zstandard, xxhash
 
         return {"checksums": tensor_checksums(self.views.readable().items())}
 

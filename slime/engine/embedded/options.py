@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, Formats
+from slime.models.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS, Formats
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +17,45 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slime.models.delta.blob import BadBlob, Blob, ByteArray, Flips, checksum_function
+from slime.models.delta.blob import BadBlob, Blob, ByteArray, Flips, checksum_function, sum64_of_tensors
 from slime.models.delta.folder import BadDelta, DeltaIndex, Entry, delta_entries, safetensors_entries
-from slime.models.delta.tensors import bytes_in_place, bytes_of, put_bytes, tensor_checksums
+
+# A tensor as the bytes that deltas and checksums are made of: little endian, C order.
+
+
+def bytes_of(tensor: torch.Tensor) -> ByteArray:
+    """The bytes on the host: the tensor's own memory if it is contiguous and on the CPU, else a copy.
+
+    From a GPU they come into pinned memory, in both directions several times as fast; torch keeps and reuses it.
+    """
+    tensor = tensor.detach().contiguous()
+    if tensor.is_cuda:
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    array: ByteArray = tensor.reshape(-1).view(torch.uint8).numpy()
+    return array
+
+
+def put_bytes(target: torch.Tensor, data: ByteArray) -> None:
+    """Put bytes back; where `bytes_of` gave the tensor's own memory they are there already."""
+    source = torch.from_numpy(data).view(target.dtype).view(target.shape)
+    if source.data_ptr() != target.data_ptr():
+        with torch.no_grad():
+            target.copy_(source)
+
+
+def bytes_in_place(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes where they are: the tensor's own memory if it is contiguous, else a copy."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def tensor_checksums(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = "xxh3-128") -> dict[str, str]:
+    """The checksum of every tensor, by name; on the device that it is on, if its kind can be computed there."""
+    if kind == "sum64":
+        known = dict(tensors)
+        return dict(zip(known, sum64_of_tensors(list(known.values())), strict=True))
+    function = checksum_function(kind)
+    return {name: function(bytes_of(tensor)) for name, tensor in tensors}
+
 
 _MAX_THREADS = 8
 _MAX_UNPACKERS = 32

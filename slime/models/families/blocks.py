@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slime.models.families.facts import HfConfig
-from slime.models.families.forms import Columns, Form, FusedGateUp, GateUp, Qkv, Rows, Stacked, Vocab, Whole
-from slime.models.families.reading import all_layers, is_tied, kv_heads, moe_layers, num_experts
-from slime.models.families.rules import Rule
+from slime.models.families.hf_config import all_layers, is_tied, kv_heads, moe_layers, num_experts
+from slime.models.families.tp_sharding import (
+    Columns,
+    Form,
+    FusedGateUp,
+    GateUp,
+    Qkv,
+    Rows,
+    Stacked,
+    Vocab,
+    Whole,
+)
+from slime.models.families.weight_map import HfConfig, Rule
 
 Layers = Sequence[int]
 HERE, THERE = "decoder.layers.{layer}.", "model.layers.{layer}."

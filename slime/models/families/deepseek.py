@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from slime.models.families.blocks import edge_rules, latent_attention_rules, sigmoid_moe_rules
-from slime.models.families.facts import Family, Fields, HfConfig
-from slime.models.families.reading import (
+from slime.models.families.hf_config import (
     all_layers,
     decoder_fields,
     latent_fields,
     layers_after_the_last,
     sigmoid_moe_fields,
 )
-from slime.models.families.rules import Rule
+from slime.models.families.weight_map import Family, Fields, HfConfig, Rule
 
 
 def latent_moe_fields(config: HfConfig) -> Fields:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from slime.errors import UserError
 from slime.models.families.blocks import HERE, THERE, attention_rules, edge_rules, layer_rule
-from slime.models.families.facts import Family, Fields, HfConfig
-from slime.models.families.forms import Columns, Form, InterleavedGateUp, Rows, Stacked, Whole
-from slime.models.families.reading import all_layers, decoder_fields, moe_fields, need, num_experts
-from slime.models.families.rules import Rule
+from slime.models.families.hf_config import all_layers, decoder_fields, moe_fields, need, num_experts
+from slime.models.families.tp_sharding import Columns, Form, InterleavedGateUp, Rows, Stacked, Whole
+from slime.models.families.weight_map import Family, Fields, HfConfig, Rule
 
 
 def _windowed(config: HfConfig) -> list[int]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from slime.models.families.blocks import HERE, THERE, attention_rules, edge_rules, layer_rule
-from slime.models.families.facts import Family, Fields, HfConfig, Ignored, Support
-from slime.models.families.forms import Columns, GateUp, Rows, Whole
-from slime.models.families.reading import all_layers, decoder_fields, head_dim, num_experts, sigmoid_moe_fields
-from slime.models.families.rules import Rule
+from slime.models.families.hf_config import (
+    all_layers,
+    decoder_fields,
+    head_dim,
+    num_experts,
+    sigmoid_moe_fields,
+)
+from slime.models.families.tp_sharding import Columns, GateUp, Rows, Whole
+from slime.models.families.weight_map import Family, Fields, HfConfig, Ignored, Rule, Support
 
 _EXPERT = f"{THERE}block_sparse_moe.experts.{{expert}}."
 

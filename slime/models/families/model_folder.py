@@ -12,14 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.errors import UserError
-from slime.models.families.facts import Family, Fields, HfConfig
+from slime.models.dequantized import plain_sources
 from slime.models.families.family import family_of
-from slime.models.families.forms import Shard
-from slime.models.families.reading import is_tied
-from slime.models.families.rules import Entry, as_in_folder, entries_by_name, with_vocab_divisor
+from slime.models.families.hf_config import is_tied
+from slime.models.families.tp_sharding import Shard
+from slime.models.families.weight_map import (
+    Entry,
+    Family,
+    Fields,
+    HfConfig,
+    as_in_folder,
+    entries_by_name,
+    with_vocab_divisor,
+)
 from slime.models.folder import read_text_config
-from slime.models.plain import plain_sources
-from slime.models.sources import Source, same_numbers
+from slime.models.tensor_sources import Source, same_numbers
 
 
 @dataclass(frozen=True)

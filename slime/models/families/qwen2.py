@@ -4,9 +4,8 @@ training does not use."""
 from __future__ import annotations
 
 from slime.models.families.blocks import attention_rules, edge_rules, gated_expert_rules, mlp_rules
-from slime.models.families.facts import Family, Fields, HfConfig, Ignored
-from slime.models.families.reading import all_layers, decoder_fields, moe_fields, need, window_fields
-from slime.models.families.rules import Rule
+from slime.models.families.hf_config import all_layers, decoder_fields, moe_fields, need, window_fields
+from slime.models.families.weight_map import Family, Fields, HfConfig, Ignored, Rule
 
 
 def _fields(config: HfConfig) -> Fields:

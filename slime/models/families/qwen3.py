@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from slime.errors import UserError
 from slime.models.families.blocks import attention_rules, edge_rules, expert_rules, mlp_rules
-from slime.models.families.facts import Family, Fields, HfConfig
-from slime.models.families.reading import all_layers, decoder_fields, moe_fields, moe_layers, window_fields
-from slime.models.families.rules import Rule
+from slime.models.families.hf_config import all_layers, decoder_fields, moe_fields, moe_layers, window_fields
+from slime.models.families.weight_map import Family, Fields, HfConfig, Rule
 
 
 def _attention_fields(config: HfConfig) -> Fields:

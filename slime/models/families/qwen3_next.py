@@ -11,10 +11,17 @@ from slime.models.families.blocks import (
     layer_rule,
     mlp_rules,
 )
-from slime.models.families.facts import Family, Fields, HfConfig, Ignored
-from slime.models.families.forms import Columns, DeltaInput, Form, GroupedDeltaInput, Rows, Segments, Whole
-from slime.models.families.reading import all_layers, decoder_fields, moe_fields, need
-from slime.models.families.rules import Rule
+from slime.models.families.hf_config import all_layers, decoder_fields, moe_fields, need
+from slime.models.families.tp_sharding import (
+    Columns,
+    DeltaInput,
+    Form,
+    GroupedDeltaInput,
+    Rows,
+    Segments,
+    Whole,
+)
+from slime.models.families.weight_map import Family, Fields, HfConfig, Ignored, Rule
 
 
 def linear_layers(config: HfConfig) -> tuple[int, ...]:

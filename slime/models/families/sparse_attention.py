@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from slime.models.families.blocks import layer_rule
 from slime.models.families.deepseek import latent_moe_fields, latent_moe_rules
-from slime.models.families.facts import Family, Fields, HfConfig, Support
-from slime.models.families.forms import Whole
-from slime.models.families.reading import all_layers, layers_after_the_last, need
-from slime.models.families.rules import Rule
+from slime.models.families.hf_config import all_layers, layers_after_the_last, need
+from slime.models.families.tp_sharding import Whole
+from slime.models.families.weight_map import Family, Fields, HfConfig, Rule, Support
 
 _INDEXER = {
     "linear_wq_b.weight": "wq_b.weight",

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from slime.errors import UserError
+from slime.models.dequantized import plain_sources
 from slime.models.families.family import family_of
-from slime.models.families.forms import Columns, Shard, Vocab
-from slime.models.families.rules import Entry, as_in_folder, entries_by_name
+from slime.models.families.tp_sharding import Columns, Region, Shard, Vocab, overlap, region_shape, within
+from slime.models.families.weight_map import Entry, as_in_folder, entries_by_name
 from slime.models.folder import read_text_config
-from slime.models.plain import plain_sources
-from slime.models.regions import Region, overlap, region_shape, within
-from slime.models.sources import Cut, Source, read_whole
-from slime.models.torch_dist.keys import find_parameter
-from slime.models.torch_dist.tensors import TorchDist
+from slime.models.tensor_sources import Cut, Source, read_whole
+from slime.models.torch_dist.index import TorchDist, find_parameter
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Of the tensors of a model folder, by name."""

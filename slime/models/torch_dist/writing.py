@@ -32,11 +32,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from slime.errors import UserError
-from slime.models.families.rules import Entry
+from slime.models.families.weight_map import Entry
 from slime.models.saving import replace_folder
-from slime.models.sources import Source
-from slime.models.torch_dist.index import INDEX
-from slime.models.torch_dist.keys import Place, count_rows, place_to_write
+from slime.models.tensor_sources import Source
+from slime.models.torch_dist.index import INDEX, Place, count_rows, place_to_write
 from slime.storage.files import fsync_path, mark_written, refuse_to_replace
 
 FILE_BYTES = 5 * 1000**3

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from slime.config import Config
 from slime.config.initial_weights import Start
-from slime.models.adapter import AdapterFacts
+from slime.models.peft_adapter import AdapterFacts
 from slime.train.backends.hf import Earlier, HfBucket, HfTensor
 from slime.train.checkpoints.parts import Part
 from slime.train.checkpoints.saved_tensors import SavedTensors

@@ -28,7 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slime.config import Config
 from slime.errors import UserError
 from slime.models.loading import persistent_buffers
-from slime.models.sources import Source
+from slime.models.tensor_sources import Source
 from slime.train.backends.protocol import TrainBackend
 from slime.train.checkpoints.draft import Draft
 from slime.train.checkpoints.parts import MODEL, OPTIMIZER

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from slime.models.shards import ShardWriter
+from slime.models.saving import ShardWriter
 
 SHARD_BYTES = 1024**3
 MODEL, OPTIMIZER = "model", "optim"

@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slime.errors import UserError
-from slime.models.shards import NOTES
-from slime.models.weight_reader import natural_order
+from slime.models.safetensors_io import natural_order
+from slime.models.saving import NOTES
 from slime.train.checkpoints.parts import AGAIN
 
 OPEN_FILES = 64

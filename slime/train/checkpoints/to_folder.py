@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slime.config.initial_weights import LATEST, adapter_of, iteration
 from slime.errors import UserError
-from slime.models.adapter import Adapter, AdapterFacts, merged, peft_name
+from slime.models.hf_tensor_plan import by_layer
 from slime.models.loading import as_in_folder, load_config
 from slime.models.lora import is_adapter
-from slime.models.pieces import by_layer
-from slime.models.weight_reader import WeightReader, plain_tensors, weights_of
+from slime.models.peft_adapter import Adapter, AdapterFacts, merged, peft_name
+from slime.models.safetensors_io import WeightReader, plain_tensors, weights_of
 from slime.train.backends.protocol import NamedTensor
 from slime.train.checkpoints.saved_tensors import SavedTensors
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.models.adapter import write_adapter
+from slime.models.peft_adapter import write_adapter
 from slime.train.backends.protocol import TrainBackend, TrainedAdapter
 from slime.train.checkpoints.not_written import written_together
 

@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError
 
 from slime.cluster.memory.regions import aligned, pinned_bytes
+from slime.models.delta.apply import bytes_of, tensor_checksums
 from slime.models.delta.blob import Blob, ByteArray, Changes, checksum_function, encode
 from slime.models.delta.folder import DeltaPart, write_part
-from slime.models.delta.tensors import bytes_of, tensor_checksums
 from slime.train.backends.protocol import TrainBackend
 from slime.train.sending.export import not_written
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from slime.models.saving import MAX_SHARD_BYTES, Beside, FolderDraft
-from slime.models.shards import ShardWriter
+from slime.models.saving import MAX_SHARD_BYTES, Beside, FolderDraft, ShardWriter
 from slime.train.backends.hf import HfBucket
 from slime.train.backends.protocol import TrainBackend
 from slime.train.checkpoints.not_written import written_together

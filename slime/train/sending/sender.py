@@ -131,7 +131,7 @@ class WeightSender:
 
     def checksums(self, backend: TrainBackend) -> dict[str, str]:
         """Of the tensors that this rank owns, as the engines should have them."""
-        from slime.models.delta.tensors import tensor_checksums
+        from slime.models.delta.apply import tensor_checksums
 
         buckets = backend.hf_buckets(self._dtype, self._buffer_size)
         return tensor_checksums(

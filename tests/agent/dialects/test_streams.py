@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.server.dialects import DIALECTS, Asked, Dialect, Finished, Kind, Problem, TokenLogProb, Usage
-from slime.parsers.events import CallArguments, CallBegun, CallEnded, Event, IllFormed, Reasoning, Text, gathered
+from slime.models.parsers.events import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Event,
+    IllFormed,
+    Reasoning,
+    Text,
+    gathered,
+)
 from tests.agent.dialects.bodies import CODEX, SHELL
 from tests.rows import examples
 

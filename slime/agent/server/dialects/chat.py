@@ -16,7 +16,7 @@ from slime.agent.server.dialects import bodies, sse
 from slime.agent.server.dialects.bodies import bad
 from slime.agent.server.dialects.dialect import Asked, Finished, Problem, TokenLogProb, Usage
 from slime.agent.server.dialects.errors import Answer, chat_problem, openai_error
-from slime.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
+from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
 
 USED = frozenset(
     {"model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "stop"}

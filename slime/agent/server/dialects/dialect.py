@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from slime.agent.messages import TurnRequest
-from slime.parsers.events import Event, Output
+from slime.models.parsers.events import Event, Output
 
 
 class Kind(StrEnum):

@@ -15,7 +15,7 @@ from slime.agent.server.dialects import bodies, sse
 from slime.agent.server.dialects.bodies import bad
 from slime.agent.server.dialects.dialect import Asked, Finished, Problem, Usage
 from slime.agent.server.dialects.errors import Answer, anthropic_error, messages_problem
-from slime.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
+from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
 
 USED = frozenset(
     {"model", "messages", "system", "tools", "tool_choice", "stream", "max_tokens", "stop_sequences"}

@@ -15,7 +15,7 @@ from typing import Any
 from slime.agent.server.dialects import bodies, sse
 from slime.agent.server.dialects.dialect import Asked, Finished, Problem, Usage
 from slime.agent.server.dialects.errors import openai_message, stream_code
-from slime.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
+from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
 
 _OWN_ID = re.compile(r"(?:rs|msg|fc|ctc)_(.+)\.\d+", re.DOTALL)
 

@@ -12,7 +12,15 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slime.parsers.events import CallArguments, CallBegun, CallEnded, Event, IllFormed, Reasoning, Text
+from slime.models.parsers.events import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Event,
+    IllFormed,
+    Reasoning,
+    Text,
+)
 
 COMMENT = b": waiting\n\n"
 

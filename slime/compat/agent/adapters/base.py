@@ -31,7 +31,7 @@ from slime.data.sample import Sample
 from slime.engine.http.answers import parse_json
 from slime.engine.http.pool import EnginePool
 from slime.engine.sglang.router import RoutedPool
-from slime.parsers.formats import Formats
+from slime.models.parsers.formats import Formats
 
 MODEL = "slime-actor"
 MOST_UNKNOWN = 1024

@@ -9,7 +9,7 @@ from slime.engine.embedded.fused.families import Block
 from slime.engine.embedded.model.attention import LayerShape
 from slime.engine.embedded.model.experts import RoutedExperts
 from slime.engine.embedded.model.runner import ModelRunner
-from slime.models.head import OutputHead
+from slime.models.heads import OutputHead
 
 
 class FusedRunner(ModelRunner):

@@ -15,7 +15,7 @@ from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.refusals import BadRequest, shown
 from slime.engine.embedded.weights.groups import DTYPES, Announced, Rendezvous
 from slime.engine.embedded.weights.shared import DeviceMemory, HostMemory
-from slime.models.adapter import AdapterFacts, BadAdapter
+from slime.models.peft_adapter import AdapterFacts, BadAdapter
 
 _GROUP = "weight_update_group"
 _MEMORY = ("weights", "kv_cache", "cuda_graph")

@@ -21,7 +21,7 @@ from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
 from slime.engine.embedded.http.wire import event_stream, json_answer, json_body, send_event
 from slime.engine.embedded.refusals import BadRequest, is_neutral, shown
 from slime.engine.embedded.sequence import Sequence
-from slime.parsers.formats import call_opening, opens_reasoning
+from slime.models.parsers.formats import call_opening, opens_reasoning
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",

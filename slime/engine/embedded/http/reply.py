@@ -10,8 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slime.parsers.events import CallArguments, CallBegun, CallEnded, Event, OutputParser, Reasoning, Text, gathered
-from slime.parsers.formats import Formats, make_parser
+from slime.models.parsers.events import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Event,
+    OutputParser,
+    Reasoning,
+    Text,
+    gathered,
+)
+from slime.models.parsers.formats import Formats, make_parser
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from slime.engine.embedded.model.sparse import replace_indexers
 from slime.engine.embedded.scheduler import Extend
 from slime.engine.embedded.sequence import Sequence
 from slime.errors import UserError
-from slime.models.head import OutputHead, output_projection
+from slime.models.heads import OutputHead, output_projection
 
 if TYPE_CHECKING:  # importing transformers takes longer than a start without it
     from transformers import PreTrainedModel

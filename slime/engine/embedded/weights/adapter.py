@@ -17,7 +17,7 @@ from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.groups import Announced
 from slime.engine.embedded.weights.views import FolderViews
 from slime.errors import UserError
-from slime.models.adapter import Adapter, AdapterFacts, BadAdapter, merged, module_of, read_adapter
+from slime.models.peft_adapter import Adapter, AdapterFacts, BadAdapter, merged, module_of, read_adapter
 
 
 class MergedAdapter:

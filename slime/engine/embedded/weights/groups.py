@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from slime.cluster.process_group import join_process_group, leave_process_group
 from slime.engine.embedded.refusals import BadRequest, Conflict, NotArrived
-from slime.models.adapter import AdapterFacts
+from slime.models.peft_adapter import AdapterFacts
 
 _JOIN_TIMEOUT_S = 600.0
 _MOST_GROUPS = 8

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime.models.adapter import AdapterFacts, merged, peft_name
 from slime.models.lora import LORA_A, LORA_B, is_adapter, peft_targets
+from slime.models.peft_adapter import AdapterFacts, merged, peft_name
 from slime.train.backends.fsdp.adapter_sets import AdapterSets
 from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.packed_model import PackedModel

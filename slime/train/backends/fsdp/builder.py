@@ -9,7 +9,7 @@ import torch
 from slime.config import Config
 from slime.config.batch import copy_size
 from slime.config.initial_weights import Start, base_path
-from slime.models.sources import Held
+from slime.models.tensor_sources import Held
 from slime.train.backends.fsdp.backend import FSDPBackend
 from slime.train.backends.fsdp.check import check_packed
 from slime.train.backends.fsdp.loading import load_critic, load_policy

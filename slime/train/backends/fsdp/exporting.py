@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from slime.models.pieces import Convert, Piece, pieces_of
+from slime.models.hf_tensor_plan import Convert, Piece, pieces_of
 from slime.train.backends.hf import HfBucket, HfTensor, cut_buckets, leaving_dtype
 
 

@@ -13,7 +13,7 @@ import torch
 from slime.algorithms.logprobs import KEPT_BYTES
 from slime.config import Config
 from slime.config.initial_weights import Start
-from slime.models.outline import ModelOutline, outline_causal_lm
+from slime.models.meta_model import ModelOutline, outline_causal_lm
 from slime.models.torch_dist.hugging_face import read_in_place_of
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.train.backends.fsdp.packed_model import PolicyModel, ValueModel

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.models.adapter import BadAdapter, read_adapter
-from slime.models.head import output_projection
+from slime.models.heads import output_projection
 from slime.models.lora import LORA_A, LORA_B, Lora, adapter_shapes, choose_targets, is_of_expert
+from slime.models.peft_adapter import BadAdapter, read_adapter
 
 
 @dataclass

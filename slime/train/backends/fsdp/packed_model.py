@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from slime.algorithms.logprobs import KEPT_BYTES, linear_log_probs
 from slime.errors import UserError
-from slime.models.head import OutputHead, output_projection
-from slime.models.sources import Source, Zeros
+from slime.models.heads import OutputHead, output_projection
+from slime.models.tensor_sources import Source, Zeros
 from slime.train.backends.fsdp.attention import RopeOfEachSequence, attach_context
 from slime.train.backends.fsdp.copies import spread
 from slime.train.backends.fsdp.delta_net import PackedDeltaNet

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from slime.errors import UserError
-from slime.models.regions import Region, whole_region
-from slime.models.sources import read_onto
+from slime.models.families.tp_sharding import Region, whole_region
+from slime.models.tensor_sources import read_onto
 from slime.train.backends.fsdp.fused.layer import FusedLayer
 from slime.train.backends.fsdp.packed_model import PackedModel
 from slime.train.progress import Progress

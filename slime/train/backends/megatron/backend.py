@@ -15,8 +15,8 @@ from torch import Tensor
 
 from slime.config import Config
 from slime.config.initial_weights import Start
-from slime.models.families.forms import Whole
-from slime.models.families.rules import Entry
+from slime.models.families.tp_sharding import Whole
+from slime.models.families.weight_map import Entry
 from slime.train.backends.hf import Earlier, HfBucket, HfTensor
 from slime.train.backends.megatron.export import HfExport
 from slime.train.backends.megatron.frozen import FrozenSets

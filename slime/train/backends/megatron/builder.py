@@ -10,8 +10,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from slime.config import Config
 from slime.config.initial_weights import Start
-from slime.models.head import OutputHead
-from slime.models.sources import Source
+from slime.models.heads import OutputHead
+from slime.models.tensor_sources import Source
 from slime.models.torch_dist.hugging_face import read_in_place_of
 from slime.train.backends.megatron.backend import MegatronBackend
 from slime.train.backends.megatron.cpu_runtime import prepare

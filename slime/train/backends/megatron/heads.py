@@ -16,7 +16,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
 from slime.algorithms.vocab_parallel import VocabularyPart, vocab_parallel_log_probs
-from slime.models.head import OutputHead
+from slime.models.heads import OutputHead
 from slime.train.backends.megatron.groups import Groups
 from slime.train.backends.megatron.rows import RowSlices
 from slime.train.backends.protocol import Reads

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from slime.models.families.forms import padded_vocab
+from slime.models.families.tp_sharding import padded_vocab
 from slime.train.backends.megatron.hooks import Hooks
 from slime.train.backends.megatron.spec.linear import mark_tensor_parallel
 from slime.train.backends.megatron.spec.provider import block_spec

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from slime.models.families.forms import Shard
-from slime.models.families.rules import Entry
-from slime.models.slices import Region, region_shape
+from slime.models.families.tp_sharding import Shard
+from slime.models.families.weight_map import Entry
+from slime.models.safetensors_io import Region, region_shape
 from slime.train.backends.megatron.layout import Layout
 from slime.train.topology import Ranks
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.errors import UserError
-from slime.models.families.rules import Entry
-from slime.models.slices import region_shape
+from slime.models.families.weight_map import Entry
+from slime.models.safetensors_io import region_shape
 from slime.train.backends.megatron.masters import MOMENTS, Master
 from slime.train.backends.megatron.placement import Placement
 from slime.train.backends.protocol import NamedTensor

@@ -18,12 +18,12 @@ from transformers import PretrainedConfig
 
 from slime.errors import UserError
 from slime.models.families.family import Family, Fields, family_of
-from slime.models.families.forms import Shard
 from slime.models.families.model_folder import FamilyFolder, open_family_folder
-from slime.models.families.rules import Entry
+from slime.models.families.tp_sharding import Shard
+from slime.models.families.weight_map import Entry
 from slime.models.folder import read_text_config
 from slime.models.loading import config_of_weights
-from slime.models.sources import Source, read_onto
+from slime.models.tensor_sources import Source, read_onto
 from slime.train.backends.megatron.groups import Groups
 from slime.train.backends.megatron.masters import Master
 from slime.train.backends.megatron.names import global_buffers, global_names

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slime.models.block_fp8 import dequantize_block
-from slime.models.regions import Region, region_shape, whole_region
-from slime.models.slices import Stored
+from slime.models.families.tp_sharding import Region, region_shape, whole_region
+from slime.models.safetensors_io import Stored, dequantize_block
 
 
 class Source(Protocol):

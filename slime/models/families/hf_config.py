@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.errors import UserError
-from slime.models.families.facts import Fields, HfConfig, Ignored
+from slime.models.families.weight_map import Fields, HfConfig, Ignored
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 

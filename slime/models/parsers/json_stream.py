@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable
 
-from slime.parsers.reader import Reader, Steps, Unreadable
+from slime.models.parsers.scanner import Reader, Steps, Unreadable
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')

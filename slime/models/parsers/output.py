@@ -9,11 +9,49 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from slime.parsers.calls import Calls, ToolFormat
-from slime.parsers.events import Event, IllFormed, Reasoning, Text
-from slime.parsers.reader import NoCall, Reader, Steps, Unreadable
-from slime.parsers.reasoning import Think
+from slime.models.parsers.calls import Calls, ToolFormat
+from slime.models.parsers.events import Event, IllFormed, Reasoning, Text
+from slime.models.parsers.scanner import NoCall, Reader, Steps, Unreadable
+
+# How families of models mark their reasoning (`--reasoning-parser`, SGLang's names).
+
+
+@dataclass(frozen=True)
+class Think:
+    """Reasoning between two marks. `always`: an answer begins with it, whether or not the first mark is written.
+
+    A call inside of reasoning ends it, but for `keeps_calls`.
+    """
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    always: bool = False
+    keeps_calls: bool = False
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        return self.begin, self.end
+
+
+THINK = {
+    "deepseek-r1": Think(always=True, keeps_calls=True),
+    "deepseek-v3": Think(),
+    "glm45": Think(),
+    "kimi": Think("◁think▷", "◁/think▷"),
+    "kimi_k2": Think(),
+    "mimo": Think(),
+    "minimax": Think(always=True),
+    "mistral": Think("[THINK]", "[/THINK]"),
+    "nemotron_3": Think(),
+    "qwen3": Think(),
+    "qwen3-thinking": Think(always=True),
+    "interns1": Think(),
+    "step3": Think(always=True, keeps_calls=True),
+    "step3p5": Think(always=True, keeps_calls=True),
+}
+
 
 TAILS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<｜end▁of▁sentence｜>",
          "<|user|>", "<|observation|>", "<end_of_turn>")  # fmt: skip

@@ -16,13 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from slime.errors import UserError
+from slime.models.dequantized import plain_sources
 from slime.models.folder import block_size, quantization, read_config_json
-from slime.models.head import output_projection
+from slime.models.heads import output_projection, put_value_head
+from slime.models.lazy_tensor import Unread
 from slime.models.loading import check_complete, config_of_weights, errors_of, load_causal_lm, load_tensors
-from slime.models.plain import plain_sources
-from slime.models.sources import Held, Source, Zeros, read_whole
-from slime.models.unread import Unread
-from slime.models.value import put_value_head
+from slime.models.tensor_sources import Held, Source, Zeros, read_whole
 
 
 @dataclass(frozen=True)

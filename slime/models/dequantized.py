@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from slime.errors import UserError
-from slime.models.block_fp8 import FP8, SCALE_SUFFIX
+from slime.models.families.tp_sharding import Region, region_shape
 from slime.models.folder import block_size, quantization, read_config_json
-from slime.models.regions import Region, region_shape
-from slime.models.slices import Stored, stored_tensors
-from slime.models.sources import Blocks, Source
+from slime.models.safetensors_io import FP8, SCALE_SUFFIX, Stored, stored_tensors
+from slime.models.tensor_sources import Blocks, Source
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

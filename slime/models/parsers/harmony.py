@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from slime.parsers.answer import Channel, Marks, SteppedParser, told_until
-from slime.parsers.events import IllFormed, Reasoning, Text
-from slime.parsers.json_text import json_object
-from slime.parsers.reader import NoCall, Steps, Unreadable
+from slime.models.parsers.events import IllFormed, Reasoning, Text
+from slime.models.parsers.json_stream import json_object
+from slime.models.parsers.output import Channel, Marks, SteppedParser, told_until
+from slime.models.parsers.scanner import NoCall, Steps, Unreadable
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")

@@ -12,9 +12,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.parsers.calls import Calls, ToolFormat
-from slime.parsers.reader import NoCall, Reader, Steps, Unreadable
-from slime.parsers.schemas import Schemas
+from slime.models.parsers.calls import Calls, Schemas, ToolFormat
+from slime.models.parsers.scanner import NoCall, Reader, Steps, Unreadable
 
 _NAME = re.compile(r"[\w.]*", re.ASCII)
 _PLAIN = re.compile(r"""[^\[\](){}'"#]*""")

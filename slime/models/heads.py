@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from slime.errors import UserError
 
-if TYPE_CHECKING:  # importing transformers takes longer than a start without it
+if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -45,3 +47,17 @@ def output_projection(model: PreTrainedModel) -> nn.Linear:
             "folder of a causal language model"
         )
     return head
+
+
+# A language model turned into a value model.
+
+
+def put_value_head(model: PreTrainedModel) -> None:
+    """Replace the output layer by one number per token, zero at first: a new critic expects nothing."""
+    old = output_projection(model)
+    head = nn.Linear(old.in_features, 1, bias=False, dtype=old.weight.dtype, device=old.weight.device)
+    with torch.no_grad():
+        head.weight.zero_()
+    model.config.get_text_config().tie_word_embeddings = False
+    model.config.tie_word_embeddings = False
+    model.set_output_embeddings(head)

@@ -11,20 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.errors import UserError
-from slime.parsers.answer import AnswerParser
-from slime.parsers.calls import ToolFormat
-from slime.parsers.deepseek import DeepSeekV3, DeepSeekV31
-from slime.parsers.events import OutputParser
-from slime.parsers.glm45 import Glm45
-from slime.parsers.gpt_oss import HarmonyParser, harmony_opening
-from slime.parsers.hermes import Hermes
-from slime.parsers.invoke import Dsml, Invoke
-from slime.parsers.kimi_k2 import KimiK2
-from slime.parsers.llama3 import Llama3
-from slime.parsers.mistral import Mistral
-from slime.parsers.pythonic import Pythonic
-from slime.parsers.qwen3_coder import Qwen3Coder
-from slime.parsers.reasoning import THINK
+from slime.models.parsers.calls import ToolFormat
+from slime.models.parsers.events import OutputParser
+from slime.models.parsers.harmony import HarmonyParser, harmony_opening
+from slime.models.parsers.json_calls import DeepSeekV3, DeepSeekV31, Hermes, KimiK2, Llama3, Mistral
+from slime.models.parsers.output import THINK, AnswerParser
+from slime.models.parsers.pythonic import Pythonic
+from slime.models.parsers.xml_calls import Dsml, Glm45, Invoke, Qwen3Coder
 
 Tools = Sequence[Mapping[str, Any]]
 

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.models.sources import Cast, Computed, Cut, Joined, Source, Stacked, Swapped, read_whole, same_numbers
+from slime.models.tensor_sources import (
+    Cast,
+    Computed,
+    Cut,
+    Joined,
+    Source,
+    Stacked,
+    Swapped,
+    read_whole,
+    same_numbers,
+)
 
 
 class Unread(Tensor):

@@ -1,0 +1,173 @@
+"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.models.parsers.calls import Calls, Schemas, ToolFormat, closed, named_object, opened_object, tool_name
+from slime.models.parsers.json_stream import json_object
+from slime.models.parsers.scanner import NoCall, Reader, Steps, Unreadable
+
+
+class Hermes(ToolFormat):
+    begins = ("<tool_call>",)
+
+    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+        yield from named_object(reader, calls)
+        yield from closed(reader, "</tool_call>")
+        calls.end()
+
+    def opening(self, name: str | None) -> str:
+        return "<tool_call>\n" + opened_object(name)
+
+
+# `{"name": ..., "parameters": {...}}`, alone or after `<|python_tag|>`; several with semicolons: Llama 3.
+
+
+class Llama3(ToolFormat):
+    """Invariant: an answer that is JSON without the mark is a call only if it names one of the tools."""
+
+    begins = ("<|python_tag|>",)
+    bare = "{"
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._schemas = Schemas(tools)
+
+    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+        yield from self._one(reader, calls, is_marked=bool(mark))
+        while (yield from reader.next()) == ";":
+            reader.at += 1
+            yield from self._one(reader, calls, is_marked=False)
+
+    def opening(self, name: str | None) -> str:
+        return opened_object(name, "parameters")
+
+    def _one(self, reader: Reader, calls: Calls, *, is_marked: bool) -> Steps[None]:
+        try:
+            yield from named_object(reader, calls, self._schemas if not is_marked and self._schemas else None)
+        except Unreadable as why:
+            if is_marked or calls.open is not None:
+                raise
+            raise NoCall(str(why)) from why
+        calls.end()
+
+
+# `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` for each: Mistral.
+
+_ID = re.compile(r"\w*", re.ASCII)
+
+
+class Mistral(ToolFormat):
+    begins = ("[TOOL_CALLS]",)
+    tails = ("</s>",)
+
+    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+        if (yield from reader.next()) == "[":
+            reader.at += 1
+            yield from self._array(reader, calls)
+            return
+        name = yield from tool_name(reader)
+        if (yield from reader.take("[CALL_ID]")):
+            yield from reader.run(_ID, 64)
+        if not (yield from reader.take("[ARGS]")) and (yield from reader.next()) != "{":
+            raise Unreadable("[ARGS] is missing")
+        calls.begin(name)
+        yield from json_object(reader, calls.arguments)
+        calls.end()
+
+    def opening(self, name: str | None) -> str:
+        return "[TOOL_CALLS] [" + opened_object(name)
+
+    def _array(self, reader: Reader, calls: Calls) -> Steps[None]:
+        while True:
+            yield from named_object(reader, calls)
+            calls.end()
+            character = yield from reader.next()
+            if character in ("]", ""):
+                reader.at += len(character)
+                reader.begin()
+                return
+            if character != ",":
+                raise Unreadable("this is no JSON: a comma or ] is missing")
+            reader.at += 1
+
+
+# `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`: Kimi K2.
+#
+# Kimi's own ids count the calls of a conversation; a client gets one that cannot be guessed.
+
+_ID_kimi_k2 = re.compile(r"(?:functions\.)?(.+):[0-9]+", re.ASCII)
+_ARGUMENTS = "<|tool_call_argument_begin|>"
+
+
+class KimiK2(ToolFormat):
+    begins = ("<|tool_call_begin|>",)
+    opens = ("<|tool_calls_section_begin|>",)
+    closes = ("<|tool_calls_section_end|>",)
+
+    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+        found = _ID_kimi_k2.fullmatch((yield from tool_name(reader)))
+        yield from reader.next()
+        if found is None or not (yield from reader.take(_ARGUMENTS)):
+            raise Unreadable(f"functions.NAME:0{_ARGUMENTS} is missing")
+        calls.begin(found.group(1))
+        yield from json_object(reader, calls.arguments)
+        yield from closed(reader, "<|tool_call_end|>")
+        calls.end()
+
+    def opening(self, name: str | None) -> str:
+        return f"{self.opens[0]}{self.begins[0]}functions." + (f"{name}:0{_ARGUMENTS}" if name is not None else "")
+
+
+# DeepSeek's calls: a section of calls between special tokens, each with a name and JSON arguments.
+
+_KIND = re.compile(r"\w*")
+_SEP, _END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
+class DeepSeekV31(ToolFormat):
+    """`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`: V3.1."""
+
+    begins = ("<｜tool▁call▁begin｜>",)
+    opens = ("<｜tool▁calls▁begin｜>",)
+    closes = ("<｜tool▁calls▁end｜>",)
+
+    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+        name = yield from tool_name(reader)
+        yield from reader.next()
+        yield from _taken(reader, _SEP)
+        calls.begin(name)
+        yield from json_object(reader, calls.arguments)
+        yield from closed(reader, _END)
+        calls.end()
+
+    def opening(self, name: str | None) -> str:
+        return self.opens[0] + self.begins[0] + (f"{name}{_SEP}" if name is not None else "")
+
+
+class DeepSeekV3(DeepSeekV31):
+    """The same with `function<｜tool▁sep｜>NAME` and the arguments in a fenced block: V3 and R1."""
+
+    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+        if (yield from reader.run(_KIND, 16)) != "function":
+            raise Unreadable("the kind of the call is not function")
+        yield from _taken(reader, _SEP)
+        name = yield from tool_name(reader)
+        yield from reader.next()
+        yield from _taken(reader, "```json")
+        calls.begin(name)
+        yield from json_object(reader, calls.arguments)
+        yield from reader.next()
+        yield from _taken(reader, "```")
+        yield from closed(reader, _END)
+        calls.end()
+
+    def opening(self, name: str | None) -> str:
+        return f"{self.opens[0]}{self.begins[0]}function{_SEP}" + (f"{name}\n```json\n" if name is not None else "")
+
+
+def _taken(reader: Reader, mark: str) -> Steps[None]:
+    if not (yield from reader.take(mark)):
+        raise Unreadable(f"{mark} is missing")

@@ -1,0 +1,266 @@
+"""Parts of the tensors in safetensors files.
+
+Invariant: a part is read with the rows it has along its first dimension and nothing else of the file; it lies in memory
+of its own, and no file is mapped, so what was read and let go of costs no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slime.errors import UserError
+from slime.models.families.tp_sharding import Region, region_shape
+from slime.models.folder import block_size, quantization, read_config_json
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_LONGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    begin: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, region: Region) -> torch.Tensor:
+        shape = region_shape(region)
+        if 0 in shape:
+            return torch.empty(shape, dtype=self.dtype)
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        rows = region[0] if region else slice(0, 1)
+        raw = self._bytes(self.begin + rows.start * row, (rows.stop - rows.start) * row)
+        read = raw.view(self.dtype).view(shape[:1] + self.shape[1:])
+        return read if read.shape == shape else read[(slice(None), *region[1:])].contiguous()
+
+    def _bytes(self, begin: int, count: int) -> torch.Tensor:
+        """Read by pieces: the system gives at most 2 GiB at once, and less where the file ends too early."""
+        raw = torch.empty(count, dtype=torch.uint8)
+        space, done = raw.numpy().data, 0
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(begin)
+                while done < count and (got := file.readinto(space[done:])):
+                    done += got
+        except OSError as cause:
+            raise UserError(f"{self.path} cannot be read: {cause.strerror}") from cause
+        if done < count:
+            raise UserError(f"{self.path} ends before {self.name} does: copy or download it again")
+        return raw
+
+
+def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
+    """The tensors of some files by name, from their headers alone; of a name in two files, the later file's."""
+    return {stored.name: stored for path in sorted(files) for stored in _read_header(path)}
+
+
+def _read_header(path: Path) -> list[Stored]:
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            (length,) = struct.unpack("<Q", start) if len(start) == 8 else (0,)
+            header: dict[str, Any] = json.loads(file.read(length) if length <= _LONGEST_HEADER else "")
+        size = path.stat().st_size
+        found = [_stored(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
+    except OSError as cause:
+        raise UserError(f"{path} cannot be loaded: {cause.strerror}") from cause
+    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise UserError(f"{path} cannot be loaded: its beginning is not that of a safetensors file") from cause
+    for stored in found:
+        if stored.begin + stored.num_bytes > size:
+            raise UserError(f"{path} cannot be loaded: it ends before {stored.name} does, copy or download it again")
+    return found
+
+
+def _stored(path: Path, name: str, entry: Any, data_begin: int) -> Stored:
+    kind = DTYPES.get(entry["dtype"])
+    if kind is None:
+        raise UserError(f"{name} in {path} is of type {entry['dtype']}, which cannot be read: convert the folder first")
+    shape = tuple(int(size) for size in entry["shape"])
+    begin, end = (int(offset) for offset in entry["data_offsets"])
+    if min((begin, *shape), default=0) < 0 or end - begin != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"{name} has {end - begin} bytes, which its shape and type do not give")
+    return Stored(path, name, shape, kind, data_begin + begin)
+
+
+# Weights in 8-bit floats with one scale per block of 128 x 128, as DeepSeek V3 and its followers are stored.
+#
+#     <module>.weight            float8_e4m3fn
+#     <module>.weight_scale_inv  float32, one number per block: weight = stored x scale
+#
+# Invariant: what is representable comes back exactly; a block of zeros stays zeros.
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+SCALE_SUFFIX = "_scale_inv"
+BLOCK = (128, 128)
+_KEPT = re.compile(
+    r"norm|embed|lm_head|router|\.gate\.weight$|shared_expert_gate|eh_proj|weights_proj|conv1d|in_proj_(a|b|ba)\.|visual"
+)
+"""Tables, norms, routers and heads lose too much; engines expect them as they are."""
+
+
+def quantize_block(
+    weight: torch.Tensor, block: tuple[int, int] = BLOCK, *, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stored matrix and its scales; with `power_of_two` the scales are exact powers (UE8M0)."""
+    rows, columns = weight.shape
+    blocked = _blocks(weight.float(), block)
+    largest = blocked.abs().amax(dim=(1, 3))
+    scale = torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
+    if power_of_two:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    stored = (blocked / scale[:, None, :, None]).clamp(-LARGEST, LARGEST).to(FP8)
+    whole = stored.view(torch.uint8).reshape(scale.shape[0] * block[0], scale.shape[1] * block[1])
+    return whole[:rows, :columns].contiguous().view(FP8), scale
+
+
+def dequantize_block(stored: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
+    """The matrix in float32, in memory of its own size."""
+    rows, columns = stored.shape
+    blocked = _blocks(stored.float(), block) * scale.float()[:, None, :, None]
+    height, _, width, _ = blocked.shape
+    return blocked.reshape(height * block[0], width * block[1])[:rows, :columns].contiguous()
+
+
+def _blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """(rows of blocks, rows of one, columns of blocks, columns of one), the last ones filled up with zeros."""
+    rows, columns = matrix.shape
+    down, across = -rows % block[0], -columns % block[1]
+    if down or across:
+        matrix = torch.nn.functional.pad(matrix, (0, across, 0, down))
+    return matrix.reshape(matrix.shape[0] // block[0], block[0], matrix.shape[1] // block[1], block[1])
+
+
+class BlockQuantizer:
+    """Quantises a stream of named tensors and remembers which modules it left alone, for the folder's config."""
+
+    def __init__(self, *, power_of_two: bool = False) -> None:
+        self.power_of_two = power_of_two
+        self.kept: list[str] = []
+
+    def stream(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            if is_linear(name, tensor) and not _KEPT.search(name):
+                stored, scale = quantize_block(tensor, power_of_two=self.power_of_two)
+                yield name, stored
+                yield f"{name}{SCALE_SUFFIX}", scale
+                continue
+            if is_linear(name, tensor):
+                self.kept.append(name.removesuffix(".weight"))
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def config(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(BLOCK),
+            "modules_to_not_convert": sorted(self.kept),
+        }
+        return facts | {"scale_fmt": "ue8m0"} if self.power_of_two else facts
+
+
+def is_linear(name: str, tensor: torch.Tensor) -> bool:
+    return name.endswith(".weight") and tensor.dim() == 2 and tensor.is_floating_point()
+
+
+# The tensors of a folder's safetensors files, by name and one at a time, whichever file they are in.
+
+
+class WeightReader:
+    """Maps the files, reads nothing before it is asked for; names are in the order of the layers."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._file_of: dict[str, Any] = {}
+        for path in sorted(files):
+            try:
+                file = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as cause:
+                raise UserError(f"{path} is no safetensors file, or only the beginning of one: {cause}") from cause
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+        self.names = sorted(self._file_of, key=natural_order)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._file_of[name].get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self[name]) for name in self.names)
+
+
+def plain_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight of a model folder as plain numbers: blocks of 8-bit floats are multiplied out, in float32."""
+    config = read_config_json(folder)
+    block, quantized = block_size(config), quantization(config)
+    if block is None and quantized:
+        method = quantized.get("quant_method")
+        raise UserError(f"{folder} is quantised ({method}): only blocks of 8-bit floats can be converted")
+    weights = weights_of(folder)
+    for name in weights.names:
+        scale = f"{name}{SCALE_SUFFIX}"
+        if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in weights:
+            continue
+        tensor = weights[name]
+        if tensor.dtype != FP8:
+            yield name, tensor
+        elif block is None or scale not in weights or weights.shape(scale) != _scales(tensor, block):
+            raise UserError(f"{name} in {folder} is in 8-bit floats without a scale for each block: it cannot be read")
+        else:
+            yield name, dequantize_block(tensor, weights[scale], block)
+
+
+def weights_of(folder: Path) -> WeightReader:
+    files = list(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"model folder {folder} has no *.safetensors weights: download them, or convert the folder")
+    return WeightReader(files)
+
+
+def _scales(tensor: torch.Tensor, block: tuple[int, int]) -> tuple[int, ...] | None:
+    """The shape that the scales of a matrix have."""
+    if tensor.dim() != 2:
+        return None
+    return tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True))
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """A key that puts layer 10 after layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,1 +1,0 @@
-"""Import paths that existing slime plugins use: re-exports, and small helpers for plugin code."""
