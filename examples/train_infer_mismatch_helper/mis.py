@@ -9,8 +9,7 @@ that name it:
 
 import torch
 
-from slime.algorithms.importance import importance_weights, unit_mean_scale, weight_sums
-from slime.algorithms.rejection import rejection_mask
+from slime.algorithms.importance import importance_weights, rejection_mask, unit_mean_scale, weight_sums
 
 
 def compute_mis_weights_with_cp(

@@ -100,7 +100,7 @@ def _less_group_mean(rewards: Sequence[float], groups: RewardGroups) -> list[flo
 
 
 def _less_mean_of_others(rewards: Sequence[float], groups: RewardGroups) -> list[float]:
-    from slime.algorithms.rloo import leave_one_out_rewards
+    from slime.algorithms.advantages import leave_one_out_rewards
 
     return leave_one_out_rewards(
         rewards,
@@ -113,14 +113,14 @@ def _less_mean_of_others(rewards: Sequence[float], groups: RewardGroups) -> list
 
 
 def _reward_at_each_token(given: Scored) -> Advantages:
-    from slime.algorithms.grpo import grpo_advantages
+    from slime.algorithms.advantages import grpo_advantages
 
     advantages = grpo_advantages(given.rewards, [len(mask) for mask in given.masks])
     return advantages, list(advantages)
 
 
 def _reinforce_plus_plus(given: Scored) -> Advantages:
-    from slime.algorithms.reinforce_plus_plus import reinforce_plus_plus_advantages
+    from slime.algorithms.advantages import reinforce_plus_plus_advantages
 
     advantages = reinforce_plus_plus_advantages(
         given.rewards, given.kl, given.masks, kl_coef=given.kl_coef, gamma=given.gamma, placed=given.placed
@@ -129,14 +129,14 @@ def _reinforce_plus_plus(given: Scored) -> Advantages:
 
 
 def _reinforce_plus_plus_baseline(given: Scored) -> Advantages:
-    from slime.algorithms.reinforce_plus_plus import reinforce_plus_plus_baseline_advantages
+    from slime.algorithms.advantages import reinforce_plus_plus_baseline_advantages
 
     advantages = reinforce_plus_plus_baseline_advantages(given.rewards, given.kl, given.masks, kl_coef=given.kl_coef)
     return advantages, list(advantages)
 
 
 def _ppo(given: Scored) -> Advantages:
-    from slime.algorithms.gae import ppo_advantages
+    from slime.algorithms.advantages import ppo_advantages
 
     assert given.values is not None, "an estimator with a critic has its values"
     return ppo_advantages(

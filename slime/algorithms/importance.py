@@ -13,13 +13,14 @@ Sequence-level weights: Liu et al. 2025, "When Speed Kills Stability". Weights a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from slime.algorithms.segments import masked_means, segment_sums, spread
+from slime.algorithms.reduce import masked_means, segment_sums, spread
 
 LOG_RATIO_BOUND = 20.0
 LEVELS = ("token", "sequence", "geometric")
@@ -97,3 +98,33 @@ def weight_sums(weights: Tensor, mask: Tensor, lengths: Sequence[int], level: st
 def unit_mean_scale(total: float, count: float) -> float:
     """What weights are multiplied by to have a mean of 1; where all are 0 there is nothing to scale."""
     return count / total if total > 0 else 1.0
+
+
+# Tokens and sequences that trainer and engine disagree on too much are not trained on.
+#
+# With the ratio r of `importance.level_log_ratio` (token, sequence or geometric mean; not clamped here):
+#     kept      lower <= r <= upper
+#     veto      one unmasked token with pi_train / pi_rollout < threshold rejects its whole sequence
+# Rejection sampling and veto: Liu et al. 2025, "When Speed Kills Stability".
+
+
+@torch.no_grad()
+def rejection_mask(
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int],
+    *,
+    level: str,
+    lower: float,
+    upper: float,
+    veto_threshold: float | None = None,
+) -> Tensor:
+    """[R]: what is left of the mask, 0 or 1."""
+    ratio = level_log_ratio(train_log_probs, rollout_log_probs, mask, lengths, level).exp()
+    kept = (mask != 0) & (ratio >= lower) & (ratio <= upper)
+    if veto_threshold is not None:
+        token = level_log_ratio(train_log_probs, rollout_log_probs, mask, lengths, "token")
+        vetoes = ((mask != 0) & (token < math.log(veto_threshold))).to(token.dtype)
+        kept &= spread(segment_sums(vetoes, lengths), lengths) == 0
+    return kept.to(ratio.dtype)

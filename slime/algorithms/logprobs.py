@@ -147,7 +147,7 @@ def chunk_stats(
 
         return projected_stats(hidden, weight, bias, targets, transform, with_entropy=with_entropy)
     if has_kernels(hidden):
-        from slime.algorithms.head_kernels import logits_gradient, softmax_stats
+        from slime.algorithms.fused_head import logits_gradient, softmax_stats
 
         raw = matmul_f32(hidden.to(weight.dtype), weight.t())
         found = softmax_stats(raw, bias, targets, transform, with_entropy=with_entropy)
@@ -174,7 +174,7 @@ def chunk_gradient(
 ) -> Tensor:
     """dL/d(raw projection), in the weight's dtype; a row whose target is none of the columns has the target -1."""
     if has_kernels(hidden):
-        from slime.algorithms.head_kernels import logits_gradient
+        from slime.algorithms.fused_head import logits_gradient
 
         raw = matmul_f32(hidden.to(weight.dtype), weight.t())
         found = torch.empty_like(raw, dtype=weight.dtype)

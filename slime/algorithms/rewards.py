@@ -128,3 +128,22 @@ def _statistics(counted: np.ndarray, group: np.ndarray, *, divide_by_std: bool) 
         if divide_by_std and size > 1:
             scales[alike] = table.std(axis=1, ddof=1) + STD_EPSILON
     return means, scales
+
+
+# Responses that come close to the length limit lose reward.
+#
+# DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), with M the limit, B the buffer, p the penalty:
+#     0                      L <= M - B
+#     -p (L - (M - B)) / B   M - B < L <= M
+#     -p                     L > M
+# A buffer of 0 is no shaping at all.
+
+
+def overlong_penalties(
+    response_lengths: Sequence[int], *, max_len: int, buffer_len: int, penalty: float
+) -> list[float]:
+    """What is added to each sample's reward: between -penalty and 0."""
+    if buffer_len <= 0:
+        return [0.0] * len(response_lengths)
+    free = max_len - buffer_len
+    return [-penalty * min(max(length - free, 0) / buffer_len, 1.0) for length in response_lengths]

@@ -10,13 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.algorithms.distillation import distilled, reverse_kl
-from slime.algorithms.grpo import grpo_advantages
-from slime.algorithms.reinforce_plus_plus import (
+from slime.algorithms.advantages import (
+    distilled,
+    grpo_advantages,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
+    reverse_kl,
+    whiten,
+    whitening_sums,
 )
-from slime.algorithms.whitening import whiten, whitening_sums
 from tests.algorithms.ragged import Ragged, leaf, ragged
 
 

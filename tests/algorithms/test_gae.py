@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.algorithms.gae import gae, ppo_advantages
-from slime.algorithms.returns import discounted_returns
-from slime.algorithms.value_loss import clipped_value_loss
+from slime.algorithms.advantages import discounted_returns, gae, ppo_advantages
+from slime.algorithms.policy_loss import clipped_value_loss
 from tests.algorithms.ragged import Ragged, leaf, ragged
 
 DISCOUNTS = st.sampled_from([0.0, 0.5, 0.95, 1.0])

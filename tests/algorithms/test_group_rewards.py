@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.algorithms.overlong import overlong_penalties
-from slime.algorithms.rewards import POPULATIONS, normalize_group_rewards
-from slime.algorithms.rloo import leave_one_out_rewards
+from slime.algorithms.advantages import leave_one_out_rewards
+from slime.algorithms.rewards import POPULATIONS, normalize_group_rewards, overlong_penalties
 from tests.rows import examples
 
 SAMPLES = st.lists(

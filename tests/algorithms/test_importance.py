@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.algorithms.importance import LEVELS, MODES, importance_weights, unit_mean_scale, weight_sums
-from slime.algorithms.rejection import rejection_mask
+from slime.algorithms.importance import LEVELS, MODES, importance_weights, rejection_mask, unit_mean_scale, weight_sums
 from tests.algorithms.ragged import Ragged, leaf, masked_mean, ragged
 
 

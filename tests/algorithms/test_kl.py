@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.algorithms.kl import KL_TYPES, approximate_kl
+from slime.algorithms.policy_loss import KL_TYPES, approximate_kl
 from tests.algorithms.ragged import Ragged, leaf, ragged
 
 

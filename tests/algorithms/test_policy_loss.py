@@ -10,10 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.algorithms.cispo import cispo_loss
-from slime.algorithms.gspo import sequence_log_ratio
-from slime.algorithms.opsm import off_policy_sequence_mask
-from slime.algorithms.policy_loss import clipped_policy_loss
+from slime.algorithms.policy_loss import cispo_loss, clipped_policy_loss, off_policy_sequence_mask, sequence_log_ratio
 from slime.algorithms.reduce import weighted_sum
 from tests.algorithms.ragged import Ragged, leaf, masked_mean, ragged
 

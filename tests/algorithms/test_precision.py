@@ -5,21 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.algorithms.cispo import cispo_loss
-from slime.algorithms.distillation import distilled
-from slime.algorithms.gae import gae
-from slime.algorithms.gspo import sequence_log_ratio
-from slime.algorithms.importance import importance_weights
-from slime.algorithms.kl import KL_TYPES, approximate_kl
-from slime.algorithms.opsm import off_policy_sequence_mask
-from slime.algorithms.policy_loss import clipped_policy_loss
-from slime.algorithms.reinforce_plus_plus import (
+from slime.algorithms.advantages import (
+    distilled,
+    gae,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
 )
-from slime.algorithms.rejection import rejection_mask
-from slime.algorithms.segments import masked_means, segment_sums, spread
-from slime.algorithms.value_loss import clipped_value_loss
+from slime.algorithms.importance import importance_weights, rejection_mask
+from slime.algorithms.policy_loss import (
+    KL_TYPES,
+    approximate_kl,
+    cispo_loss,
+    clipped_policy_loss,
+    clipped_value_loss,
+    off_policy_sequence_mask,
+    sequence_log_ratio,
+)
+from slime.algorithms.reduce import masked_means, segment_sums, spread
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.algorithms.segments import masked_means, segment_sums, spread
+from slime.algorithms.reduce import masked_means, segment_sums, spread
 from tests.algorithms.ragged import Ragged, leaf, masked_mean, ragged
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from slime.algorithms import fused_head, head_kernels, logprobs
+from slime.algorithms import fused_head, logprobs
+from slime.algorithms import fused_head as head_kernels
 from slime.algorithms.logit_transform import LogitTransform
 from slime.train.backends.fsdp import copy_kernels
 from slime.train.backends.fsdp.fused import float8, gated, kernels

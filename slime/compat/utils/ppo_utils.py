@@ -12,18 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.algorithms.cispo import cispo_loss
-from slime.algorithms.gae import gae_of_rows
-from slime.algorithms.grpo import grpo_advantages
-from slime.algorithms.kl import approximate_kl
-from slime.algorithms.logprobs import log_probs_of_logits
-from slime.algorithms.opsm import off_policy_sequence_mask
-from slime.algorithms.policy_loss import clipped_policy_loss
-from slime.algorithms.reinforce_plus_plus import (
+from slime.algorithms.advantages import (
+    gae_of_rows,
+    grpo_advantages,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
 )
-from slime.algorithms.segments import masked_means, segment_sums, spread
+from slime.algorithms.logprobs import log_probs_of_logits
+from slime.algorithms.policy_loss import approximate_kl, cispo_loss, clipped_policy_loss, off_policy_sequence_mask
+from slime.algorithms.reduce import masked_means, segment_sums, spread
 from slime.errors import UserError
 
 Tensors = Sequence[Tensor]

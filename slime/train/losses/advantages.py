@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slime.algorithms.distillation import distilled, reverse_kl
+from slime.algorithms.advantages import distilled, reverse_kl, whiten, whitening_sums
 from slime.algorithms.estimators import Scored
-from slime.algorithms.kl import approximate_kl
-from slime.algorithms.whitening import whiten, whitening_sums
+from slime.algorithms.policy_loss import approximate_kl
 from slime.config import Config
 from slime.config.algorithm import estimator_of
 from slime.config.plugins import load_function

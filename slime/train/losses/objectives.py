@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from slime.algorithms.policy_loss import clipped_value_loss
 from slime.algorithms.reduce import weighted_sum
-from slime.algorithms.value_loss import clipped_value_loss
 from slime.config import Config
 from slime.config.plugins import load_function
 from slime.config.plugins.view import plugin_args

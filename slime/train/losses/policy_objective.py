@@ -13,16 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.algorithms.cispo import cispo_loss
 from slime.algorithms.estimators import CISPO, GSPO
-from slime.algorithms.gspo import sequence_log_ratio
-from slime.algorithms.importance import ImportanceWeights, importance_weights, unit_mean_scale, weight_sums
-from slime.algorithms.kl import approximate_kl
-from slime.algorithms.opsm import off_policy_sequence_mask
-from slime.algorithms.policy_loss import clipped_policy_loss
-from slime.algorithms.ratio import finite_ratio
+from slime.algorithms.importance import (
+    ImportanceWeights,
+    importance_weights,
+    rejection_mask,
+    unit_mean_scale,
+    weight_sums,
+)
+from slime.algorithms.policy_loss import (
+    approximate_kl,
+    cispo_loss,
+    clipped_policy_loss,
+    finite_ratio,
+    off_policy_sequence_mask,
+    sequence_log_ratio,
+)
 from slime.algorithms.reduce import weighted_sum
-from slime.algorithms.rejection import rejection_mask
 from slime.config import Config
 from slime.config.plugins import load_function
 from slime.config.plugins.view import plugin_args
