@@ -77,7 +77,7 @@ def load_text() -> Any:
     try:
         from slime.engine.embedded.tokenizer import plain_tokenizer
     except ImportError:  # an earlier one
-        from slime.data.tokenizer import load_tokenizer
+        from slime.data.chat_template import load_tokenizer
 
         return load_tokenizer(str(TOKENIZER))
     return plain_tokenizer(TOKENIZER)

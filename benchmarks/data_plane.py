@@ -43,7 +43,7 @@ from rich.table import Table
 
 from slime.cluster.rpc.channel import channel_pair
 from slime.config import Config
-from slime.data.journal import Journal
+from slime.data.buffer import Journal
 from slime.data.sample import Sample
 from slime.engine.http.answers import parse_json
 from slime.engine.http.protocol import GenerateResult

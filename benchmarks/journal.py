@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slime.cluster.memory.arena import SharedArena
-from slime.data.journal import Journal
+from slime.data.buffer import Journal
 from slime.data.sample import Sample
 
 GROUP, BATCH = 8, 32

@@ -123,14 +123,15 @@ def read(process: subprocess.Popen[str]) -> Any:
 
 def drive(url: str, groups: int, samples: int, length: int, rollouts: int, profile: bool) -> None:
     """Make rollouts, one for each line of the standard input, as a run does; says when each part ended."""
+    from slime.rollout.sglang_rollout import generate_rollout
+
     from slime.cluster.memory.arena import SharedArena
     from slime.config import Config, derive
     from slime.config.plugins.view import plugin_args
-    from slime.data.journal.source import JournaledSource, open_journal
-    from slime.data.user_source import make_data_source
+    from slime.data.buffer.source import JournaledSource, open_journal
+    from slime.data.custom_source import make_data_source
     from slime.rollout.feed import RolloutMaker
     from slime.rollout.runtime import RolloutRuntime
-    from slime.rollout.sglang_rollout import generate_rollout
     from slime.rollout.trajectory import generate_and_rm_group
 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:

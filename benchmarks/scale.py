@@ -54,7 +54,7 @@ from slime.cluster.memory.arena import SharedArena
 from slime.cluster.node import Process
 from slime.cluster.rpc.channel import Channel, ChannelClosed, Listening, channel_pair
 from slime.config import Config
-from slime.data.journal import Journal
+from slime.data.buffer import Journal
 from slime.data.sample import Keep, Sample
 from slime.train.flops import FlopsModel
 from slime.train.group import TrainerGroup

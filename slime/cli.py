@@ -167,7 +167,7 @@ def _fleet(words: Sequence[str]) -> int:
 
 
 def _samples(words: Sequence[str]) -> int:
-    from slime.data.journal.command import samples_command
+    from slime.data.buffer.samples_cli import samples_command
 
     return samples_command(words)
 

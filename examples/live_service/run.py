@@ -28,8 +28,8 @@ from tiny_run import exit_code  # noqa: E402
 import slime  # noqa: E402
 from slime.agent.live.settings import ADDRESS_FILE  # noqa: E402
 from slime.agent.live.store import FILE_NAME  # noqa: E402
-from slime.data.journal.codec import Codec  # noqa: E402
-from slime.data.journal.reader import Choice, reading  # noqa: E402
+from slime.data.buffer.codec import Codec  # noqa: E402
+from slime.data.buffer.reader import Choice, reading  # noqa: E402
 from slime.errors import UserError  # noqa: E402
 from slime.observability.metrics import read_metrics  # noqa: E402
 

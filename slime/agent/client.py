@@ -28,8 +28,8 @@ from slime.agent.session.journal import Attempt, TurnJournal
 from slime.agent.session.records import message_of
 from slime.agent.session.session import Session
 from slime.agent.talk import session_limits, template_kwargs
+from slime.data.chat_template import model_context_length
 from slime.data.sample import Reward, Sample
-from slime.data.tokenizer import model_context_length
 from slime.errors import UserError
 from slime.rollout.failures import GivenUp
 from slime.rollout.gate import Gate, Ticket, evaluating, ticket_here

@@ -25,8 +25,8 @@ from slime.agent.session.limits import Limits
 from slime.agent.session.session import Session
 from slime.agent.session.tree import Turn
 from slime.config import Config
+from slime.data.chat_template import model_context_length
 from slime.data.sample import Reward, Sample
-from slime.data.tokenizer import model_context_length
 from slime.models.parsers.formats import named_formats
 from slime.rollout.gate import evaluating, ticket_here
 from slime.rollout.requests import drawn_apart

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
 
-from slime.data.labels import BY_RM_TYPE
+from slime.data.prompt_rows import BY_RM_TYPE
 from slime.data.sample import Sample
 from slime.errors import UserError
 

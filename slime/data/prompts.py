@@ -14,9 +14,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from slime.data.labels import LabelUse
-from slime.data.prototype import Built, Located, PrototypeBuilder
-from slime.data.rows import Rows, file_bytes, open_rows
+from slime.data.prompt_rows import Built, LabelUse, Located, PrototypeBuilder
+from slime.data.readers import Rows, file_bytes, open_rows
 from slime.data.sample import Sample
 from slime.errors import UserError
 

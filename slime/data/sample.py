@@ -31,9 +31,8 @@ from slime.data.columns import (
     packed,
     same_numbers,
 )
-from slime.data.counters import PrefixCacheInfo, SpecInfo
+from slime.data.counters import PrefixCacheInfo, SpecInfo, grown_spans, oldest_version
 from slime.data.routed_experts import flat_experts
-from slime.data.version_spans import grown_spans, oldest_version
 from slime.errors import UserError
 
 __all__ = ["PrefixCacheInfo", "Reward", "Sample", "SampleStatus", "SpecInfo"]

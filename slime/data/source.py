@@ -14,17 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.plugins import load_function
-from slime.data.buffer_state import Records, buffer_from_state, buffer_state
-from slime.data.jsonable import from_json, to_json
-from slime.data.labels import use_of_labels
+from slime.data.chat_template import load_tokenizer, model_context_length
+from slime.data.json_samples import from_json, to_json
 from slime.data.mixture import Mixture, Part, reading
+from slime.data.prompt_rows import takes_any_prompt, use_of_labels
 from slime.data.prompts import PromptDataset, PromptTooLong, log_dropped
-from slime.data.prototype import takes_any_prompt
-from slime.data.rows import split_slice
+from slime.data.readers import split_slice
 from slime.data.sample import Sample
 from slime.data.source_args import changed, completed, given_input_key
-from slime.data.state_file import latest_state_path, read_state, state_path, write_state
-from slime.data.tokenizer import load_tokenizer, model_context_length
+from slime.data.source_state import (
+    Records,
+    buffer_from_state,
+    buffer_state,
+    latest_state_path,
+    read_state,
+    state_path,
+    write_state,
+)
 from slime.errors import UserError
 
 logger = logging.getLogger(__name__)

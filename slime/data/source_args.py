@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from slime.data.prototype import USUAL_KEY
+from slime.data.prompt_rows import USUAL_KEY
 
 DEFAULTS: dict[str, Any] = {
     "prompt_data": None,

@@ -25,7 +25,7 @@ from typing import Any
 
 import jinja2
 
-from slime.data.messages import ASSISTANT, Message, checked_messages
+from slime.data.chat_template import ASSISTANT, Message, checked_messages
 from slime.errors import UserError
 
 Span = tuple[int, int]

@@ -20,8 +20,8 @@ from slime.config.datasets import evaluates
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.initial_weights import continues_itself, find_start, resumes_at
 from slime.config.plugins.view import plugin_args
-from slime.data.tokenizer import load_tokenizer
-from slime.data.user_source import make_data_source
+from slime.data.chat_template import load_tokenizer
+from slime.data.custom_source import make_data_source
 from slime.driver.plan.plan import needs_engines
 from slime.errors import RunFailed, UserError
 from slime.observability.metrics import read_metrics

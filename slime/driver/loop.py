@@ -37,8 +37,8 @@ from slime.config.initial_weights import model_folders, start_in_words
 from slime.config.plugins import check_given, load_function
 from slime.config.plugins.tracking import logged_to
 from slime.config.plugins.view import as_config
-from slime.data.journal import Journal, JournaledSource, open_journal
-from slime.data.state_file import saved_rollouts
+from slime.data.buffer import Journal, JournaledSource, open_journal
+from slime.data.source_state import saved_rollouts
 from slime.driver.colocate import Turns
 from slime.driver.components import Parts
 from slime.driver.inputs import (

@@ -20,7 +20,7 @@ from slime.cluster.node import NodeLost
 from slime.cluster.watchdog import waiting
 from slime.config import Config
 from slime.config.algorithm import has_critic
-from slime.data.journal.database import JournalFailed
+from slime.data.buffer.database import JournalFailed
 from slime.engine.fleet.processes import EngineDied, EngineStartTimeout
 from slime.engine.fleet.supervisor import EnginesGivenUp
 from slime.engine.http.errors import EngineFailed, EngineTimeout, EngineUnreachable

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from slime.config.plugins import constructor_values, is_async, takes_samples
+from slime.data.chat_template import encode, prompt_token_ids
 from slime.data.sample import Sample
-from slime.data.tokenizer import encode, prompt_token_ids
 
 
 def as_generate(function: Callable[..., Any], tokenizer: Callable[[], Any]) -> Callable[..., Any]:

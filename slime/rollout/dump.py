@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from slime.config import Config
-from slime.data.jsonable import sample_from_json, sample_to_json, to_json
+from slime.data.json_samples import sample_from_json, sample_to_json, to_json
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.metrics import rollout_metrics

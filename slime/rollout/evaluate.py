@@ -12,10 +12,10 @@ from typing import Any
 
 from slime.config import Config
 from slime.config.datasets import EvalDataset, eval_datasets
-from slime.data.labels import BY_RM_TYPE, LabelUse, use_by_verifier
+from slime.data.chat_template import model_context_length
+from slime.data.prompt_rows import BY_RM_TYPE, LabelUse, use_by_verifier
 from slime.data.prompts import PromptDataset
 from slime.data.sample import Reward, Sample
-from slime.data.tokenizer import model_context_length
 from slime.rollout.failures import RolloutFailed, refuse_all_failed
 from slime.rollout.metrics import eval_metrics
 from slime.rollout.runtime import RolloutRuntime, runtime_for

@@ -23,7 +23,7 @@ from slime.config.algorithm import trains_on_log_probs
 from slime.config.async_mode import is_async, may_be_older
 from slime.config.flags.rollout import ONE_STEP
 from slime.config.plugins.view import plugin_args
-from slime.data.journal import JournaledSource
+from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.data.source import observes
 from slime.errors import UserError

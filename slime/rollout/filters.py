@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.data.journal import JournaledSource
+from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.failures import RolloutFailed

@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from slime.data.check import BadSample, Bounds, check_sample, mend
 from slime.data.sample import Sample
+from slime.data.validation import BadSample, Bounds, check_sample, mend
 from slime.rollout.failures import FailureLog, forget_response, mark_failed, prompt_tokens
 from slime.rollout.gate import evaluating
 from slime.rollout.types import Produced, leaves

@@ -25,11 +25,11 @@ from slime.config.datasets import train_datasets
 from slime.config.plugins import is_async, load_function, load_plugin
 from slime.config.plugins.args import run_mark
 from slime.config.plugins.view import changed_by, plugin_args, tell_plugins, with_own_overlay
-from slime.data.check import Bounds
+from slime.data.chat_template import encode, load_tokenizer, model_vocab_size, prompt_text
 from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Keep, Sample
-from slime.data.tokenizer import encode, load_tokenizer, model_vocab_size, prompt_text
 from slime.data.trace import Span, trace_span
+from slime.data.validation import Bounds
 from slime.engine.http.key import engine_key
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from slime.config import Config
-from slime.data.labels import label_text
-from slime.data.messages import ASSISTANT, Message, is_conversation
+from slime.data.chat_template import ASSISTANT, Message, encode, ending_token_ids, is_conversation, prompt_token_ids
+from slime.data.prompt_rows import label_text
 from slime.data.sample import Sample
-from slime.data.tokenizer import encode, ending_token_ids, prompt_token_ids
 from slime.data.turn_mask import DROP_KEY, mask_turns
 from slime.errors import UserError
 from slime.rollout.metrics import sample_metrics, task_metrics

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from slime.cluster.watchdog import acting_as
 from slime.config import Config
 from slime.config.flags.rollout import compares_with_label
-from slime.data.bad_sample import keep_bad_sample
-from slime.data.journal import JournalFailed
+from slime.data.buffer import JournalFailed
 from slime.data.sample import Sample
 from slime.data.trace import trace_next_attempt
+from slime.data.validation import keep_bad_sample
 from slime.engine.http.client import EngineError
 from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slime.data.journal import JournaledSource
+from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource
 

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.data.journal import JournalFailed
+from slime.data.buffer import JournalFailed
 from slime.storage.group_commit import Commits
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from slime.config import Config, derive
-from slime.data.tokenizer import load_tokenizer
+from slime.data.chat_template import load_tokenizer
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.trajectory import generate_and_rm_group
 from tests.agent.live_clients import JUDGE, Service

@@ -11,7 +11,7 @@ import aiohttp
 from slime.agent.client import agent_server
 from slime.agent.live.service import generate
 from slime.agent.live.store import FILE_NAME
-from slime.data.journal.codec import Codec
+from slime.data.buffer.codec import Codec
 from slime.data.sample import Sample
 
 JUDGE = """

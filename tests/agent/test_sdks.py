@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from slime.agent.client import open_session
+from slime.data.chat_template import load_tokenizer
 from slime.data.sample import Sample
-from slime.data.tokenizer import load_tokenizer
 from tests.agent.conftest import make_agent_runtime
 from tests.agent.scripted_engine import Script, ScriptedEngine, Turn, log_prob
 from tests.migration.scripted import CHAT_TEMPLATE

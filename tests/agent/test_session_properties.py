@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.agent.session.template import ChatTemplate
-from slime.data.check import check_sample
 from slime.data.sample import Sample
+from slime.data.validation import check_sample
 from tests.agent.byte_template import ByteTemplate
 from tests.agent.conversations import ACTIONS, World
 from tests.data.test_turn_mask import tokenizer_for

@@ -8,7 +8,7 @@ from slime.agent.session.limits import LimitReached, Limits, Refused
 from slime.agent.session.matching import Outcome
 from slime.agent.session.records import BadRecord
 from slime.agent.session.session import Session
-from slime.data.journal.codec import Codec
+from slime.data.buffer.codec import Codec
 from tests.agent.byte_template import ByteTemplate, assistant, call, sampled, tool, user
 from tests.agent.test_session import Talk, base_sample
 

@@ -13,7 +13,7 @@ import pytest
 
 from slime.agent.session.journal import Attempt, TurnJournal
 from slime.agent.session.matching import Outcome
-from slime.data.journal import JournalFailed
+from slime.data.buffer import JournalFailed
 from tests.agent.byte_template import ByteTemplate, assistant, call, tool, user
 from tests.agent.test_session import Talk, base_sample
 

@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tokenizer(folder: str):
-    from slime.data.tokenizer import load_tokenizer
+    from slime.data.chat_template import load_tokenizer
 
     return load_tokenizer(folder)
 

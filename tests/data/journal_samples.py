@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slime.data.journal import Journal
+from slime.data.buffer import Journal
 from slime.data.sample import Sample
 
 IDENTITY = {"model": "tiny", "prompt data": "sums.jsonl, 10 bytes"}

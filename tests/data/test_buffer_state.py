@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from slime.config import Config
-from slime.data.buffer_state import buffer_from_state
-from slime.data.journal import JournaledSource
+from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSourceWithBuffer
+from slime.data.source_state import buffer_from_state
 from slime.errors import UserError
 from tests.data.journal_samples import finish, open_journal
 

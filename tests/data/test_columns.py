@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.data.check import BadSample, Bounds, check_sample
 from slime.data.columns import Packed
 from slime.data.sample import COLUMNS, Sample
+from slime.data.validation import BadSample, Bounds, check_sample
 from tests.rows import examples
 
 whole = st.lists(st.integers(-(2**70), 2**70) | st.integers(0, 200_000), max_size=20)

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config import Config
+from slime.data.buffer import Journal, run_identity
+from slime.data.buffer.codec import Codec
+from slime.data.buffer.rows import RowCodec
 from slime.data.counters import PrefixCacheInfo, SpecInfo
-from slime.data.journal import Journal, run_identity
-from slime.data.journal.codec import Codec
-from slime.data.journal.rows import RowCodec
 from slime.data.sample import Sample
 from slime.errors import RunFailed, UserError
 from tests.data.journal_samples import finish, finished, open_journal, prompts

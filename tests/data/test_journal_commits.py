@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from slime.data.journal import Journal, JournaledSource, JournalFailed
-from slime.data.journal.database import Database
+from slime.data.buffer import Journal, JournaledSource, JournalFailed
+from slime.data.buffer.database import Database
 from slime.data.sample import Sample
 from slime.driver.loop import Run
 from slime.errors import UserError

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from slime.cluster.memory.arena import SharedArena
-from slime.data.journal import Journal, JournalFailed
-from slime.data.journal.rows import RowCodec, flattened
+from slime.data.buffer import Journal, JournalFailed
+from slime.data.buffer.rows import RowCodec, flattened
 from slime.data.sample import Sample
 from slime.errors import UserError
 from tests.data.journal_samples import finish, finished, open_journal, prompts, statements

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from slime.config import Config
-from slime.data.journal import Journal, JournaledSource, Recovered
-from slime.data.journal import open_journal as open_of_run
-from slime.data.journal.keeping import Content, content_of
-from slime.data.journal.schema import FORMAT
+from slime.data.buffer import Journal, JournaledSource, Recovered
+from slime.data.buffer import open_journal as open_of_run
+from slime.data.buffer.retention import Content, content_of
+from slime.data.buffer.schema import FORMAT
+from slime.data.custom_source import UserSource
 from slime.data.sample import Sample
-from slime.data.user_source import UserSource
 from slime.errors import UserError
 from tests.data.journal_samples import finish, finished, open_journal, prompts
 

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slime.config import Config
-from slime.data.journal import Journal, JournaledSource
+from slime.data.buffer import Journal, JournaledSource
+from slime.data.custom_source import UserSource
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.data.user_source import UserSource
 from slime.errors import UserError
 from tests.data.journal_samples import finish, finished, open_journal, prompts
 from tests.rows import examples

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slime.data.labels import accepted, checked_label, label_text, use_of_labels
-from slime.data.messages import checked_messages
+from slime.data.chat_template import checked_messages
+from slime.data.prompt_rows import accepted, checked_label, label_text, use_of_labels
 from slime.data.prompts import PromptDataset
 from slime.data.turn_mask import mask_turns
 from slime.errors import UserError

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from slime.config import Config
 from slime.config.plugins.view import plugin_args
-from slime.data.journal import JournaledSource, run_identity
-from slime.data.labels import BY_RM_TYPE
+from slime.data.buffer import JournaledSource, run_identity
 from slime.data.mixture import whose_turn
+from slime.data.prompt_rows import BY_RM_TYPE
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.errors import UserError

@@ -10,9 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from slime.data.chat_template import load_tokenizer, model_context_length, prompt_text
 from slime.data.prompts import PromptDataset, PromptTooLong
-from slime.data.rows import split_slice
-from slime.data.tokenizer import load_tokenizer, model_context_length, prompt_text
+from slime.data.readers import split_slice
 from slime.errors import UserError
 
 ROWS: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from slime.data.first_rows import read_first_rows
+from slime.data.prompt_rows import read_first_rows
 from slime.data.prompts import PromptDataset
 from slime.errors import UserError
 from slime.rollout.rewards.dapo import dapo_reward

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.data.check import BadSample, Bounds, check_sample
 from slime.data.routed_experts import RoutedModel, flat_experts
 from slime.data.sample import Sample
+from slime.data.validation import BadSample, Bounds, check_sample
 
 MODEL = RoutedModel(num_layers=3, moe_layers=(1, 2), num_experts=8, topk=2)
 BOUNDS = Bounds(vocab_size=100, routed=MODEL)

@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from slime.data.journal import Journal
-from slime.data.journal.command import samples_command
-from slime.data.journal.listing import shared_ends
-from slime.data.journal.spans import MASKED, OBSERVED, TRAINED, Span, response_spans
-from slime.data.jsonable import sample_from_json
+from slime.data.buffer import Journal
+from slime.data.buffer.samples_cli import samples_command, shared_ends
+from slime.data.buffer.show_sample import MASKED, OBSERVED, TRAINED, Span, response_spans
+from slime.data.json_samples import sample_from_json
 from slime.data.sample import Sample
 from slime.errors import UserError
 from tests.data.journal_samples import finish, finished, open_journal, prompts

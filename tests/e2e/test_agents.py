@@ -13,8 +13,8 @@ import pytest
 
 import slime
 from slime.cluster.process import process_tree
-from slime.data.journal.database import open_read_only
-from slime.data.journal.reader import NAME, Choice, Reader
+from slime.data.buffer.database import open_read_only
+from slime.data.buffer.reader import NAME, Choice, Reader
 from slime.data.sample import Sample
 from tests.e2e.runs import TRAIN, started, wait_until
 from tests.e2e.test_fault_tolerance import engine_pids

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from slime.data.journal.reader import Choice, Recorded, reading
-from slime.data.tokenizer import load_tokenizer
+from slime.data.buffer.reader import Choice, Recorded, reading
+from slime.data.chat_template import load_tokenizer
 from tests.e2e.runs import TRAIN, Running, records, started, wait_until
 from tests.tiny_models import make_model_folder
 

@@ -14,7 +14,7 @@ import pytest
 
 from slime.agent.live.exchange import Exchange, Verdict
 from slime.agent.messages import Message
-from slime.data.journal.reader import Choice, reading
+from slime.data.buffer.reader import Choice, reading
 from tests.examples.conftest import EXAMPLES, Ran, modules_of
 
 

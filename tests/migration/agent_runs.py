@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.data.journal.database import open_read_only
-from slime.data.journal.reader import NAME, Choice, Reader
+from slime.data.buffer.database import open_read_only
+from slime.data.buffer.reader import NAME, Choice, Reader
 from slime.data.sample import Sample
 from tests.e2e.runs import ROOT, Done, run
 from tests.migration.scripted import Script, ScriptedModel, make_scripted_model

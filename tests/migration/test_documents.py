@@ -33,8 +33,8 @@ from transformers import GenerationConfig
 
 from slime.cli import main
 from slime.config import parse_args
-from slime.data.journal.database import open_read_only
-from slime.data.journal.reader import NAME, Choice, Reader
+from slime.data.buffer.database import open_read_only
+from slime.data.buffer.reader import NAME, Choice, Reader
 from slime.data.sample import Sample
 from tests.e2e.runs import ROOT, Done, Running, records, run, started, wait_until
 from tests.model_files import add_weights

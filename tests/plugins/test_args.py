@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 
 from slime.config import Config, derive
 from slime.config.plugins.view import plugin_args, tell_plugins, upstream_view, with_own_overlay
 from slime.data.sample import Sample
-from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 
 FLAGS = tomllib.loads((Path(__file__).parents[1] / "migration" / "flags.toml").read_text(encoding="utf-8"))["flag"]
 
@@ -150,8 +150,9 @@ def test_what_generate_writes_reward_filter_and_log_read(
         "    args.filtered = True\n"
         "    return args.turns == 1\n"
     )
-    from slime.rollout.filters import GroupJudge
     from slime.rollout.sglang_rollout import generate_and_rm_group
+
+    from slime.rollout.filters import GroupJudge
 
     file = tmp_path / "stateful_plugin.py"
     runtime = make_runtime(
@@ -247,7 +248,7 @@ def test_what_upstream_derives_is_there(tmp_path: Path) -> None:
 
 
 def test_a_data_source_may_write_its_args_and_our_own_goes_by_the_run(tmp_path: Path) -> None:
-    from slime.data.user_source import make_data_source
+    from slime.data.custom_source import make_data_source
 
     (tmp_path / "source.py").write_text(
         "class Source:\n"

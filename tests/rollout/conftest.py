@@ -121,7 +121,7 @@ class ScriptedEngine:
 
 @pytest.fixture(scope="session")
 def tokenizer(model_folder):
-    from slime.data.tokenizer import load_tokenizer
+    from slime.data.chat_template import load_tokenizer
 
     return load_tokenizer(model_folder)
 

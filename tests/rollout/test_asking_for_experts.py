@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slime.rollout.sglang_rollout import generate_rollout
 
-from slime.data.journal import JournaledSource
+from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.engine.http.errors import EngineProtocolError
 from slime.engine.http.protocol import GenerateResult
 from slime.rollout.gate import as_evaluation
 from slime.rollout.requests import generate
-from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.types import leaves
 from tests.data.journal_samples import open_journal
 

@@ -5,13 +5,7 @@ import json
 from contextlib import nullcontext
 
 import pytest
-
-from slime.data.journal import Journal, JournaledSource
-from slime.data.sample import Sample
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.evaluate import checked_evaluation
-from slime.rollout.failures import RolloutFailed
-from slime.rollout.feed import RolloutMaker
 from slime.rollout.filter_hub.base_types import (
     DynamicFilterOutput,
     MetricGatherer,
@@ -30,6 +24,12 @@ from slime.rollout.sglang_rollout import (
 from slime.utils.async_utils import run
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.http_utils import post
+
+from slime.data.buffer import Journal, JournaledSource
+from slime.data.sample import Sample
+from slime.rollout.evaluate import checked_evaluation
+from slime.rollout.failures import RolloutFailed
+from slime.rollout.feed import RolloutMaker
 
 REWARD = "def f(args, sample):\n    return float(sample.response_length)\n"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from slime.data.journal import Journal
-from slime.data.sample import Sample
 from slime.rollout.sglang_rollout import generate_rollout
+
+from slime.data.buffer import Journal
+from slime.data.sample import Sample
 from slime.rollout.trajectory import generate_and_rm_group
 from slime.rollout.types import leaves
 

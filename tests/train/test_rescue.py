@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import slime.driver.recovery
 from slime.config import Config
-from slime.data.journal.database import JournalFailed
+from slime.data.buffer.database import JournalFailed
 from slime.driver.recovery import weights_rescued
 from slime.errors import RunFailed, UserError
 from slime.train.checkpoints.not_written import NotWritten, written_together

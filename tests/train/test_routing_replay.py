@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime.data.check import Bounds, check_sample
 from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Sample
+from slime.data.validation import Bounds, check_sample
 from slime.errors import UserError
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.train.backends.fsdp.packed_model import PolicyModel

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from slime.config import Config
-from slime.data.check import BadSample, Bounds, check_sample
 from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Sample
+from slime.data.validation import BadSample, Bounds, check_sample
 from slime.errors import UserError
 from slime.train.losses.advantages import set_advantages
 from slime.train.samples.batch import TrainBatch, flatten_samples, make_train_batch

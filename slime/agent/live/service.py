@@ -26,7 +26,7 @@ from slime.agent.session.records import BadRecord
 from slime.agent.session.session import Session
 from slime.agent.talk import chat_model
 from slime.cluster.watchdog import waiting
-from slime.data.journal.reader import Choice, reading
+from slime.data.buffer.reader import Choice, reading
 from slime.data.sample import Sample
 from slime.rollout.gate import clock_stopped
 from slime.rollout.requests import generate as generate_answer

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.data.journal.codec import Codec
+from slime.data.buffer.codec import Codec
 from slime.storage.sqlite_table import RowFile, RowKind
 
 logger = logging.getLogger(__name__)

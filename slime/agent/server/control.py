@@ -18,7 +18,7 @@ from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import Opening
 from slime.agent.session.records import BadRecord, message_record
 from slime.cluster.http_checks import shows_key
-from slime.data.journal.codec import Codec
+from slime.data.buffer.codec import Codec
 from slime.engine.http.pool import EnginePool
 
 MOST_BODY_BYTES = 1 << 30

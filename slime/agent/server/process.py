@@ -29,8 +29,8 @@ from slime.cluster.child_env import module_command
 from slime.cluster.process import ChildProcess
 from slime.cluster.watchdog import waiting
 from slime.config.datasets import prompt_files
-from slime.data.journal import run_identity
-from slime.data.tokenizer import model_context_length
+from slime.data.buffer import run_identity
+from slime.data.chat_template import model_context_length
 from slime.errors import UserError
 from slime.models.parsers.formats import named_formats
 from slime.rollout.runtime import RolloutRuntime

@@ -24,7 +24,7 @@ from slime.agent.server.settings import AGENTS, CONTROL, LISTENERS, ServerSettin
 from slime.agent.session.journal import TurnJournal
 from slime.cluster.http_server import Connections, bound_file, bound_sockets, most_connections
 from slime.cluster.watchdog import ending_signals
-from slime.data.tokenizer import load_tokenizer, model_context_length
+from slime.data.chat_template import load_tokenizer, model_context_length
 from slime.errors import UserError
 from slime.models.parsers.formats import Formats
 from slime.rollout.loop import DaemonExecutor

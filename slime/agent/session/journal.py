@@ -21,7 +21,7 @@ from typing import Any
 from slime.agent.session.limits import Limits
 from slime.agent.session.records import BadRecord
 from slime.agent.session.session import Session, Template
-from slime.data.journal.codec import Codec
+from slime.data.buffer.codec import Codec
 from slime.data.sample import Sample
 from slime.storage.group_commit import Change
 from slime.storage.sqlite_table import RowFile, RowKind

@@ -17,7 +17,7 @@ from typing import Any
 from slime.agent.tools.outcomes import ToolFailure, ToolOutcome
 from slime.agent.tools.schemas import Schema, function_schema, misfit
 from slime.agent.tools.tool import Tool, ToolLimits
-from slime.data.jsonable import to_json
+from slime.data.json_samples import to_json
 from slime.errors import UserError
 
 SAMPLE = "sample"

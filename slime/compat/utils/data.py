@@ -8,7 +8,7 @@ from typing import Any
 from slime.utils.processing_utils import build_processor_kwargs
 
 from slime.data.prompts import PromptDataset, short_enough
-from slime.data.rows import Row, open_rows
+from slime.data.readers import Row, open_rows
 from slime.data.sample import Sample
 
 __all__ = ["Dataset", "filter_long_prompt", "read_file"]

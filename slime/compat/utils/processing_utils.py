@@ -7,14 +7,14 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from slime.data import tokenizer
+from slime.data import chat_template
 
 __all__ = ["build_processor_kwargs", "encode_image_for_rollout_engine", "load_processor", "load_tokenizer"]
 
 
 def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
     """The tokenizer of a model folder or hub name; further arguments are those of transformers."""
-    return tokenizer.load_tokenizer(name_or_path, **kwargs)
+    return chat_template.load_tokenizer(name_or_path, **kwargs)
 
 
 def load_processor(name_or_path: str, **kwargs: Any) -> Any | None:

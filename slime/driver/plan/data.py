@@ -30,11 +30,9 @@ from slime.config.flags.rollout import (
     compares_with_label,
     known_rm_type,
 )
-from slime.data.first_rows import count_rows, read_first_rows
-from slime.data.messages import is_conversation
-from slime.data.prototype import USUAL_KEY, Located, PrototypeBuilder, takes_any_prompt
+from slime.data.chat_template import is_conversation, preview_template
+from slime.data.prompt_rows import USUAL_KEY, Located, PrototypeBuilder, count_rows, read_first_rows, takes_any_prompt
 from slime.data.sample import Sample
-from slime.data.template_preview import preview_template
 from slime.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from slime.data.tokenizer import load_tokenizer
+from slime.data.chat_template import load_tokenizer
 from slime.engine.embedded.refusals import BadRequest
 
 log = logging.getLogger(__name__)

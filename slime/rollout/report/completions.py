@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from slime.config import Config
+from slime.data.json_samples import prompt_text, value_text
 from slime.data.sample import Sample
-from slime.data.shown import prompt_text, value_text
 
 PER_ROLLOUT, PER_DATASET = 4, 8
 _TEXT, _LABEL = 1000, 200

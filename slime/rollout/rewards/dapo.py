@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from slime.data.labels import accepted, label_text
+from slime.data.prompt_rows import accepted, label_text
 from slime.rollout.rewards.answers import last_boxed, marked_answer, plain_number
 
 NO_ANSWER = "[INVALID]"

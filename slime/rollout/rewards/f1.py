@@ -7,7 +7,7 @@ import string
 from collections import Counter
 from typing import Any
 
-from slime.data.labels import accepted, label_text
+from slime.data.prompt_rows import accepted, label_text
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})

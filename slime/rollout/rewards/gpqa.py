@@ -13,7 +13,7 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from slime.data.labels import label_text
+from slime.data.prompt_rows import label_text
 from slime.rollout.rewards.answers import after_thinking, last_boxed
 
 _USUAL_LETTERS, _MORE_LETTERS = "ABCDEFGH", "IJ"

@@ -31,7 +31,7 @@ from slime.config.flags.rollout import RM_TYPES, compares_with_label
 from slime.config.plugins import is_async, load_plugin, takes_samples
 from slime.config.plugins.args import run_mark
 from slime.config.plugins.view import plugin_args
-from slime.data.labels import BY_RM_TYPE
+from slime.data.prompt_rows import BY_RM_TYPE
 from slime.data.sample import Reward, Sample
 from slime.errors import UserError
 from slime.rollout.adapters import as_reward

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.cluster.devices import cpu_cores
-from slime.data.labels import accepted, label_text
+from slime.data.prompt_rows import accepted, label_text
 from slime.rollout.rewards.answers import last_boxed, marked_answer, plain_number
 from slime.rollout.rewards.guard import GuardedPool
 

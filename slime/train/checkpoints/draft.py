@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime.config.model_folder import LATEST
-from slime.data.state_file import state_path
+from slime.data.source_state import state_path
 from slime.models.saving import replace_folder
 from slime.storage.files import FolderTaken, fsync_path, is_checkpoint
 from slime.train.checkpoints.not_written import agreed

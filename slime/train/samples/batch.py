@@ -18,9 +18,9 @@ import numpy as np
 
 from slime.cluster.rpc.messages import Joined
 from slime.config import Config
-from slime.data.bad_sample import keep_bad_sample
 from slime.data.columns import Packed, mask_of
 from slime.data.sample import Sample, SampleStatus
+from slime.data.validation import keep_bad_sample
 from slime.errors import UserError
 from slime.train.samples.held import Held
 from slime.train.samples.scans import first_not_finite, is_trained_on, mask_totals

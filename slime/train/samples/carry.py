@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from slime.data.state_file import write_durably
+from slime.data.source_state import write_durably
 from slime.errors import UserError
 from slime.train.samples.batch import TrainBatch
 

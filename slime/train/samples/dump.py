@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.data.state_file import write_durably
+from slime.data.source_state import write_durably
 from slime.errors import UserError
 from slime.storage.files import is_dump
 

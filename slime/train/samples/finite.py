@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.data.bad_sample import keep_bad_sample
+from slime.data.validation import keep_bad_sample
 from slime.train.samples.rollout_data import PER_TOKEN, RolloutData
 from slime.train.topology import Ranks
 

@@ -17,9 +17,8 @@ from slime.config import Config
 from slime.config.algorithm import estimator_of
 from slime.config.plugins import load_function
 from slime.config.plugins.view import plugin_args
-from slime.data.bad_sample import keep_bad_sample
-from slime.data.check import BadSample, turn_rewards
 from slime.data.sample import Sample
+from slime.data.validation import BadSample, keep_bad_sample, turn_rewards
 from slime.errors import UserError
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slime.data.chat_template import load_tokenizer
 from slime.data.sample import Sample
-from slime.data.tokenizer import load_tokenizer
 from slime.errors import UserError
 from slime.rollout.trajectory import generate_and_rm
 from tests.agent.coding_agent.conftest import EXAMPLE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from slime.data.labels import label_text
+from slime.data.prompt_rows import label_text
 from slime.rollout.rewards.answers import last_boxed, plain_number
 from slime.rollout.rewards.blocking import answer_is
 from slime.rollout.rewards.blocking import answer_is as grade_answer_mathd

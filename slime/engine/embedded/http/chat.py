@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 from jinja2.exceptions import TemplateError
 
-from slime.data.messages import checked_messages, is_conversation
+from slime.data.chat_template import checked_messages, is_conversation
 from slime.engine.embedded.http.fields import Fields
 from slime.engine.embedded.refusals import BadRequest, shown
 from slime.errors import UserError

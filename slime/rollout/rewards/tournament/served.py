@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from slime.data.json_samples import prompt_text
 from slime.data.sample import Sample
-from slime.data.shown import prompt_text
 from slime.engine.http.client import EngineClient
 from slime.errors import UserError
 from slime.rollout.rewards.tournament.judging import JudgeFailed

@@ -9,18 +9,99 @@ main one.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jinja2
 
-from slime.data.labels import LabelUse, checked_label
-from slime.data.messages import checked_messages, is_conversation
-from slime.data.rows import Row, value_at
+from slime.data.chat_template import ASSISTANT, checked_messages, is_conversation
+from slime.data.readers import Row, chosen_columns, open_rows, parse_line, split_slice, value_at
 from slime.data.sample import Sample
 from slime.errors import UserError
+
+# What a row's label may be, which depends on who reads it.
+#
+# Invariant: whoever needs a text gets the text that the file holds. Numbers and truth values are written as in JSON;
+# chat messages stand for what the assistant says in them; other objects and lists are refused at their row, where only
+# texts are of use, and handed on as they are to functions of the user.
+
+LabelUse = Literal["any", "answer", "target"]
+"""`any`: a user's function reads it. `answer`: a built-in verifier compares it. `target`: it is trained on."""
+
+BY_RM_TYPE = "slime.rollout.evaluate.by_rm_type"
+"""As a sample's `custom_rm_path`: the verifier that its metadata names judges, whatever function the flags name."""
+
+_BY_FUNCTION_OR_NOT_AT_ALL = ("ifbench", "remote_rm", "random")
+_SUPERVISED = "slime.rollout.sft_rollout."
+
+
+def use_of_labels(args: Any) -> LabelUse:
+    """What the flags of a run make of its labels."""
+    if args.rollout_function_path.startswith(_SUPERVISED):
+        return "target"
+    own = args.custom_rm_path or args.custom_generate_function_path
+    return "any" if own else use_by_verifier(args.rm_type)
+
+
+def use_by_verifier(rm_type: str | None) -> LabelUse:
+    """What `--rm-type` makes of labels; without one a row's metadata or a function decides."""
+    if rm_type is None or rm_type.removeprefix("boxed_") in _BY_FUNCTION_OR_NOT_AT_ALL:
+        return "any"
+    return "answer"
+
+
+def checked_label(label: Any, use: LabelUse, where: str) -> Any:
+    """The label for this use; a `UserError` names the row of one that is of no use."""
+    if use == "any" or label is None or isinstance(label, str | int | float):
+        return label
+    if is_conversation(label):
+        messages = checked_messages(label, f"{where}: label")
+        if not any(message["role"] == ASSISTANT for message in messages):
+            raise UserError(f"{where}: the label is a conversation without an assistant's message")
+        return messages if use == "target" else _assistant_text(messages, where)
+    if use == "answer" and _is_choice(label):
+        return label
+    wanted = "a text or chat messages to train on"
+    if use == "answer":
+        wanted = "a text, a number or a list of accepted ones; --custom-rm-path names a function that may read others"
+    raise UserError(f"{where}: the label must be {wanted}, not {_kind(label)}")
+
+
+def accepted(label: Any) -> list[Any]:
+    """The labels of which any will do: a list stands for them, unless it is a conversation."""
+    return label if isinstance(label, list) and not is_conversation(label) else [label]
+
+
+def label_text(label: Any) -> str:
+    """A label as the text it is in its file; of chat messages, what the assistant says last."""
+    if isinstance(label, str):
+        return label
+    if isinstance(label, bool | int | float):
+        return json.dumps(label)
+    if is_conversation(label):
+        return _assistant_text(checked_messages(label, "a label"), "a label")
+    raise UserError(f"a label must be a text, a number or chat messages here, not {_kind(label)}")
+
+
+def _assistant_text(messages: list[dict[str, Any]], where: str) -> str:
+    said = [message["content"] for message in messages if message["role"] == ASSISTANT and message["content"]]
+    if not said:
+        raise UserError(f"{where}: the label is a conversation in which the assistant says nothing")
+    return said[-1]
+
+
+def _is_choice(label: Any) -> bool:
+    return isinstance(label, list) and bool(label) and all(isinstance(one, str | int | float) for one in label)
+
+
+def _kind(label: Any) -> str:
+    names = {dict: "an object", list: "a list", type(None): "null"}
+    return f"{names.get(type(label), type(label).__name__)} ({json.dumps(label, default=str):.60})"
+
 
 # No tokenizer makes more tokens of an ASCII text than this many per character, plus a few at its edges.
 _MOST_TOKENS_PER_CHARACTER = 4
@@ -258,3 +339,85 @@ def _parsed(value: Any, key: str | None, where: str) -> Any:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: {key!r} is text but not valid JSON ({error.msg})") from error
+
+
+# The first rows of a prompt file, for whoever wants to know what is in it before reading it whole.
+#
+# Invariant: rows and their places are those that `open_rows` gives, and a bounded part of the file is read: a look at
+# a file of any size takes milliseconds. Only a slice that counts from the end is found by going through the file.
+
+MOST_ROWS = 100
+MOST_BYTES = 1_000_000
+
+
+def read_first_rows(path: str, *, columns: set[str], most_rows: int = MOST_ROWS) -> list[Located]:
+    """Up to `most_rows` rows of a JSONL or Parquet file, `path@[a:b]` included; at least one, or a `UserError`."""
+    file, chosen = split_slice(path)
+    start, stop = chosen.start or 0, chosen.stop
+    if stop is not None and stop >= 0:
+        most_rows = min(most_rows, stop - start)
+    if start < 0 or (stop is not None and stop < 0) or most_rows <= 0:
+        return _indexed(path, columns, most_rows)
+    if Path(file).suffix == ".jsonl":
+        rows = list(itertools.islice(_lines(Path(file), start), most_rows))
+    elif Path(file).suffix == ".parquet":
+        rows = list(itertools.islice(_batches(Path(file), start, columns, most_rows), most_rows))
+    else:
+        return _indexed(path, columns, most_rows)
+    if not rows:
+        raise UserError(f"prompt data {path}: has no rows")
+    return rows
+
+
+def count_rows(path: str) -> int:
+    """How many rows the file, or the slice of it, has."""
+    return len(open_rows(path, columns=set()))
+
+
+def _lines(file: Path, start: int) -> Iterator[Located]:
+    read, skipped = 0, 0
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                if skipped < start:
+                    skipped += 1
+                    continue
+                where = f"{file}:{number}"
+                yield Located(where, parse_line(line, where))
+                read += len(line)
+                if read >= MOST_BYTES:
+                    return
+    except OSError as error:
+        raise UserError(f"prompt data {file}: cannot be read ({error.strerror})") from error
+
+
+def _batches(file: Path, start: int, columns: set[str], most_rows: int) -> Iterator[Located]:
+    """Rows of a Parquet file from the row group on that has the first one; columns not asked for are None."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        source = pyarrow.parquet.ParquetFile(file)
+        names = source.schema_arrow.names
+        wanted = chosen_columns(names, columns) or names
+        first, group = 0, 0
+        while group < source.num_row_groups and first + source.metadata.row_group(group).num_rows <= start:
+            first += source.metadata.row_group(group).num_rows
+            group += 1
+        groups = list(range(group, source.num_row_groups))
+        absent = {name: None for name in names if name not in wanted}
+        for batch in source.iter_batches(batch_size=most_rows, row_groups=groups, columns=wanted) if groups else ():
+            for row in batch.to_pylist():
+                if first >= start:
+                    yield Located(f"{file}: row {first}", absent | row)
+                first += 1
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"prompt data {file}: cannot be read as Parquet ({reason})") from error
+
+
+def _indexed(path: str, columns: set[str], most_rows: int) -> list[Located]:
+    rows = open_rows(path, columns=columns)
+    return [Located(rows.where(index), rows[index]) for index in range(min(max(most_rows, 1), len(rows)))]

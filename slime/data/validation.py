@@ -6,8 +6,10 @@ it refuses is named in one sentence. It changes nothing; `mend` makes a refused 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,3 +217,17 @@ def _column(sample: Sample, name: str) -> np.ndarray | None:
     if column is not None and column.ndim == 0:
         raise BadSample(f"{name} is {column.item()!r:.80}, which is no list")
     return column
+
+
+# Samples with numbers that are none, kept for inspection: `<run folder>/not_finite/`.
+
+FOLDER = "not_finite"
+
+
+def keep_bad_sample(run_dir: str | None, rollout_id: int | None, index: int | None, facts: dict[str, Any]) -> Path:
+    """Write what is known about a sample; the file."""
+    where = "sample" if rollout_id is None else f"rollout_{rollout_id}-sample"
+    path = Path(run_dir or ".") / FOLDER / f"{where}_{index}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(facts, indent=1, default=str))
+    return path

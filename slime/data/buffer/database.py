@@ -17,9 +17,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from slime.data.journal.keeping import Content, content_of
-from slime.data.journal.schema import APPLICATION_ID, FORMAT, REFERRED, SCHEMA, TO_LOOK_AT
-from slime.data.state_file import fsync_file
+from slime.data.buffer.retention import Content, content_of
+from slime.data.buffer.schema import APPLICATION_ID, FORMAT, REFERRED, SCHEMA, TO_LOOK_AT
+from slime.data.source_state import fsync_file
 from slime.errors import RunFailed, UserError
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.plugins import load_plugin, takes_nothing
-from slime.data.jsonable import from_json, to_json
+from slime.data.json_samples import from_json, to_json
 from slime.data.sample import Sample
 from slime.data.source import (
     Group,
@@ -25,7 +25,7 @@ from slime.data.source import (
     remove_chosen,
     samples_of,
 )
-from slime.data.state_file import latest_state_path, read_state, state_path, write_state
+from slime.data.source_state import latest_state_path, read_state, state_path, write_state
 from slime.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
     pending ──► partial ──► finished ──► assigned (rollout r) ──► consumed (by r) ──► pruned after checkpoints
                    └────────────┴──► dropped
 
-Beside them stand the completions of evaluations, which no restart needs (`slime.data.journal.keeping`).
+Beside them stand the completions of evaluations, which no restart needs (`slime.data.buffer.retention`).
 
 Invariants: whatever ends the process, each call below has happened as a whole or not at all. A group is in one state,
 so no trajectory is lost or trained on twice. The data position is written in the same transaction as the hand-out it
@@ -20,17 +20,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.data.journal.database import Database
-from slime.data.journal.keeping import (
-    Content,
-    content_of,
-    forget_evaluations_after,
-    keep_evaluation,
-    refer,
-    release,
-    retire,
-)
-from slime.data.journal.recovery import (
+from slime.data.buffer.database import Database
+from slime.data.buffer.recovery import (
     Recovered,
     give_up_useless,
     has_content,
@@ -42,10 +33,19 @@ from slime.data.journal.recovery import (
     unusable_rows,
     usable_from,
 )
-from slime.data.journal.rows import Leaf, RowCodec, flattened, state_of, status_of
-from slime.data.journal.schema import OPEN
-from slime.data.journal.writing import Home, Writer
-from slime.data.jsonable import from_json, to_json
+from slime.data.buffer.retention import (
+    Content,
+    content_of,
+    forget_evaluations_after,
+    keep_evaluation,
+    refer,
+    release,
+    retire,
+)
+from slime.data.buffer.rows import Leaf, RowCodec, flattened, state_of, status_of
+from slime.data.buffer.schema import OPEN
+from slime.data.buffer.writer import Home, Writer
+from slime.data.json_samples import from_json, to_json
 from slime.data.sample import Sample
 from slime.data.source import Group
 from slime.errors import UserError

@@ -3,7 +3,7 @@
 Invariant: a sample that was handed out has one row (its fan-out: one row each), whatever copies of it come back; they
 are found by `journal_id`. What a group held and holds no more is deleted with the same transaction. Samples of batches
 that are trained on are never touched: when they come back (a source may serve them again), they are recorded as new.
-A row that already holds what its sample is now is not written again (`slime.data.journal.content`).
+A row that already holds what its sample is now is not written again (`slime.data.buffer.rows`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from slime.data.journal.content import Content
-from slime.data.journal.rows import COLUMNS, Leaf, RowCodec
+from slime.data.buffer.rows import COLUMNS, Content, Leaf, RowCodec
 from slime.data.sample import Sample
 
 _NAMES = ("id", "group_id", "member", "leaf", *COLUMNS)

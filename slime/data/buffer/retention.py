@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from slime.data.journal.rows import COLUMNS
-from slime.data.journal.schema import NOT_CONSUMED
+from slime.data.buffer.rows import COLUMNS
+from slime.data.buffer.schema import NOT_CONSUMED
 
 _REFERRED = "EXISTS (SELECT 1 FROM referred WHERE group_id = groups.id)"
 _RELEASED = f"""SELECT id FROM groups WHERE id = ? AND state = 'consumed' AND NOT {_REFERRED}

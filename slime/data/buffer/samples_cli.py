@@ -1,0 +1,428 @@
+"""`slime samples RUN`: lists, filters, shows and exports what a run has sampled, also while it is going."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from slime.data.buffer.reader import (
+    SORTS,
+    Choice,
+    Decoder,
+    Reader,
+    Recorded,
+    journal_path,
+    load_decoder,
+    model_of_run,
+    reading,
+)
+from slime.data.buffer.rows import GENERATED
+from slime.data.buffer.schema import STATES
+from slime.data.buffer.show_sample import print_conversation
+from slime.data.json_samples import prompt_text, to_json, value_text, visible
+from slime.data.sample import Sample
+from slime.errors import RunFailed, UserError
+
+# The table of `slime samples`.
+#
+# Invariant: no line is wider than the terminal. What has no room gets shorter headings, then group and state are left
+# out; prompt and response share what the other columns leave.
+
+_ROOMY = 60
+"""Characters of prompt and response together, below which the table is drawn narrow."""
+_MOST_LABEL, _MOST_LABEL_NARROW = 16, 8
+_LEAST_TEXT = 8
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its heading with and without much room, and its cells."""
+
+    name: str
+    short: str
+    cell: Callable[[Recorded], str]
+    right: bool = False
+    needs_room: bool = False
+
+
+def listing(shown: Sequence[Recorded], prompts: Sequence[str], width: int, *, evaluations: bool) -> Table:
+    """Samples as a table of at most `width` columns; what `prompts` have in common is left out of long prompts."""
+    columns = _columns(shown, evaluations)
+    before, after = shared_ends(prompts)
+    texts = [(_line(core(_prompt(record), before, after)), _line(record.sample.response)) for record in shown]
+    wanted = [max(_LEAST_TEXT, *map(cell_len, side)) for side in zip(*texts, strict=True)]
+    wide = width - _width(columns, shown, gap=2, short=False) - 2 >= min(_ROOMY, sum(wanted))
+    if not wide:
+        columns = [column for column in columns if not column.needs_room]
+    gap = 2 if wide else 1
+    rest = width - _width(columns, shown, gap=gap, short=not wide) - gap
+    for_prompt, for_response = _shares(rest, *wanted)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
+    for column in columns:
+        heading = column.name if wide else column.short
+        most = _most(column, short=not wide)
+        table.add_column(
+            heading, justify="right" if column.right else "left", no_wrap=True, overflow="ellipsis", max_width=most
+        )
+    for heading, room in (("prompt", for_prompt), ("response", for_response)):
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", width=room)
+    for record, sides in zip(shown, texts, strict=True):
+        table.add_row(*(escape(column.cell(record)) for column in columns), *map(escape, sides))
+    return table
+
+
+def versions(found: Sequence[str]) -> str:
+    """Weight versions from the first to the last."""
+    distinct = list(dict.fromkeys(found))
+    return "..".join(distinct[:1] + distinct[1:][-1:])
+
+
+def shared_ends(prompts: Sequence[str]) -> tuple[str, str]:
+    """What all prompts begin and end with, in whole lines or up to the end of a tag, as chat templates write them."""
+    distinct = list(dict.fromkeys(prompts))
+    if len(distinct) < 2:
+        return "", ""
+    before = _common_start(distinct)
+    before = before[: max(before.rfind("\n"), before.rfind(">")) + 1]
+    after = _common_start([prompt[len(before) :][::-1] for prompt in distinct])[::-1]
+    starts = [place for mark in "\n<" if (place := after.find(mark)) >= 0]
+    return before, after[min(starts) :] if starts else ""
+
+
+def core(prompt: str, before: str, after: str) -> str:
+    """A prompt without what others have too."""
+    if len(prompt) <= len(before) + len(after) or not (prompt.startswith(before) and prompt.endswith(after)):
+        return prompt
+    return prompt[len(before) : len(prompt) - len(after)]
+
+
+def _common_start(texts: Sequence[str]) -> str:
+    first, last = min(texts), max(texts)  # what the first and the last in order share, all others share
+    unlike = (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+    return first[: next(unlike, min(len(first), len(last)))]
+
+
+def _columns(shown: Sequence[Recorded], evaluations: bool) -> list[Column]:
+    if evaluations:
+        place = [Column("step", "step", lambda r: _number(r.step), right=True)]
+        place.append(Column("dataset", "dataset", lambda r: _line(r.dataset or "")))
+    else:
+        place = [
+            Column("group", "group", lambda r: _number(r.sample.group_index), right=True, needs_room=True),
+            Column("state", "state", lambda r: r.state or "", needs_room=True),
+            Column("rollout", "roll", lambda r: _number(r.rollout_id), right=True),
+        ]
+        if any(record.sample.task for record in shown):
+            place.append(Column("task", "task", lambda r: _line(str(r.sample.task or ""))))
+    columns = [
+        Column("index", "#", lambda r: _number(r.sample.index), right=True),
+        *place,
+        Column("status", "status", lambda r: r.sample.status.value),
+        Column("reward", "reward", lambda r: "" if r.reward is None else f"{r.reward:.4g}", right=True),
+        Column("tokens", "tok", lambda r: _number(r.sample.response_length), right=True),
+        Column("weights", "ver", lambda r: _line(versions(r.sample.weight_versions))),
+    ]
+    if any(record.sample.label is not None for record in shown):
+        columns.append(Column("label", "label", lambda r: _line(value_text(r.sample.label))))
+    return columns
+
+
+def _width(columns: Sequence[Column], shown: Sequence[Recorded], *, gap: int, short: bool) -> int:
+    """Of all columns but prompt and response, with the gaps after them."""
+    total = 0
+    for column in columns:
+        cells = max((cell_len(column.cell(record)) for record in shown), default=0)
+        most = _most(column, short=short)
+        total += max(cells if most is None else min(cells, most), len(column.short if short else column.name)) + gap
+    return total
+
+
+def _most(column: Column, *, short: bool) -> int | None:
+    """The widest that a column may be."""
+    if column.name not in ("label", "dataset", "task"):
+        return None
+    return _MOST_LABEL_NARROW if short else _MOST_LABEL
+
+
+def _shares(rest: int, prompt: int, response: int) -> tuple[int, int]:
+    """The widths of prompt and response: as they want if there is room, else two fifths and three fifths of it."""
+    if prompt + response > rest:
+        prompt = min(prompt, max(rest * 2 // 5, rest - response))
+        response = min(response, rest - prompt)
+    return max(prompt, _LEAST_TEXT), max(response, _LEAST_TEXT)
+
+
+def _prompt(record: Recorded) -> str:
+    prompt = record.sample.prompt
+    if not isinstance(prompt, list):
+        return prompt_text(prompt)
+    asked = [message for message in prompt if isinstance(message, dict) and message.get("role") == "user"]
+    return value_text(asked[-1].get("content")) if asked else prompt_text(prompt)
+
+
+def _line(text: str) -> str:
+    return visible(" ".join(text.split()))
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+# Samples of a journal as a file: JSON lines, or Parquet.
+#
+# Invariant: every field of every chosen sample is in the file, extra attributes too, beside its place: state, rollout
+# and step of training, or step and dataset of an evaluation. The file appears whole or not at all, and never in the
+# place of another one. A line of JSON is what `jsonable` reads back; in Parquet, numbers per token are lists, and
+# fields of no fixed type are JSON text.
+
+_ROWS_PER_GROUP = 512
+_INTS = ("group_index", "index", "rollout_id", "response_length", "journal_id", "batch", "consumed_by", "step")
+_INT_LISTS = ("tokens", "loss_mask", "rollout_top_p_token_ids", "rollout_top_p_token_offsets")
+_FLOAT_LISTS = ("rollout_log_probs", "teacher_log_probs")
+_TEXTS = ("response", "status", "failure", "session_id", "state", "dataset")
+_FLOATS = ("non_generation_time",)
+
+
+def export(path: Path, found: Iterable[Recorded]) -> int:
+    """Write samples to a new .jsonl or .parquet file; how many."""
+    writers: dict[str, Callable[[Path, Iterable[Recorded]], int]] = {".jsonl": _jsonl, ".parquet": _parquet}
+    if path.suffix not in writers:
+        raise UserError(f"--export {path}: name a file that ends in .jsonl or .parquet")
+    if path.exists():
+        raise UserError(f"--export {path}: exists already; choose another name")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        count = writers[path.suffix](temporary, found)
+        temporary.replace(path)
+    except OSError as error:
+        raise RunFailed(f"--export {path}: cannot be written ({error.strerror or error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def _jsonl(path: Path, found: Iterable[Recorded]) -> int:
+    count = 0
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for record in found:
+            file.write(json.dumps(_fields(record), ensure_ascii=True) + "\n")
+            count += 1
+    return count
+
+
+def _parquet(path: Path, found: Iterable[Recorded]) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kinds = {
+        **dict.fromkeys(_INTS, pa.int64()),
+        **dict.fromkeys(_INT_LISTS, pa.list_(pa.int64())),
+        **dict.fromkeys(_FLOAT_LISTS, pa.list_(pa.float64())),
+        **dict.fromkeys(_FLOATS, pa.float64()),
+    }
+    chunks = _chunks(found)
+    first = next(chunks, [])
+    names = [*(_place(first[0]) if first else ()), *Sample.__dataclass_fields__, "more"]
+    schema = pa.schema([(name, kinds.get(name, pa.string())) for name in names])
+    count = 0
+    with pq.ParquetWriter(path, schema) as writer:
+        for records in chain([first] if first else [], chunks):
+            rows = [_parquet_row(_fields(record), names, kinds) for record in records]
+            try:
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+            except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                raise UserError(
+                    f"--export: samples {rows[0]['index']} to {rows[-1]['index']} do not fit into Parquet ({error}); "
+                    "export to .jsonl"
+                ) from error
+            count += len(rows)
+    return count
+
+
+def _fields(record: Recorded) -> dict[str, Any]:
+    """All of a sample as JSON values, after its place."""
+    sample = {
+        key: to_json(_without_bytes(value), f"sample {record.sample.index}, {key}")
+        for key, value in record.sample.to_dict().items()
+    }
+    return {**_place(record), **sample}
+
+
+def _place(record: Recorded) -> dict[str, Any]:
+    """`batch` is the rollout that a sample is assigned to, beside `rollout_id`, the sample's own field."""
+    if record.dataset is not None:
+        return {"step": record.step, "dataset": record.dataset}
+    return {"state": record.state, "batch": record.rollout_id, "consumed_by": record.consumed_by}
+
+
+def _parquet_row(fields: dict[str, Any], names: list[str], kinds: dict[str, Any]) -> dict[str, Any]:
+    more = {name: value for name, value in fields.items() if name not in names}
+    row = {name: fields.get(name) for name in names} | {"more": more or None}
+    for name, value in row.items():
+        if name not in kinds and value is not None and not (name in _TEXTS and isinstance(value, str)):
+            row[name] = json.dumps(value)
+        elif isinstance(value, str):
+            row[name] = value.encode("utf-8", "replace").decode("utf-8")
+    return row
+
+
+def _without_bytes(value: Any) -> Any:
+    """Bytes as base64 text, and keys as text, since JSON knows no others."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, list | tuple):
+        plain = isinstance(value, list) and (not value or isinstance(value[0], int | float))
+        return value if plain else [_without_bytes(item) for item in value]
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else str(key): _without_bytes(item) for key, item in value.items()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _chunks(found: Iterable[Recorded]) -> Iterator[list[Recorded]]:
+    records = iter(found)
+    while chunk := list(islice(records, _ROWS_PER_GROUP)):
+        yield chunk
+
+
+_STATUSES = (*(status.value for status in Sample.Status), GENERATED)
+_WIDTH_OF_A_FILE = 160
+"""Of the table, when it is not written to a terminal."""
+
+
+def samples_command(words: Sequence[str], console: Console | None = None) -> int:
+    """Run the command; what is wrong with its words is a `UserError`."""
+    options = _parser().parse_args(list(words))
+    choice = _choice(options)
+    console = console or _console()
+    with reading(options.run) as reader:
+        if options.export is not None:
+            count = export(Path(options.export), reader.samples(choice, options.limit))
+            console.print(f"{count} samples written to {options.export}", markup=False, highlight=False, soft_wrap=True)
+            return 0
+        shown = list(reader.samples(choice, options.limit or 20))
+        if options.full or options.sample_whole is not None:
+            decoder = _decoder(console, options.run, options.tokenizer) if shown else None
+            for record in shown:
+                print_conversation(console, record, decoder)
+        elif shown:
+            prompts = reader.some_prompts(evaluations=choice.evaluations)
+            console.print(listing(shown, prompts, console.width, evaluations=choice.evaluations))
+        _print_totals(console, reader, choice, len(shown))
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"slime samples: {message}; slime samples --help says what it takes")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="slime samples",
+        description="List, filter, show and export the samples in the journal of a run, also while it is going: those "
+        "on their way, those of the last rollouts, and with --eval those of the last evaluations.",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run folder (its --output-dir), or a journal file")
+    parser.add_argument(
+        "sample_whole", metavar="INDEX", type=int, nargs="?", help="show the sample with this number (index) whole"
+    )
+    parser.add_argument("--state", choices=STATES, help="where the sample's group is in its life")
+    parser.add_argument("--rollout", type=int, metavar="N", help="only the batch of this rollout")
+    parser.add_argument("--group", type=int, metavar="N", help="only the group with this number (group_index)")
+    parser.add_argument("--sample", type=int, metavar="N", help="only the sample with this number (index)")
+    parser.add_argument("--min-reward", type=float, metavar="X", help="only rewards of at least X")
+    parser.add_argument("--max-reward", type=float, metavar="X", help="only rewards of at most X")
+    parser.add_argument("--status", choices=_STATUSES, help="how the response ended")
+    parser.add_argument("--eval", action="store_true", help="the completions of evaluations instead")
+    parser.add_argument("--step", type=int, metavar="N", help="only the evaluation after so many rollouts")
+    parser.add_argument("--dataset", metavar="NAME", help="only the evaluations on this dataset")
+    parser.add_argument("--sort", choices=SORTS, help="smallest first, instead of in the order they came")
+    parser.add_argument("--descending", action="store_true", help="with --sort: largest first")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most so many (20; with --export: all)")
+    parser.add_argument("--export", metavar="FILE", help="write all fields to FILE.jsonl or FILE.parquet")
+    parser.add_argument("--full", action="store_true", help="print samples whole, with what is not trained on marked")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="model folder to decode tokens with (default: that of the run, if it is there)",
+    )
+    return parser
+
+
+def _choice(options: argparse.Namespace) -> Choice:
+    if options.limit is not None and options.limit < 1:
+        raise UserError(f"--limit {options.limit}: must be at least 1")
+    if options.sample is not None and options.sample_whole is not None:
+        raise UserError(f"--sample {options.sample}: sample {options.sample_whole} is named already, drop one of them")
+    if options.descending and options.sort is None:
+        raise UserError("--descending: says nothing without --sort")
+    evaluations = options.eval or options.step is not None or options.dataset is not None
+    for name in ("state", "rollout", "group") if evaluations else ():
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name}: is of samples that are trained on; with --eval give --step or --dataset")
+    return Choice(
+        state=options.state,
+        rollout=options.rollout,
+        group=options.group,
+        sample=options.sample if options.sample_whole is None else options.sample_whole,
+        min_reward=options.min_reward,
+        max_reward=options.max_reward,
+        status=options.status,
+        evaluations=evaluations,
+        step=options.step,
+        dataset=options.dataset,
+        sort=options.sort,
+        descending=options.descending,
+    )
+
+
+def _console() -> Console:
+    is_wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=_WIDTH_OF_A_FILE) if is_wide else Console()
+
+
+def _decoder(console: Console, run: str, tokenizer: str | None) -> Decoder | None:
+    """The decoder that is asked for, or that of the run; without the latter a sentence says what is not shown."""
+    if tokenizer is not None:
+        return load_decoder(tokenizer)
+    try:
+        folder = model_of_run(journal_path(run).parent)
+        if folder is not None:
+            return load_decoder(folder)
+        reason = "the model of the run is not found"
+    except UserError as error:
+        reason = str(error)
+    note = f"special tokens and spans are not marked: {reason}; name its folder with --tokenizer"
+    console.print(note, markup=False, highlight=False, soft_wrap=True)
+    return None
+
+
+def _print_totals(console: Console, reader: Reader, choice: Choice, shown: int) -> None:
+    if choice.evaluations:
+        found = [f"{name} at {_steps(steps)}" for name, steps in reader.evaluations()]
+        there = f"evaluations in the journal: {', '.join(found) or 'none'}"
+    else:
+        states = ", ".join(f"{count} {state}" for state, count in reader.totals().items()) or "none"
+        there = f"samples in the journal: {states}"
+    line = f"{shown} of {reader.count(choice)} shown; {there}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
