@@ -38,8 +38,8 @@ def serve(port: int, count: int, length: int) -> None:
     """Answer requests of `count` sequences with `length` tokens each; says when they were in and when they ended."""
     from aiohttp import web
 
-    from slime.engine.embedded.core import EngineCore
-    from slime.engine.embedded.http.bridge import EngineBridge
+    from slime.engine.embedded.engine import EngineCore
+    from slime.engine.embedded.http.async_engine import EngineBridge
     from slime.engine.embedded.http.requests import ModelFacts
     from slime.engine.embedded.http.server import EngineServer
     from slime.engine.embedded.options import parse_options

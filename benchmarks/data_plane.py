@@ -45,7 +45,7 @@ from slime.cluster.rpc.channel import channel_pair
 from slime.config import Config
 from slime.data.buffer import Journal
 from slime.data.sample import Sample
-from slime.engine.http.answers import parse_json
+from slime.engine.http.codec import parse_json
 from slime.engine.http.protocol import GenerateResult
 from slime.rollout.staleness import group_version
 from slime.train.samples.batch import make_train_batch

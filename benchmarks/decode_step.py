@@ -15,11 +15,10 @@ from functools import partial
 import torch
 from gpu_checks.fused import fused_tensors, make_body
 
-from slime.engine.embedded.fused.body import FusedBody
-from slime.engine.embedded.fused.compiling import compile_kernels
-from slime.engine.embedded.fused.families import block_of
-from slime.engine.embedded.model.body import DecodeBatch
-from slime.engine.embedded.model.extend_attention import ExtendTiles
+from slime.engine.embedded.fused.model import FusedBody, compile_kernels
+from slime.engine.embedded.fused.supported_models import block_of
+from slime.engine.embedded.model.interface import DecodeBatch
+from slime.engine.embedded.model.prefill_kernels import ExtendTiles
 
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8,
           "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True}  # fmt: skip

@@ -37,7 +37,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[tuple[int, float, fl
     """For each number of requests: tokens a second in groups, and with the loop."""
     import torch
 
-    from slime.engine.embedded.core import EngineCore
+    from slime.engine.embedded.engine import EngineCore
     from slime.engine.embedded.http.requests import ModelFacts, parse_generate
     from slime.engine.embedded.options import parse_options
 

@@ -26,10 +26,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from workload import make_model
 
-from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.sampling_params import SamplingParams
-from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.scheduler import Sequence
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.train.backends.fsdp.fused.layer import fuse_layers
 from slime.train.backends.fsdp.packed_model import PolicyModel

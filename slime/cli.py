@@ -146,7 +146,7 @@ def _plan(words: Sequence[str]) -> int:
 
 
 def _serve(words: Sequence[str]) -> int:
-    from slime.engine.elastic.join import join_command, wants_to_join
+    from slime.engine.elastic.join_client import join_command, wants_to_join
 
     if wants_to_join(words):
         return join_command(words)
@@ -161,7 +161,7 @@ def _serve(words: Sequence[str]) -> int:
 
 
 def _fleet(words: Sequence[str]) -> int:
-    from slime.engine.elastic.listing import fleet_command
+    from slime.engine.elastic.fleet_cli import fleet_command
 
     return fleet_command(words)
 
@@ -197,7 +197,7 @@ def _flags(words: Sequence[str]) -> int:
         return EXIT_OK
     if words:
         from slime.config.help import search_flags
-        from slime.engine.sglang.flags import OF_THE_ROUTER, OF_THE_RUN
+        from slime.engine.sglang.launch import OF_THE_ROUTER, OF_THE_RUN
 
         decided = {f"sglang-{name}": flag for name, flag in OF_THE_RUN.items()}
         decided |= {f"router-{name}": flag for name, flag in OF_THE_ROUTER.items()}

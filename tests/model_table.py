@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import set_verbosity_error
 
-from slime.engine.embedded.model.check import check_small
+from slime.engine.embedded.model.self_test import check_small
 from slime.errors import UserError
 from slime.models.families.family import FAMILIES
 from slime.models.small import small_model

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from slime.engine.embedded.model import kernels
-from slime.engine.embedded.model.extend_attention import ExtendTiles
+from slime.engine.embedded.model import decode_kernels
+from slime.engine.embedded.model.prefill_kernels import ExtendTiles
 
 _HEADS, _KV, _SLOTS = 16, 8, 4096
 _LENGTHS, _QUERIES = [700, 5, 1300], [700, 2, 67]
@@ -40,7 +40,7 @@ def _one(dtype: torch.dtype, dim: int, window: int, softcap: float, bound: float
     q, k, v = fresh(sum(_QUERIES))
     slots = torch.cat([place[n - m :] for place, n, m in zip(places, _LENGTHS, _QUERIES, strict=True)])
     tiles = ExtendTiles.build(rows, _QUERIES, _LENGTHS, device)
-    out = kernels.paged_extend(q, k, v, slots, keys, values, table, tiles, None, dim**-0.5, softcap, window)
+    out = decode_kernels.paged_extend(q, k, v, slots, keys, values, table, tiles, None, dim**-0.5, softcap, window)
     want = [
         _plain(part, keys[:, p], values[:, p], window, softcap)
         for part, p in zip(q.split(_QUERIES), places, strict=True)
@@ -50,7 +50,9 @@ def _one(dtype: torch.dtype, dim: int, window: int, softcap: float, bound: float
     q, k, v = fresh(3)
     slots, lens = torch.stack([place[-1] for place in places]), torch.tensor(_LENGTHS, dtype=torch.int32, device=device)
     where = torch.tensor(rows, device=device)
-    out = kernels.paged_decode(q, k, v, slots, keys, values, table, where, lens, None, dim**-0.5, softcap, window)
+    out = decode_kernels.paged_decode(
+        q, k, v, slots, keys, values, table, where, lens, None, dim**-0.5, softcap, window
+    )
     want = [_plain(q[i : i + 1], keys[:, p], values[:, p], window, softcap) for i, p in enumerate(places)]
     yield f"decode, {name}", (out - torch.cat(want)).abs().max().item(), bound
 

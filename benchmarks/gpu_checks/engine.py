@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.sampling_params import SamplingParams
-from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.scheduler import Sequence
 from tests.tiny_models import make_model_folder
 
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from slime.engine.embedded.fused.body import FusedBody
-from slime.engine.embedded.fused.families import Block, block_of, tensor_shapes, together
-from slime.engine.embedded.fused.plain import PlainModel
+from slime.engine.embedded.fused.model import FusedBody
+from slime.engine.embedded.fused.reference import PlainModel
+from slime.engine.embedded.fused.supported_models import Block, block_of, tensor_shapes, together
 from slime.engine.embedded.model.attention import AttentionContext
-from slime.engine.embedded.model.body import DecodeBatch
-from slime.engine.embedded.model.extend_attention import ExtendTiles
+from slime.engine.embedded.model.interface import DecodeBatch
+from slime.engine.embedded.model.prefill_kernels import ExtendTiles
 
 _DEVICE = torch.device("cuda")
 _BASE: dict[str, Any] = {

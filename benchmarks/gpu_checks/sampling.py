@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from slime.engine.embedded.model.body import DrawBatch
-from slime.engine.embedded.sampling.draw import KernelDraw
-from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.model.interface import DrawBatch
+from slime.engine.embedded.sampling.sampler import KernelDraw
+from slime.engine.embedded.scheduler import Sequence
 from tests.engine.drawing import batch_of, sequence, wrong
 
 _DEVICE = torch.device("cuda")

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.engine.embedded.weights.groups import Announced
-from slime.engine.embedded.weights.shared import DeviceMemory, HostMemory, SharedMemory
+from slime.engine.embedded.weights.ipc import DeviceMemory, HostMemory, SharedMemory
+from slime.engine.embedded.weights.process_groups import Announced
 from slime.models.delta.apply import apply_on_device, bytes_of, tensor_checksums
 from slime.models.delta.blob import encode, sum64_of_bytes, sum64_of_tensors
 from slime.models.delta.folder import DeltaPart, delta_entries, join_parts, read_index, write_part

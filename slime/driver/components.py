@@ -24,13 +24,13 @@ from slime.config.algorithm import serves_teacher
 from slime.config.batch import num_trainers
 from slime.config.initial_weights import model_folders
 from slime.driver.plan.plan import choose_rollout_backend, needs_engines, precisions
-from slime.engine.elastic.door import open_door
-from slime.engine.elastic.joined import JoinedEngines
-from slime.engine.elastic.listing import fleet_rows
-from slime.engine.elastic.wire import fleet_token, key_of_joined
+from slime.engine.elastic.fleet_cli import fleet_rows
+from slime.engine.elastic.handshake import fleet_token, key_of_joined
+from slime.engine.elastic.members import JoinedEngines
+from slime.engine.elastic.registration import open_door
 from slime.engine.fleet.engines import Engines, alone_engine
 from slime.engine.fleet.processes import EngineFleet
-from slime.engine.fleet.states import EngineStates, Load, ask_load
+from slime.engine.fleet.status import EngineStates, Load, ask_load
 from slime.engine.fleet.supervisor import Supervisor, Watch
 from slime.engine.http.errors import EngineError, EngineProtocolError
 from slime.engine.http.pool import EnginePool

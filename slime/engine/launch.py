@@ -10,7 +10,7 @@ from typing import NamedTuple
 from slime.cluster.devices import resolve_rollout_dtype, split_cores, threads_per_process
 from slime.cluster.node import Command, Node, Slot
 from slime.config import Config
-from slime.engine.http.key import key_variable
+from slime.engine.http.blocking import key_variable
 from slime.models.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from slime.models.shape import count_parameters
 

@@ -30,7 +30,7 @@ from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Keep, Sample
 from slime.data.trace import Span, trace_span
 from slime.data.validation import Bounds
-from slime.engine.http.key import engine_key
+from slime.engine.http.blocking import engine_key
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
 from slime.engine.sglang.router import RoutedPool

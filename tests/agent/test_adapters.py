@@ -15,8 +15,6 @@ import anthropic
 import numpy as np
 import openai
 import pytest
-
-from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter
 from slime.agent.adapters.common import (
     TurnRecord,
     call_sglang_generate,
@@ -26,8 +24,10 @@ from slime.agent.adapters.common import (
     tool_call_dict,
 )
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
+
+from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter
 from slime.data.sample import Sample
-from slime.engine.http.answers import parse_json
+from slime.engine.http.codec import parse_json
 from slime.errors import UserError
 from tests.agent.scripted_engine import ScriptedEngine, Turn, log_prob
 

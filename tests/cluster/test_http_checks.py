@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from slime.agent.server.app import AgentApp
-from slime.engine.elastic.shelf import Shelves
+from slime.engine.elastic.file_server import Shelves
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
 

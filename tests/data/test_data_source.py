@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.data_source import RolloutDataSourceWithBuffer as PluginSource
 
 from slime.config import Config, derive
 from slime.config.plugins.view import plugin_args
@@ -14,8 +16,6 @@ from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.driver.inputs import eval_prompts, open_data_source
 from slime.errors import UserError
-from slime.rollout.base_types import call_rollout_fn
-from slime.rollout.data_source import RolloutDataSourceWithBuffer as PluginSource
 
 ROWS = [{"input": f"question {number}", "answer": number, "metadata": {"n": [number]}} for number in range(7)]
 

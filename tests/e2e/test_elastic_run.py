@@ -20,10 +20,10 @@ import slime
 from slime.cluster.rpc.connect import TOKEN_VARIABLE
 from slime.config import Config, derive
 from slime.data.sample import Sample
-from slime.engine.elastic.join import Joiner, Session
-from slime.engine.elastic.wire import Disconnected, key_of_joined
+from slime.engine.elastic.handshake import Disconnected, key_of_joined
+from slime.engine.elastic.join_client import Joiner, Session
 from slime.engine.fleet.processes import EngineFleet
-from slime.engine.fleet.states import ask_load
+from slime.engine.fleet.status import ask_load
 from tests.e2e.runs import started, wait_until
 from tests.rows import long
 from tests.tiny_models import make_model_folder

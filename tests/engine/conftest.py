@@ -26,7 +26,7 @@ from tests.tiny_models import make_model_folder
 @pytest.fixture(autouse=True)
 def _patient_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks an engine for its load waits for the answer."""
-    monkeypatch.setattr("slime.engine.fleet.states._TIMEOUT_S", 120.0)
+    monkeypatch.setattr("slime.engine.fleet.status._TIMEOUT_S", 120.0)
 
 
 @pytest.fixture(scope="session")

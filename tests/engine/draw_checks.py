@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from slime.engine.embedded.model.cpu_sampler import temperature_of
 from slime.engine.embedded.model.runner import record_top
-from slime.engine.embedded.model.sampler import temperature_of
-from slime.engine.embedded.sampling.device import Launch, launch
-from slime.engine.embedded.sampling.draw import KernelDraw
-from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.sampling.penalties import Launch, launch
+from slime.engine.embedded.sampling.sampler import KernelDraw
+from slime.engine.embedded.scheduler import Sequence
 from tests.engine.drawing import batch_of, sequence, staying, wrong
 from tests.engine.table_body import decode_as_on_cuda
 from tests.engine.test_numbers import generate, prompt, running_core

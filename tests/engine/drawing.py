@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from slime.engine.embedded.model.body import DrawBatch
-from slime.engine.embedded.model.sampler import edit, temperature_of
+from slime.engine.embedded.model.cpu_sampler import edit, temperature_of
+from slime.engine.embedded.model.interface import DrawBatch
 from slime.engine.embedded.sampling_params import parse_sampling_params
-from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.scheduler import Sequence
 
 SLACK = 2e-5  # of the whole mass: what float32 may be off by
 

@@ -17,11 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from triton.runtime.interpreter import InterpretedFunction
 
-from slime.engine.embedded.fused.body import FusedBody
-from slime.engine.embedded.fused.compiling import compile_kernels
-from slime.engine.embedded.fused.families import block_of, together
+from slime.engine.embedded.fused.model import FusedBody, compile_kernels
+from slime.engine.embedded.fused.supported_models import block_of, together
 from slime.engine.embedded.model.attention import AttentionContext
-from slime.engine.embedded.model.extend_attention import ExtendTiles
+from slime.engine.embedded.model.prefill_kernels import ExtendTiles
 
 TINY: dict[str, Any] = {
     "vocab_size": 70, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,

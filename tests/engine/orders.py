@@ -30,8 +30,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from slime.cluster.memory.regions import HostRegion, aligned
 from slime.cluster.ports import free_port
 from slime.engine.embedded.__main__ import load
-from slime.engine.embedded.core import EngineCore
-from slime.engine.embedded.http.bridge import EngineBridge
+from slime.engine.embedded.engine import EngineCore
+from slime.engine.embedded.http.async_engine import EngineBridge
 from slime.engine.embedded.http.server import EngineServer
 from slime.engine.embedded.options import parse_options
 from slime.models.delta.apply import bytes_of, tensor_checksums

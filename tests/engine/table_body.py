@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.model.attention import Rules, _attention_spelled_out
-from slime.engine.embedded.model.body import DecodeBatch, Draw, DrawBatch
-from slime.engine.embedded.model.cuda import CudaDecoder
-from slime.engine.embedded.model.extend_attention import ExtendTiles
+from slime.engine.embedded.model.cpu_sampler import draw, draw_each
+from slime.engine.embedded.model.cuda_graphs import CudaDecoder
+from slime.engine.embedded.model.interface import DecodeBatch, Draw, DrawBatch
+from slime.engine.embedded.model.prefill_kernels import ExtendTiles
 from slime.engine.embedded.model.runner import ModelRunner, record_top
-from slime.engine.embedded.model.sampler import draw, draw_each
-from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.scheduler import Sequence
 
 
 class TableBody:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.engine import EngineCore
+from slime.engine.embedded.errors import BadRequest, Conflict
 from slime.engine.embedded.options import parse_options
-from slime.engine.embedded.refusals import BadRequest, Conflict
-from slime.engine.embedded.weights.groups import Announced
+from slime.engine.embedded.weights.process_groups import Announced
 from slime.models.peft_adapter import AdapterFacts, merged, tensor_names, write_adapter
 from tests.engine.conftest import EngineProcess
 from tests.tiny_models import make_model_folder

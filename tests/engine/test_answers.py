@@ -15,12 +15,12 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engine.embedded.http.pieces import Piece, columns
-from slime.engine.http.answers import parse_json, request_body, token_columns
-from slime.engine.http.calls import LONG_ANSWER_BYTES
+from slime.engine.embedded.http.responses import Piece, columns
 from slime.engine.http.client import EngineClient
+from slime.engine.http.codec import parse_json, request_body, token_columns
 from slime.engine.http.errors import EngineProtocolError
 from slime.engine.http.protocol import GenerateResult
+from slime.engine.http.transport import LONG_ANSWER_BYTES
 from tests.rows import examples
 
 plain = st.recursive(

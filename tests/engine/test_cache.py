@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engine.embedded.cache import KVCache
+from slime.engine.embedded.kv_cache import KVCache
 from tests.rows import examples
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.engine.embedded.capacity import affordable_slots, step_bytes
+from slime.engine.embedded.memory import affordable_slots, step_bytes
 from slime.engine.embedded.options import EngineOptions, parse_options
 from slime.errors import UserError
 from tests.tiny_models import SMALL

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime.engine.embedded.model.compiled import CompiledLayers, decoder_layers
+from slime.engine.embedded.model.cpu_layers import CompiledLayers, decoder_layers
 from slime.engine.embedded.model.runner import ModelRunner
 from tests.tiny_models import SMALL
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime.engine.embedded.model.cpu_layers import PackedLinear, inputs_of_linears, plain_rms_norm, prepare_layers
-from slime.engine.embedded.model.sampler import draw
+from slime.engine.embedded.model.cpu_sampler import draw
 from tests.tiny_models import SMALL
 
 needs_mkldnn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")

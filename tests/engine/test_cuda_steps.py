@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.options import parse_options
 from tests.engine.table_body import decode_as_on_cuda
 from tests.engine.test_numbers import generate, prompt, running_core

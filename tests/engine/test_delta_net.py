@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from slime.engine.embedded.core import EngineCore
-from slime.engine.embedded.model.delta_net import delta_rule, delta_step
+from slime.engine.embedded.engine import EngineCore
+from slime.engine.embedded.model.gated_delta_net import delta_rule, delta_step
 from slime.engine.embedded.options import parse_options
-from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.scheduler import Sequence
 from slime.errors import UserError
 from tests.engine.test_numbers import (
     ARCHITECTURES,

@@ -15,18 +15,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from slime.engine.embedded import loaded_engine
-from slime.engine.embedded.fused.families import block_of
-from slime.engine.embedded.loaded_model import LoadedModel, NamedWeights, PlainFolder, through_transformers
+from slime.engine.embedded import loader
+from slime.engine.embedded.errors import BadRequest
+from slime.engine.embedded.fused.supported_models import block_of
+from slime.engine.embedded.loader import LoadedModel, NamedWeights, PlainFolder, through_transformers
 from slime.engine.embedded.memory import EngineMemory
-from slime.engine.embedded.model.check import PlainNumbers, WrongNumbers
+from slime.engine.embedded.model.self_test import PlainNumbers, WrongNumbers
 from slime.engine.embedded.options import parse_options
-from slime.engine.embedded.refusals import BadRequest
 from slime.engine.embedded.tokenizer import plain_tokenizer
 from slime.engine.embedded.weights import folder as reading
 from slime.engine.embedded.weights import loading
-from slime.engine.embedded.weights.adapter import MergedAdapter
-from slime.engine.embedded.weights.views import OwnNames
+from slime.engine.embedded.weights.lora import MergedAdapter
+from slime.engine.embedded.weights.parameter_views import OwnNames
 from tests.engine.test_experts import FAMILIES
 from tests.tiny_models import make_model_folder, make_tokenizer
 
@@ -60,7 +60,7 @@ def test_the_server_and_a_fused_model_are_there_without_transformers(qwen3_folde
     program = f"""
 import sys, types, torch
 import slime.engine.embedded.__main__
-from slime.engine.embedded.loaded_model import PlainFolder
+from slime.engine.embedded.loader import PlainFolder
 from slime.engine.embedded.memory import EngineMemory
 from slime.engine.embedded.tokenizer import plain_tokenizer
 memory = object.__new__(EngineMemory)
@@ -262,9 +262,9 @@ def test_fused_kernels_that_compute_wrongly_are_given_up(qwen3_folder: Path, mon
             raise WrongNumbers("a test")
         compare(self, *engine)
 
-    monkeypatch.setattr(loaded_engine, "through_transformers", load)
+    monkeypatch.setattr(loader, "through_transformers", load)
     monkeypatch.setattr(PlainNumbers, "compare", wrong_at_first)
-    engine = loaded_engine.LoadedEngine(parse_options(["--model-path", str(qwen3_folder)]))
+    engine = loader.LoadedEngine(parse_options(["--model-path", str(qwen3_folder)]))
     engine.load("cpu")
     assert asked == [True, False]
     assert engine.model.block is None

@@ -20,10 +20,10 @@ import torch
 
 from slime.cli import main
 from slime.config import Config, derive
-from slime.engine.elastic.door import MARKER_FILE, Door, open_door
-from slime.engine.elastic.joined import Joined, JoinedEngines, Request
-from slime.engine.elastic.listing import fleet_rows
-from slime.engine.elastic.wire import TOKEN_FILE, Refused, fleet_token, key_of_joined
+from slime.engine.elastic.fleet_cli import fleet_rows
+from slime.engine.elastic.handshake import TOKEN_FILE, Refused, fleet_token, key_of_joined
+from slime.engine.elastic.members import Joined, JoinedEngines, Request
+from slime.engine.elastic.registration import MARKER_FILE, Door, open_door
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.fleet.supervisor import Watch
 from slime.engine.http.client import EngineClient

@@ -16,12 +16,12 @@ from aiohttp.test_utils import TestClient, TestServer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from slime.engine.embedded.core import EngineCore
-from slime.engine.embedded.http.bridge import EngineBridge
-from slime.engine.embedded.http.pieces import answer, whole
+from slime.engine.embedded.engine import EngineCore
+from slime.engine.embedded.http.async_engine import EngineBridge
 from slime.engine.embedded.http.requests import ModelFacts, parse_generate
+from slime.engine.embedded.http.responses import answer, whole
 from slime.engine.embedded.http.server import EngineServer
-from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.scheduler import Sequence
 from tests.engine.conftest import Waiter
 from tests.engine.test_numbers import prompt, running_core
 from tests.tiny_models import make_model_folder, make_tokenizer

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime.engine.embedded.fused.families import block_of, tensor_shapes, together
-from slime.engine.embedded.fused.plain import PlainModel
+from slime.engine.embedded.fused.reference import PlainModel
 from slime.engine.embedded.fused.rope import NotFused
-from slime.engine.embedded.fused.weights import one_view
+from slime.engine.embedded.fused.runner import one_view
+from slime.engine.embedded.fused.supported_models import block_of, tensor_shapes, together
 from slime.engine.embedded.memory import lay_together
-from slime.engine.embedded.model.check import PlainNumbers
-from slime.engine.embedded.weights.views import FolderViews
+from slime.engine.embedded.model.self_test import PlainNumbers
+from slime.engine.embedded.weights.parameter_views import FolderViews
 from tests.rows import long
 from tests.tiny_models import SMALL
 
@@ -152,9 +152,9 @@ def test_bodies_from_the_kernels_compute_what_transformers_does(cases: tuple[str
 
 ADDS = """\
 import torch
-from slime.engine.embedded.fused.experts import combine
-from slime.engine.embedded.fused.gemv import gemv
-from slime.engine.embedded.fused.norm import add_norm
+from slime.engine.embedded.fused.expert_kernels import combine
+from slime.engine.embedded.fused.mlp_kernels import gemv
+from slime.engine.embedded.fused.mlp_kernels import add_norm
 
 half = {"dtype": torch.float16}
 stream, out, ones = torch.full((3, 16), 2048.0), torch.empty(3, 16, **half), torch.ones(16, **half)
@@ -180,9 +180,9 @@ def test_what_layers_add_to_the_residual_stream_is_not_rounded_away() -> None:
 COMPILES = """\
 import sys, torch
 from triton.runtime.jit import JITFunction
-from slime.engine.embedded.fused.compiling import compile_kernels
-from slime.engine.embedded.fused.families import block_of
-from slime.engine.embedded.sampling.draw import KernelDraw
+from slime.engine.embedded.fused.model import compile_kernels
+from slime.engine.embedded.fused.supported_models import block_of
+from slime.engine.embedded.sampling.sampler import KernelDraw
 from slime.models.catalog import published_models
 
 asked = set()

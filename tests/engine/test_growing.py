@@ -14,14 +14,13 @@ import orjson
 import pytest
 from aiohttp import web
 
-from slime.engine.embedded.http.bridge import EngineBridge
+from slime.engine.embedded.http.async_engine import EngineBridge
 from slime.engine.embedded.http.requests import ModelFacts
 from slime.engine.embedded.http.server import EngineServer
 from slime.engine.embedded.options import parse_options
-from slime.engine.embedded.sequence import Sequence
-from slime.engine.http.client import EngineClient
+from slime.engine.embedded.scheduler import Sequence
+from slime.engine.http.client import EngineClient, Growing
 from slime.engine.http.errors import EngineFailed, EngineProtocolError, EngineUnreachable
-from slime.engine.http.growing import Growing
 from tests.engine.test_client import Server, call
 from tests.tiny_models import make_tokenizer
 

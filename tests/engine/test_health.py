@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.http import server as server_module
-from slime.engine.embedded.http.bridge import EngineBridge
+from slime.engine.embedded.http.async_engine import EngineBridge
 from slime.engine.embedded.http.requests import ModelFacts
 from slime.engine.embedded.http.server import EngineServer
 from slime.engine.fleet.supervisor import Supervisor, Watch
-from slime.engine.http.growing import Growing
+from slime.engine.http.client import Growing
 from slime.engine.http.pool import EnginePool
 from slime.rollout.loop import LoopThread
 from tests.engine.test_numbers import running_core

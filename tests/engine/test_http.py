@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
-from slime.engine.fleet.states import ask_load
+from slime.engine.fleet.status import ask_load
 from tests.engine.conftest import EngineProcess
 from tests.tiny_models import make_model_folder
 

@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroupGloo
 
 from slime.cluster.memory.regions import HostRegion, aligned
 from slime.cluster.ports import free_port
-from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.http.requests import ModelFacts, parse_generate
-from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.scheduler import Sequence
 from tests.engine.conftest import EngineProcess, Waiter
 from tests.engine.orders import rank_zero
 from tests.engine.test_numbers import generate, prompt, running_core

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slime.engine.embedded.model import extend_attention, kernels
+from slime.engine.embedded.model import decode_kernels, prefill_kernels
 
 POINTERS = {
     "Q": "bf16",
@@ -39,7 +39,7 @@ def in_triton(kernel: Any) -> str:
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"])
 
 
-@pytest.mark.parametrize("kernel", [kernels._decode_kernel, extend_attention._extend_kernel])
+@pytest.mark.parametrize("kernel", [decode_kernels._decode_kernel, prefill_kernels._extend_kernel])
 def test_a_head_begins_beyond_two_billion_numbers(kernel: Any) -> None:
     """128 heads of 192 for each of 100,000 slots, say."""
     code = in_triton(kernel)

@@ -15,7 +15,7 @@ import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np, torch
 from slime.engine.embedded.model import kernels
-from slime.engine.embedded.model.extend_attention import ExtendTiles, ExtendTuning, extend_attention
+from slime.engine.embedded.model.prefill_kernels import ExtendTiles, ExtendTuning, extend_attention
 from slime.engine.embedded.model.attention import Rules, _attention_spelled_out
 
 torch.manual_seed(int(sys.argv[1]))

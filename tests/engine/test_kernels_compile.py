@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from slime.engine.embedded.fused.compiling import compile_kernels
-from slime.engine.embedded.fused.families import block_of
-from slime.engine.embedded.sampling.draw import KernelDraw
+from slime.engine.embedded.fused.model import compile_kernels
+from slime.engine.embedded.fused.supported_models import block_of
+from slime.engine.embedded.sampling.sampler import KernelDraw
 from tests.gpu_compiler import compile_launches
 from tests.rows import some
 

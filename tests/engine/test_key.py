@@ -12,24 +12,23 @@ from typing import Any
 
 import aiohttp
 import pytest
+from slime.utils.http_utils import post
 
 from slime.config import Config, derive
 from slime.engine.embedded.__main__ import control_key, with_keys
-from slime.engine.embedded.core import EngineCore
-from slime.engine.embedded.http.bridge import EngineBridge
+from slime.engine.embedded.engine import EngineCore
+from slime.engine.embedded.http.async_engine import EngineBridge
 from slime.engine.embedded.http.server import EngineServer
 from slime.engine.embedded.options import parse_options
-from slime.engine.fleet.capabilities import probe
 from slime.engine.fleet.engines import Engines
-from slime.engine.fleet.external import ExternalEngines
-from slime.engine.fleet.states import Load, ask_load
+from slime.engine.fleet.external import ExternalEngines, probe
+from slime.engine.fleet.status import Load, ask_load
+from slime.engine.http.blocking import CONTROL_KEY_VARIABLE, KEY_VARIABLE, engine_key, key_variable, made_key
 from slime.engine.http.errors import EngineRejected
-from slime.engine.http.key import CONTROL_KEY_VARIABLE, KEY_VARIABLE, engine_key, key_variable, made_key
 from slime.engine.http.pool import EnginePool
 from slime.errors import UserError
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.trajectory import generate_and_rm_group
-from slime.utils.http_utils import post
 from tests.engine.conftest import EngineProcess
 
 KEY = "open-sesame"

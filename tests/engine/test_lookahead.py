@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.http.requests import ModelFacts, parse_generate
-from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.scheduler import Sequence
 from tests.engine.conftest import Waiter
 from tests.engine.test_numbers import generate, prompt, reference_logprobs, running_core
 from tests.tiny_models import make_model_folder, make_tokenizer

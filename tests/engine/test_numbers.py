@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from slime.engine.embedded.core import EngineCore, Work
+from slime.engine.embedded.engine import EngineCore, Work
 from slime.engine.embedded.http.requests import ModelFacts, parse_generate
 from slime.engine.embedded.model import attention
-from slime.engine.embedded.model.sampler import edit
+from slime.engine.embedded.model.cpu_sampler import edit
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.sampling_params import parse_sampling_params
-from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.scheduler import Sequence
 from slime.errors import UserError
 from slime.models import small
 from tests.engine.conftest import Waiter

@@ -14,9 +14,9 @@ from typing import Any
 import openai
 import pytest
 
-from slime.engine.embedded.http.chat import chat_text, forced_call
-from slime.engine.embedded.http.fields import Fields
-from slime.engine.embedded.refusals import BadRequest
+from slime.engine.embedded.errors import BadRequest
+from slime.engine.embedded.http.http_io import Fields
+from slime.engine.embedded.http.openai import chat_text, forced_call
 from tests.engine.conftest import EngineProcess
 from tests.migration.scripted import make_scripted_model
 from tests.tiny_models import make_tokenizer

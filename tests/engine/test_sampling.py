@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from slime.engine.embedded.model.sampler import draw_each
-from slime.engine.embedded.refusals import BadRequest
+from slime.engine.embedded.errors import BadRequest
+from slime.engine.embedded.model.cpu_sampler import draw_each
 from slime.engine.embedded.sampling_params import parse_sampling_params
-from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.scheduler import Sequence
 
 VOCAB = 12
 

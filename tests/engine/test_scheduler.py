@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from slime.engine.embedded.cache import KVCache
-from slime.engine.embedded.core import EngineCore
+from slime.engine.embedded.engine import EngineCore
+from slime.engine.embedded.executor import Counters, Steps
+from slime.engine.embedded.kv_cache import KVCache
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.sampling_params import SamplingParams
-from slime.engine.embedded.scheduler import GrowthEstimate, Scheduler, Turns
-from slime.engine.embedded.sequence import Sequence
-from slime.engine.embedded.steps import Counters, Steps
+from slime.engine.embedded.scheduler import GrowthEstimate, Scheduler, Sequence, Turns
 
 PROMPT, LIMIT = 64, 512
 FULL = Turns.mixed_tokens  # of an extend step that a crowd fills

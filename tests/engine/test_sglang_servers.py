@@ -14,22 +14,20 @@ from typing import Any
 
 import pytest
 import yaml
+from slime.utils.http_utils import get_model_url
 
 from slime.cluster.node import Slot
 from slime.config import Config
 from slime.engine.fleet.backend import choose_backend, choose_router, installed_sglang
-from slime.engine.fleet.capabilities import Capabilities, probe, without_missing
 from slime.engine.fleet.engines import Engines, check_engines, count_engines
-from slime.engine.fleet.external import ExternalEngines
+from slime.engine.fleet.external import Capabilities, ExternalEngines, probe, without_missing
 from slime.engine.fleet.processes import EngineFleet
-from slime.engine.http.key import KEY_VARIABLE
-from slime.engine.http.plain_http import NoAnswer, ask
+from slime.engine.http.blocking import KEY_VARIABLE, NoAnswer, ask
 from slime.engine.sglang.installed import SGLANG, find_installed, installed_version
 from slime.engine.sglang.router import RoutedPool, RouterDied
 from slime.errors import RunFailed, UserError
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.trajectory import generate_and_rm_group
-from slime.utils.http_utils import get_model_url
 from tests.cluster.nodes import FarNode
 from tests.engine.fake_packages import write_packages
 from tests.tiny_models import make_tokenizer

@@ -14,13 +14,13 @@ import torch
 
 from slime.cluster.memory.cuda_driver import CudaRefused
 from slime.engine.embedded.__main__ import load, main
-from slime.engine.embedded.core import EngineCore
-from slime.engine.embedded.http.pieces import final_text
+from slime.engine.embedded.engine import EngineCore
+from slime.engine.embedded.errors import BadRequest
 from slime.engine.embedded.http.requests import parse_generate
-from slime.engine.embedded.loaded_engine import LoadedEngine
+from slime.engine.embedded.http.responses import final_text
+from slime.engine.embedded.loader import LoadedEngine
 from slime.engine.embedded.options import parse_options
-from slime.engine.embedded.refusals import BadRequest
-from slime.engine.embedded.text import FinalText
+from slime.engine.embedded.tokenizer import FinalText
 from slime.errors import UserError
 from tests.tiny_models import make_model_folder
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime.engine.fleet.states import EngineStates, Load, ask_load, load_in
+from slime.engine.fleet.status import EngineStates, Load, ask_load, load_in
 from slime.engine.fleet.supervisor import Supervisor, Watch
 
 

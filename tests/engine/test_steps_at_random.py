@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.engine.embedded.cache import KVCache
+from slime.engine.embedded.executor import Counters, Steps
+from slime.engine.embedded.kv_cache import KVCache
 from slime.engine.embedded.sampling_params import SamplingParams
-from slime.engine.embedded.scheduler import Extend, Scheduler
-from slime.engine.embedded.sequence import Sequence
-from slime.engine.embedded.steps import Counters, Steps
+from slime.engine.embedded.scheduler import Extend, Scheduler, Sequence
 
 VOCAB, STOP = 50, 7
 

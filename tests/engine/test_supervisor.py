@@ -17,7 +17,7 @@ import pytest
 
 from slime.config import Config, derive
 from slime.engine.fleet.processes import EngineFleet
-from slime.engine.fleet.states import ask_load
+from slime.engine.fleet.status import ask_load
 from slime.engine.fleet.supervisor import EnginesGivenUp, Supervisor, Watch
 from slime.engine.http.client import Growing
 from slime.engine.http.errors import EngineError

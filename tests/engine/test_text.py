@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.engine.embedded.text import FinalText, TextStream
+from slime.engine.embedded.tokenizer import FinalText, TextStream
 from tests.tiny_models import make_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from slime.cluster.ports import free_port
-from slime.engine.embedded.refusals import NotArrived
-from slime.engine.embedded.weights import groups as module
-from slime.engine.embedded.weights.groups import Announced, Rendezvous, WeightGroups
+from slime.engine.embedded.errors import NotArrived
+from slime.engine.embedded.weights import process_groups as module
+from slime.engine.embedded.weights.process_groups import Announced, Rendezvous, WeightGroups
 from tests.e2e.runs import wait_until
 from tests.engine.orders import rank_zero
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.engine.embedded.core import PAUSE_MODES, EngineCore
+from slime.engine.embedded.engine import PAUSE_MODES, EngineCore
+from slime.engine.embedded.errors import BadRequest
 from slime.engine.embedded.options import parse_options
-from slime.engine.embedded.refusals import BadRequest
-from slime.engine.embedded.weights.groups import Announced
+from slime.engine.embedded.weights.process_groups import Announced
 from tests.tiny_models import make_model_folder
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -15,12 +15,12 @@ from aiohttp import web
 
 from slime.cluster.http_server import Connections
 from slime.engine.embedded.__main__ import bind, listen, take_short_turns
-from slime.engine.embedded.http.pieces import TokenJson, answer, final_text, whole
+from slime.engine.embedded.http.json_writer import AnswerWriter
 from slime.engine.embedded.http.requests import GenerateRequest
-from slime.engine.embedded.http.writer import AnswerWriter
+from slime.engine.embedded.http.responses import TokenJson, answer, final_text, whole
 from slime.engine.embedded.sampling_params import SamplingParams
-from slime.engine.embedded.sequence import Sequence
-from slime.engine.embedded.text import FinalText
+from slime.engine.embedded.scheduler import Sequence
+from slime.engine.embedded.tokenizer import FinalText
 
 
 class Words:

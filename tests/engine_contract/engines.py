@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 from slime.config import Config
 from slime.engine.fleet.processes import EngineFleet
+from slime.engine.http.blocking import authorization
 from slime.engine.http.client import EngineClient
-from slime.engine.http.key import authorization
 from tests.e2e.runs import wait_until
 
 SGLANG_PYTHON = os.environ.get("SLIME_SGLANG_PYTHON")

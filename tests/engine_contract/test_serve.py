@@ -15,7 +15,7 @@ import pytest
 
 import slime
 from slime.cluster.child_env import kept_key
-from slime.engine.http.plain_http import ask
+from slime.engine.http.blocking import ask
 from slime.errors import UserError
 from tests.e2e.runs import Running, started, wait_until
 from tests.engine_contract.engines import ENGINES, engine_flags

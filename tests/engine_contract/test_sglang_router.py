@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from slime.config import Config
-from slime.engine.fleet.capabilities import PAUSE_MODES, UPDATE_ROUTES, probe
-from slime.engine.http.plain_http import NoAnswer, ask
+from slime.engine.fleet.external import PAUSE_MODES, UPDATE_ROUTES, probe
+from slime.engine.http.blocking import NoAnswer, ask
 from slime.engine.http.protocol import generate_payload
 from slime.engine.sglang.router import RoutedPool, RouterDied, SglangRouter
 from tests.engine_contract.engines import Engine, after_first_tokens, engine_flags

@@ -3,14 +3,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from slime.rollout.rm_hub.f1 import f1_score, normalize_answer
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_answer
 
 from slime.rollout.rewards.dapo import dapo_reward
 from slime.rollout.rewards.f1 import f1_reward
 from slime.rollout.rewards.gpqa import gpqa_reward
 from slime.rollout.rewards.random import random_reward
-from slime.rollout.rm_hub.f1 import f1_score, normalize_answer
-from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
-from slime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_answer
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def engine(make_engine):
 def make_runtime(model_folder, monkeypatch):
     """`make_runtime(urls, **flags)`: a bound runtime over those engines; engine retries do not wait."""
     monkeypatch.setattr("slime.rollout.asking.FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr("slime.engine.http.calls.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("slime.engine.http.transport.FIRST_BACKOFF_S", 0.01)
     runtimes = []
 
     def make(urls, **flags):

@@ -5,6 +5,7 @@ import gc
 import threading
 
 import pytest
+from slime.rollout.sglang_rollout import generate_rollout
 
 from slime.config import Config
 from slime.data.sample import Sample
@@ -13,7 +14,6 @@ from slime.rollout.gate import Gate, SampleClock, SampleTimeout
 from slime.rollout.loop import LoopThread
 from slime.rollout.rewards.errors import RewardError
 from slime.rollout.rewards.hub import RewardHub
-from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.types import leaves
 from tests.rollout.clocks import ClockAhead
 

@@ -4,6 +4,7 @@ import base64
 
 import numpy as np
 import pytest
+from slime.utils.http_utils import post
 
 from slime.data.sample import Sample
 from slime.engine.http.protocol import (
@@ -15,7 +16,6 @@ from slime.engine.http.protocol import (
     sampling_seed,
     was_aborted,
 )
-from slime.utils.http_utils import post
 
 
 def part(ids, finish, version, **meta):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from slime.rollout.report.pulse import Beat, Pulse
 from slime.rollout.sglang_rollout import generate_rollout
+
+from slime.rollout.report.pulse import Beat, Pulse
 
 
 def test_counts_follow_the_samples() -> None:

@@ -7,14 +7,14 @@ import threading
 
 import pytest
 from aiohttp import web
-
-from slime.engine.http.errors import EngineRejected, EngineTimeout, EngineUnreachable
-from slime.rollout.loop import LoopThread
-from slime.rollout.runtime import newest_runtime, runtime_for
 from slime.utils import http_utils
 from slime.utils.async_utils import AsyncLoopThread, get_async_loop, run
 from slime.utils.http_utils import get, get_model_url, get_rollout_num_engines, post
 from slime.utils.misc import SingletonMeta, load_function
+
+from slime.engine.http.errors import EngineRejected, EngineTimeout, EngineUnreachable
+from slime.rollout.loop import LoopThread
+from slime.rollout.runtime import newest_runtime, runtime_for
 
 
 async def value(x):
@@ -208,7 +208,6 @@ def test_functions_and_singletons(write_plugin):
 
 def test_images_become_data_urls():
     from PIL import Image  # matplotlib brings it
-
     from slime.utils.processing_utils import encode_image_for_rollout_engine
 
     url = encode_image_for_rollout_engine(Image.new("L", (2, 2)))

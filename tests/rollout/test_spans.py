@@ -1,10 +1,10 @@
 """What the default rollout notes in the traces of its samples, where dumps are made of them."""
 
 import pytest
-
-from slime.data.sample import Sample
 from slime.rollout.base_types import leaves
 from slime.rollout.sglang_rollout import generate_and_rm, generate_rollout
+
+from slime.data.sample import Sample
 
 GROUP_REWARD = "async def f(args, samples):\n    return [1.0] * len(samples)\n"
 ONE, GROUP = "reward_model", "group_reward_model"

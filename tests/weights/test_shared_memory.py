@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.cluster.memory.regions import HostRegion
-from slime.engine.embedded.refusals import BadRequest
-from slime.engine.embedded.weights.groups import Announced
-from slime.engine.embedded.weights.shared import HostMemory, SharedMemory
-from slime.engine.embedded.weights.views import FolderViews
+from slime.engine.embedded.errors import BadRequest
+from slime.engine.embedded.weights.ipc import HostMemory, SharedMemory
+from slime.engine.embedded.weights.parameter_views import FolderViews
+from slime.engine.embedded.weights.process_groups import Announced
 from slime.train.sending.sharing import SharedWeights
 from tests.tiny_models import make_model_folder
 from tests.weights.model_source import OneRank

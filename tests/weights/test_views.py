@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from slime.engine.embedded.weights.views import FolderViews, NoLayout, _regular, folder_layout
+from slime.engine.embedded.weights.parameter_views import FolderViews, NoLayout, _regular, folder_layout
 from tests.train.tiny_training import CONFIGS, SIZES, build_model
 
 

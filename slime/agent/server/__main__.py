@@ -19,7 +19,7 @@ from typing import Any
 from slime.agent.server.serve import serve
 from slime.agent.server.settings import ServerSettings
 from slime.cluster.http_server import ClientNoise
-from slime.engine.http.key import KEY_VARIABLE
+from slime.engine.http.blocking import KEY_VARIABLE
 from slime.errors import UserError
 
 SWITCH_S = 0.001

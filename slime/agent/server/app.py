@@ -32,7 +32,7 @@ from slime.agent.session.limits import SessionRefusal
 from slime.agent.session.rendering import TemplateRefused
 from slime.cluster.http_checks import no_foreign_pages
 from slime.cluster.http_server import Connections
-from slime.engine.http.answers import parse_json
+from slime.engine.http.codec import parse_json
 
 MOST_NOTES = 100
 """Different notes about the requests of one session that are logged."""

@@ -14,7 +14,7 @@ from slime.agent.server.dialects import Kind
 from slime.agent.server.listeners import hand_over
 from slime.agent.server.settings import AGENTS, CONTROL, LISTENERS, Opening
 from slime.data.buffer.codec import Codec
-from slime.engine.http.key import authorization
+from slime.engine.http.blocking import authorization
 
 CALL_TIMEOUT_S = 120.0
 

@@ -15,8 +15,8 @@ import aiohttp
 
 from slime.cluster.ports import free_range, host_address, port_is_free
 from slime.config.plugins.view import num_engines
+from slime.engine.http.blocking import authorization
 from slime.engine.http.errors import EngineError, EngineFailed, EngineRejected, EngineTimeout, EngineUnreachable
-from slime.engine.http.key import authorization
 from slime.engine.http.protocol import error_message
 from slime.rollout.requests import answer_to, get_model_url
 from slime.rollout.runtime import key_behind

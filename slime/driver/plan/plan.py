@@ -41,7 +41,7 @@ from slime.driver.plan.schedule import batch_rows, check_one_machine, length_row
 from slime.engine.fleet.backend import EMBEDDED, EXTERNAL, SGLANG_SERVER, choose_backend
 from slime.engine.fleet.engines import check_engines, count_engines, refuse_quantised
 from slime.engine.fleet.external import ExternalEngines
-from slime.engine.http.plain_http import why_unreachable
+from slime.engine.http.blocking import why_unreachable
 from slime.engine.launch import EMBEDDED_PARSERS
 from slime.errors import UserError
 from slime.models.shape import ModelShape, check_context_parallel

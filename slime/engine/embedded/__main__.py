@@ -26,11 +26,11 @@ from slime.cluster.http_server import BACKLOG, ClientNoise, Connections, most_co
 from slime.cluster.ports import is_loopback
 from slime.cluster.watchdog import ending_signals
 from slime.config.model_folder import check_model_folder
-from slime.engine.embedded.core import EngineCore
-from slime.engine.embedded.http.bridge import EngineBridge, in_daemon_thread
+from slime.engine.embedded.engine import EngineCore
+from slime.engine.embedded.http.async_engine import EngineBridge, in_daemon_thread
 from slime.engine.embedded.http.requests import ModelFacts
 from slime.engine.embedded.http.server import EngineServer
-from slime.engine.embedded.loaded_model import ids_in
+from slime.engine.embedded.loader import ids_in
 from slime.engine.embedded.options import EngineOptions, parse_options
 from slime.engine.embedded.tokenizer import ChatTokenizer, NoTokenizer, plain_tokenizer
 from slime.errors import UserError

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from slime.engine.embedded.refusals import BadRequest, LeftOut, is_neutral, shown
+from slime.engine.embedded.errors import BadRequest, LeftOut, is_neutral, shown
 
 
 @dataclass(frozen=True, slots=True)

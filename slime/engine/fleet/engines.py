@@ -26,10 +26,9 @@ from slime.engine.fleet.backend import (
     choose_router,
     installed_sglang,
 )
-from slime.engine.fleet.capabilities import Capabilities, EngineKind, probe, without_missing
-from slime.engine.fleet.external import ExternalEngines
+from slime.engine.fleet.external import Capabilities, EngineKind, ExternalEngines, probe, without_missing
 from slime.engine.fleet.processes import EngineFleet, refuse_for_embedded
-from slime.engine.http.key import engine_key, made_key
+from slime.engine.http.blocking import engine_key, made_key
 from slime.engine.sglang.launch import check_server_flags
 from slime.engine.sglang.router import SglangRouter, external_router, installed_router
 from slime.engine.sglang.topology import DEFAULT_MODEL, ServedModel, read_topology, simple_model

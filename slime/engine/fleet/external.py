@@ -6,17 +6,142 @@ vocabulary as `--hf-checkpoint`; otherwise the run ends with the reason before a
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slime.config import Config
-from slime.engine.fleet.capabilities import Capabilities, probe
-from slime.engine.http.key import engine_key
-from slime.engine.http.plain_http import NoAnswer, ask
+from slime.engine.http.blocking import KEY_VARIABLE, NoAnswer, ask, engine_key
 from slime.engine.launch import Launch
 from slime.errors import RunFailed, UserError
 from slime.models.folder import read_config_json
+
+# What a running engine can do, asked of the engine itself; and what a run does without what is missing.
+#
+# Invariant: a feature that an engine lacks is either replaced by a weaker one, with a sentence that says so, or
+# refused before the first rollout. Nothing is assumed from a version number.
+
+EngineKind = Literal["embedded", "sglang"]
+PAUSE_MODES = ("abort", "in_place", "retract")
+UPDATE_ROUTES = {
+    "disk": "/update_weights_from_disk",
+    "tensor": "/update_weights_from_disk",
+    "nccl": "/update_weights_from_distributed",
+}
+"""What each transport calls on an SGLang server; shared memory is read as a folder, since its own way takes pickles."""
+_EMBEDDED = "slime-embedded"
+_PROBE = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}, "return_logprob": True}
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """One engine's answers."""
+
+    kind: EngineKind
+    version: str
+    model_path: str
+    pause_modes: frozenset[str] = frozenset(PAUSE_MODES)
+    transports: frozenset[str] = frozenset(UPDATE_ROUTES)
+    releases_memory: bool = True
+    echoes_weight_version: bool = True
+    returns_log_probs: bool = True
+    returns_routed_experts: bool = True
+
+    def __str__(self) -> str:
+        return f"{'SGLang' if self.kind == 'sglang' else 'the embedded engine'} {self.version}"
+
+
+def probe(url: str, *, generate: bool = True, timeout_s: float = 60.0, api_key: str | None = None) -> Capabilities:
+    """Ask one engine; `generate` samples one token to see what its answers carry (not with disaggregated servers)."""
+    info = _object(url, "/server_info", timeout_s, api_key)
+    if info.get("engine") == _EMBEDDED:
+        return Capabilities("embedded", str(info["version"]), str(info["model_path"]))
+    version = str(info.get("version", "of unknown version"))
+    described = _object(url, "/openapi.json", timeout_s, api_key, optional=True)
+    routes = set(described.get("paths", {}))
+    meta = _sampled_meta(url, timeout_s, api_key) if generate else None
+    return Capabilities(
+        kind="sglang",
+        version=version,
+        model_path=str(info.get("model_path", "")),
+        pause_modes=frozenset(_pause_modes(described)) if routes else frozenset(PAUSE_MODES),
+        transports=frozenset(name for name, route in UPDATE_ROUTES.items() if not routes or route in routes),
+        releases_memory=not routes or "/release_memory_occupation" in routes,
+        echoes_weight_version=meta is None or "weight_version" in meta,
+        returns_log_probs=meta is None or isinstance(meta.get("output_token_logprobs"), list),
+        returns_routed_experts=info.get("enable_return_routed_experts") is True,
+    )
+
+
+def without_missing(config: Config, engines: Sequence[Capabilities]) -> tuple[Config, list[str]]:
+    """The config that all these engines can serve, and a sentence for each thing that was given up."""
+    changes: dict[str, Any] = {}
+    sentences: list[str] = []
+    for engine in engines:
+        if not engine.returns_log_probs:
+            raise RunFailed(
+                f"{engine} returns no log-probs with its tokens, and training needs them: use a newer version"
+            )
+        if config.use_rollout_routing_replay and not engine.returns_routed_experts:
+            raise UserError(
+                f"{engine} does not say which experts its routers chose, which --use-rollout-routing-replay trains "
+                "with: start it with --enable-return-routed-experts"
+            )
+        if config.update_weight_pause_mode not in engine.pause_modes:
+            changes["update_weight_pause_mode"] = "abort"
+            sentences.append(
+                f"{engine} cannot pause by {config.update_weight_pause_mode}: running requests are aborted at an "
+                "update and continued by the rollout"
+            )
+        if config.update_weight_transport in set(UPDATE_ROUTES) - engine.transports:
+            changes["update_weight_transport"] = "disk"
+            sentences.append(
+                f"{engine} takes no weights by {config.update_weight_transport}: they go through files instead"
+            )
+        if config.lora_rank and config.lora_sync == "adapter" and engine.kind == "sglang":
+            changes["lora_sync"] = "merged"
+            sentences.append(f"{engine} adds an adapter only in requests that name it: it gets the merged weights")
+        if config.offload_rollout and not engine.releases_memory:
+            changes["offload_rollout"] = False
+            sentences.append(f"{engine} cannot release its memory: it keeps it while the trainers work")
+        if not engine.echoes_weight_version:
+            sentences.append(f"{engine} does not name the weight version of an answer: samples carry none")
+    return config.replace(**changes), list(dict.fromkeys(sentences))
+
+
+def _object(url: str, path: str, timeout_s: float, api_key: str | None, *, optional: bool = False) -> dict[str, Any]:
+    try:
+        status, answer = ask("GET", url + path, timeout_s=timeout_s, api_key=api_key)
+    except NoAnswer as error:
+        raise RunFailed(f"engine {url} did not answer {path}: {error}") from error
+    if status == 200 and isinstance(answer, dict):
+        return answer
+    if optional:
+        return {}
+    if status in (401, 403):
+        how = "takes another API key than" if api_key is not None else "wants an API key: put it into"
+        raise UserError(f"the engine at {url} {how} the environment variable {KEY_VARIABLE}")
+    raise RunFailed(f"engine {url} answered {path} with status {status}: it speaks no dialect of SGLang that is known")
+
+
+def _sampled_meta(url: str, timeout_s: float, api_key: str | None) -> dict[str, Any]:
+    try:
+        status, answer = ask("POST", f"{url}/generate", _PROBE, timeout_s=timeout_s, api_key=api_key)
+    except NoAnswer as error:
+        raise RunFailed(f"engine {url} did not answer its first request: {error}") from error
+    if status != 200 or not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
+        raise RunFailed(f"engine {url} answered its first request with status {status}: {str(answer)[:400]}")
+    return dict(answer["meta_info"])
+
+
+def _pause_modes(described: dict[str, Any]) -> Iterable[str]:
+    if "/pause_generation" not in described["paths"]:
+        return ()
+    schema = described.get("components", {}).get("schemas", {}).get("PauseGenerationReqInput", {})
+    return schema.get("properties", {}).get("mode", {}).get("enum", ("abort",))
+
 
 FLAG = "--rollout-external-engine-addrs"
 _TIMEOUT_S = 30.0

@@ -24,8 +24,7 @@ from slime.cluster.process import ProcessSet
 from slime.cluster.watchdog import WaitTimeout, expired, raise_failures, waiting
 from slime.config import Config
 from slime.engine.fleet.backend import EMBEDDED, choose_backend, installed_sglang
-from slime.engine.http.key import made_key
-from slime.engine.http.plain_http import NoAnswer, ask
+from slime.engine.http.blocking import NoAnswer, ask, made_key
 from slime.engine.launch import EMBEDDED_PARSERS, Launch, Ports, Seat, embedded_launch
 from slime.engine.sglang.installed import Installed
 from slime.engine.sglang.launch import check_server_flags, places, sglang_launch

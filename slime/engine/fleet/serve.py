@@ -22,7 +22,7 @@ from slime.config import Config
 from slime.config.parser import parse_flags
 from slime.engine.fleet.backend import choose_backend
 from slime.engine.fleet.engines import Engines, check_engines
-from slime.engine.http.key import KEY_VARIABLE
+from slime.engine.http.blocking import KEY_VARIABLE
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
 from slime.engine.launch import engine_url

@@ -19,7 +19,7 @@ import numpy as np
 
 from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN
 from slime.data.routed_experts import flat_experts
-from slime.engine.http.answers import token_columns
+from slime.engine.http.codec import token_columns
 from slime.engine.http.errors import EngineProtocolError
 
 PauseMode = Literal["abort", "in_place", "retract"]

@@ -19,15 +19,21 @@ import aiohttp
 from slime.cluster.ports import free_ports, require_free_port
 from slime.cluster.process import ChildProcess
 from slime.config import Config
+from slime.engine.http.blocking import KEY_VARIABLE, NoAnswer, ask
 from slime.engine.http.client import EngineClient, GenerateResult
 from slime.engine.http.errors import EngineError
-from slime.engine.http.key import KEY_VARIABLE
-from slime.engine.http.plain_http import NoAnswer, ask
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import ROUTING_KEY_HEADER
 from slime.engine.launch import Launch, engine_url
-from slime.engine.sglang.flags import OF_THE_ROUTER, Flags, check_flags, keyed_words, router_flags, write_flags
 from slime.engine.sglang.installed import ROUTER, Installed, find_installed
+from slime.engine.sglang.launch import (
+    OF_THE_ROUTER,
+    Flags,
+    check_flags,
+    keyed_words,
+    router_flags,
+    write_flags,
+)
 from slime.errors import RunFailed, UserError
 
 FORWARDED_FIELDS = frozenset(

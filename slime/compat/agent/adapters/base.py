@@ -28,7 +28,7 @@ from slime.agent.session.rendering import TemplateRefused
 from slime.agent.session.tree import Turn
 from slime.cluster.http_checks import foreign, no_foreign_pages
 from slime.data.sample import Sample
-from slime.engine.http.answers import parse_json
+from slime.engine.http.codec import parse_json
 from slime.engine.http.pool import EnginePool
 from slime.engine.sglang.router import RoutedPool
 from slime.models.parsers.formats import Formats

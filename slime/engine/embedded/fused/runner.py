@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import numpy as np
+import torch
 from torch import nn
 
-from slime.engine.embedded.fused.families import Block
+from slime.engine.embedded.fused.supported_models import (
+    EMBEDDING,
+    FINAL_NORM,
+    Block,
+    Experts,
+    expert_names,
+    layer_names,
+)
 from slime.engine.embedded.model.attention import LayerShape
 from slime.engine.embedded.model.experts import RoutedExperts
 from slime.engine.embedded.model.runner import ModelRunner
@@ -26,3 +37,100 @@ class FusedRunner(ModelRunner):
         self._head = OutputHead()
         self._projection = nn.Linear(block.hidden, block.vocab, bias=False, device="meta")
         self._projection.weight = weights.get_parameter(block.head_name)
+
+
+# The weights of a fused model, found under the names of its folder.
+#
+# Invariant: nothing is copied. A product of several of the folder's tensors reads one matrix that is a view over them,
+# which is why they must lie one behind the other (`families.together`); whoever writes to a tensor of the folder
+# changes what is multiplied.
+
+
+@dataclass(frozen=True)
+class Product:
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x @ weight.T + bias; of `meta` tensors room for it: torch would import sympy, seconds, to find its shape."""
+        if x.is_meta:
+            return x.new_empty(len(x), len(self.weight)) if out is None else out
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+
+@dataclass(frozen=True)
+class Dense:
+    gate_up: Product
+    down: Product
+
+
+@dataclass(frozen=True)
+class Sparse:
+    router: Product  # [E, H]
+    gate_up: torch.Tensor  # [E, 2 * width, H]
+    down: torch.Tensor  # [E, H, width]
+
+
+@dataclass(frozen=True)
+class Layer:
+    norm: torch.Tensor
+    qkv: Product
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Product
+    mlp_norm: torch.Tensor
+    mlp: Dense | Sparse
+    window: int
+
+
+class FusedWeights:
+    def __init__(self, block: Block, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.embedding = tensors[EMBEDDING]
+        self.norm = tensors[FINAL_NORM]
+        self.head = tensors[block.head_name]
+        self.layers = [_layer(block, layer, tensors) for layer in range(block.layers)]
+
+
+def _layer(block: Block, layer: int, tensors: Mapping[str, torch.Tensor]) -> Layer:
+    def joined(projection: str, kind: str = "weight") -> torch.Tensor:
+        return one_view([tensors[name] for name in layer_names(layer, projection, kind)])
+
+    def product(projection: str, has_bias: bool) -> Product:
+        return Product(joined(projection), joined(projection, "bias") if has_bias else None)
+
+    def sparse(experts: Experts) -> Sparse:
+        gate_up, down = (
+            one_view([tensors[name] for name in expert_names(layer, experts.count, part)]).unflatten(
+                0, (experts.count, -1)
+            )
+            for part in ("gate_up", "down")
+        )
+        return Sparse(product("router", has_bias=False), gate_up, down)
+
+    return Layer(
+        norm=joined("norm"),
+        qkv=product("qkv", block.qkv_bias),
+        q_norm=joined("q_norm") if block.qk_norm else None,
+        k_norm=joined("k_norm") if block.qk_norm else None,
+        out=product("out", block.out_bias),
+        mlp_norm=joined("mlp_norm"),
+        mlp=sparse(block.experts)
+        if block.experts is not None and block.sparse[layer]
+        else Dense(product("gate_up", block.mlp_bias), product("down", block.mlp_bias)),
+        window=block.windows[layer],
+    )
+
+
+def one_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All of them as one tensor, one behind the other along the first axis."""
+    first, after = tensors[0], tensors[0].data_ptr()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    if first.is_meta:
+        return torch.empty(rows, *first.shape[1:], dtype=first.dtype, device="meta")
+    for tensor in tensors:
+        if tensor.data_ptr() != after or not tensor.is_contiguous() or tensor.shape[1:] != first.shape[1:]:
+            raise ValueError("weights that are multiplied in one product do not lie one behind the other")
+        after += tensor.nbytes
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())

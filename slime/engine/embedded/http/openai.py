@@ -3,25 +3,230 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import orjson
 from aiohttp import web
+from jinja2.exceptions import TemplateError
 
-from slime.engine.embedded.http.bridge import EngineBridge, Finished
-from slime.engine.embedded.http.chat import chat_text, forced_call
-from slime.engine.embedded.http.fields import Fields
-from slime.engine.embedded.http.pieces import Piece, whole
-from slime.engine.embedded.http.reply import Reading, Reply, reading_of
+from slime.data.chat_template import checked_messages, is_conversation
+from slime.engine.embedded.errors import BadRequest, is_neutral, shown
+from slime.engine.embedded.http.async_engine import EngineBridge, Finished
+from slime.engine.embedded.http.http_io import Fields, event_stream, json_answer, json_body, send_event
 from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
-from slime.engine.embedded.http.wire import event_stream, json_answer, json_body, send_event
-from slime.engine.embedded.refusals import BadRequest, is_neutral, shown
-from slime.engine.embedded.sequence import Sequence
-from slime.models.parsers.formats import call_opening, opens_reasoning
+from slime.engine.embedded.http.responses import Piece, whole
+from slime.engine.embedded.scheduler import Sequence
+from slime.errors import UserError
+from slime.models.parsers.events import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Event,
+    OutputParser,
+    Reasoning,
+    Text,
+    gathered,
+)
+from slime.models.parsers.formats import Formats, call_opening, make_parser, opens_reasoning
+
+# From OpenAI's `messages`, `tools` and `chat_template_kwargs` to the text of a prompt.
+#
+# Invariant: the text is what the model's own chat template makes of them. A request chooses what the template reads,
+# never the template itself nor how it is applied.
+
+
+def chat_text(tokenizer: Any, fields: Fields) -> str:
+    """The prompt of a chat request, up to where the assistant begins."""
+    if tokenizer.chat_template is None:
+        raise BadRequest("this model's tokenizer has no chat template: use /v1/completions or /generate")
+    if "chat_template" in fields:
+        raise BadRequest("chat_template: this engine uses the model's own template", "chat_template")
+    messages, tools, extra = _messages(fields), _tools(fields), _template_kwargs(tokenizer, fields)
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False, **extra)
+    except (TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as cause:
+        raise BadRequest(f"the chat template refused the messages: {cause}", "messages") from cause
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    messages = fields.body.get("messages")
+    if not isinstance(messages, list) or not is_conversation(messages):
+        raise BadRequest("messages must be a non-empty list of objects with a role", "messages")
+    try:
+        checked = checked_messages(messages, "messages")
+    except UserError as cause:
+        raise BadRequest(str(cause), "messages") from cause
+    return [_with_arguments(message) for message in checked]
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates read the arguments of a tool call as an object; OpenAI sends the JSON text of one."""
+    calls = message.get("tool_calls")
+    if calls is None:
+        return message
+    if not isinstance(calls, list):
+        raise BadRequest(f"tool_calls must be a list, not {shown(calls)}", "messages")
+    return {**message, "tool_calls": [_call(call) for call in calls]}
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadRequest(f"a tool call must have a function with a name, not {shown(call)}", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments)
+    elif arguments is not None and not isinstance(arguments, Mapping):
+        raise BadRequest(f"the arguments of a tool call must be JSON text, not {shown(arguments)}", "messages")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _parsed(text: str) -> Any:
+    """The object in a call's arguments; what a model wrote wrongly stays the text that it wrote."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def forced_call(fields: Fields) -> tuple[bool, str | None]:
+    """Whether the answer must be a call, and of which tool if the request names one."""
+    choice, tools = fields.body.get("tool_choice"), _tools(fields)
+    if choice in (None, "auto", "none"):
+        return False, None
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if choice != "required" and name not in [tool["function"]["name"] for tool in tools or ()]:
+        raise BadRequest(
+            f"tool_choice must be auto, none, required or one of the tools, not {shown(choice)}", "tool_choice"
+        )
+    if not tools:
+        raise BadRequest("tool_choice required: the request has no tools", "tool_choice")
+    return True, name
+
+
+def _tools(fields: Fields) -> list[Any] | None:
+    tools, choice = fields.body.get("tools"), fields.body.get("tool_choice")
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise BadRequest(f"tools must be a list of functions, not {shown(tools)}", "tools")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRequest(
+                f'a tool must be {{"type": "function", "function": {{"name": ...}}}}, not {shown(tool)}', "tools"
+            )
+    return None if choice == "none" else tools or None
+
+
+def _template_kwargs(tokenizer: Any, fields: Fields) -> dict[str, Any]:
+    extra = fields.body.get("chat_template_kwargs") or {}
+    if not isinstance(extra, Mapping):
+        raise BadRequest(f"chat_template_kwargs must be an object, not {shown(extra)}", "chat_template_kwargs")
+    reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
+    if taken := sorted(reserved & extra.keys()):
+        raise BadRequest(f"chat_template_kwargs may not set {taken[0]}", "chat_template_kwargs")
+    return dict(extra)
+
+
+# A model's answer as a message of OpenAI's, whole or in the pieces of a stream.
+#
+# Invariant: the pieces of a stream, put together, are the message that the whole answer would have been, but for a
+# call that broke off after its name: its beginning was sent, and all of it follows as text.
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers to one chat are read. `opening` is the end of the prompt, where that begins a call already."""
+
+    formats: Formats
+    tools: Sequence[Mapping[str, Any]] = ()
+    starts_in_reasoning: bool = False
+    opening: str = ""
+
+    @property
+    def has_marks(self) -> bool:
+        return self.formats != Formats()
+
+    def reply(self) -> Reply:
+        """An answer that begins."""
+        if not self.has_marks:
+            return Reply(None)
+        parser = make_parser(self.formats, tools=self.tools, starts_in_reasoning=self.starts_in_reasoning)
+        return Reply(parser, parser.feed(self.opening))
+
+
+def reading_of(formats: Formats, given: Mapping[str, Any], *, separate_reasoning: bool) -> Reading:
+    """Calls are looked for in chats with tools, and reasoning is told apart unless the request says otherwise."""
+    tools = [] if given.get("tool_choice") == "none" else given.get("tools") or []
+    if not tools:
+        formats = replace(formats, tool=None)
+    return Reading(formats if separate_reasoning else replace(formats, reasoning=None), tools)
+
+
+class Reply:
+    """One choice of an answer, from its text; without a parser the text is all there is."""
+
+    def __init__(self, parser: OutputParser | None, told: Sequence[Event] = ()) -> None:
+        self._parser = parser
+        self._told = list(told)
+        self._is_new = True
+        self.calls = 0
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The whole of it."""
+        output = gathered(self._events(text, ends=True))
+        message: dict[str, Any] = {"role": "assistant", "content": output.text}
+        if output.reasoning is not None:
+            message["reasoning_content"] = output.reasoning
+        if output.calls:
+            message["content"] = output.text or None
+            message["tool_calls"] = [
+                _call_reply(place, call.id, call.name, call.arguments) for place, call in enumerate(output.calls)
+            ]
+        return message
+
+    def delta(self, text: str, *, ends: bool) -> dict[str, Any]:
+        """What is new with this text."""
+        events = self._events(text, ends=ends)
+        said = "".join(event.text for event in events if isinstance(event, Text))
+        thought = "".join(event.text for event in events if isinstance(event, Reasoning))
+        calls: dict[int, dict[str, Any]] = {}
+        for event in events:
+            if isinstance(event, CallBegun):
+                calls[event.index] = _call_reply(event.index, event.id, event.name, "")
+            elif isinstance(event, CallArguments):
+                call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += event.text
+        delta: dict[str, Any] = {"role": "assistant"} if self._is_new else {}
+        self._is_new = False
+        delta["content"] = said if said or not (thought or calls) else None
+        if thought:
+            delta["reasoning_content"] = thought
+        if calls:
+            delta["tool_calls"] = list(calls.values())
+        return delta
+
+    def _events(self, text: str, *, ends: bool) -> list[Event]:
+        if self._parser is None:
+            return [Text(text)]
+        events = [*self._told, *self._parser.feed(text), *(self._parser.end() if ends else ())]
+        self._told.clear()
+        self.calls += sum(isinstance(event, CallEnded) for event in events)
+        return events
+
+
+def _call_reply(index: int, id_: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"index": index, "id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",

@@ -16,20 +16,21 @@ from aiohttp import web
 import slime
 from slime.cluster.http_checks import Refusal, foreign, not_json, shows_key
 from slime.cluster.http_server import Connections
-from slime.engine.embedded.core import PAUSE_MODES
-from slime.engine.embedded.http.bodies import announced, group_name, memory_tags, rendezvous, shared_memory
-from slime.engine.embedded.http.bridge import EngineBridge, Finished, in_daemon_thread
+from slime.engine.embedded.engine import PAUSE_MODES
+from slime.engine.embedded.errors import BadRequest, NotArrived
+from slime.engine.embedded.http.async_engine import EngineBridge, Finished, in_daemon_thread
+from slime.engine.embedded.http.http_io import error_answer, event_stream, json_answer, json_body, send_event
 from slime.engine.embedded.http.openai import OpenAIRoutes
-from slime.engine.embedded.http.pieces import TokenJson, answer, column_answer, whole
-from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
-from slime.engine.embedded.http.wire import (
-    error_answer,
-    event_stream,
-    json_answer,
-    json_body,
-    send_event,
+from slime.engine.embedded.http.requests import (
+    GenerateRequest,
+    announced,
+    group_name,
+    memory_tags,
+    parse_generate,
+    rendezvous,
+    shared_memory,
 )
-from slime.engine.embedded.refusals import BadRequest, NotArrived
+from slime.engine.embedded.http.responses import TokenJson, answer, column_answer, whole
 
 log = logging.getLogger(__name__)
 
@@ -318,7 +319,7 @@ class EngineServer:
             raise
 
     async def update_weights_from_handle(self, request: web.Request) -> web.Response:
-        """A bucket in the memory of a process of this machine (`slime.engine.embedded.weights.shared`). It is opened
+        """A bucket in the memory of a process of this machine (`slime.engine.embedded.weights.ipc`). It is opened
         before the engine's thread hears of it, which is disturbed for the copy alone."""
         body = await json_body(request)
         memory, bucket = shared_memory(body), announced(body)

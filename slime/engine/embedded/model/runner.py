@@ -22,15 +22,14 @@ from slime.engine.embedded.model.attention import (
     Zeros,
     group_spans,
     register_attention,
+    replace_indexers,
     zeros_on,
 )
 from slime.engine.embedded.model.cpu_layers import inputs_of_linears, prepare_layers
-from slime.engine.embedded.model.delta_net import adopt_states, lay_out
+from slime.engine.embedded.model.cpu_sampler import draw, draw_each, temperature_of, uniforms
 from slime.engine.embedded.model.experts import watch_experts
-from slime.engine.embedded.model.sampler import draw, draw_each, temperature_of, uniforms
-from slime.engine.embedded.model.sparse import replace_indexers
-from slime.engine.embedded.scheduler import Extend
-from slime.engine.embedded.sequence import Sequence
+from slime.engine.embedded.model.gated_delta_net import adopt_states, lay_out
+from slime.engine.embedded.scheduler import Extend, Sequence
 from slime.errors import UserError
 from slime.models.heads import OutputHead, output_projection
 

@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from slime.engine.embedded.refusals import BadRequest, Conflict, HalfWritten, shown
-from slime.engine.embedded.weights.views import FolderViews
+from slime.engine.embedded.errors import BadRequest, Conflict, HalfWritten, shown
+from slime.engine.embedded.weights.parameter_views import FolderViews
 from slime.errors import UserError
 from slime.models.delta.folder import BadDelta, DeltaIndex, OtherBase, delta_entries
 from slime.models.folder import read_config_json

@@ -1,0 +1,145 @@
+"""Folders of the driver's machine that joined engines may fetch, and how they are fetched.
+
+Invariant: only files that were listed are given out, to whoever has the ticket of a session; and a folder that was
+fetched has the names, sizes and checksums that were listed, or it is not there.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import xxhash
+from aiohttp import web
+
+from slime.cluster.http_checks import shows_key
+from slime.engine.http.blocking import authorization
+from slime.errors import RunFailed
+
+FILES = "/files/{shelf}/{name:.+}"
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One file: its name inside the folder, how large it is, and its checksum where it was computed."""
+
+    name: str
+    size: int
+    checksum: str | None = None
+
+    @classmethod
+    def from_json(cls, value: Any) -> Listed:
+        """From a message; a name must stay inside the folder."""
+        name, size, checksum = value
+        path = Path(str(name))
+        if path.is_absolute() or ".." in path.parts or not isinstance(size, int) or size < 0:
+            raise ValueError(f"no file of a folder: {value!r}")
+        return cls(str(path), size, None if checksum is None else str(checksum))
+
+    def to_json(self) -> list[Any]:
+        return [self.name, self.size, self.checksum]
+
+
+def listed(folder: Path, *, checksums: bool) -> list[Listed]:
+    """Every file of a folder but hidden ones."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    inside = [(path, path.relative_to(folder)) for path in files]
+    return [
+        Listed(str(name), path.stat().st_size, _checksum(path) if checksums else None)
+        for path, name in inside
+        if not any(part.startswith(".") for part in name.parts)
+    ]
+
+
+def digest(files: Sequence[Listed]) -> str:
+    """One name for a folder with exactly these files."""
+    return xxhash.xxh3_128(repr([one.to_json() for one in files]).encode()).hexdigest()
+
+
+class Shelves:
+    """What can be fetched now; one per door."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, Path] = {}
+        self._tickets: set[str] = set()
+
+    def put(self, shelf: str, folder: Path) -> None:
+        self._folders[shelf] = folder
+
+    def clear(self, shelf: str) -> None:
+        self._folders.pop(shelf, None)
+
+    def admit(self, ticket: str) -> None:
+        """Whoever shows this may fetch."""
+        self._tickets.add(ticket)
+
+    def dismiss(self, ticket: str) -> None:
+        self._tickets.discard(ticket)
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """One file."""
+        if not any(shows_key(request.headers, ticket) for ticket in self._tickets):
+            raise web.HTTPUnauthorized
+        folder, name = self._folders.get(request.match_info["shelf"]), Path(request.match_info["name"])
+        if folder is None or name.is_absolute() or any(part.startswith(".") for part in name.parts):
+            raise web.HTTPNotFound
+        path = folder / name
+        if not path.is_file():
+            raise web.HTTPNotFound
+        return web.FileResponse(path, chunk_size=_CHUNK)
+
+
+class FetchFailed(RunFailed):
+    """A folder did not come whole."""
+
+
+async def fetch(url: str, ticket: str, shelf: str, files: Sequence[Listed], folder: Path) -> None:
+    """Bring a listed folder to `folder`, which appears when all of it is there."""
+    unfinished = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+    try:
+        unfinished.mkdir(parents=True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=120)
+        async with aiohttp.ClientSession(headers=authorization(ticket), timeout=timeout) as session:
+            for one in files:
+                await _fetch_file(session, f"{url}/files/{shelf}/{one.name}", one, unfinished / one.name)
+        _put_in_place(unfinished, folder)
+    except (OSError, aiohttp.ClientError, TimeoutError) as error:
+        raise FetchFailed(f"{folder.name} did not come whole: {error or type(error).__name__}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _put_in_place(unfinished: Path, folder: Path) -> None:
+    if not folder.is_dir():  # somebody else may have been faster
+        unfinished.rename(folder)
+
+
+async def _fetch_file(session: aiohttp.ClientSession, url: str, one: Listed, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    size, summed = 0, xxhash.xxh3_128()
+    async with session.get(url) as response:
+        response.raise_for_status()
+        with target.open("wb") as out:
+            async for chunk in response.content.iter_chunked(_CHUNK):
+                out.write(chunk)
+                size += len(chunk)
+                if one.checksum is not None:
+                    summed.update(chunk)
+    if size != one.size:
+        raise FetchFailed(f"{one.name} came with {size} bytes in place of {one.size}")
+    if one.checksum not in (None, summed.hexdigest()):
+        raise FetchFailed(f"{one.name} came with other bytes than it was sent with")
+
+
+def _checksum(path: Path) -> str:
+    summed = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            summed.update(chunk)
+    return summed.hexdigest()

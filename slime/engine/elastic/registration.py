@@ -1,0 +1,324 @@
+"""The door of a run (`--fleet-address`): engines come in here, and `slime fleet` asks who is there.
+
+Invariant: nobody is heard without the run's token. The server has a thread and an event loop of its own, so that
+neither the files it gives out nor those who knock hold up the rollout; what a guest does wrong ends his session only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import json
+import logging
+import secrets
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from slime.cluster.http_checks import no_foreign_pages
+from slime.cluster.ports import host_address
+from slime.cluster.watchdog import background
+from slime.engine.elastic.file_server import FILES, Shelves, listed
+from slime.engine.elastic.handshake import (
+    ADDRESS_FILE,
+    HEARTBEAT_S,
+    MOST_MESSAGE_BYTES,
+    PATH,
+    TOKEN_FILE,
+    Disconnected,
+    Message,
+    Refused,
+    admitted,
+    fleet_token,
+    received,
+    split_address,
+    url_of,
+)
+from slime.engine.elastic.members import Joined, JoinedEngines, Request
+from slime.errors import RunFailed, UserError
+
+T = TypeVar("T")
+
+FLAG = "--fleet-address"
+MODEL_SHELF = "model"
+MARKER_FILE = "fleet.marker"
+"""Whoever can read it sees the folder of weights."""
+_START_S = 30.0
+_FETCH_S = 3600.0
+_MOST_GUESTS = 1024
+
+logger = logging.getLogger(__name__)
+
+
+def open_door(
+    address: str,
+    run_dir: Path,
+    joined: JoinedEngines,
+    *,
+    model: str | None,
+    staged_in: Path | None,
+    rows: Callable[[], list[dict[str, Any]]],
+) -> Door:
+    """The door of a run at `--fleet-address`; the run folder says where it is for as long as it is open."""
+    assert model is not None, "a run with engines has a model"
+    host, port = split_address(f":{address}" if ":" not in address else address, FLAG)
+    marker = (staged_in or run_dir).absolute() / MARKER_FILE
+    return Door(
+        host, port, fleet_token(run_dir), joined=joined, model=Path(model), marker=marker, run_dir=run_dir, rows=rows
+    )
+
+
+class Door:
+    """Listens from the constructor on; `address` is where. `rows` says who is in the fleet."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        *,
+        joined: JoinedEngines,
+        model: Path,
+        marker: Path,
+        run_dir: Path,
+        rows: Callable[[], list[dict[str, Any]]],
+    ) -> None:
+        self._where, self._token = (host, port), token
+        self._joined, self._model, self._rows = joined, model, rows
+        self._marker, self._proof = marker, secrets.token_hex(16)
+        marker.write_text(self._proof)
+        self.shelves = Shelves()
+        self._sessions: dict[web.WebSocketResponse, _Session] = {}
+        self._listing: asyncio.Task[list[Any]] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._started: concurrent.futures.Future[tuple[str, int]] = concurrent.futures.Future()
+        self._waiters = ThreadPoolExecutor(_MOST_GUESTS, "fleet-guest")
+        self._said_goodbye = False
+        self._thread = background("fleet-door", self._run)
+        try:
+            host, port = self._started.result(_START_S)
+        except OSError as error:
+            self._marker.unlink(missing_ok=True)
+            self._thread.close()
+            raise UserError(
+                f"--fleet-address {host}:{port}: a server cannot listen there ({error.strerror or error}): choose "
+                "another one"
+            ) from error
+        self.address = url_of(host_address() if host in ("0.0.0.0", "::") else host, port).removeprefix("http://")
+        self._told_in = run_dir / ADDRESS_FILE
+        self._told_in.write_text(json.dumps({"address": self.address}) + "\n")
+        self.invitation = f"slime serve --join {self.address} --join-token-file {run_dir.absolute() / TOKEN_FILE}"
+
+    def close(self, *, goodbye: bool = True) -> None:
+        """Let nobody in any more; guests are told that the run is over, or else wait for it to come back."""
+        self._said_goodbye = goodbye
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_START_S)
+        self._thread.close()
+        self._marker.unlink(missing_ok=True)
+        self._told_in.unlink(missing_ok=True)
+
+    def across(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run something in the door's event loop, from any other thread."""
+        return asyncio.run_coroutine_threadsafe(coro, self._loop)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._waiters.shutdown(wait=False)
+            self._loop.close()
+
+    def without_waiting(self, coro: Coroutine[Any, Any, None]) -> None:
+        """The same, for what nobody waits for; nothing once the door is closed."""
+        if self._loop.is_closed():
+            coro.close()
+        else:
+            self.across(coro)
+
+    async def _serve(self) -> None:
+        app = web.Application(middlewares=[no_foreign_pages])
+        app.router.add_get(PATH, self._knock)
+        app.router.add_get(FILES, self.shelves.serve)
+        self.shelves.put(MODEL_SHELF, self._model)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, *self._where).start()
+        except OSError as error:
+            self._started.set_exception(error)
+            await runner.cleanup()
+            return
+        self._started.set_result(runner.addresses[0][:2])
+        await self._stop.wait()
+        for session in list(self._sessions.values()):
+            await session.end("goodbye" if self._said_goodbye else "away", "the run is over")
+        await runner.cleanup()
+
+    async def _knock(self, request: web.Request) -> web.StreamResponse:
+        ws = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=MOST_MESSAGE_BYTES)
+        await ws.prepare(request)
+        hello = await admitted(ws, self._token)
+        if hello is None:
+            logger.warning("%s knocked without the token of this run", request.remote)
+        else:
+            try:
+                await self._heard(ws, hello)
+            except (Disconnected, ConnectionError):
+                pass  # whoever leaves like this has said what he had to
+            except UserError as error:
+                await _say(ws, {"kind": "refused", "why": str(error)})
+        await ws.close()
+        return ws
+
+    async def _heard(self, ws: web.WebSocketResponse, hello: Message) -> None:
+        wants = hello.get("wants")
+        if wants == "list":
+            await ws.send_json({"kind": "fleet", "engines": await asyncio.to_thread(self._rows)})
+        elif wants == "terms":
+            await self._give_terms(ws)
+        elif wants == "drain":
+            await self._ask_to_leave(ws, str(hello.get("name")))
+        elif wants == "join":
+            request = Request.from_message(hello, life=self._joined.life, proof=self._proof)
+            await self._host(_Session(self, ws), request)
+        else:
+            raise Refused(f"nobody here knows what {wants!r} means: install the run's version of slime")
+
+    async def _give_terms(self, ws: web.WebSocketResponse) -> None:
+        """What an engine has to be like, and the model folder for who lacks it."""
+        ticket = secrets.token_urlsafe(24)
+        self.shelves.admit(ticket)
+        try:
+            await ws.send_json({"kind": "terms", "ticket": ticket, "marker": str(self._marker), **self._joined.terms()})
+            while (await received(ws)).get("kind") == "model":
+                await ws.send_json({"kind": "model", "files": await self._model_listing()})
+        finally:
+            self.shelves.dismiss(ticket)
+
+    async def _model_listing(self) -> list[Any]:
+        """Computed once, for all who ask."""
+        if self._listing is None:
+            self._listing = asyncio.ensure_future(
+                asyncio.to_thread(lambda: [one.to_json() for one in listed(self._model, checksums=True)])
+            )
+        return await asyncio.shield(self._listing)
+
+    async def _ask_to_leave(self, ws: web.WebSocketResponse, name: str) -> None:
+        member = self._joined.find(name)
+        session = next((one for one in self._sessions.values() if one.member is member), None)
+        if member is None or session is None:
+            raise Refused(f"no engine called {name} has joined this run: slime fleet lists them")
+        await _say(session.ws, {"kind": "drain"})
+        await ws.send_json({"kind": "asked"})
+
+    async def _host(self, session: _Session, request: Request) -> None:
+        """A joined engine, from its coming to its going."""
+        self._sessions[session.ws] = session
+        self.shelves.admit(session.ticket)
+        joining = asyncio.ensure_future(self._blocking(self._joined.join, request, session))
+        listening = asyncio.ensure_future(session.listened())  # from now on: it may have to fetch weights to join
+        try:
+            await asyncio.wait((joining, listening), return_when=asyncio.FIRST_COMPLETED)
+            if joining.done():
+                session.member = joining.result()
+                await session.ws.send_json({"kind": "joined", "name": session.member.name, "life": self._joined.life})
+            await listening
+            await self._blocking(self._joined.leave, await joining)
+            await _say(session.ws, {"kind": "left"})
+        finally:
+            listening.cancel()
+            del self._sessions[session.ws]
+            self.shelves.dismiss(session.ticket)
+            await asyncio.shield(self._see_off(session, joining))
+
+    async def _see_off(self, session: _Session, joining: asyncio.Future[Joined]) -> None:
+        """Whatever ended the session, the engine is not in the pool any more."""
+        session.is_over("its connection broke")
+        try:
+            member = await joining
+        except (RunFailed, UserError):
+            return
+        if not self._stop.is_set():
+            await self._blocking(self._joined.lost, member, "its connection broke")
+
+    async def _blocking(self, function: Callable[..., T], *args: Any) -> T:
+        """In a thread that files do not wait for: what joins waits for updates, which may wait for files."""
+        return await self._loop.run_in_executor(self._waiters, function, *args)
+
+
+class _Session:
+    """The connection of one joined engine."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, door: Door, ws: web.WebSocketResponse) -> None:
+        self._door, self.ws = door, ws
+        self.ticket = secrets.token_urlsafe(24)
+        self.member: Joined | None = None
+        self._fetching: dict[int, asyncio.Future[str]] = {}
+
+    async def listened(self) -> None:
+        """Hear the engine out until it wants to leave."""
+        while True:
+            message = await received(self.ws)
+            kind = message.get("kind")
+            if kind == "leave":
+                return
+            waiting = self._fetching.pop(message["id"], None) if isinstance(message.get("id"), int) else None
+            if waiting is not None and not waiting.done():
+                if kind == "fetched":
+                    waiting.set_result(str(message.get("folder")))
+                else:
+                    waiting.set_exception(RunFailed(f"its machine could not fetch them: {message.get('why')}"))
+
+    def is_over(self, why: str) -> None:
+        """Nobody fetches any more."""
+        for waiting in self._fetching.values():
+            if not waiting.done():
+                waiting.set_exception(RunFailed(why))
+        self._fetching.clear()
+
+    async def end(self, kind: str, why: str) -> None:
+        await _say(self.ws, {"kind": kind, "why": why})
+        await self.ws.close()
+
+    # as the guest of others' threads
+
+    async def fetch(self, folder: Path) -> str:
+        files = await asyncio.to_thread(listed, folder, checksums=False)
+        return await asyncio.wrap_future(self._door.across(self._fetch(folder, [one.to_json() for one in files])))
+
+    async def forget(self, folder: str) -> None:
+        await asyncio.wrap_future(self._door.across(_say(self.ws, {"kind": "forget", "folder": folder})))
+
+    def dismiss(self, why: str) -> None:
+        self._door.without_waiting(self.end("dismissed", why))
+
+    async def _fetch(self, folder: Path, files: list[Any]) -> str:
+        number = next(self._numbers)
+        waiting = self._fetching[number] = asyncio.get_running_loop().create_future()
+        self._door.shelves.put(str(number), folder)
+        try:
+            async with asyncio.timeout(_FETCH_S):
+                await _say(self.ws, {"kind": "fetch", "id": number, "files": files, "ticket": self.ticket})
+                return await waiting
+        except TimeoutError as error:
+            raise RunFailed(f"its machine did not fetch them within {_FETCH_S:g} s") from error
+        finally:
+            self._door.shelves.clear(str(number))
+            self._fetching.pop(number, None)
+
+
+async def _say(ws: web.WebSocketResponse, message: Message) -> None:
+    """Send it, if anybody is there to hear it."""
+    try:
+        await ws.send_json(message)
+    except (ConnectionError, RuntimeError):
+        logger.debug("nobody heard %s", message.get("kind"))

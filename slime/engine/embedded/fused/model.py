@@ -1,0 +1,243 @@
+"""A model's step from a few large kernels and cuBLAS: fused products, norms with the residual stream, one attention.
+
+Up to two sequences decode through our own products, which read each weight once and compute the norm, the gate and the
+sum around it; more go through cuBLAS. Prompt tokens take cuBLAS and the attention kernel for prompts.
+Invariant: `decode` reads and writes fixed addresses only, so that it can be captured. What it computes of a sequence
+does not depend on the others, beyond floating-point rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime.cluster.garbage_collection import collector_at_rest
+from slime.engine.embedded.fused import attention_kernels, mlp_kernels
+from slime.engine.embedded.fused.attention_kernels import DecodeScratch, Heads
+from slime.engine.embedded.fused.expert_kernels import combine, route
+from slime.engine.embedded.fused.mlp_kernels import add_norm, begin, swiglu
+from slime.engine.embedded.fused.runner import Dense, FusedWeights, Layer, Product, Sparse
+from slime.engine.embedded.fused.supported_models import Block, tensor_shapes
+from slime.engine.embedded.model.attention import AttentionContext
+from slime.engine.embedded.model.expert_kernels import experts_product
+from slime.engine.embedded.model.interface import DecodeBatch
+from slime.engine.embedded.model.prefill_kernels import ExtendTiles, extend_attention
+
+if TYPE_CHECKING:
+    from slime.engine.embedded.model.experts import RoutedExperts
+    from slime.engine.embedded.model.interface import DecodeBatch
+
+
+class FusedBody:
+    """`context` has the KV slots and the table; at most `most` sequences of `positions` tokens decode at once.
+
+    `routed` is told which experts tokens go to.
+    """
+
+    fewest_rows = 1
+    extends_in_graphs = True
+
+    def __init__(
+        self,
+        block: Block,
+        tensors: Mapping[str, torch.Tensor],
+        context: AttentionContext,
+        *,
+        most: int,
+        positions: int,
+        routed: RoutedExperts | None = None,
+    ) -> None:
+        self._weights = FusedWeights(block, tensors)
+        self._block, self._context = block, context
+        self._shape = Heads(block.heads, block.kv_heads, block.head_dim, block.eps)
+        device, dtype = self._weights.embedding.device, self._weights.embedding.dtype
+        self._angles = block.rope.tables(block.head_dim, positions, dtype, device)
+        self._scratch = DecodeScratch(self._shape, most, positions, device)
+        self._positions = positions
+        self._few = 0 if block.experts is not None else mlp_kernels.most_tokens(block.hidden, block.intermediate)
+        self._routed = routed if block.experts is not None else None
+        if block.experts is not None:
+            self._counts = torch.zeros(block.experts.count, dtype=torch.int32, device=device)
+
+        def room(width: int, kind: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros(most, width, dtype=kind, device=device)
+
+        self._stream = room(block.hidden, torch.float32)
+        self._normed, self._delta = room(block.hidden), room(block.hidden)
+        self._qkv, self._mixed = room(block.qkv_rows), room(block.heads * block.head_dim)
+        self._gate_up, self._inner = room(2 * block.intermediate), room(block.intermediate)
+        self._logits = room(block.vocab, torch.float32)
+
+    def decode(self, batch: DecodeBatch) -> torch.Tensor:
+        """fp32 logits `[b, V]`, until the next call."""
+        b = batch.rows.shape[0]
+        few, weights = b <= self._few, self._weights
+        self._context.slots = batch.slots
+        pdl = b == 1 and few
+        begin(
+            batch.known, batch.tokens, batch.rows, batch.lens, batch.slots, self._context.table, weights.embedding,
+            weights.layers[0].norm, self._stream[:b], None if few else self._normed[:b], self._block.eps, pdl=pdl,
+        )  # fmt: skip
+        for index, layer in enumerate(weights.layers):
+            if few:
+                self._few_tokens(index, layer, batch, pdl)
+            else:
+                self._many_tokens(index, layer, batch)
+        logits = self._logits[:b]
+        if few:
+            mlp_kernels.gemv(self._stream[:b], weights.head, logits, norm=weights.norm, eps=self._block.eps, pdl=pdl)
+        else:
+            _project(self._normed[:b], weights.head, logits)
+        return logits
+
+    def _attend(self, index: int, layer: Layer, batch: DecodeBatch, pdl: bool) -> torch.Tensor:
+        b, context = batch.rows.shape[0], self._context
+        attention_kernels.decode(
+            self._qkv[:b], context.keys[index], context.values[index], self._mixed[:b], context.table, batch.rows,
+            batch.lens, layer.q_norm, layer.k_norm, self._angles, self._scratch, self._shape, window=layer.window,
+            parts=attention_kernels.parts_for(b, self._shape, self._positions), pdl=pdl,
+        )  # fmt: skip
+        return self._mixed[:b]
+
+    def _few_tokens(self, index: int, layer: Layer, batch: DecodeBatch, pdl: bool) -> None:
+        b, eps = batch.rows.shape[0], self._block.eps
+        stream, inner = self._stream[:b], self._inner[:b]
+
+        def product(x: torch.Tensor, by: Product, out: torch.Tensor, **how: Any) -> None:
+            mlp_kernels.gemv(x, by.weight, out, bias=by.bias, eps=eps, pdl=pdl, **how)
+
+        product(stream, layer.qkv, self._qkv[:b], norm=layer.norm)
+        product(self._attend(index, layer, batch, pdl), layer.out, stream, add=True)
+        assert isinstance(layer.mlp, Dense)
+        product(stream, layer.mlp.gate_up, inner, norm=layer.mlp_norm, gate=True)
+        product(inner, layer.mlp.down, stream, add=True)
+
+    def _many_tokens(self, index: int, layer: Layer, batch: DecodeBatch) -> None:
+        b, eps = batch.rows.shape[0], self._block.eps
+        stream, normed, delta = self._stream[:b], self._normed[:b], self._delta[:b]
+        layer.qkv(normed, self._qkv[:b])
+        layer.out(self._attend(index, layer, batch, False), delta)
+        add_norm(delta, stream, layer.mlp_norm, normed, eps)
+        if isinstance(layer.mlp, Sparse):
+            self._experts(index, layer.mlp, stream, normed)
+            return
+        swiglu(layer.mlp.gate_up(normed, self._gate_up[:b]), self._inner[:b])
+        layer.mlp.down(self._inner[:b], delta)
+        add_norm(delta, stream, self._norm_behind(index), normed, eps)
+
+    def _experts(self, index: int, mlp: Sparse, stream: torch.Tensor, normed: torch.Tensor) -> None:
+        """What the experts make of `normed` goes into `stream`, and that through the norm behind it into `normed`."""
+        facts = self._block.experts
+        assert facts is not None
+        found = route(mlp.router(normed), self._counts, facts.topk, normalised=facts.normalised)
+        if self._routed is not None:
+            self._routed.note(index, found.index, facts.count)
+        tiles = (found.order, found.ends, found.tile_ends, found.tile_expert, found.rows, facts.topk)
+        gate_up = experts_product(normed, mlp.gate_up, None, *tiles, True, False)
+        inner = gate_up.new_empty(len(gate_up), facts.width)
+        swiglu(gate_up, inner)
+        products = experts_product(inner, mlp.down, None, *tiles, False, False)
+        combine(products, found.weights, stream, self._norm_behind(index), normed, self._counts, self._block.eps)
+
+    def _norm_behind(self, index: int) -> torch.Tensor:
+        """The norm that comes after a layer."""
+        layers = self._weights.layers
+        return layers[index + 1].norm if index + 1 < len(layers) else self._weights.norm
+
+    def extend(
+        self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, tiles: ExtendTiles
+    ) -> torch.Tensor:
+        """Last hidden states `[T, H]`, after the final norm; the table has the slots of all tokens that are seen."""
+        context, eps, shape = self._context, self._block.eps, self._shape
+        context.slots = slots
+        normed, tokens = self._weights.embedding.index_select(0, ids), len(ids)
+        stream = normed.to(torch.float32, copy=True)
+        queries = normed.new_empty(tokens, shape.heads, shape.dim)
+        inner = normed.new_empty(tokens, self._block.intermediate)
+        add_norm(None, stream, self._weights.layers[0].norm, normed, eps)
+        for index, layer in enumerate(self._weights.layers):
+            keys, values = context.keys[index], context.values[index]
+            attention_kernels.keep(
+                layer.qkv(normed), queries, keys, values, slots, positions, layer.q_norm, layer.k_norm, self._angles,
+                shape,
+            )  # fmt: skip
+            mixed = extend_attention(queries, keys, values, context.table, tiles, None, shape.scale, 0.0, layer.window)
+            add_norm(layer.out(mixed.view(tokens, -1)), stream, layer.mlp_norm, normed, eps)
+            if isinstance(layer.mlp, Sparse):
+                self._experts(index, layer.mlp, stream, normed)
+                continue
+            swiglu(layer.mlp.gate_up(normed), inner)
+            add_norm(layer.mlp.down(inner), stream, self._norm_behind(index), normed, eps)
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 `[T, V]` of last hidden states."""
+        out = torch.empty(len(hidden), self._block.vocab, dtype=torch.float32, device=hidden.device)
+        return _project(hidden, self._weights.head, out)
+
+
+def _project(hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """CUDA accumulates half-precision products in fp32 and hands that out unrounded."""
+    if hidden.dtype == torch.float32 or hidden.is_meta:
+        return Product(head)(hidden, out)
+    if hidden.is_cuda:
+        return torch.mm(hidden, head.t(), out_dtype=torch.float32, out=out)
+    return out.copy_(hidden @ head.t())
+
+
+# Compiling the kernels of a model before its weights are there: a body of `meta` tensors goes through its steps.
+#
+# Kernels of different steps are compiled in different threads. Triton keeps them in its cache folder, too, where the
+# next start finds them. Invariant: nothing here can fail a start; a kernel that is missing is compiled when it is
+# used.
+
+log = logging.getLogger(__name__)
+
+_META = torch.device("meta")
+_TOKENS = 128  # of a prompt; kernels are the same for any number, but that of attention
+_TILES = (4, 512)  # few and many are shared out differently
+
+
+@collector_at_rest()
+def compile_kernels(block: Block, dtype: torch.dtype, *, most: int, positions: int) -> None:
+    """Compile what decoding 1 and `most` sequences takes, and prompts; `positions`: columns of the table of slots."""
+    began = time.perf_counter()
+    body = meta_body(block, dtype, most=most, positions=positions)
+    ids, positions_there, slots = torch.empty(3, _TOKENS, dtype=torch.int64, device=_META).unbind(0)
+    tiles = [ExtendTiles(*torch.empty(4, count, dtype=torch.int32, device=_META).unbind(0)) for count in _TILES]
+    steps: list[Callable[[], object]] = [
+        partial(body.decode, _batch(size, most)) for size in sorted({1, min(2, most), most})
+    ]
+    steps.append(partial(_each, [partial(body.extend, ids, positions_there, slots, some) for some in tiles]))
+    with ThreadPoolExecutor(len(steps)) as pool:
+        for future in [pool.submit(torch.inference_mode()(step)) for step in steps]:
+            future.result()
+    log.info("compiled kernels in %.1f s", time.perf_counter() - began)
+
+
+def _each(steps: list[partial[torch.Tensor]]) -> None:
+    """One after the other: what they share is compiled once."""
+    for step in steps:
+        step()
+
+
+def meta_body(block: Block, dtype: torch.dtype, *, most: int, positions: int) -> FusedBody:
+    """A body without memory."""
+    tensors = {name: torch.empty(shape, dtype=dtype, device=_META) for name, shape in tensor_shapes(block).items()}
+    context = AttentionContext(_META)
+    for layer in range(block.layers):
+        kept = torch.empty(block.kv_heads, 16, block.head_dim, dtype=dtype, device=_META)
+        context.keys[layer] = context.values[layer] = kept
+    context.table = torch.empty(most + 1, positions, dtype=torch.int32, device=_META)
+    return FusedBody(block, tensors, context, most=most, positions=positions)
+
+
+def _batch(size: int, most: int) -> DecodeBatch:
+    rows, lens, slots, known = torch.empty(4, size, dtype=torch.int64, device=_META).unbind(0)
+    return DecodeBatch(rows, lens, slots, known, torch.empty(most + 1, dtype=torch.int64, device=_META))

@@ -1,0 +1,420 @@
+"""A model that is ready to be stepped: loaded, with room for keys and values, and tried.
+
+Invariant: what `load` leaves computes what the model's plain forward does (`model/check.py`). Fused kernels that do not
+are given up for transformers' own code; a model that neither computes is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from slime.cluster.devices import choose_dtype, slow_dtype_note
+from slime.cluster.memory.cuda_driver import CudaRefused
+from slime.engine.embedded.executor import Counters, Steps
+from slime.engine.embedded.fused.reference import PlainModel
+from slime.engine.embedded.fused.rope import NotFused
+from slime.engine.embedded.fused.runner import FusedRunner
+from slime.engine.embedded.fused.supported_models import EMBEDDING, Block, block_of, tensor_shapes, together
+from slime.engine.embedded.kv_cache import KVCache
+from slime.engine.embedded.memory import EngineMemory, affordable_slots, lay_together
+from slime.engine.embedded.model.runner import ModelRunner
+from slime.engine.embedded.model.self_test import (
+    PlainNumbers,
+    WrongNumbers,
+    check_small_of,
+    exact_until,
+    prompt_lengths,
+    refusing,
+)
+from slime.engine.embedded.options import EngineOptions
+from slime.engine.embedded.scheduler import Scheduler
+from slime.engine.embedded.weights.folder import Stored, read_into, stored_in
+from slime.engine.embedded.weights.parameter_views import FolderViews, OwnNames
+from slime.errors import UserError
+from slime.models.folder import SAME_CODE, check_tokenizer_fits, quantization, read_config_json
+from slime.models.shape import count_parameters
+
+if TYPE_CHECKING:
+    from slime.engine.embedded.model.interface import Body
+    from slime.engine.embedded.model.runner import ModelRunner
+    from slime.engine.embedded.sampling.sampler import KernelDraw
+
+# Which code computes a model on CUDA: our own kernels for the families that have them, else transformers' modules.
+
+log = logging.getLogger(__name__)
+
+
+def fused_block(facts: Mapping[str, Any], model: nn.Module) -> Block | None:
+    """A model with such a (text) config as the fused kernels compute it; None, with a note, where they do not."""
+    try:
+        block = block_of(facts)
+        own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        if any(own.get(name) != shape for name, shape in tensor_shapes(block).items()):
+            raise NotFused("its weights have other names or shapes than its kind of model has")
+    except NotFused as reason:
+        log.info("transformers' own code computes this model: %s", reason)
+        return None
+    return block
+
+
+def make_body(
+    runner: ModelRunner, block: Block | None, *, most: int, positions: int, owned: bool, compile_layers: bool
+) -> Body:
+    """`owned`: the weights lie where the engine put them, those of one product together; else they are put so here."""
+    if block is None:
+        from slime.engine.embedded.model.interface import GeneralBody
+
+        if compile_layers:
+            log.info("compiling the decoder layers: this takes some seconds (--no-compile skips it)")
+        return GeneralBody(runner, compile_layers=compile_layers)
+    from slime.engine.embedded.fused.model import FusedBody
+
+    if not owned:
+        lay_together(runner.model, together(block))
+    tensors, context = runner.model.state_dict(), runner.context
+    return FusedBody(block, tensors, context, most=most, positions=positions, routed=runner.experts)
+
+
+# A model as the engine holds it: weights under the folder's names, facts of its config, and what ends a response.
+#
+# Two ways lead to one. A model that the fused kernels compute is read straight from its folder (`PlainFolder`),
+# without transformers, which takes longer to import than all the rest of a start takes. Every other one is
+# transformers' own (`through_transformers`), and so is every folder with something unusual or wrong about it: what is
+# wrong is said there. Invariant: both give the same weights, rounded alike, and the same facts.
+
+_END_UNLESS_SAID = {"llama": 2, "mistral": 2}
+"""Token ids that transformers takes for a response's end where config.json names none."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    weights: nn.Module
+    facts: Mapping[str, Any]  # config.json, its part about text
+    block: Block | None  # what the fused kernels compute; None: transformers' modules do
+    views: FolderViews
+    eos_ids: frozenset[int]
+    logits: Callable[[torch.Tensor], torch.Tensor]  # `[B, T, V]` of tokens, in plain operations
+    runner: Callable[[np.ndarray], ModelRunner]  # for a table of slots
+
+
+class NamedWeights(nn.Module):
+    """Parameters under the names of a model folder, and no code that computes with them."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        made: dict[int, nn.Parameter] = {}
+        for name, tensor in tensors.items():
+            *path, last = name.split(".")
+            place: nn.Module = self
+            for part in path:
+                if part not in place._modules:
+                    place.add_module(part, nn.Module())
+                place = place.get_submodule(part)
+            parameter = made.setdefault(id(tensor), nn.Parameter(tensor, requires_grad=False))
+            place.register_parameter(last, parameter)
+
+
+@dataclass(frozen=True)
+class PlainFolder:
+    """A folder with a model for the fused kernels, and nothing unusual about it."""
+
+    path: str
+    facts: Mapping[str, Any]
+    block: Block
+    stored: Mapping[str, Stored]
+
+    @classmethod
+    def at(cls, path: str, *, trust_remote_code: bool) -> PlainFolder | None:
+        """None where transformers has to load the model."""
+        facts = read_config_json(path)
+        block, stored = _plain_block(facts, trust_remote_code), stored_in(Path(path))
+        if block is None or stored is None:
+            return None
+        if any(name not in stored or stored[name].shape != shape for name, shape in tensor_shapes(block).items()):
+            return None
+        return cls(path, facts, block, stored)
+
+    def read(self, dtype: torch.dtype, memory: EngineMemory) -> LoadedModel:
+        """The model, in memory of the engine."""
+        block = self.block
+        check_tokenizer_fits(self.path, block.vocab)
+        tensors = memory.place(tensor_shapes(block), dtype, together(block))
+        read_into(tensors, self.stored)
+        if block.tied:
+            tensors["lm_head.weight"] = tensors[EMBEDDING]
+        weights = NamedWeights(tensors)
+        return LoadedModel(
+            weights,
+            self.facts,
+            block,
+            OwnNames(weights),
+            _eos_ids(self.path, self.facts),
+            lambda ids: PlainModel(block, weights.state_dict()).logits(ids),
+            lambda table: FusedRunner(weights, block, table),
+        )
+
+
+def _plain_block(facts: Mapping[str, Any], trust_remote_code: bool) -> Block | None:
+    """What the fused kernels compute, of a config with nothing else to it."""
+    runs_own_code = trust_remote_code and "auto_map" in facts and facts.get("model_type") not in SAME_CODE
+    if runs_own_code or quantization(dict(facts)) or "text_config" in facts:
+        return None
+    if not isinstance(facts.get("max_position_embeddings"), int):
+        return None
+    try:
+        return block_of(facts)
+    except (NotFused, KeyError, TypeError, ValueError):
+        return None
+
+
+def _eos_ids(folder: str, facts: Mapping[str, Any]) -> frozenset[int]:
+    model_type = str(facts.get("model_type"))
+    found = ids_in(facts.get("eos_token_id", _END_UNLESS_SAID.get(model_type)))
+    file = Path(folder) / "generation_config.json"
+    if file.is_file():
+        given = json.loads(file.read_text())
+        found |= ids_in(given.get("eos_token_id") if isinstance(given, dict) else None)
+    return found
+
+
+def ids_in(value: object) -> frozenset[int]:
+    """Token ids that a config gives as one, as a list, or not at all."""
+    if value is None:
+        return frozenset()
+    return frozenset(value) if isinstance(value, list | tuple) else frozenset({int(value)})  # type: ignore[call-overload]
+
+
+def through_transformers(
+    folder: str,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    memory: EngineMemory | None,
+    trust_remote_code: bool,
+    fused_kernels: bool,
+) -> LoadedModel:
+    """Any model that transformers loads."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from slime.models.loading import load_causal_lm
+
+    disable_progress_bar()
+    model = load_causal_lm(
+        folder,
+        dtype=dtype,
+        device="cpu" if memory is not None else device,
+        attn_implementation="eager",
+        trust_remote_code=trust_remote_code,
+    )
+    facts = model.config.get_text_config().to_dict()
+    block = fused_block(facts, model) if device == "cuda" and fused_kernels else None
+    if memory is not None:
+        memory.adopt(model, () if block is None else together(block))
+        model.to(device)  # what is no parameter
+    ends = ids_in(facts.get("eos_token_id")) | ids_in(getattr(model.generation_config, "eos_token_id", None))
+    return LoadedModel(
+        model,
+        facts,
+        block,
+        FolderViews(model),
+        ends,
+        lambda ids: model(input_ids=ids, use_cache=False).logits,
+        lambda table: ModelRunner(model, table),
+    )
+
+
+class LoadedEngine:
+    """Model, scheduler and steps of one engine; `load` makes all of them."""
+
+    memory: EngineMemory | None
+    vocab_size: int
+    context_len: int
+    capacity: int
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.counters = Counters()
+        self.phases: dict[str, float] = {}  # seconds
+
+    @property
+    def weight_version(self) -> str:
+        return self.steps.version
+
+    def load(self, device: str) -> None:
+        """Load the model and make room for keys and values; slow, called once."""
+        o = self.options
+        name, reason = choose_dtype(o.dtype, device, count_parameters(o.model_path))
+        log.info("computing in %s on %s: %s", name, device, reason)
+        note = slow_dtype_note("--dtype", o.dtype, device)
+        if note is not None:
+            log.warning(note)
+        dtype = getattr(torch, name)
+        plain = None
+        if device == "cuda" and o.fused_kernels:
+            plain = PlainFolder.at(o.model_path, trust_remote_code=o.trust_remote_code)
+        with self._phase("device"):
+            self.memory = EngineMemory.on(torch.device(device))
+        compiling = [] if plain is None else self._compile(plain, dtype)  # the device is there for all threads now
+        with self._phase("weights"):
+            if plain is not None and self.memory is not None:
+                model = plain.read(dtype, self.memory)
+            else:
+                model = self._through_transformers(device, dtype, fused_kernels=o.fused_kernels)
+        try:
+            self._make_ready(model, compiling)
+        except WrongNumbers as wrong:
+            if self.model.block is None:
+                raise
+            log.error("the fused kernels are not used, transformers' own code computes the model: %s", wrong)
+            if self.memory is not None:
+                self.memory.release_weights(keep=False)
+                self.memory.release_cache()
+                self.memory = EngineMemory.on(torch.device(device))
+            self._make_ready(self._through_transformers(device, dtype, fused_kernels=False))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - began
+
+    def _compile(self, folder: PlainFolder, dtype: torch.dtype) -> list[threading.Thread]:
+        """Compile the kernels of the model while its weights are read; whoever uses one first compiles it otherwise."""
+        from slime.engine.embedded.fused.model import compile_kernels
+        from slime.engine.embedded.sampling.sampler import KernelDraw
+
+        o = self.options
+        most, positions = o.max_running_requests, min(self._longest(folder.facts), o.max_total_tokens or sys.maxsize)
+
+        def run(compiles: Callable[[], None]) -> None:
+            try:
+                compiles()
+            except Exception as error:
+                log.warning("kernels could not be compiled ahead: %s", error, exc_info=error)
+
+        jobs: list[Callable[[], None]] = [
+            lambda: compile_kernels(folder.block, dtype, most=most, positions=positions),
+            lambda: KernelDraw.compile_plain(most, folder.block.vocab),
+        ]
+        threads = [threading.Thread(target=run, args=(job,), name="compile", daemon=True) for job in jobs]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _through_transformers(self, device: str, dtype: torch.dtype, *, fused_kernels: bool) -> LoadedModel:
+        return through_transformers(
+            self.options.model_path,
+            dtype=dtype,
+            device=device,
+            memory=self.memory,
+            trust_remote_code=self.options.trust_remote_code,
+            fused_kernels=fused_kernels,
+        )
+
+    def _make_ready(self, model: LoadedModel, compiling: Iterable[threading.Thread] = ()) -> None:
+        o, self.model, facts = self.options, model, model.facts
+        self.vocab_size = facts["vocab_size"]
+        longest = self._longest(facts)
+        self.context_len = min(longest, o.max_total_tokens or longest)
+        first = next(model.weights.parameters())
+        with self._phase("plain forward"):
+            plain = PlainNumbers(
+                model.logits,
+                model_type=facts["model_type"],
+                vocab_size=self.vocab_size,
+                dtype=first.dtype,
+                device=first.device,
+                context_len=self.context_len,
+                lengths=prompt_lengths(facts, is_fused=model.block is not None),
+            )
+        if model.block is None:  # through transformers
+            with self._phase("small model"):
+                check_small_of(model.weights)
+        self.scheduler = Scheduler(
+            KVCache(0), max_running=o.max_running_requests, context_len=self.context_len, chunk=o.chunked_prefill_size
+        )
+        with refusing(facts["model_type"]):
+            self.runner = model.runner(self.scheduler.table)
+        self.capacity = o.max_total_tokens or affordable_slots(self.runner, o, facts, self.context_len)
+        self.context_len = min(self.context_len, self.capacity)
+        self.scheduler.cache = self._fresh_cache()
+        with self._phase("KV cache"):
+            self._allocate_cache(plain.slots)
+        self.steps = Steps(
+            self.scheduler, self.runner, self.counters, version=o.weight_version, fresh_cache=self._fresh_cache
+        )
+        with self._phase("kernels"):
+            for thread in compiling:
+                thread.join()
+        draw = None
+        if self.runner.cuda:
+            with self._phase("graphs"):
+                draw = self._prepare_cuda()
+        with self._phase("check"):
+            plain.compare(self.runner, self.steps.decoder, self.scheduler.table)
+        if draw is not None:
+            draw.prepare_aside()  # now that nothing else waits for the interpreter
+
+    def _allocate_cache(self, least: int) -> None:
+        """Room for the cache's tokens, and for `least` that the check at the start writes to."""
+        slots = max(self.capacity, least)
+        try:
+            self.runner.allocate_kv(slots, None if self.memory is None else self.memory.zeros)
+        except (CudaRefused, torch.cuda.OutOfMemoryError) as error:
+            wanted, free = slots * self.runner.kv_bytes_per_token(), torch.cuda.mem_get_info()[0]
+            raise UserError(
+                f"a KV cache of {slots} tokens takes {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} are free on this "
+                "GPU: lower --max-total-tokens (--engine-max-total-tokens in a run), or free memory on it"
+            ) from error
+
+    def _longest(self, facts: Mapping[str, Any]) -> int:
+        """The longest sequence that the model and the options allow."""
+        asked, ends = self.options.context_length, exact_until(facts)
+        longest: int = asked or facts["max_position_embeddings"]
+        if ends is None or longest <= ends[0]:
+            return longest
+        limit, what = ends
+        reason = f"this {facts['model_type']} model {what} in sequences above {limit} tokens"
+        if asked is not None:
+            raise UserError(f"{reason}: set --context-length to {limit} at most, or serve it with SGLang")
+        log.warning("%s: the context ends there", reason)
+        return limit
+
+    def _fresh_cache(self) -> KVCache:
+        shares = self.options.share_prefixes and not self.runner.states  # a state cannot be cut at a prefix
+        return KVCache(self.capacity, share_prefixes=shares)
+
+    def _prepare_cuda(self) -> KernelDraw:
+        """Bodies and graphs; what draws from their logits, with the kernels of plain draws alone."""
+        from slime.engine.embedded.model.cuda_graphs import CudaDecoder
+        from slime.engine.embedded.sampling.sampler import KernelDraw
+
+        o = self.options
+        body = make_body(
+            self.runner,
+            self.model.block,
+            most=o.max_running_requests,
+            positions=self.context_len,
+            owned=self.memory is not None,
+            compile_layers=o.compile is not False,
+        )
+        draw = KernelDraw(o.max_running_requests, self.vocab_size, self.runner.device)
+        decoder = CudaDecoder(self.runner, body, draw, max_running=o.max_running_requests)
+        decoder.capture()
+        self.steps.decoder = decoder
+        return draw

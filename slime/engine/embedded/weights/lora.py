@@ -1,0 +1,166 @@
+"""A LoRA adapter for the model that is being served, merged into its weights in place.
+
+Invariant: after `load` the model is its own folder with this adapter and nothing else, whatever was loaded before: to
+the bit what whoever trains it would have sent as whole weights. Names and shapes of all pairs are checked before the
+first weight changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from pathlib import Path
+
+import torch
+
+from slime.engine.embedded.errors import BadRequest, Conflict, HalfWritten, shown
+from slime.engine.embedded.weights import loading
+from slime.engine.embedded.weights.parameter_views import FolderViews
+from slime.engine.embedded.weights.process_groups import Announced
+from slime.errors import UserError
+from slime.models.peft_adapter import Adapter, AdapterFacts, BadAdapter, merged, module_of, read_adapter
+
+
+class MergedAdapter:
+    """What lies beneath an adapter: the folder's weights of the layers that were ever merged, kept on the host."""
+
+    def __init__(self, views: FolderViews, folder: str, *, trust_remote_code: bool) -> None:
+        self._views = views
+        self._folder = folder
+        self._trust_remote_code = trust_remote_code
+        self._own_dtype = self._dtype = next(views.model.parameters()).dtype
+        self._base: dict[str, torch.Tensor] = {}
+        self._merged: set[str] = set()
+        self._is_overwritten = False
+        self.name: str | None = None
+
+    def overwritten(self) -> None:
+        """The model's weights are no longer the folder's beneath what is merged, or may not be."""
+        self._is_overwritten, self.name = True, None
+
+    @torch.no_grad()
+    def load(self, name: str, adapter: Adapter) -> int:
+        """Merge `adapter` in the place of the one before; its bytes."""
+        shapes = adapter.weight_shapes
+        loading.check_shapes(self._views, shapes, "the adapter")
+        self._lay_base(shapes.keys(), adapter.facts.base_dtype or self._own_dtype)
+        targets = self._views.targets(shapes)
+        try:
+            self._restore(self._merged - shapes.keys())
+            self._merged |= shapes.keys()
+            for module, (a, b) in adapter.pairs.items():
+                target, base = targets[f"{module}.weight"], self._base[f"{module}.weight"]
+                base, a, b = (tensor.to(target.device, non_blocking=True) for tensor in (base, a, b))
+                target.copy_(merged(base, a, b, scale=adapter.facts.scale, dtype=target.dtype))
+        except RuntimeError as cause:
+            self.overwritten()
+            raise HalfWritten(f"the adapter could not be merged to its end: {cause}") from cause
+        self.name = name
+        return adapter.nbytes
+
+    @torch.no_grad()
+    def unload(self) -> int:
+        """The model is its folder again; the bytes that were put back."""
+        self.name = None
+        if self._is_overwritten or self._dtype != self._own_dtype:
+            return self._start_over(set(), self._own_dtype)
+        return self._restore(set(self._merged))
+
+    def _restore(self, names: set[str]) -> int:
+        targets = self._views.targets(names)
+        for name in names:
+            targets[name].copy_(self._base[name])
+        self._merged -= names
+        return sum(targets[name].nbytes for name in names)
+
+    def _lay_base(self, names: Set[str], dtype: torch.dtype) -> None:
+        """Have the model at its folder's weights as they are in `dtype`, and those of `names` on the host besides.
+
+        Whoever trains in another dtype than the model's holds other weights, so these are read from the folder anew.
+        """
+        fresh = names - self._base.keys()
+        if self._is_overwritten or dtype != self._dtype or (fresh and dtype != self._own_dtype):
+            self._start_over(names, dtype)
+            return
+        targets = self._views.targets(names)
+        self._base |= {name: _on_host(targets[name], pin=targets[name].is_cuda) for name in fresh}
+
+    def _start_over(self, names: Set[str], dtype: torch.dtype) -> int:
+        """Read the folder in `dtype`: all of it into the model, and the weights of `names` to be kept."""
+        from slime.models.loading import load_causal_lm  # transformers
+
+        try:
+            model = load_causal_lm(
+                self._folder,
+                dtype=dtype,
+                device="cpu",
+                attn_implementation="eager",
+                trust_remote_code=self._trust_remote_code,
+            )
+        except UserError as cause:
+            raise BadRequest(f"the weights beneath the adapter cannot be read: {cause}") from cause
+        self.overwritten()
+        copied = loading.load_tensors(self._views, self._views.same_of(model), self._folder)
+        targets, pin = FolderViews(model).targets(names), next(self._views.model.parameters()).is_cuda
+        self._base = {name: _on_host(targets[name], pin=pin) for name in names}
+        self._merged, self._dtype, self._is_overwritten = set(), dtype, False
+        return copied
+
+
+class ArrivingAdapter:
+    """The tensors of an adapter that comes in buckets through a process group; merged when all are here."""
+
+    def __init__(self, views: FolderViews) -> None:
+        self._views = views
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._next = 1
+
+    def expect(self, bucket: Announced, facts: AdapterFacts) -> None:
+        """Refuse a bucket that does not follow the one before, or whose tensors fit no weight of the model."""
+        if bucket.number == 1:
+            self._tensors, self._next = {}, 1
+        self._require_next(bucket)
+        try:
+            modules = [module_of(name) for name in bucket.names]
+        except BadAdapter as cause:
+            raise BadRequest(str(cause), "names") from cause
+        targets = self._views.targets({f"{module}.weight" for module, _ in modules})
+        for (module, half), name, shape in zip(modules, bucket.names, bucket.shapes, strict=True):
+            target = targets.get(f"{module}.weight")
+            if target is None or target.dim() != 2:
+                raise BadRequest(f"the adapter is for {module}, and this model has no such layer", "names")
+            fits = (facts.rank, target.shape[1]) if half == "A" else (target.shape[0], facts.rank)
+            if shape != fits:
+                raise BadRequest(f"{name} has shape {shape}, and {fits} is what fits this model", "shapes")
+
+    def take(self, bucket: Announced, tensors: Mapping[str, torch.Tensor], facts: AdapterFacts) -> Adapter | None:
+        """Keep what a bucket brought; the adapter, once that was the last."""
+        self._require_next(bucket)  # another update may have begun while this one arrived
+        self._tensors |= tensors
+        self._next += 1
+        if not bucket.is_last:
+            return None
+        whole, self._tensors, self._next = self._tensors, {}, 1
+        try:
+            return Adapter.from_tensors(facts, whole)
+        except BadAdapter as cause:
+            raise BadRequest(str(cause)) from cause
+
+    def _require_next(self, bucket: Announced) -> None:
+        if bucket.number != self._next:
+            raise Conflict(f"bucket {bucket.number} of {bucket.count} came in the place of {self._next}")
+
+
+def adapter_in(folder: str) -> Adapter:
+    """The adapter of a folder as PEFT writes it."""
+    try:
+        found = read_adapter(Path(folder)) if Path(folder).is_dir() else None
+    except (BadAdapter, OSError) as cause:
+        raise BadRequest(f"cannot load the adapter: {cause}", "lora_path") from cause
+    if found is None:
+        raise BadRequest(f"there is no folder {shown(folder)} with an adapter", "lora_path")
+    return found
+
+
+def _on_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
+    """A copy in host memory, of the kind that a GPU reads fastest if it is for one."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin).copy_(tensor)

@@ -1,0 +1,144 @@
+"""What the engines are doing, for whoever watches the run: ready, generating, dead, restarting.
+
+Invariant: looking neither disturbs the rollout nor decides anything. A thread of its own asks the engines every few
+seconds how many requests they have; readers get what it found last, at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.engine.http.blocking import NoAnswer, ask
+
+INTERVAL_S = 2.0
+_TIMEOUT_S = 5.0
+_LOAD_ROUTES = ("/v1/loads?include=core", "/get_load")
+"""SGLang's, newer and older; the embedded engine has the newer one."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests at one engine, and its speed as far as it is known: tokens so far, or tokens a second."""
+
+    running: int = 0
+    queued: int = 0
+    generated: int | None = None
+    tokens_per_s: float | None = None
+
+
+class EngineStates:
+    """The engines at `urls()`, which may change. `why_ended(i)` says how a process ended (None: it has not), `away()`
+    which engines get no requests now and why ("restarting")."""
+
+    def __init__(
+        self,
+        urls: Callable[[], Sequence[str]],
+        *,
+        why_ended: Callable[[int], str | None],
+        away: Callable[[], Mapping[str, str]] = dict,
+        load_of: Callable[[str], Load | None] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._urls = urls
+        self._why_ended = why_ended
+        self._away = away
+        self._load_of = load_of or ask_load
+        self._now = now
+        self._found: dict[str, Load | str] = {}
+        self._rates: dict[str, float] = {}
+        self._seen: dict[str, tuple[float, int]] = {}
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Look every few seconds from now on."""
+        threading.Thread(target=self._keep_looking, name="engine-states", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def look(self) -> None:
+        """Ask every engine once."""
+        away = self._away()
+        urls = self._urls()
+        for gone in self._found.keys() - set(urls):
+            for kept in (self._found, self._seen, self._rates):
+                kept.pop(gone, None)
+        for index, url in enumerate(urls):
+            if url in away:
+                self._found[url] = away[url]
+            elif self._why_ended(index) is not None:
+                self._found[url] = "dead"
+            else:
+                load = self._load_of(url)
+                self._found[url] = "busy" if load is None else load
+                if load is not None:
+                    self._measure(url, load)
+            if not isinstance(self._found[url], Load):
+                self._seen.pop(url, None)
+                self._rates.pop(url, None)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all engines together, while they generate; None when none of them says."""
+        rates = list(self._rates.values())
+        return sum(rates) if rates else None
+
+    def sentence(self) -> tuple[str, bool] | None:
+        """(what they do, whether they are at work); None before the first look."""
+        found = dict(self._found)
+        if not found:
+            return None
+        loads = [one for one in found.values() if isinstance(one, Load)]
+        running, queued = sum(load.running for load in loads), sum(load.queued for load in loads)
+        text = f"generating, {running} running, {queued} queued" if running or queued else "ready"
+        urls = self._urls()
+        others = [f"engine-{i} {found[url]}" for i, url in enumerate(urls) if isinstance(found.get(url), str)]
+        if len(urls) == 1 and others:
+            return str(found[urls[0]]), True
+        parts = ([text] if loads else []) + others
+        return "; ".join(parts), bool(running or queued or others)
+
+    def _measure(self, url: str, load: Load) -> None:
+        now, before = self._now(), self._seen.get(url)
+        if load.tokens_per_s is not None:
+            self._rates[url] = load.tokens_per_s
+        elif load.generated is not None:
+            self._seen[url] = (now, load.generated)
+            if before is not None and now > before[0]:
+                self._rates[url] = max(0, load.generated - before[1]) / (now - before[0])
+
+    def _keep_looking(self) -> None:
+        while not self._closed.wait(INTERVAL_S):
+            self.look()
+
+
+def ask_load(url: str, api_key: str | None = None) -> Load | None:
+    """What an engine says of its load; None when it does not answer in time, as one that is busy may."""
+    try:
+        for route in _LOAD_ROUTES:
+            status, answer = ask("GET", url + route, timeout_s=_TIMEOUT_S, api_key=api_key)
+            if status == 200:
+                return load_in(answer)
+    except NoAnswer:
+        return None
+    return Load()
+
+
+def load_in(answer: Any) -> Load:
+    """The answer of `/v1/loads` or `/get_load`, one entry per data-parallel rank."""
+    entries = answer.get("loads", []) if isinstance(answer, dict) else answer
+    ranks = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    queued = sum(int(rank.get("num_waiting_reqs") or 0) for rank in ranks)
+    running = sum(
+        int(rank["num_running_reqs"])
+        if "num_running_reqs" in rank
+        else max(0, int(rank.get("num_reqs") or 0) - int(rank.get("num_waiting_reqs") or 0))
+        for rank in ranks
+    )
+    counts = [int(rank["generated_tokens"]) for rank in ranks if rank.get("generated_tokens") is not None]
+    speeds = [float(rank["gen_throughput"]) for rank in ranks if rank.get("gen_throughput") is not None]
+    return Load(running, queued, sum(counts) if counts else None, sum(speeds) if speeds else None)
